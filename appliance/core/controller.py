@@ -1,7 +1,7 @@
-"""The switchboard between fronts, replicas, listeners and the ledger: who is told what, when.
+"""The switchboard between fronts, replicas, listeners and the request manager: who is told what, when.
 
 It makes the channels between every front and every replica, keeps fronts informed of what is served and who
-may ask, and hands each word on a request to the ledger. It decides nothing itself.
+may ask, and passes messages about requests to the request manager.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from appliance.models.manager import Fleet
 from appliance.models.replica import Launch, Replica
 from appliance.settings import ModelSettings, Settings
 from appliance.traffic.quotas import Quotas
-from appliance.traffic.requests import Ledger, RowSink
+from appliance.traffic.request_manager import RequestManager, RowSink
 from engine.client import ReplicaGroup
 from engine.messages import Report
 from store.policies import Policies
@@ -77,7 +77,7 @@ class Switchboard:
         front_module: str = "appliance.front",
     ) -> None:
         self.problems = Problems()
-        self.ledger = Ledger(
+        self.requests = RequestManager(
             send=self._send,
             rows=rows,
             salt=salt,
@@ -89,7 +89,7 @@ class Switchboard:
         self.fleet = Fleet(
             settings,
             models,
-            ledger=self.ledger,
+            requests=self.requests,
             events=self,
             problems=self.problems,
             tell=self.tell_configuration,
@@ -173,18 +173,18 @@ class Switchboard:
         await self.fleet.stop()
         if self._tick_timer is not None:
             self._tick_timer.cancel()
-        if len(self.ledger):
-            log.error("%d requests have no end: their rows are sealed at the next start", len(self.ledger))
+        if len(self.requests):
+            log.error("%d requests have no end: their rows are sealed at the next start", len(self.requests))
 
     async def _until_counted(self, timeout_s: float) -> None:
         """Give the replicas a moment to say what was generated for the requests that ended last."""
         deadline = time.monotonic() + timeout_s
-        while len(self.ledger) and time.monotonic() < deadline:
+        while len(self.requests) and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
 
     def _tick(self) -> None:
         self._tick_timer = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
-        self.ledger.expire()
+        self.requests.expire()
         for front in self.fronts:
             front.check()
         self.fleet.check()
@@ -199,10 +199,10 @@ class Switchboard:
     # ── what fronts know ──
 
     def tell_identities(self) -> None:
-        """Tell the ledger and every front what is different in who may ask and have what, if anything is."""
+        """Send changed tenants, keys and peers to the request manager and to every front."""
         if (policies := self._identities.policies) is not self._told_policies:
             self._told_policies = policies
-            self.ledger.set_policies(policies)
+            self.requests.set_policies(policies)
         table, told = self._identities.current(), self._told_identities
         if table is told:
             return
@@ -327,7 +327,7 @@ class Switchboard:
 
     def front_started(self, front: Front) -> None:
         self._by_name[front.name] = front
-        self.ledger.add_front(front.name)
+        self.requests.add_front(front.name)
         self._configure(front)
         front.send(self._told_identities or self._identities.current())
         for replica in self.replicas:
@@ -344,15 +344,15 @@ class Switchboard:
         if isinstance(message, Admit):
             # A front says who asks; what they may do is ours to know.
             identity = self._identities.of(message.identity)
-            self.ledger.admit(front.name, msgspec.structs.replace(message, identity=identity))
+            self.requests.admit(front.name, msgspec.structs.replace(message, identity=identity))
         elif isinstance(message, Settle):
-            self.ledger.settle(front.name, message)
+            self.requests.settle(front.name, message)
         elif isinstance(message, Retried):
-            self.ledger.log_retry(message)
+            self.requests.log_retry(message)
         elif isinstance(message, Worked):
-            self.ledger.charge_work(message)
+            self.requests.charge_work(message)
         else:
-            self.ledger.reject(message)
+            self.requests.reject(message)
 
     def front_claims(self, front: Front, message: Claim | Release) -> None:
         if isinstance(message, Claim):
@@ -382,7 +382,7 @@ class Switchboard:
 
     def front_lost(self, front: Front, name: str) -> None:
         del self._by_name[name]
-        self.ledger.lose_front(name)
+        self.requests.lose_front(name)
         if lost := self.claims.lose_front(name):
             log.warning("%s had %d answers for retries of requests: these run anew", name, lost)
         self.update_listeners()
@@ -398,7 +398,7 @@ class Switchboard:
 
     def replica_ready(self, replica: Replica) -> None:
         self.fleet.learn(replica)
-        self.ledger.recover_model(replica.model)
+        self.requests.recover_model(replica.model)
         try:
             for front in self._by_name.values():
                 self._attach(front, replica)
@@ -407,12 +407,12 @@ class Switchboard:
             return
         if replica.account is not None:
             # Only now: an `Admitted` must find the front's channel to its replica in place.
-            self.ledger.add_replica(replica.account)
+            self.requests.add_replica(replica.account)
         self.tell_configuration()
 
     def replica_reported(self, replica: Replica, report: Report) -> None:
         if replica.account is not None:
-            self.ledger.report(replica.account, report)
+            self.requests.report(replica.account, report)
         for name in report.fronts_gone:
             front = self._by_name.get(name)
             if front is not None and self.stopping is None:
@@ -421,17 +421,17 @@ class Switchboard:
 
     def replica_silent(self, replica: Replica) -> None:
         if replica.account is not None:
-            self.ledger.retire_replica(replica.account)
+            self.requests.retire_replica(replica.account)
         self.tell_configuration()
 
     def replica_heard(self, replica: Replica) -> None:
         if replica.account is not None and not replica.retiring:
-            self.ledger.add_replica(replica.account)
+            self.requests.add_replica(replica.account)
         self.tell_configuration()
 
     def replica_lost(self, replica: Replica) -> None:
         if replica.account is not None:
-            self.ledger.lose_replica(replica.account)
+            self.requests.lose_replica(replica.account)
 
     def replica_problem(self, replica: Replica, what: str) -> None:
         self.problems.note(replica.name, what)
@@ -439,9 +439,9 @@ class Switchboard:
     def replica_changed(self, replica: Replica) -> None:
         siblings = [other for other in self.replicas if other.model == replica.model]
         if all(other.failure for other in siblings):
-            self.ledger.fail_model(replica.model, replica.failure)
+            self.requests.fail_model(replica.model, replica.failure)
         else:
-            self.ledger.recover_model(replica.model)
+            self.requests.recover_model(replica.model)
         self.tell_configuration()
 
     def _attach(self, front: Front, replica: Replica) -> None:
@@ -453,13 +453,13 @@ class Switchboard:
     def cancel(self, request_id: str, message: str) -> bool:
         """End a request: its front tells the client, and the engine if the front does not. False if there is
         no such request."""
-        if not self.ledger.abort(request_id, message):
+        if not self.requests.abort(request_id, message):
             return False
         asyncio.get_running_loop().call_later(_ENGINE_CANCEL_S, self._cancel_in_engine, request_id)
         return True
 
     def _cancel_in_engine(self, request_id: str) -> None:
-        accounts = self.ledger.accounts_of(request_id)
+        accounts = self.requests.accounts_of(request_id)
         for replica in self.replicas:
             if replica.account in accounts and replica.group is not None:
                 replica.group.cancel_request(request_id)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Literal, Protocol
 
 from appliance.protocol import DrainState
-from appliance.traffic.requests import Ledger
+from appliance.traffic.request_manager import RequestManager
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ STOPPING = "the service is stopping"
 class House(Protocol):
     """What a drain works on."""
 
-    ledger: Ledger
+    requests: RequestManager
 
     async def announce(self) -> None:
         """Tell every front what is ready, and return when they say that they know."""
@@ -98,21 +98,21 @@ class Drain:
 
     async def run(self) -> None:
         """From the announcement to "drained"."""
-        ledger = self._house.ledger
+        requests = self._house.requests
         if not self._announced:
             await self._house.announce()
             await self._until(lambda: False, self._notice_s)
-        ledger.close(self.model, self.why, hold=self.hold)
+        requests.pause_admission(self.model, self.why, hold=self.hold)
         self.state, self._grace_ends = "draining", time.monotonic() + self.grace_s
         log.info(
             "%s drains: %d requests get %g s",
             self.name,
-            len(list(ledger.unfinished(self.model))),
+            len(list(requests.unfinished(self.model))),
             self.grace_s,
         )
         if not await self._until(self._empty, self.grace_s):
             why = f"{self.why}, and this request did not finish in time"
-            late = [request.request_id for request in ledger.unfinished(self.model)]
+            late = [request.request_id for request in requests.unfinished(self.model)]
             self.ended = sum([self._house.cancel(request_id, why) for request_id in late])
             log.warning("%s: %d requests did not finish in time", self.name, self.ended)
             self._hurry = asyncio.Event()
@@ -121,7 +121,7 @@ class Drain:
         log.info("%s is drained after %.1f s", self.name, self.elapsed_s)
 
     def _empty(self) -> bool:
-        return self._house.ledger.finished(self.model)
+        return self._house.requests.finished(self.model)
 
     async def _until(self, true: Callable[[], bool], timeout_s: float) -> bool:
         """Wait for it, for so long, or until somebody hurries; whether it came true."""
@@ -166,7 +166,7 @@ class Drains:
             name = "the service" if model is None else f"model {model!r}"
             raise DrainError(f"{name} is not draining; {others or 'nothing'} is")
         self.forget(model)
-        self._house.ledger.open(model)
+        self._house.requests.resume_admission(model)
         return drain
 
     def leave_off(self) -> None:

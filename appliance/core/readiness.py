@@ -9,13 +9,13 @@ from appliance.front_pool.front import Front
 from appliance.messages import ServedModel
 from appliance.models.manager import Fleet
 from appliance.models.replica import Replica
-from appliance.traffic.requests import Ledger
+from appliance.traffic.request_manager import RequestManager
 
 
 class House(Protocol):
     """Whose readiness it is."""
 
-    ledger: Ledger
+    requests: RequestManager
     fleet: Fleet
     fronts: list[Front]
     drains: Drains
@@ -51,7 +51,7 @@ class Readiness:
 
     def headline(self) -> str:
         """The service in a line, as `systemctl status` shows it."""
-        figures = self._house.ledger.figures()
+        figures = self._house.requests.stats()
         work = f"{figures.running} running, {figures.waiting} waiting"
         closing = self._house.stopping or self._house.drains.of(None)
         if closing is not None:

@@ -41,7 +41,7 @@ def reload_hooks(
         admin.change(settings.unix.admin_mode, authenticator.gid)
 
     def queue(settings: Settings) -> None:
-        switchboard.ledger.set_rules(settings.queue)
+        switchboard.requests.set_rules(settings.queue)
 
     def idempotency(settings: Settings) -> None:
         switchboard.claims.keep_s = settings.idempotency.keep_s

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from appliance.messages import Claim, Claimed, Release
 
-MOST_VOID = 10_000
+MAX_VOID = 10_000
 """Runs remembered whose answer is lost: so that the log can say that a retry ran anew."""
 
 
@@ -74,5 +74,5 @@ class Claims:
     def _remember(self, scope: bytes, request_id: str) -> None:
         self._void.pop(scope, None)
         self._void[scope] = _Void(request_id, self._clock() + self.keep_s)
-        if len(self._void) > MOST_VOID:
+        if len(self._void) > MAX_VOID:
             self._void.popitem(last=False)

@@ -24,7 +24,7 @@ from appliance.models.placement import GpuPlacement, machine_topology
 from appliance.models.registry import describe
 from appliance.models.replica import Launch, Replica, ReplicaEvents
 from appliance.settings import ModelSettings, Settings
-from appliance.traffic.requests import Ledger
+from appliance.traffic.request_manager import RequestManager
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Fleet:
         settings: Settings,
         served: list[ServedModel],
         *,
-        ledger: Ledger,
+        requests: RequestManager,
         events: ReplicaEvents,
         problems: Problems,
         tell: Callable[[], None],
@@ -55,7 +55,7 @@ class Fleet:
         self.settings = settings
         """Of the service; those of models are followed by `change`."""
         self._wanted = dict(settings.models)
-        self._ledger = ledger
+        self._requests = requests
         self._events = events
         self._problems = problems
         self._tell = tell
@@ -68,7 +68,7 @@ class Fleet:
         """Models whose wanted settings could not be loaded: they run with the former ones."""
         self._background = Background()
         for model in served:
-            ledger.add_model(model.name, model.version)
+            requests.add_model(model.name, model.version)
         for name, wanted in self._wanted.items():
             for _ in range(wanted.replicas):
                 self._new(name, wanted)
@@ -127,7 +127,7 @@ class Fleet:
         if model.version != known.version:
             log.info("model %s: version %s from now on", model.name, model.version)
         self.models[model.name] = model
-        self._ledger.set_version(model.name, model.version)
+        self._requests.set_version(model.name, model.version)
         if replica.account is not None:
             replica.account.version = model.version
 
@@ -170,9 +170,9 @@ class Fleet:
 
     def _take_up(self, model: ServedModel) -> None:
         self.models[model.name] = model
-        self._ledger.open(model.name)
-        if not self._ledger.knows(model.name):
-            self._ledger.add_model(model.name, model.version)
+        self._requests.resume_admission(model.name)
+        if not self._requests.knows(model.name):
+            self._requests.add_model(model.name, model.version)
         for replica in self.of(model.name):
             if replica.account is not None:
                 self.learn(replica)  # it was about to be removed
@@ -252,11 +252,13 @@ class Fleet:
         self._tell()
         account = replica.account
         if account is not None:
-            self._ledger.retire_replica(account)
+            self._requests.retire_replica(account)
             alone = not any(other.account for other in self.of(replica.model) if not other.retiring)
             deadline = time.monotonic() + (self.settings.drain_grace_s if alone else float("inf"))
             while (
-                self._ledger.occupied(account) and replica.account is account and time.monotonic() < deadline
+                self._requests.occupied(account)
+                and replica.account is account
+                and time.monotonic() < deadline
             ):
                 await asyncio.sleep(_LOOK_EVERY_S)
         await replica.stop(_STOP_S)
@@ -266,16 +268,16 @@ class Fleet:
     async def _remove(self, name: str) -> None:
         """Serve the model no more."""
         self.models.pop(name, None)
-        self._ledger.close(name, f"the model {name!r} is being removed")
+        self._requests.pause_admission(name, f"the model {name!r} is being removed")
         self._tell()
         deadline = time.monotonic() + self.settings.drain_grace_s
-        while not self._ledger.finished(name) and time.monotonic() < deadline:
+        while not self._requests.finished(name) and time.monotonic() < deadline:
             await asyncio.sleep(_LOOK_EVERY_S)
-        self._ledger.abort_all(f"the model {name!r} was removed", name)
+        self._requests.abort_all(f"the model {name!r} was removed", name)
         for replica in self.of(name):
             await self._retire(replica)
-        self._ledger.open(name)
-        self._ledger.remove_model(name)
+        self._requests.resume_admission(name)
+        self._requests.remove_model(name)
         self._changes.pop(name, None)
         log.info("model %s is gone", name)
 

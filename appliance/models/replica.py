@@ -87,7 +87,7 @@ class ReplicaEvents(Protocol):
         """It takes submissions now; `replica.account` is new."""
 
     def replica_reported(self, replica: Replica, report: Report) -> None:
-        """Its heartbeat and ledger."""
+        """Its heartbeat and totals."""
 
     def replica_silent(self, replica: Replica) -> None:
         """A ready one has not reported in time: give it nothing new."""

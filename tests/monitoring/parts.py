@@ -73,7 +73,7 @@ class Parts:
             arrived_at=time.time(),
             asked_class=asked_class,
         )
-        self.switchboard.ledger.admit("front-0", admit)
+        self.switchboard.requests.admit("front-0", admit)
 
     def close(self) -> None:
         self.control.close()

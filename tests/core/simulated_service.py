@@ -1,5 +1,5 @@
-"""A model of the house around the ledger: fronts and replicas that keep the protocol, and channels that
-deliver whenever they are told to. Everything that two processes can overtake each other with happens here."""
+"""A simulated service around the request manager: fronts and replicas that keep the protocol, and channels
+that deliver each message when the test says so. Tests create every order of events between two processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from appliance.messages import Abort, Admit, Admitted, Identity, Refused, Settle
 from appliance.traffic.credits import CreditAccount
 from appliance.traffic.quotas import Quotas
-from appliance.traffic.requests import Ledger
+from appliance.traffic.request_manager import RequestManager
 from appliance.traffic.rules import QueueRules
 from engine.messages import LEVELS, Finished, Report, level_of
 from store.requests import RequestRow
@@ -121,8 +121,8 @@ class FakeFront:
     """The core has read the end of its channel."""
 
 
-class House:
-    """The ledger with its surroundings."""
+class SimulatedService:
+    """The request manager with its surroundings."""
 
     def __init__(self, queue_limit: int = 7, queue_timeout_s: float = 50.0) -> None:
         self.now = 1000.0
@@ -132,7 +132,7 @@ class House:
         self.fronts: dict[str, FakeFront] = {}
         self.replicas: list[FakeReplica] = []
         self.asked: list[str] = []
-        self.ledger = Ledger(
+        self.requests = RequestManager(
             send=lambda front, message: self.fronts[front].from_core.append(message),
             rows=self.rows,
             salt=lambda tenant: f"salt of {tenant}",
@@ -141,13 +141,13 @@ class House:
             rules=QueueRules(limit=queue_limit, timeout_s=queue_timeout_s),
             quotas=Quotas(lambda: self.now),
         )
-        self.ledger.add_model("m", "v1")
+        self.requests.add_model("m", "v1")
 
     # ── processes ──
 
     def new_front(self) -> FakeFront:
         front = self.fronts[f"front-{len(self.fronts)}"] = FakeFront(f"front-{len(self.fronts)}")
-        self.ledger.add_front(front.name)
+        self.requests.add_front(front.name)
         for replica in self.live_replicas():
             replica.inbox[front.name] = deque()
         return front
@@ -159,7 +159,7 @@ class House:
             if not front.buried:
                 replica.inbox[front.name] = deque() if front.alive else deque([None])
         self.replicas.append(replica)
-        self.ledger.add_replica(replica.account)
+        self.requests.add_replica(replica.account)
         replica.report()
         return replica
 
@@ -276,23 +276,23 @@ class House:
         if front.to_core:
             message = front.to_core.popleft()
             if isinstance(message, Admit):
-                self.ledger.admit(front.name, message)
+                self.requests.admit(front.name, message)
             else:
-                self.ledger.settle(front.name, message)
+                self.requests.settle(front.name, message)
         elif not front.alive:
             self.bury_front(front)
 
     def bury_front(self, front: FakeFront) -> None:
         if not front.buried:
             front.buried = True
-            self.ledger.lose_front(front.name)
+            self.requests.lose_front(front.name)
             front.asks.clear()
 
     def core_reads_replica(self, replica: FakeReplica) -> None:
         if replica.to_core:
-            self.ledger.report(replica.account, replica.to_core.popleft())
+            self.requests.report(replica.account, replica.to_core.popleft())
         elif not replica.alive:
-            self.ledger.lose_replica(replica.account)
+            self.requests.lose_replica(replica.account)
 
     # ── to the end ──
 
@@ -303,7 +303,7 @@ class House:
         for _ in range(10_000):
             if not self._step():
                 return
-        raise AssertionError("the house does not come to rest")
+        raise AssertionError("the service does not come to rest")
 
     def _step(self) -> bool:
         moved = False
@@ -333,7 +333,7 @@ class House:
         if not replica.alive:
             while replica.to_core:
                 self.core_reads_replica(replica)
-            self.ledger.lose_replica(replica.account)
+            self.requests.lose_replica(replica.account)
             return False
         moved = False
         for front in list(replica.inbox):
@@ -356,7 +356,7 @@ class House:
 
     def check_end(self) -> None:
         """What must hold at rest."""
-        assert len(self.ledger) == 0, [(r.request_id, r.state) for r in self.ledger]
+        assert len(self.requests) == 0, [(r.request_id, r.state) for r in self.requests]
         ended = [row.request_id for row in self.rows.ended]
         assert len(set(ended)) == len(ended), "a row ended twice"
         assert len(set(self.rows.opened)) == len(self.rows.opened), "a row opened twice"
@@ -364,9 +364,11 @@ class House:
         for replica in self.live_replicas():
             account = replica.account
             assert (account.available_rows, account.available_tokens) == (ROWS, TOKENS)
-        figures = self.ledger.figures()
+        figures = self.requests.stats()
         assert (figures.waiting, figures.running) == (0, 0)
         living = {front.name for front in self.fronts.values() if front.alive}
-        assert self.ledger._fronts == living and self.ledger._lost_fronts <= living, "a dead front is known"
-        for usage in self.ledger.quotas.usage("tenant", "t"):
+        assert self.requests._fronts == living and self.requests._lost_fronts <= living, (
+            "a dead front is known"
+        )
+        for usage in self.requests.quotas.usage("tenant", "t"):
             assert usage.held == 0, "a quota holds something for nobody"

@@ -1,4 +1,4 @@
-"""What the ledger shows of the house: for the status, metrics and the console."""
+"""Statistics of the requests in flight, for the status, metrics and the console."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from appliance.traffic.tenants import Tenant, Tenants
 from store.policies import CLASSES
 
 
-class QueueFigures(NamedTuple):
+class QueueStats(NamedTuple):
     """How full the house is."""
 
     waiting: int
@@ -27,12 +27,12 @@ class QueueFigures(NamedTuple):
     overload: str
     """What is overloaded, and what is done about it; empty without."""
     overload_step: int
-    """Of the ladder; 0 without."""
+    """Of the load shedder; 0 without overload."""
     classes: list[ClassStatus]
     """From P0 on."""
 
 
-class ModelFigures(NamedTuple):
+class ModelStats(NamedTuple):
     """What there is of one model in the house; lists are by class, from P0 on."""
 
     name: str
@@ -43,10 +43,10 @@ class ModelFigures(NamedTuple):
     """Requests that wait to go on."""
     running: int
     overload_step: int
-    """Of the ladder; 0 without."""
+    """Of the load shedder; 0 without overload."""
 
 
-class TenantFigures(NamedTuple):
+class TenantStats(NamedTuple):
     """What one tenant has in the house."""
 
     name: str
@@ -58,22 +58,22 @@ class TenantFigures(NamedTuple):
     """Weighted tokens of requests that have ended since the start."""
 
 
-def model(one: ModelTraffic, now: float) -> ModelFigures:
+def model(one: ModelTraffic, now: float) -> ModelStats:
     """What there is of this model in the house; at the cost of its classes, however many requests wait."""
     oldest = [one.queue.oldest(number) for number in range(CLASSES)]
-    return ModelFigures(
+    return ModelStats(
         name=one.name,
         waiting=[one.queue.length(number) for number in range(CLASSES)],
         oldest_wait_s=[0.0 if at is None else max(0.0, now - at) for at in oldest],
         resuming=len(one.resumed) + len(one.stranded),
         running=one.running,
-        overload_step=one.ladder.step,
+        overload_step=one.shedder.step,
     )
 
 
 def overload(models: Iterable[ModelTraffic]) -> tuple[str, int]:
     """The models' overloads in words, and the highest step."""
-    steps = [(model.ladder.step, f"{model.name}: {model.ladder.reason}") for model in models]
+    steps = [(model.shedder.step, f"{model.name}: {model.shedder.reason}") for model in models]
     taken = [(step, words) for step, words in steps if step]
     return "; ".join(words for _, words in taken), max((step for step, _ in taken), default=0)
 
@@ -98,10 +98,10 @@ def classes(models: Iterable[ModelTraffic], now: float) -> list[ClassStatus]:
     return statuses
 
 
-def tenant(one: Tenant) -> TenantFigures:
+def tenant(one: Tenant) -> TenantStats:
     """What this tenant has in the house."""
     use = one.use
-    return TenantFigures(one.name, one.weight, use.queued, use.queued_tokens, use.running, one.service)
+    return TenantStats(one.name, one.weight, use.queued, use.queued_tokens, use.running, one.service)
 
 
 def usage(tenants: Tenants, scope: str, name: str, kv_tokens: Mapping[str, int]) -> list[LimitUsage]:

@@ -1,4 +1,4 @@
-"""What is closed to new requests: the whole service, or a model. While it is, they are refused, or held."""
+"""Pauses of admission, for the whole service or one model. Meanwhile new requests are refused or held."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import NamedTuple
 from appliance.traffic.request import Request
 
 
-class Closure(NamedTuple):
-    """Why new requests are not taken, and what becomes of them."""
+class AdmissionPause(NamedTuple):
+    """Why new requests are not admitted, and whether they are held or refused."""
 
     why: str
     """For the client, in words."""
@@ -16,24 +16,24 @@ class Closure(NamedTuple):
     """They wait until it is open again, instead of being refused."""
 
 
-class Closures:
-    """The closures by model (None is the whole service, whose closure counts for every model), and the
-    requests that are held until they end."""
+class AdmissionPauses:
+    """The pauses by model (None: of the whole service, which applies to every model), and the requests that
+    are held until a pause ends."""
 
     def __init__(self) -> None:
-        self._by_model: dict[str | None, Closure] = {}
+        self._by_model: dict[str | None, AdmissionPause] = {}
         self._held: dict[str, Request] = {}
         """In the order in which they came."""
 
-    def close(self, model: str | None, closure: Closure) -> None:
-        """Close `model`; another closure of it is replaced."""
-        self._by_model[model] = closure
+    def begin(self, model: str | None, pause: AdmissionPause) -> None:
+        """Pause admission to `model`; this replaces an earlier pause of `model`."""
+        self._by_model[model] = pause
 
-    def open(self, model: str | None) -> None:
-        """End the closure of `model`; nothing happens if there is none."""
+    def end(self, model: str | None) -> None:
+        """End the pause of `model`; nothing happens if there is none."""
         self._by_model.pop(model, None)
 
-    def of(self, model: str) -> Closure | None:
+    def of(self, model: str) -> AdmissionPause | None:
         """What holds for a request to `model`; None if it is taken."""
         return self._by_model.get(None) or self._by_model.get(model)
 
@@ -57,10 +57,10 @@ class Closures:
         """What is held (for `model`, None: for any), in the order in which it came."""
         return [request for request in self._held.values() if model in (None, request.first.model)]
 
-    def released(self) -> list[tuple[Request, Closure | None]]:
+    def released(self) -> list[tuple[Request, AdmissionPause | None]]:
         """What is held and nothing holds any more, with what refuses it now."""
         found = [(request, self.of(request.first.model)) for request in self._held.values()]
-        return [(request, closure) for request, closure in found if closure is None or not closure.hold]
+        return [(request, pause) for request, pause in found if pause is None or not pause.hold]
 
     @property
     def held_since(self) -> float | None:

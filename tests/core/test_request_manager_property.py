@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from appliance.traffic.forecast import Forecast
 from appliance.traffic.remaining import Remaining
 from store.policies import Policies, Quota, TenantRecord
-from tests.core.house import FakeFront, FakeReplica, House
+from tests.core.simulated_service import FakeFront, FakeReplica, SimulatedService
 
 BUCKET = 400
 """Tokens of the tenant's quota that may be used at once; one comes back each second."""
@@ -31,9 +31,9 @@ class Steady(Forecast):
         return prompt_tokens + 64.0 * output_tokens
 
 
-def looked_up(house: House, forecast: Forecast) -> Remaining:
-    """As `Ledger.remaining`, by a look at every request."""
-    unfinished = list(house.ledger.unfinished())
+def looked_up(service: SimulatedService, forecast: Forecast) -> Remaining:
+    """As `RequestManager.remaining`, by a look at every request."""
+    unfinished = list(service.requests.unfinished())
     queued = [request for request in unfinished if request.queued_at is not None]
     lengths = {request: request.expected_tokens / request.admit.rows for request in unfinished}
     tokens, running_s = 0.0, 0.0
@@ -41,7 +41,7 @@ def looked_up(house: House, forecast: Forecast) -> Remaining:
         if request.queued_at is None:
             made = request.generated_each
             if not made and forecast.step_s:
-                made = (house.now - (request.began_at or house.now)) / forecast.step_s
+                made = (service.now - (request.began_at or service.now)) / forecast.step_s
             left = lengths[request] - made if made < lengths[request] else made
             left = max(1.0, min(left, request.most_each - made))
             tokens += left * request.admit.rows
@@ -61,78 +61,78 @@ def looked_up(house: House, forecast: Forecast) -> Remaining:
 class LedgerMachine(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
-        self.house = House()
+        self.service = SimulatedService()
         quota = Quota(tokens_per_minute=60.0, burst_s=BUCKET, concurrent_requests=CONCURRENT)
-        self.house.ledger.set_policies(Policies([TenantRecord(name="t", created_at=0.0, quota=quota)]))
-        self.house.new_front()
-        self.house.new_front()
-        self.house.new_replica()
+        self.service.requests.set_policies(Policies([TenantRecord(name="t", created_at=0.0, quota=quota)]))
+        self.service.new_front()
+        self.service.new_front()
+        self.service.new_replica()
 
     def front(self, number: int) -> FakeFront:
-        fronts = list(self.house.fronts.values())
+        fronts = list(self.service.fronts.values())
         return fronts[number % len(fronts)]
 
     def live_front(self, number: int) -> FakeFront | None:
-        fronts = self.house.live_fronts()
+        fronts = self.service.live_fronts()
         return fronts[number % len(fronts)] if fronts else None
 
     def replica(self, number: int) -> FakeReplica:
-        return self.house.replicas[number % len(self.house.replicas)]
+        return self.service.replicas[number % len(self.service.replicas)]
 
     @rule(number=pick, submissions=st.integers(1, 3), samples=st.integers(1, 2), tokens=st.integers(1, 30))
     def a_request_arrives(self, number: int, submissions: int, samples: int, tokens: int) -> None:
         if front := self.live_front(number):
-            self.house.ask(front, submissions, samples, tokens)
+            self.service.ask(front, submissions, samples, tokens)
 
     @rule(hold=st.booleans())
     def a_drain_begins(self, hold: bool) -> None:
-        self.house.ledger.close(None, "draining", hold=hold)
+        self.service.requests.pause_admission(None, "draining", hold=hold)
 
     @rule()
     def a_drain_is_over(self) -> None:
-        self.house.ledger.open(None)
+        self.service.requests.resume_admission(None)
 
     @invariant()
     def no_more_run_than_may(self) -> None:
-        if hasattr(self, "house"):
-            assert len(self.house.on_replicas()) <= CONCURRENT
+        if hasattr(self, "service"):
+            assert len(self.service.on_replicas()) <= CONCURRENT
 
     @invariant()
     def what_is_left_is_what_a_look_at_every_request_finds(self) -> None:
-        if hasattr(self, "house"):
-            outstanding = self.house.ledger._models["m"].outstanding
+        if hasattr(self, "service"):
+            outstanding = self.service.requests._models["m"].outstanding
             for forecast in (Forecast(), Steady()):
-                assert outstanding.remaining(forecast, self.house.now) == looked_up(self.house, forecast)
+                assert outstanding.remaining(forecast, self.service.now) == looked_up(self.service, forecast)
 
     @rule(number=pick)
     def the_core_reads_a_front(self, number: int) -> None:
-        self.house.core_reads_front(self.front(number))
+        self.service.core_reads_front(self.front(number))
 
     @rule(number=pick)
     def a_front_reads_the_core(self, number: int) -> None:
         front = self.live_front(number)
         if front and front.from_core:
-            self.house.hear(front)
+            self.service.hear(front)
 
     @rule(number=pick, request=pick)
     def a_client_leaves(self, number: int, request: int) -> None:
         front = self.live_front(number)
         if front and front.asks:
-            self.house.settle(front, list(front.asks)[request % len(front.asks)], 499)
+            self.service.settle(front, list(front.asks)[request % len(front.asks)], 499)
 
     @rule(number=pick, request=pick)
     def an_answer_ends(self, number: int, request: int) -> None:
         front = self.live_front(number)
         running = [name for name, ask in front.asks.items() if ask.replica is not None] if front else []
         if front and running:
-            self.house.settle(front, running[request % len(running)], 200)
+            self.service.settle(front, running[request % len(running)], 200)
 
     @rule(number=pick)
     def a_front_notices_a_dead_replica(self, number: int) -> None:
         if front := self.live_front(number):
             for name, ask in list(front.asks.items()):
                 if ask.replica is not None and not ask.replica.alive:
-                    self.house.ask_again(front, name)
+                    self.service.ask_again(front, name)
 
     @rule(number=pick, front=pick)
     def a_replica_reads_a_front(self, number: int, front: int) -> None:
@@ -155,54 +155,54 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(number=pick)
     def the_core_reads_a_replica(self, number: int) -> None:
-        self.house.core_reads_replica(self.replica(number))
+        self.service.core_reads_replica(self.replica(number))
 
     @rule(number=pick, unwritten=st.integers(0, 2))
     def a_front_dies(self, number: int, unwritten: int) -> None:
         if front := self.live_front(number):
-            self.house.kill_front(front, unwritten)
+            self.service.kill_front(front, unwritten)
 
-    @precondition(lambda self: len(self.house.fronts) < 5)
+    @precondition(lambda self: len(self.service.fronts) < 5)
     @rule()
     def a_front_starts(self) -> None:
-        self.house.new_front()
+        self.service.new_front()
 
     @rule(number=pick)
     def a_replica_dies(self, number: int) -> None:
-        self.house.kill_replica(self.replica(number))
+        self.service.kill_replica(self.replica(number))
 
-    @precondition(lambda self: len(self.house.replicas) < 5)
+    @precondition(lambda self: len(self.service.replicas) < 5)
     @rule()
     def a_replica_starts(self) -> None:
-        self.house.new_replica()
+        self.service.new_replica()
 
     @rule(seconds=st.sampled_from([1.0, 30.0, 60.0]))
     def time_passes(self, seconds: float) -> None:
-        self.house.now += seconds
-        self.house.ledger.expire()
+        self.service.now += seconds
+        self.service.requests.expire()
 
     @rule(request=pick)
     def an_operator_cancels(self, request: int) -> None:
-        if self.house.asked:
-            self.house.ledger.abort(self.house.asked[request % len(self.house.asked)], "cancelled")
+        if self.service.asked:
+            self.service.requests.abort(self.service.asked[request % len(self.service.asked)], "cancelled")
 
     def teardown(self) -> None:
-        if hasattr(self, "house"):
-            self.house.ledger.open(None)
-            self.house.settle_everything()
-            self.house.check_end()
+        if hasattr(self, "service"):
+            self.service.requests.resume_admission(None)
+            self.service.settle_everything()
+            self.service.check_end()
             self.check_quota()
 
     def check_quota(self) -> None:
         """What is used by the rows is what the quota says, but for what came back with time."""
-        house = self.house
-        (usage,) = house.ledger.quotas.usage("tenant", "t")
-        assert [one.used for one in house.ledger.usage("tenant", "t")] == [usage.used, 0]
-        charged = sum(row.quota_tokens for row in house.rows.ended)
-        assert charged <= BUCKET + house.now - 1000.0, "overstepped"
-        if house.now == 1000.0:
+        service = self.service
+        (usage,) = service.requests.quotas.usage("tenant", "t")
+        assert [one.used for one in service.requests.usage("tenant", "t")] == [usage.used, 0]
+        charged = sum(row.quota_tokens for row in service.rows.ended)
+        assert charged <= BUCKET + service.now - 1000.0, "overstepped"
+        if service.now == 1000.0:
             assert usage.used == charged, "leaked"
-        for row in house.rows.ended:
+        for row in service.rows.ended:
             if row.quota_tokens and row.error != "the front process died":
                 assert row.quota_tokens == row.prompt_tokens + row.billed_tokens
 

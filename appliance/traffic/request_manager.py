@@ -38,13 +38,13 @@ from appliance.traffic.admission import (
     timed_out,
     unknown_model,
 )
+from appliance.traffic.admission_pauses import AdmissionPause
 from appliance.traffic.books import Books, Clock
 from appliance.traffic.checks import Checks
-from appliance.traffic.closures import Closure
 from appliance.traffic.credits import BACKGROUND, CreditAccount
+from appliance.traffic.load_shedder import DROP_BACKGROUND
 from appliance.traffic.model import ModelTraffic
 from appliance.traffic.outputs import expected_tokens
-from appliance.traffic.overload import DROP_BACKGROUND
 from appliance.traffic.quotas import Quotas
 from appliance.traffic.request import Request, own_settle, rejected_row, retried_row, row_of
 from appliance.traffic.rules import QueueRules
@@ -55,7 +55,7 @@ from store.requests import RequestRow
 log = logging.getLogger(__name__)
 
 _DROPPED_RETRY_S = 30.0
-MOST_DROPPED = 500
+MAX_DROPPED = 500
 """At a look, of what an overload gives up: thousands at once would hold up everybody else."""
 _TIDY_EVERY_S = 10.0
 
@@ -67,7 +67,7 @@ class RowSink(Protocol):
     def end(self, row: RequestRow) -> bool: ...
 
 
-class Ledger(Books):
+class RequestManager(Books):
     """Leads every request from its `Admit` to its end; what there is now can be read of `Books`.
 
     `send(front, message)` delivers to a front; a front that is gone swallows it. `salt(tenant)` is the
@@ -139,7 +139,7 @@ class Ledger(Books):
 
     def remove_model(self, name: str) -> None:
         """Take no more requests for this model; those that wait are refused. Its replicas must be lost."""
-        waiting = [*self._models[name].waiting(), *self._closures.held(name)]
+        waiting = [*self._models[name].waiting(), *self._pauses.held(name)]
         for request in waiting:
             self._unqueue(request)
         del self._models[name]
@@ -221,21 +221,21 @@ class Ledger(Books):
         self._requests[admit.request_id] = request
         if model is None:
             self._refuse(request, unknown_model(request.first.model, self._models))
-        elif (closure := self._closures.of(admit.model)) is not None and not closure.hold:
-            self._refuse(request, closed(closure))
+        elif (pause := self._pauses.of(admit.model)) is not None and not pause.hold:
+            self._refuse(request, closed(pause))
         elif model.failure is not None:
             self._refuse(request, failed_model(request.first.model, model.failure))
         elif (
-            why := self._judge(request, model, closure is not None) or reserve(request, self.quotas)
+            why := self._judge(request, model, pause is not None) or reserve(request, self.quotas)
         ) is not None:
             self._refuse(request, why)
         else:
             self._rows.open(row_of(request, self._unix()))
             self._wait(request, self._clock())
-            if closure is None:
+            if pause is None:
                 self._enqueue(model, request)
             else:
-                self._closures.hold(request)
+                self._pauses.hold(request)
 
     def settle(self, front: str, settle: Settle) -> None:
         """A front's last word on a request."""
@@ -286,26 +286,26 @@ class Ledger(Books):
 
     # ── drain ──
 
-    def close(self, model: str | None, why: str, *, hold: bool = False) -> None:
+    def pause_admission(self, model: str | None, why: str, *, hold: bool = False) -> None:
         """Take nothing new for `model` (None: for any). What waits and runs goes on; what comes is refused,
         or held until `open`."""
-        self._closures.close(model, Closure(why, hold))
+        self._pauses.begin(model, AdmissionPause(why, hold))
         self._look_after_held()
 
-    def open(self, model: str | None) -> None:
+    def resume_admission(self, model: str | None) -> None:
         """End what `close` began: what was held for it takes its place in the queue."""
-        self._closures.open(model)
+        self._pauses.end(model)
         self._look_after_held()
 
     def _look_after_held(self) -> None:
-        for request, closure in self._closures.released():
+        for request, pause in self._pauses.released():
             model = self._models[request.first.model]
-            if closure is not None:
-                self._refuse(request, closed(closure))
+            if pause is not None:
+                self._refuse(request, closed(pause))
             elif model.failure is not None:
                 self._refuse(request, failed_model(request.first.model, model.failure))
             else:
-                self._closures.let_go(request)
+                self._pauses.let_go(request)
                 self._enqueue(model, request)
 
     # ── operator and time ──
@@ -328,9 +328,9 @@ class Ledger(Books):
         self._refuse_late(now)
         for model in self._models.values():
             model.tick(now)
-            if model.ladder.step >= DROP_BACKGROUND:
-                why = Refusal(503, "overloaded", model.ladder.reason, _DROPPED_RETRY_S)
-                for request in [t.item for t in islice(model.queue.classes[BACKGROUND], MOST_DROPPED)]:
+            if model.shedder.step >= DROP_BACKGROUND:
+                why = Refusal(503, "overloaded", model.shedder.reason, _DROPPED_RETRY_S)
+                for request in [t.item for t in islice(model.queue.classes[BACKGROUND], MAX_DROPPED)]:
                     self._refuse(request, why)
             self._dispatch(model)
         if now - self._tidied_at > _TIDY_EVERY_S:
@@ -371,7 +371,7 @@ class Ledger(Books):
             self._dispatch(model)
 
     def _deadline_at(self, admit: Admit) -> float | None:
-        """By the ledger's clock: how long ago it came is all that the time of day is asked."""
+        """Return the deadline by `clock`. The time of day only says how long ago the request arrived."""
         if admit.deadline_ms is None:
             return None
         return self._clock() - max(0.0, self._unix() - admit.arrived_at) + admit.deadline_ms / 1e3
@@ -401,7 +401,7 @@ class Ledger(Books):
         self._waiting_tokens -= request.admit.prompt_tokens
         for use in self._tenants.of(request.tenant).uses(request.key_id):
             use.queue(request.admit.prompt_tokens, -1)
-        if not self._closures.let_go(request):
+        if not self._pauses.let_go(request):
             model = self._models[request.first.model]
             model.remove(request)
             model.outstanding.begin(request)
@@ -412,7 +412,7 @@ class Ledger(Books):
             # Of one that is dead, replicas say it later, and nothing comes of it any more.
             self._lost_fronts.add(front)
         for request in [r for r in self._requests.values() if r.front == front]:
-            if request.queued_at is not None and request not in self._closures:
+            if request.queued_at is not None and request not in self._pauses:
                 self._models[request.first.model].strand(request)
             self._take_back(request, account)
             self._end_if_complete(request)
@@ -421,7 +421,7 @@ class Ledger(Books):
         """Refuse what has run out of time while it waited."""
         timeout_s = self._rules.timeout_s
         for request in self._checks.due(now):
-            model, held = self._models[request.first.model], request in self._closures
+            model, held = self._models[request.first.model], request in self._pauses
             why = timed_out(request, model, timeout_s, now, held=held) or hopeless(request, model, now)
             if why is None:
                 self._checks.push(request, timeout_s, now)

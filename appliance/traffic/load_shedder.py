@@ -8,7 +8,7 @@ from appliance.classes import CLASS_NAMES
 from appliance.traffic.rules import QueueRules
 
 CALM, REFUSE_BACKGROUND, DROP_BACKGROUND, REFUSE_BATCH, REFUSE_INTERACTIVE = range(5)
-"""The steps of the ladder. P2 and P1 are refused only where they would wait too long."""
+"""The steps of load shedding. P2 and P1 are refused only where they would wait too long."""
 
 _DONE = (
     "",
@@ -23,7 +23,7 @@ _RELIEVED = 0.5
 """Waits below this part of what is an overload are none any more."""
 
 
-class Ladder:
+class LoadShedder:
     """One step up for each `overload_s` that an overload lasts, one down for each that it is over."""
 
     def __init__(self) -> None:
