@@ -23,7 +23,7 @@ from triton import knobs
 from engine.config import CheckpointError, UnsupportedError
 from engine.families import read_config
 from engine.kernel_build import build
-from engine.served_model import DTYPES, ServedModel
+from engine.replica_model import DTYPES, ReplicaModel
 from kernels import compiling
 from kernels.limits import MIN_CAPABILITY
 from kernels.triton.linear_table import TableError
@@ -73,7 +73,7 @@ def read_served(
     tensor_parallel_size: int = 1,
     max_num_seqs: int = 1024,
     max_num_batched_tokens: int = 8192,
-) -> ServedModel:
+) -> ReplicaModel:
     """Read the model in `folder`, which will be served by our GPU kernels.
 
     dtype: None: the checkpoint's. fp8: whether to quantise its matrices if they are not quantised yet. Raises
@@ -86,7 +86,7 @@ def read_served(
         raise UnsupportedError(
             f"{file}: dtype is {chosen}; GPU kernels support {', '.join(DTYPES)}: choose one with --dtype"
         )
-    served = ServedModel(
+    served = ReplicaModel(
         config=config,
         dtype=chosen,
         fp8=fp8 or config.fp8,
@@ -155,14 +155,14 @@ def _arguments() -> argparse.Namespace:
         )
     arguments.chosen = None
     if arguments.gpu is not None:
-        arguments.chosen = compiling.Gpu.of(arguments.gpu, arguments.capability)
+        arguments.chosen = compiling.GpuModel.of(arguments.gpu, arguments.capability)
     if arguments.cache is not None:
         knobs.cache.dir = str(arguments.cache)
     return arguments
 
 
-def _served(text: str) -> ServedModel:
-    return msgspec.json.decode(text, type=ServedModel)
+def _served(text: str) -> ReplicaModel:
+    return msgspec.json.decode(text, type=ReplicaModel)
 
 
 if __name__ == "__main__":

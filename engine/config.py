@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Literal, get_args
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """The unquantised dtypes of weights and KV cache, and their sizes in bytes."""
 
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+ROPE_KINDS: tuple[RopeKind, ...] = get_args(RopeKind)
 
 
 class CheckpointError(Exception):
@@ -36,8 +38,7 @@ class RopeConfig:
     """
 
     theta: float
-    kind: str = "default"
-    """One of ROPE_KINDS."""
+    kind: RopeKind = "default"
     factor: float = 1.0
     original_max_position_embeddings: int = 0
     """The maximum length in training, before scaling; used by llama3 and yarn."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from engine.served_model import ServedModel
+from engine.replica_model import ReplicaModel
 
 if TYPE_CHECKING:
     from kernels import compiling
@@ -58,11 +58,11 @@ class BuildResult:
     """The outcome of a build."""
 
     kernels: int
-    failures: list[compiling.Failure]
+    failures: list[compiling.CompileFailure]
     seconds: float
 
 
-def check_kernels(served: ServedModel, device: torch.device) -> None:
+def check_kernels(served: ReplicaModel, device: torch.device) -> None:
     """Raise UnsupportedError if the model cannot be split over the ranks, or if our GPU kernels or this GPU
     cannot serve it. The CPU, and float32 on a GPU, do not use our kernels."""
     served.config.check_parallel(served.tensor_parallel_size)
@@ -74,7 +74,7 @@ def check_kernels(served: ServedModel, device: torch.device) -> None:
         served.check_gpu(compiling.current_gpu(device))
 
 
-def start_build(served: ServedModel, device: torch.device) -> KernelBuild:
+def start_build(served: ReplicaModel, device: torch.device) -> KernelBuild:
     """Start worker processes that compile the kernels missing from Triton's cache."""
     if not _has_kernels(served, device):
         return KernelBuild()
@@ -84,7 +84,7 @@ def start_build(served: ServedModel, device: torch.device) -> KernelBuild:
     return KernelBuild() if is_built(served, gpu) else KernelBuild(_start_process(served, gpu))
 
 
-def build(served: ServedModel, gpu: compiling.Gpu, processes: int) -> BuildResult:
+def build(served: ReplicaModel, gpu: compiling.GpuModel, processes: int) -> BuildResult:
     """Compile the kernels missing from Triton's cache. Forks, so this process must not have used CUDA. Raises
     TableError if the GPU's table of plans cannot be used."""
     # Imported here because a process that only calls `is_built` does not need them.
@@ -104,17 +104,17 @@ def build(served: ServedModel, gpu: compiling.Gpu, processes: int) -> BuildResul
     return BuildResult(len(jobs), failures, time.perf_counter() - began)
 
 
-def is_built(served: ServedModel, gpu: compiling.Gpu) -> bool:
+def is_built(served: ReplicaModel, gpu: compiling.GpuModel) -> bool:
     """Return whether `build` has succeeded for the same model, GPU, table, code and versions, into this
     cache."""
     return _mark(served, gpu).exists()
 
 
-def _has_kernels(served: ServedModel, device: torch.device) -> bool:
+def _has_kernels(served: ReplicaModel, device: torch.device) -> bool:
     return device.type == "cuda" and served.dtype != "float32"
 
 
-def _start_process(served: ServedModel, gpu: compiling.Gpu) -> subprocess.Popen[bytes]:
+def _start_process(served: ReplicaModel, gpu: compiling.GpuModel) -> subprocess.Popen[bytes]:
     """Start `build` in another process, since this one uses CUDA. Its errors go to standard error."""
     command = [sys.executable, "-P", "-m", "engine.build", "--served", msgspec.json.encode(served).decode()]
     command += ["--gpu", gpu.name, "--capability", str(gpu.target.arch)]
@@ -124,7 +124,7 @@ def _start_process(served: ServedModel, gpu: compiling.Gpu) -> subprocess.Popen[
     )
 
 
-def _mark(served: ServedModel, gpu: compiling.Gpu) -> Path:
+def _mark(served: ReplicaModel, gpu: compiling.GpuModel) -> Path:
     """Return the path of a file in the cache whose name is a hash of everything that determines the compiled
     kernels."""
     import triton

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from engine.memory_kills import count_memory_kills, memory_kill_note
-from engine.messages import Attach, CancelRequest, RankOutbound, ReplicaSpec, Start, Stop
+from engine.messages import Attach, CancelSequences, RankOutbound, ReplicaSpec, Start, Stop
 from engine.wire import Channel, socketpair
 
 _EXIT_GRACE_S = 0.5
@@ -162,7 +162,7 @@ class ReplicaGroup:
 
     def cancel_request(self, request_id: str) -> None:
         """End all sequences of a request."""
-        self._ranks[0].channel.send(CancelRequest(request_id))
+        self._ranks[0].channel.send(CancelSequences(request_id))
 
     async def stop(self, grace_s: float = 5.0) -> None:
         """Ask the ranks to exit, kill them after `grace_s`, and return when they are reaped."""

@@ -21,14 +21,14 @@ from engine.parallel import Collectives, Overlap, Ranks, single
 from engine.peer_memory import ITEMS
 from engine.peer_ranks import PeerRanks
 from engine.prompt_graphs import PromptGraphs
+from engine.replica_model import ReplicaModel
 from engine.sampler import Sampler
-from engine.served_model import ServedModel
 from engine.sizing import EXPANSION_BLOCKS, gemm_sizes
 from engine.steps import StepExecutor
 from engine.warmup import warm_up
 from engine.warmup_steps import largest_steps
 from kernels import Residual
-from kernels.compiling import Gpu
+from kernels.compiling import GpuModel
 from kernels.cuda import CudaOps
 from kernels.triton import sampling
 from kernels.triton.linear_table import Table
@@ -145,7 +145,7 @@ class MetaReplica:
     """
 
     def __init__(
-        self, served: ServedModel, rank: int, gpu: Gpu, table: Table, max_model_len: int | None = None
+        self, served: ReplicaModel, rank: int, gpu: GpuModel, table: Table, max_model_len: int | None = None
     ) -> None:
         self.served = served
         config = served.config.with_layers(served.config.representative_layers())
@@ -202,7 +202,7 @@ class MetaReplica:
         return steps
 
 
-def _ranks(size: int, rank: int, gpu: Gpu) -> Ranks:
+def _ranks(size: int, rank: int, gpu: GpuModel) -> Ranks:
     return single() if size == 1 else _EveryRank(size, rank, gpu.pdl)
 
 
@@ -215,7 +215,7 @@ def _sizes(most: int) -> list[int]:
     ]
 
 
-def _different_ranks(served: ServedModel) -> list[int]:
+def _different_ranks(served: ReplicaModel) -> list[int]:
     """Return a subset of the ranks that together launches the kernels of all ranks. Only the first rank adds
     the biases of linears that are summed over the ranks; otherwise ranks differ only in their shard of the
     vocabulary."""
@@ -226,7 +226,7 @@ def _different_ranks(served: ServedModel) -> list[int]:
     return list(found.values())
 
 
-def launch_all(served: ServedModel, gpu: Gpu, table: Table) -> None:
+def launch_all(served: ReplicaModel, gpu: GpuModel, table: Table) -> None:
     """Launch, on meta tensors, every kernel that any rank of a replica launches on a GPU."""
     with torch.inference_mode():
         for rank in _different_ranks(served):

@@ -16,7 +16,7 @@ from engine.logs import log_state
 from engine.messages import (
     Attach,
     Cancel,
-    CancelRequest,
+    CancelSequences,
     DataInbound,
     LongStep,
     RankInbound,
@@ -101,7 +101,7 @@ class LeaderLoop:
                     )
                     self._fronts[front] = channel
                     self._register(channel, partial(self._read_front, front))
-                case CancelRequest(request_id):
+                case CancelSequences(request_id):
                     self._scheduler.cancel_request(request_id)
                 case Stop():
                     self._stopping = True

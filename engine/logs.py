@@ -38,7 +38,7 @@ class LogState(NamedTuple):
     """Duration of the current write so far; 0 if there is none."""
 
 
-class LineFormatter(logging.Formatter):
+class UtcFormatter(logging.Formatter):
     """UTC time with milliseconds, level, `prefix`, message."""
 
     def __init__(self, prefix: str) -> None:

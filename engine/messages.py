@@ -268,7 +268,7 @@ class Attach(msgspec.Struct, tag="attach", frozen=True):
     front: str
 
 
-class CancelRequest(msgspec.Struct, tag="cancel_request", frozen=True):
+class CancelSequences(msgspec.Struct, tag="cancel_request", frozen=True):
     """Core to rank 0: end all sequences of a request, by an operator's action or at its deadline."""
 
     request_id: str
@@ -389,7 +389,7 @@ class LongStep(msgspec.Struct, tag="long_step", frozen=True):
     (`engine.step_forecast`)."""
 
 
-RankInbound = Start | Attach | CancelRequest | Stop
+RankInbound = Start | Attach | CancelSequences | Stop
 """Messages from the core to ranks."""
 RankOutbound = Progress | Ready | Report | LongStep | Fatal
 """Messages from ranks to the core."""

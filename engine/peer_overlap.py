@@ -61,7 +61,7 @@ class PeerOverlap:
         `finish`."""
 
     @property
-    def max_rows(self) -> int:
+    def max_half_tokens(self) -> int:
         """The largest number of tokens of a half."""
         return self._memory.gathered[0].shape[2]
 

@@ -119,7 +119,7 @@ class PeerRanks(Collectives):
         if overlap is None or self._overlap_from is None or tokens < self._overlap_from:
             return None
         split = -(-tokens // (2 * _SPLIT_TOKENS)) * _SPLIT_TOKENS
-        if split > overlap.max_rows or (tokens - split) % self.size:
+        if split > overlap.max_half_tokens or (tokens - split) % self.size:
             return None
         overlap.split = split
         return overlap

@@ -19,7 +19,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Literal
 
 from engine.garbage import settle_garbage
-from engine.logs import LineFormatter, log_to_stderr
+from engine.logs import UtcFormatter, log_to_stderr
 from engine.messages import Fatal, Progress, RankInbound, Ready, ReplicaSpec, Start, Stop
 from engine.peer_watch import PeerWatch
 from engine.plan_channel import plan_channel
@@ -49,7 +49,7 @@ _PR_SET_PDEATHSIG = 1
 
 def main() -> None:
     """Run as the rank that the core's `Start` message names, until the core sends Stop or disappears."""
-    log_to_stderr(LineFormatter("replica"))
+    log_to_stderr(UtcFormatter("replica"))
     parser = argparse.ArgumentParser(prog="python -m engine.replica", description=__doc__.split("\n")[0])
     parser.add_argument("--channel", type=int, required=True, help="descriptor of the channel to the core")
     arguments = parser.parse_args()
@@ -63,7 +63,7 @@ def main() -> None:
     start = _await_start(control)
     ranks = start.spec.tensor_parallel_size
     name = start.spec.replica + (f" rank {start.rank}" if ranks > 1 else "")
-    log_to_stderr(LineFormatter(name.replace("%", "%%")))
+    log_to_stderr(UtcFormatter(name.replace("%", "%%")))
     code = 0
     try:
         runner = build_runner(start.spec, start.rank, lambda *stage: control.send(Progress(*stage)))

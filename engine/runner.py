@@ -31,8 +31,8 @@ from engine.parallel import Ranks
 from engine.plan import StepPlan, StepTokens
 from engine.profiling import profile_cuda, steps_fit
 from engine.progress import ProgressCallback
+from engine.replica_model import ReplicaModel
 from engine.sampler import Sampler
-from engine.served_model import ServedModel
 from engine.sizing import (
     EXPANSION_BLOCKS,
     FP8,
@@ -249,7 +249,7 @@ class ModelRunner:
     def _start_build(self) -> KernelBuild:
         """Start compiling kernels on rank 0, for all ranks, since all run the same kernels. Raises
         UnsupportedError for a model that the kernels cannot run."""
-        served = ServedModel(
+        served = ReplicaModel(
             config=self.config,
             dtype=self.dtype,
             fp8=self.weights == FP8,

@@ -38,7 +38,7 @@ class CompilerError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class CompileJob:
     """One specialisation of one kernel."""
 
     name: str
@@ -50,7 +50,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class CompileFailure:
     """A job that did not compile."""
 
     name: str
@@ -58,7 +58,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
+class GpuModel:
     """The GPU model for which kernels are compiled."""
 
     name: str
@@ -66,7 +66,7 @@ class Gpu:
     target: GPUTarget
 
     @classmethod
-    def of(cls, name: str, capability: int) -> Gpu:
+    def of(cls, name: str, capability: int) -> GpuModel:
         """Return a GPU with this name. capability: compute capability times ten."""
         return cls(name, GPUTarget("cuda", capability, 32))
 
@@ -86,7 +86,7 @@ class Gpu:
         return bool(self.target.arch >= PDL_FROM)
 
 
-def this_gpu() -> Gpu:
+def this_gpu() -> GpuModel:
     """Return the first NVIDIA GPU. A child process queries it, so that this process does not initialise CUDA
     and may fork.
 
@@ -98,7 +98,7 @@ def this_gpu() -> Gpu:
     child.start()
     sender.close()
     try:
-        gpu: Gpu = receiver.recv()
+        gpu: GpuModel = receiver.recv()
     except EOFError:
         raise GpuError("no usable NVIDIA GPU found: check nvidia-smi") from None
     finally:
@@ -111,19 +111,19 @@ def _send_gpu(sender: Any) -> None:
         sender.send(current_gpu())
 
 
-def current_gpu(device: torch.device | None = None) -> Gpu:
+def current_gpu(device: torch.device | None = None) -> GpuModel:
     """Return the GPU of a device, in a process that uses CUDA itself; None: torch's current device."""
     major, minor = torch.cuda.get_device_capability(device)
-    return Gpu.of(torch.cuda.get_device_name(device), 10 * major + minor)
+    return GpuModel.of(torch.cuda.get_device_name(device), 10 * major + minor)
 
 
-def record(target: GPUTarget, run: Callable[[], object]) -> list[Job]:
+def record(target: GPUTarget, run: Callable[[], object]) -> list[CompileJob]:
     """Return the kernels that `run` would launch on `target`, each once. `run` launches them on meta
     tensors."""
-    found: dict[tuple[str, str], Job] = {}
+    found: dict[tuple[str, str], CompileJob] = {}
 
     def note(fn: Any, compile: dict[str, Any], **_: Any) -> bool:
-        job = Job(f"{fn.module}.{fn.name}", fn.jit_function, compile["specialization_data"])
+        job = CompileJob(f"{fn.module}.{fn.name}", fn.jit_function, compile["specialization_data"])
         found.setdefault((job.name, job.specialisation), job)
         return True  # tells Triton that the launch is handled: it neither compiles nor launches
 
@@ -135,10 +135,10 @@ def record(target: GPUTarget, run: Callable[[], object]) -> list[Job]:
 
 def compile_jobs(
     target: GPUTarget,
-    jobs: list[Job],
+    jobs: list[CompileJob],
     processes: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> list[Failure]:
+) -> list[CompileFailure]:
     """Compile the jobs that are missing from Triton's cache, and return those that failed. Forks, so this
     process must not have used CUDA. Raises CompilerError."""
     triton_key()  # Triton's hash of itself; computed here once, instead of in every worker
@@ -170,7 +170,7 @@ def compile_jobs(
     return failures
 
 
-def _work(target: GPUTarget, jobs: list[Job], following: Any, results: Any) -> None:
+def _work(target: GPUTarget, jobs: list[CompileJob], following: Any, results: Any) -> None:
     launcher = _launcher_class()
     with _offline(target):
         while True:
@@ -186,7 +186,7 @@ def _work(target: GPUTarget, jobs: list[Job], following: Any, results: Any) -> N
                     launcher(kernel.src, kernel.metadata)
                 results.put(None)
             except Exception as error:
-                results.put(Failure(job.name, f"{type(error).__name__}: {error}"))
+                results.put(CompileFailure(job.name, f"{type(error).__name__}: {error}"))
 
 
 def _launcher_class() -> Any:

@@ -33,7 +33,7 @@ import triton
 
 from engine.build import read_served
 from engine.config import CheckpointError, UnsupportedError
-from engine.served_model import ServedModel
+from engine.replica_model import ReplicaModel
 from engine.tune import tuning
 from kernels import compiling
 from kernels.triton.linear_table import Table, TableError, load_table, read_table, table_path
@@ -77,7 +77,11 @@ def main() -> int:
 
 
 def _search(
-    arguments: argparse.Namespace, models: list[ServedModel], table: Table, path: Path, gpu: compiling.Gpu
+    arguments: argparse.Namespace,
+    models: list[ReplicaModel],
+    table: Table,
+    path: Path,
+    gpu: compiling.GpuModel,
 ) -> list[dict[str, Any]]:
     known = Table() if arguments.again else table
     _compile(gpu, lambda: tuning.launch_all(models, arguments.rows, known, gpu))
@@ -94,7 +98,11 @@ def _search(
 
 
 def _descend(
-    arguments: argparse.Namespace, models: list[ServedModel], table: Table, path: Path, gpu: compiling.Gpu
+    arguments: argparse.Namespace,
+    models: list[ReplicaModel],
+    table: Table,
+    path: Path,
+    gpu: compiling.GpuModel,
 ) -> list[dict[str, Any]]:
     chosen = tuning.Descent(arguments.context, arguments.most, arguments.tried)
     _compile(gpu, lambda: tuning.launch_descents(models, arguments.rows, table, chosen, gpu))
@@ -109,7 +117,7 @@ def _descend(
     return raw
 
 
-def _compile(gpu: compiling.Gpu, launch: Callable[[], object]) -> None:
+def _compile(gpu: compiling.GpuModel, launch: Callable[[], object]) -> None:
     """Compile the kernels that will be launched, in one process per core."""
     began = time.perf_counter()
     torch.set_num_threads(1)  # keeps this process free of OpenMP threads when it forks
@@ -120,7 +128,7 @@ def _compile(gpu: compiling.Gpu, launch: Callable[[], object]) -> None:
     print(f"{len(jobs)} kernels compiled in {seconds:.0f} s, {len(failures)} failed", flush=True)
 
 
-def _write(path: Path, table: Table, gpu: compiling.Gpu, json_path: Path | None, raw: list[Any]) -> None:
+def _write(path: Path, table: Table, gpu: compiling.GpuModel, json_path: Path | None, raw: list[Any]) -> None:
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     about = {"date": today, "torch": str(torch.__version__), "triton": triton.__version__}
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -19,10 +19,10 @@ from engine.launch_enumeration import UnconnectedRanks
 from engine.messages import BLOCK_TOKENS
 from engine.model.decoder import TORCH_DTYPES, Decoder
 from engine.model.loader import load_dummy
-from engine.served_model import ServedModel
+from engine.replica_model import ReplicaModel
 from engine.tune.operations import TunedOps, WatchedOps
 from kernels import AttentionInput, KvPool, Ops
-from kernels.compiling import Gpu
+from kernels.compiling import GpuModel
 from kernels.triton.linear_table import Product, Table
 from kernels.tune.graphs import graph_microseconds
 
@@ -45,7 +45,7 @@ class LayerChain:
     """
 
     def __init__(
-        self, served: ServedModel, device: torch.device, gpu: Gpu, context: int | None = None
+        self, served: ReplicaModel, device: torch.device, gpu: GpuModel, context: int | None = None
     ) -> None:
         self.device = device
         self.rows = 0
@@ -126,7 +126,7 @@ class HeadChain:
     """Copies of the final norm and the output matrix, which always has the model's dtype. Implements
     `kernels.tune.search.Chain`."""
 
-    def __init__(self, served: ServedModel, device: torch.device, gpu: Gpu) -> None:
+    def __init__(self, served: ReplicaModel, device: torch.device, gpu: GpuModel) -> None:
         self.device = device
         self.rows = 0
         self._ops = WatchedOps(TunedOps(gpu, attention=False))
@@ -175,7 +175,7 @@ class HeadChain:
         self._decoder.logits(self._hidden, self._logits)
 
 
-def _decoder(served: ServedModel, ops: WatchedOps, device: torch.device, context: int | None) -> Decoder:
+def _decoder(served: ReplicaModel, ops: WatchedOps, device: torch.device, context: int | None) -> Decoder:
     return Decoder(
         served.config,
         UnconnectedRanks(served.tensor_parallel_size, 0),
@@ -188,7 +188,7 @@ def _decoder(served: ServedModel, ops: WatchedOps, device: torch.device, context
     )
 
 
-def _kinds(served: ServedModel) -> list[int]:
+def _kinds(served: ReplicaModel) -> list[int]:
     """Return the first layer of each kind."""
     config = served.config
     kinds = list(zip(config.layer_kinds, config.sliding_windows, strict=True))

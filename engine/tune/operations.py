@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 
 from kernels import Fp8Activation, Fp8Weight, KvPool, Residual, Rotation, reference
-from kernels.compiling import Gpu
+from kernels.compiling import GpuModel
 from kernels.cuda import CudaOps
 from kernels.triton import fused
 from kernels.triton.linear_plans import GemmPlan
@@ -23,7 +23,7 @@ class TunedOps(CudaOps):
     attention: whether attention is computed; for False see `attend`.
     """
 
-    def __init__(self, gpu: Gpu, attention: bool) -> None:
+    def __init__(self, gpu: GpuModel, attention: bool) -> None:
         super().__init__(0, pdl=gpu.pdl)
         self._attention = attention
         self.asked: list[Product] = []

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from engine.served_model import ServedModel
+from engine.replica_model import ReplicaModel
 from engine.tune.chain import HeadChain, LayerChain
-from kernels.compiling import Gpu
+from kernels.compiling import GpuModel
 from kernels.triton.linear_plans import GemmPlan
 from kernels.triton.linear_table import Product, Table
 from kernels.tune import descent
@@ -48,7 +48,7 @@ Options = dict[Product, list[GemmPlan | None]]
 
 
 def search_linears(
-    served: ServedModel, buckets: Sequence[int], known: Table, report: Report, gpu: Gpu
+    served: ReplicaModel, buckets: Sequence[int], known: Table, report: Report, gpu: GpuModel
 ) -> Iterator[list[Measured]]:
     """Yield the best plans of a model's linears, a few at a time, for each number of rows that `known` lacks.
     `report` is called with lines of progress. gpu: the name of the device."""
@@ -61,7 +61,7 @@ def search_linears(
                 yield search(chain, known, report, gpu.hopper)
 
 
-def launch_all(models: Sequence[ServedModel], buckets: Sequence[int], known: Table, gpu: Gpu) -> None:
+def launch_all(models: Sequence[ReplicaModel], buckets: Sequence[int], known: Table, gpu: GpuModel) -> None:
     """Launch every kernel that `search_linears` launches on a GPU, on meta tensors."""
     with torch.inference_mode():
         for served in models:
@@ -81,7 +81,7 @@ def _launch(chain: LayerChain | HeadChain, table: Table) -> None:
     chain.run_few()
 
 
-def _chains(served: ServedModel, device: torch.device, gpu: Gpu) -> Iterator[LayerChain | HeadChain]:
+def _chains(served: ReplicaModel, device: torch.device, gpu: GpuModel) -> Iterator[LayerChain | HeadChain]:
     """Yield the chains one after another, so that only one chain's weights are in memory."""
     layers = LayerChain(served, device, gpu)
     layers.set_rows(1)
@@ -107,7 +107,7 @@ class Descent:
 
 
 def descend(
-    served: ServedModel, buckets: Sequence[int], table: Table, chosen: Descent, report: Report, gpu: Gpu
+    served: ReplicaModel, buckets: Sequence[int], table: Table, chosen: Descent, report: Report, gpu: GpuModel
 ) -> Iterator[tuple[Table, dict[str, Any]]]:
     """Yield, for each number of rows, the table with the plans found by a descent from its own plans, and the
     measurements."""
@@ -132,7 +132,7 @@ def descend(
 
 
 def launch_descents(
-    models: Sequence[ServedModel], buckets: Sequence[int], table: Table, chosen: Descent, gpu: Gpu
+    models: Sequence[ReplicaModel], buckets: Sequence[int], table: Table, chosen: Descent, gpu: GpuModel
 ) -> None:
     """Launch every kernel that `descend` launches on a GPU, on meta tensors."""
     with torch.inference_mode():
@@ -152,7 +152,7 @@ def launch_descents(
 
 
 def _plan_descent(
-    layers: LayerChain, table: Table, chosen: Descent, gpu: Gpu
+    layers: LayerChain, table: Table, chosen: Descent, gpu: GpuModel
 ) -> tuple[list[Choice], Options]:
     """Return the starting points of a descent, and the candidate plans of each linear."""
     rows = layers.rows
@@ -168,7 +168,7 @@ def _plan_descent(
 
 
 def _without_wrong(
-    layers: LayerChain, begun: list[Choice], options: Options, gpu: Gpu, report: Report
+    layers: LayerChain, begun: list[Choice], options: Options, gpu: GpuModel, report: Report
 ) -> tuple[list[Choice], Options]:
     """Remove plans that do not run or whose results are wrong. The plans of the table are kept."""
     wrong = set()
@@ -221,7 +221,7 @@ def _difference(layers: LayerChain, first: Choice, second: Choice) -> float:
     return float((hidden[1] - hidden[0]).norm() / hidden[0].norm())
 
 
-def _kind(served: ServedModel) -> str:
+def _kind(served: ReplicaModel) -> str:
     return "fp8" if served.fp8 else served.dtype
 
 

@@ -21,7 +21,7 @@ def main() -> None:
     served = read_served(Path(sys.argv[1]), max_num_seqs=8, max_num_batched_tokens=64)
     found = {}
     for capability in (80, 90):
-        gpu = compiling.Gpu.of("any", capability)
+        gpu = compiling.GpuModel.of("any", capability)
         jobs = compiling.record(gpu.target, partial(launch_all, served, gpu, Table()))
         tuned = compiling.record(gpu.target, partial(tuning.launch_all, [served], [1, 16], Table(), gpu))
         found[capability] = counts(jobs)
@@ -34,7 +34,7 @@ def main() -> None:
     print(json.dumps(found))
 
 
-def counts(jobs: list[compiling.Job]) -> dict[str, int]:
+def counts(jobs: list[compiling.CompileJob]) -> dict[str, int]:
     overlapping = [job for job in jobs if json.loads(job.specialisation)["options"]["launch_pdl"]]
     return {"kernels": len(jobs), "overlapping": len(overlapping)}
 

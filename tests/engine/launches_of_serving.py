@@ -19,18 +19,18 @@ from engine.families import read_config
 from engine.launch_enumeration import MetaReplica, launch_all
 from engine.messages import SamplingParams
 from engine.plan import Chunk, SlotSetup, StepPlan
-from engine.served_model import ServedModel
+from engine.replica_model import ReplicaModel
 from engine.sizing import gemm_sizes
 from engine.steps import StepExecutor
 from kernels import PAGE_TOKENS, compiling
 from kernels.triton.linear_table import load_table
 
-GPU = compiling.Gpu.of("NVIDIA H200", 90)
+GPU = compiling.GpuModel.of("NVIDIA H200", 90)
 ROWS, STEP_TOKENS, COLUMNS = 80, 700, 17
 
 
 def main() -> None:
-    served_model = ServedModel(
+    replica_model = ReplicaModel(
         config=read_config(Path(sys.argv[1])),
         dtype="bfloat16",
         fp8=sys.argv[2] == "1",
@@ -40,9 +40,9 @@ def main() -> None:
         max_num_batched_tokens=STEP_TOKENS,
     )
     table = load_table(GPU.name)
-    built = compiling.record(GPU.target, lambda: launch_all(served_model, GPU, table))
+    built = compiling.record(GPU.target, lambda: launch_all(replica_model, GPU, table))
     started: list[StepExecutor] = []
-    replica = MetaReplica(served_model, 0, GPU, table, max_model_len=COLUMNS * PAGE_TOKENS)
+    replica = MetaReplica(replica_model, 0, GPU, table, max_model_len=COLUMNS * PAGE_TOKENS)
     with torch.inference_mode():
         loaded = compiling.record(GPU.target, lambda: started.append(replica.launch_warm_up()))
         # A replica pads to more sizes than the build enumerates.
@@ -54,7 +54,7 @@ def main() -> None:
     _print_others("NOT LOADED", served, loaded)
 
 
-def _print_others(words: str, jobs: list[compiling.Job], known: list[compiling.Job]) -> None:
+def _print_others(words: str, jobs: list[compiling.CompileJob], known: list[compiling.CompileJob]) -> None:
     there = {(job.name, job.specialisation) for job in known}
     for job in jobs:
         if (job.name, job.specialisation) not in there:

@@ -27,7 +27,7 @@ from kernels import compiling
 from kernels.triton import linear_plans
 from kernels.triton.linear_table import PlanEntry, Product, Table, load_table, read_table
 
-GPU = compiling.Gpu.of("NVIDIA H200", 90)
+GPU = compiling.GpuModel.of("NVIDIA H200", 90)
 META = torch.device("meta")
 GATE_UP = Product(torch.bfloat16, 28672, 4096)
 ROWS = (1, 8)
@@ -59,16 +59,16 @@ class Graphs:
         return [captured[index] for index in order]
 
 
-def run(*options: str) -> tuple[list[compiling.Job], set[tuple[str, str]], str]:
+def run(*options: str) -> tuple[list[compiling.CompileJob], set[tuple[str, str]], str]:
     """Run the command. Returns what it launched, what it had compiled, and what it printed."""
-    compiled: list[compiling.Job] = []
+    compiled: list[compiling.CompileJob] = []
     use = chain.LayerChain.use
 
     def noted(self: Any, table: Table, *others: Any) -> None:
         Graphs.table = table
         use(self, table, *others)
 
-    def compile_launched(gpu: compiling.Gpu, launch: Callable[[], object]) -> None:
+    def compile_launched(gpu: compiling.GpuModel, launch: Callable[[], object]) -> None:
         compiled.extend(compiling.record(GPU.target, launch))
 
     def time_chain(run: Callable[[], object]) -> float:

@@ -36,7 +36,7 @@ from engine.bench.start import FAILURES, closed_at_end, devices_text, leave
 from engine.generate import LocalEngine
 from engine.memory import resident_bytes
 from engine.messages import ReplicaSpec, SamplingParams, Submit
-from tests.engine.soak_books import Books
+from tests.engine.output_checker import OutputChecker
 from tests.engine.soak_known import Known
 from tests.engine.soak_traffic import Cancelled, Limits, Rhythm, draw_submit
 from tests.engine.tiny import TINY
@@ -81,7 +81,7 @@ class Soak:
     draw: random.Random
     near_tie: float
     limits: Limits = field(init=False)
-    books: Books = field(init=False)
+    checker: OutputChecker = field(init=False)
     known: Known = field(init=False)
     rhythm: Rhythm = field(init=False)
     cancelled: Cancelled = field(default_factory=Cancelled)
@@ -98,7 +98,7 @@ class Soak:
     def __post_init__(self) -> None:
         self.limits = Limits.of(self.engine.info)
         self.credit_tokens = self.engine.core.gauges().credit_tokens
-        self.books = Books(self.limits.max_model_len, self.limits.vocab, self.limits.poison)
+        self.checker = OutputChecker(self.limits.max_model_len, self.limits.vocab, self.limits.poison)
         self.rhythm = Rhythm(self.draw, self.limits.rows)
         self.known = Known(self.engine, self.limits, self.draw, self.near_tie)
         gauges = self.engine.core.gauges()
@@ -130,7 +130,7 @@ class Soak:
         faulthandler.cancel_dump_traceback_later()
 
     def _arrive(self) -> None:
-        if len(self.books.open) > 12 * self.limits.rows:
+        if len(self.checker.open) > 12 * self.limits.rows:
             return
         if self.draw.random() < 0.15:
             self._submit("known", self.known.submit(self._handle()), "")
@@ -146,14 +146,14 @@ class Soak:
     def _submit(self, origin: str, submit: Submit, wrong: str) -> None:
         rows, tokens = self.credits_spent
         self.credits_spent = (rows + max(submit.n, 0), tokens + submit.credit_tokens)
-        self.books.submitted(origin, submit, wrong)
+        self.checker.submitted(origin, submit, wrong)
         self.engine.scheduler.add(origin, submit)
 
     def _cancel(self) -> None:
         """Sometimes cancel a sample, a request or everything from a front."""
         if self.draw.random() > 0.06:
             return
-        core, open_ = self.engine.core, self.books.open
+        core, open_ = self.engine.core, self.checker.open
         asked = [handle for handle, entry in open_.items() if entry.origin != "known" and not entry.deaf]
         if not asked:
             return
@@ -164,26 +164,26 @@ class Soak:
             for each in asked:
                 if open_[each].origin == entry.origin:
                     self.cancelled.note(core, entry.origin, each, None)
-            self.books.front_gone(entry.origin)
+            self.checker.front_disconnected(entry.origin)
             core.scheduler.cancel_origin(entry.origin)
             self.fronts[self.fronts.index(int(entry.origin.rpartition("-")[2]))] = max(self.fronts) + 1
-            self.counts["fronts gone"] += 1
+            self.counts["fronts disconnected"] += 1
             return
         sample = self.draw.choice(list(entry.samples)) if how < 0.4 else None
         self.cancelled.note(core, entry.origin, handle, sample)
-        self.books.cancelled(handle, sample)
+        self.checker.cancelled(handle, sample)
         if sample is None and how > 0.9:
             core.scheduler.cancel_request(entry.submit.request_id)
         else:
             core.scheduler.cancel(entry.origin, handle, sample)
 
     def _step(self) -> None:
-        self.books.take(self.engine.core.step())
+        self.checker.take(self.engine.core.step())
         self.counts["steps"] += 1
-        for entry in self.books.done:
+        for entry in self.checker.done:
             if entry.origin == "known":
                 self.known.check(entry)
-        self.books.done.clear()
+        self.checker.done.clear()
         if self.counts["steps"] % 64 == 0:
             self.engine.scheduler.check()
         pool = self.engine.scheduler.pool
@@ -209,7 +209,7 @@ class Soak:
         scheduler, gauges = self.engine.scheduler, self.engine.core.gauges()
         self.engine.scheduler.check()
         scheduler.pool.check([])
-        assert not self.books.open, f"never ended: {list(self.books.open.values())[:3]}"
+        assert not self.checker.open, f"never ended: {list(self.checker.open.values())[:3]}"
         assert gauges.running == gauges.waiting == gauges.blocks_used == 0, gauges
         assert scheduler.pool.available == scheduler.pool.total
         credits = (gauges.credit_seqs - self.limits.rows, gauges.credit_tokens - self.credit_tokens)
@@ -249,11 +249,14 @@ class Soak:
         gauges = self.engine.core.gauges()
         return {
             "seconds": round(time.monotonic() - self.began, 1),
-            **{name: self.counts[name] for name in ("rounds", "steps", "fronts gone", "most blocks used")},
+            **{
+                name: self.counts[name]
+                for name in ("rounds", "steps", "fronts disconnected", "most blocks used")
+            },
             "preemptions": gauges.preemptions,
             "cached_tokens": gauges.cached_tokens,
             "cancelled": dict(self.cancelled.where),
-            "ended": dict(self.books.counts),
+            "ended": dict(self.checker.counts),
             "known": {**self.known.counts, "largest_error_nats": round(self.known.largest_error, 7)},
         }
 
@@ -314,16 +317,16 @@ def main(given: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="engine-soak-") as folder:
         try:
             with closed_at_end(build(arguments, Path(folder))) as engine:
-                info, figures = _run(engine, arguments)
+                info, stats = _run(engine, arguments)
         except FAILURES as error:
             print(error, file=sys.stderr)
             return 1
-    report = {"command": " ".join(sys.argv[1:]), "torch": str(torch.__version__), "info": info, **figures}
+    report = {"command": " ".join(sys.argv[1:]), "torch": str(torch.__version__), "info": info, **stats}
     print(json.dumps({name: value for name, value in report.items() if name != "memory"}))
     if arguments.json is not None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-    return 0 if figures["wrong"] is None else 1
+    return 0 if stats["wrong"] is None else 1
 
 
 def _run(engine: LocalEngine, arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -18,7 +18,7 @@ import torch
 from engine.generate import LocalEngine
 from engine.messages import SamplingParams, Submit, TokenLogprob
 from kernels import sampling as reference
-from tests.engine.soak_books import Entry
+from tests.engine.output_checker import Entry
 from tests.engine.soak_traffic import Limits
 
 _KINDS = 24

@@ -129,14 +129,14 @@ def test_ranks_that_share_a_kv_head_each_read_its_whole_cache(tmp_path: Path) ->
     assert sixteen < 1.5 * eight
 
 
-def measured(figure: float, idle: float) -> WorkloadResult:
+def measured(value: float, idle: float) -> WorkloadResult:
     return WorkloadResult(
-        figure, 1.0, None, StepStats(255, figure, 1.0, idle), StepStats(1, 7.0, 0.0, idle / 2)
+        value, 1.0, None, StepStats(255, value, 1.0, idle), StepStats(1, 7.0, 0.0, idle / 2)
     )
 
 
 @pytest.mark.parametrize(
-    ("name", "figures", "median_figure"),
+    ("name", "values", "median_value"),
     [
         ("b8_decode", [1834.8, 1700.0, 1850.0], 1834.8),
         ("b8_decode", [1834.8, 1700.0], 1700.0),
@@ -146,20 +146,20 @@ def measured(figure: float, idle: float) -> WorkloadResult:
     ],
 )
 def test_the_table_shows_the_steps_of_the_median_run(
-    name: str, figures: list[float], median_figure: float
+    name: str, values: list[float], median_value: float
 ) -> None:
     workload = WORKLOADS[name]
-    idle = {figure: place / 100 for place, figure in enumerate(figures)}
-    runs = [measured(figure, idle[figure]) for figure in figures]
-    assert median_run(workload, runs).result == median_figure
+    idle = {value: place / 100 for place, value in enumerate(values)}
+    runs = [measured(value, idle[value]) for value in values]
+    assert median_run(workload, runs).result == median_value
     text = line(name, workload, runs, 200.0)
     assert len(text) == len(HEADING)
     said = text.split()
     decode, mixed = said[-8:-4], said[-4:]
     most = max(idle.values())
-    assert said[1] == f"{median_figure:,.1f}"
-    assert decode == ["255", f"{median_figure:.2f}", f"{idle[median_figure]:.1%}", f"{most:.1%}"]
-    assert mixed == ["1", "7.00", f"{idle[median_figure] / 2:.1%}", f"{most / 2:.1%}"]
+    assert said[1] == f"{median_value:,.1f}"
+    assert decode == ["255", f"{median_value:.2f}", f"{idle[median_value]:.1%}", f"{most:.1%}"]
+    assert mixed == ["1", "7.00", f"{idle[median_value] / 2:.1%}", f"{most / 2:.1%}"]
 
 
 def test_several_ranks_show_what_a_step_spends_on_plans() -> None:

@@ -141,8 +141,8 @@ def test_random_traffic_over_two_ranks_leaves_nothing_behind(start: Start, tmp_p
     soak = ["-m", "tests.engine.soak", "--rounds", "1", "--seed", "3", "--spec", "tensor_parallel_size=2"]
     code, printed, errors = finish(start(*soak, "--json", str(report)))
     assert code == 0, printed + errors
-    figures = json.loads(report.read_text())
-    assert figures["wrong"] is None and figures["known"]["tokens"] > 0
+    results = json.loads(report.read_text())
+    assert results["wrong"] is None and results["known"]["tokens"] > 0
 
 
 LOSE = """

@@ -23,7 +23,7 @@ from engine.build import read_served
 from engine.config import CheckpointError, ModelConfig, UnsupportedError
 from engine.families import read_config
 from engine.kernel_build import KernelBuild, check_kernels
-from engine.served_model import ServedModel
+from engine.replica_model import ReplicaModel
 from kernels import compiling
 from tests.kernels.test_compiling import compiled
 
@@ -118,9 +118,9 @@ SERVE_UNQUANTISED = f": serve this model with weights that are not FP8, {ELSEWHE
 GPU = torch.device("cuda")
 
 
-def served_model(config: ModelConfig, **served: Any) -> ServedModel:
+def replica_model(config: ModelConfig, **served: Any) -> ReplicaModel:
     sizes = {"max_num_seqs": 64, "max_num_batched_tokens": 2048}
-    return ServedModel(**{"config": config, "dtype": "bfloat16", **sizes, **served})
+    return ReplicaModel(**{"config": config, "dtype": "bfloat16", **sizes, **served})
 
 
 UNSERVED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
@@ -158,7 +158,7 @@ def test_a_model_that_no_kernel_serves_is_refused_before_anything_is_compiled_or
     folder = folder_of(tmp_path, "llama", **changes)
     with pytest.raises(UnsupportedError, match=f"config.json: {words}"):
         read_served(folder, **served)
-    model = served_model(read_config(folder), **served)
+    model = replica_model(read_config(folder), **served)
     with pytest.raises(UnsupportedError, match=f"^{words}.*"):
         check_kernels(model, GPU)
     check_kernels(replace(model, dtype="float32"), GPU)
@@ -205,8 +205,8 @@ def test_a_gpu_that_cannot_run_a_models_kernels_is_named_before_anything_is_comp
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = folder_of(tmp_path, "llama", head_dim=held.pop("head_dim", 64))
-    served = served_model(read_config(folder), **held)
-    monkeypatch.setattr(compiling, "current_gpu", lambda device: compiling.Gpu.of(*gpu))
+    served = replica_model(read_config(folder), **held)
+    monkeypatch.setattr(compiling, "current_gpu", lambda device: compiling.GpuModel.of(*gpu))
     with pytest.raises(UnsupportedError, match=f"^{words}") if words else nullcontext():
         check_kernels(served, GPU)
     check_kernels(replace(served, dtype="float32"), GPU)
@@ -214,7 +214,7 @@ def test_a_gpu_that_cannot_run_a_models_kernels_is_named_before_anything_is_comp
         return
     options = [*["--fp8"] * served.fp8, *["--kv-fp8"] * served.kv_fp8]
     monkeypatch.setattr(sys, "argv", ["engine.build", "--config", str(folder), *options])
-    monkeypatch.setattr(compiling, "this_gpu", lambda: compiling.Gpu.of(*gpu))
+    monkeypatch.setattr(compiling, "this_gpu", lambda: compiling.GpuModel.of(*gpu))
     assert build.main() == 1
     assert re.search(f"^{words}", capsys.readouterr().err.strip())
 
@@ -295,7 +295,7 @@ def test_a_gpu_that_the_compiler_does_not_know_is_reported(
     known = ["--config", str(folder_of(tmp_path, "llama")), "--gpu", "NVIDIA Z9", "--capability", "990"]
     monkeypatch.setattr(sys, "argv", ["engine.build", *known, "--processes", "1"])
     monkeypatch.setattr(build.knobs.cache, "dir", str(tmp_path / "cache"))
-    monkeypatch.setattr(compiling, "record", lambda target, run: [compiling.Job("_norm", None, "")])
+    monkeypatch.setattr(compiling, "record", lambda target, run: [compiling.CompileJob("_norm", None, "")])
     monkeypatch.setattr(compiling, "_work", dies)
     assert build.main() == 1
     [line] = capsys.readouterr().err.splitlines()
@@ -315,12 +315,12 @@ def test_the_documented_command_creates_the_folder_of_a_public_shape(tmp_path: P
     assert read_config(tmp_path / "models" / "llama-8b").hidden_size == 4096
 
 
-@pytest.mark.parametrize("failures", [[], [compiling.Failure("_norm", "no")]])
+@pytest.mark.parametrize("failures", [[], [compiling.CompileFailure("_norm", "no")]])
 def test_a_build_is_found_again_for_the_same_model_and_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: list[compiling.Failure]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: list[compiling.CompileFailure]
 ) -> None:
     small = read_served(folder_of(tmp_path, "qwen2"), kv_fp8=True)
-    h200, other = compiling.Gpu.of("NVIDIA H200", 90), compiling.Gpu.of("NVIDIA L4", 89)
+    h200, other = compiling.GpuModel.of("NVIDIA H200", 90), compiling.GpuModel.of("NVIDIA L4", 89)
     monkeypatch.setattr(build.knobs.cache, "dir", str(tmp_path / "cache"))
     monkeypatch.setattr(compiling, "record", lambda target, run: [])
     monkeypatch.setattr(compiling, "compile_jobs", lambda target, jobs, processes: failures)
@@ -337,7 +337,7 @@ def test_the_compiling_process_is_told_how_the_model_is_served(
     small = read_served(folder_of(tmp_path, "qwen2"), kv_fp8=True)
     commands: list[list[str]] = []
     monkeypatch.setattr(subprocess, "Popen", lambda command, **options: commands.append(command))
-    monkeypatch.setattr(compiling, "current_gpu", lambda device: compiling.Gpu.of("NVIDIA H200", 90))
+    monkeypatch.setattr(compiling, "current_gpu", lambda device: compiling.GpuModel.of("NVIDIA H200", 90))
     monkeypatch.setattr(build.knobs.cache, "dir", str(tmp_path / "cache"))
     kernel_build.start_build(small, GPU)
     [command] = commands

@@ -24,7 +24,7 @@ from kernels.tune.search import table_of
 from tests.engine.test_build import FAMILIES, SMALL, folder_of
 from tests.kernels.test_compiling import compiled
 
-GPU = compiling.Gpu.of("NVIDIA A100-SXM4-80GB", 80)
+GPU = compiling.GpuModel.of("NVIDIA A100-SXM4-80GB", 80)
 PLAN = GemmPlan("dot", 16, 64, 64, 4, 3)
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -41,7 +41,7 @@ def test_an_unusable_table_or_gpu_is_reported(
     monkeypatch.setattr(compiling, "_send_gpu", lambda sender: None)
     assert main() == 1
     assert "no usable NVIDIA GPU found: check nvidia-smi" in capsys.readouterr().err
-    monkeypatch.setattr(compiling, "this_gpu", lambda: compiling.Gpu.of("NVIDIA H200", 90))
+    monkeypatch.setattr(compiling, "this_gpu", lambda: compiling.GpuModel.of("NVIDIA H200", 90))
     assert main() == 1
     assert f"{table}: has no object `products`" in capsys.readouterr().err
 
@@ -50,7 +50,7 @@ def test_errors_that_would_end_a_search_are_reported_before_it_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
-    monkeypatch.setattr(compiling, "this_gpu", lambda: compiling.Gpu.of("NVIDIA H200", 90))
+    monkeypatch.setattr(compiling, "this_gpu", lambda: compiling.GpuModel.of("NVIDIA H200", 90))
     monkeypatch.setattr(compiling, "record", lambda target, run: pytest.fail("the search began"))
 
     def said(*options: str) -> str:

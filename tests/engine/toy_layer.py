@@ -32,13 +32,13 @@ from engine.model.layers import (
     ParameterFactory,
     WeightShard,
 )
-from engine.served_model import ServedModel
+from engine.replica_model import ReplicaModel
 from kernels import KvPool, Residual, compiling, reference
 from kernels.cuda import CudaOps
 from kernels.triton.linear_table import Table, read_table
 from tests.engine import launches_of_tuning
 
-GPU = compiling.Gpu.of("any", 90)
+GPU = compiling.GpuModel.of("any", 90)
 SEQUENCES, STEP_TOKENS = 8, 64
 
 
@@ -112,16 +112,16 @@ def found(folder: Path, out: Path) -> dict[str, list[str]]:
     return {"built": built(folder, out), "loaded": loaded(folder), "tuned": tuned(folder, out)}
 
 
-def served_model(folder: Path) -> ServedModel:
+def replica_model(folder: Path) -> ReplicaModel:
     """Return the model with few slots and small steps. Larger steps have the same kinds of layers."""
     return build.read_served(folder, max_num_seqs=SEQUENCES, max_num_batched_tokens=STEP_TOKENS)
 
 
 def built(folder: Path, out: Path) -> list[str]:
     """Run `python -m engine.build`, and return the names of the kernels that it compiles."""
-    found: list[compiling.Job] = []
+    found: list[compiling.CompileJob] = []
 
-    def compile_jobs(target: object, jobs: list[compiling.Job], processes: int) -> list[object]:
+    def compile_jobs(target: object, jobs: list[compiling.CompileJob], processes: int) -> list[object]:
         found.extend(jobs)
         return []
 
@@ -145,13 +145,13 @@ def built(folder: Path, out: Path) -> list[str]:
         contextlib.redirect_stdout(io.StringIO()),
     ):
         assert build.main() == 0
-    assert kernel_build.is_built(served_model(folder), GPU)
+    assert kernel_build.is_built(replica_model(folder), GPU)
     return sorted({job.name.split(".")[-1] for job in found})
 
 
 def loaded(folder: Path) -> list[str]:
     """Run warm-up, and return the names of the kernels that it launches."""
-    replica = MetaReplica(served_model(folder), 0, GPU, Table())
+    replica = MetaReplica(replica_model(folder), 0, GPU, Table())
     with torch.inference_mode():
         jobs = compiling.record(GPU.target, replica.launch_warm_up)
     return sorted({job.name.split(".")[-1] for job in jobs})

@@ -28,7 +28,7 @@ from tests.kernels.test_compiling import compiled
 
 cases = pytest.importorskip("tests.kernels.test_triton_attention_prefill", exc_type=ImportError)
 CudaOps = pytest.importorskip("kernels.cuda", exc_type=ImportError).CudaOps
-Gpu = pytest.importorskip("kernels.compiling", exc_type=ImportError).Gpu
+GpuModel = pytest.importorskip("kernels.compiling", exc_type=ImportError).GpuModel
 hopper = pytest.importorskip("kernels.triton.attention_prefill_hopper", exc_type=ImportError)
 gluon = pytest.importorskip("tests.kernels.gluon_interpreter", exc_type=ImportError)
 Case, plan_tiles, suits_hopper = cases.Case, cases.kernel.plan_tiles, cases.kernel.suits_hopper
@@ -142,7 +142,7 @@ def test_only_hopper_gpus_use_the_hopper_kernel_in_serving_and_in_builds(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
     ops: Any = select_backend("cuda", BF16)
     assert ops._hopper_multiprocessors == (78 if capability == 90 else 0)
-    gpu = Gpu.of("any", capability)
+    gpu = GpuModel.of("any", capability)
     assert (gpu.hopper, gpu.pdl) == (ops._hopper_multiprocessors > 0, ops._pdl)
 
 

@@ -18,9 +18,7 @@ from engine.runner import ModelRunner
 from engine.sizing import gemm_sizes
 from engine.warmup import run_padded_passes
 from kernels import AttentionInput, Residual
-from tests.engine.running.test_runner import folder, quiet, spec_of
-
-__all__ = ["folder"]
+from tests.engine.running.tiny_model import quiet, spec_of
 
 
 @pytest.mark.parametrize(("most", "rows"), [(1, [1]), (8, [8]), (20, [8, 16, 20])])

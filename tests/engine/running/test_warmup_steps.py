@@ -16,9 +16,7 @@ from engine.runner import ModelRunner
 from engine.sampler import LOGPROB_ROWS
 from engine.warmup_steps import every_kind, largest_steps
 from kernels.draws import Variant
-from tests.engine.running.test_runner import folder, quiet, spec_of
-
-__all__ = ["folder"]
+from tests.engine.running.tiny_model import quiet, spec_of
 
 BUDGETS = [(8, 256), (96, 256), (4096, 256), (8, 1), (8, 2), (8, 3), (96, 8), (96, 40)]
 

@@ -6,7 +6,7 @@ import pytest
 
 from engine.messages import BLOCK_TOKENS, Submit
 from engine.plan import StepPlan
-from tests.engine.scheduling.test_scheduler_rules import SimulatedEngine, both_overlaps
+from tests.engine.scheduling.simulated_engine import SimulatedEngine, both_overlaps
 
 
 def computed(plan: StepPlan | None) -> list[int]:

@@ -19,7 +19,7 @@ from engine.messages import Finished, Output, SamplingParams, Submit
 from engine.scheduling.scheduler import Scheduler
 from tests.engine.scheduling.simulated_runner import STOP, VOCAB, Expected, SimulatedRunner, alone
 
-MOST_STEPS_TO_DRAIN = 40_000
+MAX_STEPS_TO_DRAIN = 40_000
 OWN_SALT = "own"
 """Prefix of a cache salt that only one submission has."""
 
@@ -283,7 +283,7 @@ class Traffic(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "core"):
             return
-        for _ in range(MOST_STEPS_TO_DRAIN):
+        for _ in range(MAX_STEPS_TO_DRAIN):
             if not self.core.has_work:
                 break
             self.step()

@@ -8,8 +8,8 @@ import pytest
 
 from engine.plan import StepPlan, StepTokens
 from engine.scheduling.sequence import Sequence, Submission
+from tests.engine.scheduling.simulated_engine import FRONT, AlwaysStop, SimulatedEngine, both_overlaps
 from tests.engine.scheduling.simulated_runner import SimulatedRunner, SimulatedStep
-from tests.engine.scheduling.test_scheduler_rules import FRONT, AlwaysStop, SimulatedEngine, both_overlaps
 
 
 def test_an_exception_of_the_runner_propagates() -> None:

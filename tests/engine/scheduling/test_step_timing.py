@@ -8,8 +8,8 @@ import pytest
 
 from engine import core
 from engine.plan import StepPlan, StepTokens
+from tests.engine.scheduling.simulated_engine import SimulatedEngine, both_overlaps
 from tests.engine.scheduling.simulated_runner import SimulatedRunner, SimulatedStep
-from tests.engine.scheduling.test_scheduler_rules import SimulatedEngine, both_overlaps
 
 LAUNCH_S, STEP_S = 0.015, 0.1
 

@@ -17,7 +17,7 @@ _GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class WeightFit:
     """Compares the memory that a rank's weights need with the memory of its device."""
 
     config: ModelConfig

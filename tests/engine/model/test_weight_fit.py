@@ -16,8 +16,8 @@ from engine.families import read_config
 from engine.memory import StepsTooLarge, WeightsTooLarge
 from engine.messages import ReplicaSpec
 from engine.model.decoder import Decoder
-from engine.model.fit import Fit
 from engine.model.loader import load_dummy
+from engine.model.weight_fit import WeightFit
 from engine.parallel import single
 from engine.profiling import steps_fit
 from engine.sizing import weight_bytes
@@ -47,8 +47,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch, free: float, total: float, reserved: fl
 
 def fit(
     config: ModelConfig, dtype: str, fp8: bool = False, device: torch.device = CUDA, ranks: int = 1
-) -> Fit:
-    return Fit(config, config.shard(ranks, 0), dtype, fp8, device)
+) -> WeightFit:
+    return WeightFit(config, config.shard(ranks, 0), dtype, fp8, device)
 
 
 def test_a_model_that_exactly_fits_the_host_is_allocated_and_a_larger_one_is_refused(
@@ -124,7 +124,7 @@ def test_running_out_of_memory_is_reported_with_sizes(
 def test_ranks_on_a_cpu_share_the_host(tiny: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     shard = tiny.shard(2, 0)
     needed = weight_bytes(tiny, shard, "float32", "float32")
-    one = Fit(tiny, shard, "float32", False, CPU, ranks=2)
+    one = WeightFit(tiny, shard, "float32", False, CPU, ranks=2)
     monkeypatch.setattr(memory, "available_host_bytes", lambda: 2 * needed)
     one.check()
     monkeypatch.setattr(memory, "available_host_bytes", lambda: 2 * needed - 1)

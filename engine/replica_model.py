@@ -9,7 +9,7 @@ from engine.config import ModelConfig, UnsupportedError
 from kernels import limits
 
 if TYPE_CHECKING:
-    from kernels.compiling import Gpu
+    from kernels.compiling import GpuModel
 
 DTYPES = ("bfloat16", "float16")
 """The dtypes of a model that our GPU kernels support."""
@@ -18,7 +18,7 @@ _WITHOUT_KERNELS = "on the CPU, or in float32, for which a GPU does not use thes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServedModel:
+class ReplicaModel:
     """All ranks of a replica. Two replicas with equal fields launch the same kernels on the same GPU."""
 
     config: ModelConfig
@@ -76,7 +76,7 @@ class ServedModel:
         if problem is not None:
             raise UnsupportedError(problem)
 
-    def check_gpu(self, gpu: Gpu) -> None:
+    def check_gpu(self, gpu: GpuModel) -> None:
         """Raise UnsupportedError if a GPU cannot run the kernels of this model."""
         capability = gpu.target.arch
         has = f"{gpu.name} has compute capability {capability / 10}"

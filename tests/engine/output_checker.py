@@ -37,7 +37,7 @@ class Entry:
     """Whether its front has disconnected, after which no output may arrive."""
 
 
-class Books:
+class OutputChecker:
     """Checks the outputs of the engine, and raises AssertionError with the request if one is wrong. Entries
     are dropped when their submission closes, so later outputs are detected and a long run needs no more
     memory than a short one."""
@@ -61,7 +61,7 @@ class Books:
         entry = self.open[handle]
         entry.cancelled |= set(entry.samples) if sample is None else {sample}
 
-    def front_gone(self, origin: str) -> None:
+    def front_disconnected(self, origin: str) -> None:
         for handle, entry in self.open.items():
             if entry.origin == origin:
                 self.cancelled(handle, None)
@@ -166,7 +166,7 @@ class Books:
         assert entry is not None, f"closed twice: {finished}"
         assert finished.prompt_tokens == len(entry.submit.prompt_token_ids)
         if entry.deaf:
-            self.counts["unheard"] += len(entry.samples)
+            self.counts["undelivered"] += len(entry.samples)
         else:
             finishes = [told.finish_reason for told in entry.samples.values()]
             assert finished.finish_reason == finishes and all(finishes), f"{finished}, told {finishes}"
