@@ -17,7 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 
 PAGE = mmap.PAGESIZE
-"""Alignment, in bytes, of reads past the page cache, on disk and in memory. It satisfies every disk."""
+"""Alignment, in bytes, of reads that bypass the page cache, on disk and in memory. It suffices for every
+disk."""
 _FETCH_BYTES = 16 << 20
 _MEMORY_SHARE = 0.5
 """Maximum fraction of the free memory for the files that `keep_cached` caches."""

@@ -39,9 +39,9 @@ def settle_kernel(
     NVIDIA: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Find the border of a remaining row's kept tokens and draw again.
+    """Find the border of the tokens that a remaining row keeps, and draw again.
 
-    Invariant: tokens up to `low` are excluded, tokens from `high` are kept.
+    Invariant: tokens up to `low` are excluded, and tokens from `high` on are kept.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

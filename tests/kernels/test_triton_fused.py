@@ -171,8 +171,8 @@ def test_heads_are_normed_rotated_and_written(
 
 
 def _rope_exact(rope: Rope, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Compute the expected result in float64, one token and head at a time; the normed head is rounded to its
-    dtype, as documented."""
+    """Compute the expected result in float64, one token and head at a time; the normalised head is rounded to
+    its dtype, as documented."""
     heads, kv_heads, size = rope.heads, rope.kv_heads, rope.size
     queries = torch.empty(rope.tokens, heads, size, dtype=torch.float64, device=DEVICE)
     cos, sin = rope.table[rope.positions].double().chunk(2, dim=-1)
