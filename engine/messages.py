@@ -356,7 +356,8 @@ class ReplicaStats(EngineGauges, frozen=True, kw_only=True):
     idle_us: float = 0.0
     """Mean time for which the device waited for the host before a decode-only step."""
     mixed_steps: int = 0
-    """Number of steps with prefill; the next two fields are their means."""
+    """Number of steps with prefill. The next two fields have the mean duration of these steps and the mean
+    idle time before them."""
     mixed_step_ms: float = 0.0
     mixed_idle_us: float = 0.0
     log_dropped_lines: int = 0

@@ -20,8 +20,8 @@ def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def reserve_pinned(max_bytes: int) -> None:
-    """Fill torch's cache of pinned memory for transfers of up to `max_bytes`, for as many as are in flight at
-    once.
+    """Fill torch's cache of pinned memory with buffers for all transfers that may be in flight at once, of up
+    to `max_bytes` each.
 
     Pinning more memory later may make a launch wait until the device is idle (implicit synchronisation in
     CUDA's programming guide). torch caches pinned memory in sizes that are powers of two. Needs a GPU.

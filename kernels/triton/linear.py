@@ -259,8 +259,8 @@ def _cublas_fp8(
     pdl: bool,
 ) -> torch.Tensor:
     """Compute an FP8 GEMM with cuBLAS, with the result in the model's dtype. cuBLAS always returns bfloat16
-    here: float16 with a scale per row gives wrong results in some versions of torch on some GPUs, and sums of
-    14 bits do not have float16's last bits."""
+    here: float16 with a scale per row gives wrong results in some versions of torch on some GPUs, and sums
+    with only 14 bits are not accurate to the last bits of float16."""
     as_asked = dtype == torch.bfloat16
     product = torch._scaled_mm(
         x,

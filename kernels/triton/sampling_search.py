@@ -104,7 +104,8 @@ def settle_kernel(
         token = tl.load(summary + 1).to(tl.int32, bitcast=True)
     step = 0
     while done == 0:
-        # Draw once at most 1.5 times too many tokens remain: such a draw is likely to be final.
+        # Draw as soon as there are at most 1.5 times too many tokens, because such a draw is likely to be the
+        # final one.
         draw = over < 1.5
         if draw:
             best, token, logit = _draw_over(

@@ -169,8 +169,8 @@ class Shared:
 
 
 def _places(shape: Sequence[int], layout: Any) -> torch.Tensor:
-    """Return the memory layout of a tile: panels as wide as the swizzle, each with all rows. Dimensions
-    before the layout's dimensions count tiles."""
+    """Return the memory layout of a tile: panels as wide as the swizzle, each with all rows. Leading
+    dimensions beyond the layout's rank count tiles."""
     columns, rows = shape[-1], prod(shape[-layout.rank : -1])
     width = min(columns, layout.swizzle_byte_width * 8 // layout.element_bitwidth or columns)
     panels = torch.arange(prod(shape)).view(-1, columns // width, rows, width)

@@ -407,8 +407,8 @@ def test_a_non_finite_new_token_affects_only_its_own_sequence(head: int, number:
 
 
 def _check_changing_lengths(made: New, again: Callable[[], torch.Tensor], roundings: float) -> None:
-    """Run `made` by `again` while lengths change between runs, and with them each sequence's last page, which
-    is not shared. Results are within the roundings of `check_as_torch`."""
+    """Call `again`, which runs `made`, for several lengths. The last page of each sequence, which is not
+    shared, changes with its length. Results must be within the bound of `check_as_torch`."""
     case = made.case
     own = torch.arange(len(case.lens), device=case.lens.device) + len(case.keys) - len(case.lens)
     longest = int(case.lens.max())
