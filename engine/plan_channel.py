@@ -43,10 +43,10 @@ def largest_plan_bytes(
 ) -> int:
     """Return an upper bound for the size of a plan's frame.
 
-    The setups carry at most the lists of one sequence, which arrived in a front's frame except for its
-    output, or less (`engine.scheduling.admission.MAX_SETUP_NUMBERS`). In addition the plan has at most every
-    slot once, with its whole block table, the tokens of a step, and every block once in `clears`. For 1024
-    slots of 131,072 tokens this is about 100 MB.
+    The lists in the setups are limited by `engine.scheduling.admission.MAX_SETUP_NUMBERS`, or belong to a
+    single sequence, whose lists, except for its output, arrived in one front's frame. In addition the plan
+    has at most every slot once, with its whole block table, the tokens of a step, and every block once in
+    `clears`. For 1024 slots of 131,072 tokens this is about 100 MB.
     """
     setups = MAX_FRAME_BYTES + _NUMBER_BYTES * max_model_len
     table = -(-max_model_len // BLOCK_TOKENS) * _ENTRY_BYTES
