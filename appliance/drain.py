@@ -107,12 +107,12 @@ class Drain:
         log.info(
             "%s drains: %d requests get %g s",
             self.name,
-            len(list(requests.unfinished(self.model))),
+            len(list(requests.state.unfinished(self.model))),
             self.grace_s,
         )
         if not await self._until(self._empty, self.grace_s):
             why = f"{self.why}, and this request did not finish in time"
-            late = [request.request_id for request in requests.unfinished(self.model)]
+            late = [request.request_id for request in requests.state.unfinished(self.model)]
             self.ended = sum([self._house.cancel(request_id, why) for request_id in late])
             log.warning("%s: %d requests did not finish in time", self.name, self.ended)
             self._hurry = asyncio.Event()
@@ -121,7 +121,7 @@ class Drain:
         log.info("%s is drained after %.1f s", self.name, self.elapsed_s)
 
     def _empty(self) -> bool:
-        return self._house.requests.finished(self.model)
+        return self._house.requests.state.finished(self.model)
 
     async def _until(self, true: Callable[[], bool], timeout_s: float) -> bool:
         """Wait for it, for so long, or until somebody hurries; whether it came true."""

@@ -51,8 +51,8 @@ class Readiness:
 
     def headline(self) -> str:
         """The service in a line, as `systemctl status` shows it."""
-        figures = self._house.requests.stats()
-        work = f"{figures.running} running, {figures.waiting} waiting"
+        stats = self._house.requests.state.queue_stats()
+        work = f"{stats.running} running, {stats.waiting} waiting"
         closing = self._house.stopping or self._house.drains.of(None)
         if closing is not None:
             return f"{closing.state_word}: {work}"

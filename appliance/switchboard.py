@@ -173,13 +173,16 @@ class Switchboard:
         await self.fleet.stop()
         if self._tick_timer is not None:
             self._tick_timer.cancel()
-        if len(self.requests):
-            log.error("%d requests have no end: their rows are sealed at the next start", len(self.requests))
+        if len(self.requests.state.in_flight):
+            log.error(
+                "%d requests have no end: their rows are sealed at the next start",
+                len(self.requests.state.in_flight),
+            )
 
     async def _until_counted(self, timeout_s: float) -> None:
         """Give the replicas a moment to say what was generated for the requests that ended last."""
         deadline = time.monotonic() + timeout_s
-        while len(self.requests) and time.monotonic() < deadline:
+        while len(self.requests.state.in_flight) and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
 
     def _tick(self) -> None:
@@ -459,7 +462,7 @@ class Switchboard:
         return True
 
     def _cancel_in_engine(self, request_id: str) -> None:
-        accounts = self.requests.accounts_of(request_id)
+        accounts = self.requests.state.accounts_of(request_id)
         for replica in self.replicas:
             if replica.account in accounts and replica.group is not None:
                 replica.group.cancel_request(request_id)

@@ -32,14 +32,18 @@ def admin_backend(
     requests, publish = switchboard.requests, switchboard.tell_identities
 
     def cancel_matching(matches: Callable[[Identity], bool], message: str) -> int:
-        ids = [request.request_id for request in requests if matches(request.first.identity)]
+        ids = [
+            request.request_id
+            for request in requests.state.in_flight.values()
+            if matches(request.first.identity)
+        ]
         return sum([switchboard.cancel(request_id, message) for request_id in ids])
 
     peers = PeerAdmin(control, unix=lambda: switchboard.settings.unix, publish=publish)
     tenants = TenantAdmin(
-        control, usage=requests.usage, peers=peers.list, publish=publish, cancel=cancel_matching
+        control, usage=requests.state.usage, peers=peers.list, publish=publish, cancel=cancel_matching
     )
-    keys = KeyAdmin(control, usage=requests.usage, publish=publish, cancel=cancel_matching)
+    keys = KeyAdmin(control, usage=requests.state.usage, publish=publish, cancel=cancel_matching)
     actions = AuditedActions(
         control,
         handlers(

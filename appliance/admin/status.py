@@ -79,7 +79,7 @@ def status_of(
     clock_jump_s: float = 0.0,
 ) -> Status:
     """Return everything that `appliance status` shows."""
-    settings, figures = switchboard.settings, switchboard.requests.stats()
+    settings, stats = switchboard.settings, switchboard.requests.state.queue_stats()
     reason = switchboard.readiness.reason()
     models = _models(switchboard)
     fronts = [front.status() for front in switchboard.fronts]
@@ -107,9 +107,7 @@ def status_of(
         sockets=list(sockets),
         fronts=fronts,
         models=models,
-        queue=QueueStatus(
-            limit=settings.queue.limit, timeout_s=settings.queue.timeout_s, **figures._asdict()
-        ),
+        queue=QueueStatus(limit=settings.queue.limit, timeout_s=settings.queue.timeout_s, **stats._asdict()),
         databases=databases,
         audit=audit,
         log_dropped_lines=log_state().dropped_lines,
@@ -121,7 +119,7 @@ def status_of(
 
 def drain_status(switchboard: Switchboard, drain: Drain) -> DrainStatus:
     """Return the status of a drain."""
-    left = switchboard.requests.remaining(drain.model)
+    left = switchboard.requests.state.remaining(drain.model)
     return DrainStatus(
         model=drain.model,
         state=drain.state,
@@ -132,7 +130,7 @@ def drain_status(switchboard: Switchboard, drain: Drain) -> DrainStatus:
         grace_left_s=drain.grace_left_s,
         running=left.running,
         queued=left.queued,
-        held=switchboard.requests.held(drain.model),
+        held=switchboard.requests.state.held(drain.model),
         tokens_left=left.tokens,
         eta_s=left.seconds,
         ended=drain.ended,
@@ -162,7 +160,7 @@ def in_flight(switchboard: Switchboard) -> list[InFlight]:
             prompt_tokens=request.first.prompt_tokens,
             max_tokens=request.first.max_tokens,
         )
-        for request in switchboard.requests
+        for request in switchboard.requests.state.in_flight.values()
     ]
 
 
@@ -184,7 +182,8 @@ def _models(switchboard: Switchboard) -> list[ModelStatus]:
     statuses = []
     for model in switchboard.models.values():
         replicas = [replica.status() for replica in switchboard.fleet.of(model.name)]
-        failure = switchboard.requests.failure(model.name) or switchboard.readiness.front_trouble(model.name)
+        traffic = switchboard.requests.state.models[model.name]
+        failure = traffic.failure or switchboard.readiness.front_trouble(model.name)
         state, detail = _model_state(switchboard, model.name, replicas)
         statuses.append(
             ModelStatus(
@@ -195,7 +194,7 @@ def _models(switchboard: Switchboard) -> list[ModelStatus]:
                 state="failed" if failure else state,
                 detail=failure or detail,
                 max_model_len=model.max_model_len,
-                queued=switchboard.requests.queued(model.name),
+                queued=traffic.queued,
                 replicas=replicas,
             )
         )

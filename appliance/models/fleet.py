@@ -171,7 +171,7 @@ class Fleet:
     def _take_up(self, model: ServedModel) -> None:
         self.models[model.name] = model
         self._requests.resume_admission(model.name)
-        if not self._requests.knows(model.name):
+        if model.name not in self._requests.state.models:
             self._requests.add_model(model.name, model.version)
         for replica in self.of(model.name):
             if replica.account is not None:
@@ -256,7 +256,7 @@ class Fleet:
             alone = not any(other.account for other in self.of(replica.model) if not other.retiring)
             deadline = time.monotonic() + (self.settings.drain_grace_s if alone else float("inf"))
             while (
-                self._requests.occupied(account)
+                self._requests.state.occupied(account)
                 and replica.account is account
                 and time.monotonic() < deadline
             ):
@@ -271,7 +271,7 @@ class Fleet:
         self._requests.pause_admission(name, f"the model {name!r} is being removed")
         self._tell()
         deadline = time.monotonic() + self.settings.drain_grace_s
-        while not self._requests.finished(name) and time.monotonic() < deadline:
+        while not self._requests.state.finished(name) and time.monotonic() < deadline:
             await asyncio.sleep(_LOOK_EVERY_S)
         self._requests.abort_all(f"the model {name!r} was removed", name)
         for replica in self.of(name):

@@ -16,11 +16,13 @@ class FakeRequestManager:
 
     def __init__(self, told: list[str], looks: int) -> None:
         self.told, self.looks = told, looks
+        self.state = self
+        """The fake is its own state."""
 
-    def close(self, model: str | None, why: str, *, hold: bool = False) -> None:
+    def pause_admission(self, model: str | None, why: str, *, hold: bool = False) -> None:
         self.told.append(f"close {model} {hold}: {why}")
 
-    def open(self, model: str | None) -> None:
+    def resume_admission(self, model: str | None) -> None:
         self.told.append(f"open {model}")
 
     def unfinished(self, model: str | None = None) -> list[Any]:

@@ -43,7 +43,7 @@ def test_a_replica_that_not_every_front_can_reach_gets_no_requests_and_starts_an
     board.front_started(board.fronts[0])
     board.replica_ready(replica)
     assert killed == ["its channels to fronts could not be made: [Errno 24] Too many open files"]
-    assert board.requests._models["demo"].accounts == []
+    assert board.requests.state.models["demo"].accounts == []
     board.replica_lost(replica)
 
 
@@ -58,10 +58,10 @@ def test_nothing_is_remembered_of_a_front_that_is_gone(board: Any, replica_first
         board.front_started(front)
         if replica_first:
             board.replica_reported(replica, report)
-            assert board.requests._lost_fronts == {front.name}
+            assert board.requests.state.broken_fronts == {front.name}
         board.front_lost(front, front.name)
         if not replica_first:
             board.replica_reported(replica, report)
-        assert board.requests._lost_fronts == set()
+        assert board.requests.state.broken_fronts == set()
 
     asyncio.run(scenario())

@@ -165,7 +165,7 @@ SERVICE = (
            lambda s: s.connections, ("listener",)),
     Metric("gauge", "appliance_held_requests", "requests",
            "Requests that wait for the end of a drain.",
-           lambda s: s.switchboard.requests.held()),
+           lambda s: s.switchboard.requests.state.held()),
 )
 ROWS = (
     Metric("counter", "appliance_requests_total", "requests",

@@ -62,7 +62,7 @@ class Scraper:
         """Return the present text."""
         self._forget()
         self._read_service()
-        self._read_models(self._switchboard.requests.models())
+        self._read_models(self._switchboard.requests.state.model_stats())
         self._read_tenants()
         self._read_replicas()
         self._read_fronts()
@@ -109,8 +109,8 @@ class Scraper:
     def _read_tenants(self) -> None:
         families, requests = self._families, self._switchboard.requests
         for name in self._tenants:
-            families.tenants.set(requests.tenant(name), name)
-            for bucket in requests.quotas.buckets(name):
+            families.tenants.set(requests.state.tenant_stats(name), name)
+            for bucket in requests.state.quotas.buckets(name):
                 families.limits.set(bucket, name, bucket.limit)
 
     def _read_replicas(self) -> None:
