@@ -12,11 +12,11 @@ from appliance.admin.keys import KeyAdmin
 from appliance.admin.peers import PeerAdmin
 from appliance.admin.status import drain_status, in_flight
 from appliance.admin.tenants import TenantAdmin
-from appliance.contents import ContentKeeper
+from appliance.core.contents import ContentKeeper
+from appliance.core.controller import Switchboard
+from appliance.core.reload import Reloader
 from appliance.messages import Identity
 from appliance.protocol import Status
-from appliance.reload import Reloader
-from appliance.switchboard import Switchboard
 from store.control import ControlStore
 
 

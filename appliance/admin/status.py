@@ -12,8 +12,9 @@ from importlib.metadata import PackageNotFoundError, version
 
 import msgspec
 
-from appliance.current_problems import current_problems
-from appliance.drain import Drain
+from appliance.admin.current_problems import current_problems
+from appliance.core.controller import Switchboard
+from appliance.core.drains import Drain
 from appliance.protocol import (
     AuditStatus,
     DatabaseStatus,
@@ -28,7 +29,6 @@ from appliance.protocol import (
     SocketStatus,
     Status,
 )
-from appliance.switchboard import Switchboard
 from engine.logs import log_state
 from store.control import ControlStore
 from store.trail import TrailState

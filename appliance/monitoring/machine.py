@@ -9,11 +9,11 @@ import sqlite3
 import sys
 from collections.abc import Iterator
 
-from appliance.gpus import GpuReport
+from appliance.models.gpus import GpuReport
+from appliance.models.topology import Topology, describe_links, read_topology
 from appliance.monitoring.findings import Finding
 from appliance.monitoring.versions import product_version, requirements, version_of
 from appliance.quantities import of_bytes
-from appliance.topology import Topology, describe_links, read_topology
 
 _MIN_PYTHON = (3, 11)
 # https://sqlite.org/wal.html#walresetbug: two connections that write or checkpoint at once.

@@ -15,9 +15,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 
-from appliance.durations import duration
 from appliance.messages import RateLimits
 from appliance.protocol import LimitUsage
+from appliance.quantities import duration
 from appliance.traffic.buckets import LIMITS, Bucket, rate_of
 from store.policies import Policies, Quota
 from store.quotas import QuotaLevels, QuotaState, Used

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from appliance.drain import Drain, DrainError, Drains
+from appliance.core.drains import Drain, DrainError, Drains
 
 
 class FakeRequestManager:
@@ -105,7 +105,7 @@ def test_a_clock_that_somebody_sets_changes_nothing_of_how_long_it_takes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = SimpleNamespace(time=lambda: 1e9, monotonic=lambda: 100.0)
-    monkeypatch.setattr("appliance.drain.time", clock)
+    monkeypatch.setattr("appliance.core.drains.time", clock)
     house = FakeHouse()
     house.fronts_know.set()
     one, other = drain(house), drain(house)

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from appliance.classes import CLASS_NAMES
-from appliance.models.replicas import Replica, StepTotal
+from appliance.core.controller import Switchboard
+from appliance.models.replica import Replica, StepTotal
 from appliance.monitoring.metrics.exposition import Family
 from appliance.monitoring.metrics.metric import Group, Metric
 from appliance.protocol import FrontStatus, ReplicaStatus
-from appliance.switchboard import Switchboard
 from appliance.traffic.buckets import Bucket
 from appliance.traffic.stats import ModelStats, TenantStats
 from engine.messages import BLOCK_TOKENS

@@ -9,12 +9,12 @@ import math
 import time
 from collections.abc import Sequence
 
-from appliance.listeners import Doors
+from appliance.core.controller import Switchboard
+from appliance.front_pool.listeners import Doors
 from appliance.monitoring.metrics.counting import CountedRows
 from appliance.monitoring.metrics.exposition import render
 from appliance.monitoring.metrics.families import GatewaySource, ReplicaSource, ServiceSource
 from appliance.monitoring.metrics.tenants import OTHERS
-from appliance.switchboard import Switchboard
 from appliance.traffic.stats import ModelStats
 from engine.logs import log_state
 from store.control import ControlStore

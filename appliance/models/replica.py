@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from appliance.backoff import Backoff
+from appliance.background import Backoff
 from appliance.messages import ServedModel
 from appliance.models.placement import GpuPlacement, numbered
 from appliance.protocol import ReplicaState, ReplicaStatus, precision

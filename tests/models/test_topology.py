@@ -9,9 +9,9 @@ import pytest
 
 from appliance.cli.status import replica_devices
 from appliance.models.placement import GpuPlacement, machine_topology, numbered
+from appliance.models.topology import NO_TOPOLOGY, GpuLink, Path, Topology, choose_gpus, describe_links
 from appliance.monitoring.machine import gpu_links
 from appliance.protocol import ReplicaStatus
-from appliance.topology import NO_TOPOLOGY, GpuLink, Path, Topology, choose_gpus, describe_links
 
 
 def topology(table: str) -> Topology:

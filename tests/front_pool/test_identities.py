@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from appliance.classes import service_class
-from appliance.identities import IdentityTable, changes
+from appliance.core.state import cache_salts
+from appliance.front_pool.identities import IdentityTable, changes
 from appliance.messages import Identities, Identity
 from appliance.settings import UnixSettings
-from appliance.state import cache_salts
 from store.control import ControlStore
 from store.policies import Change, KeyRecord, PeerRecord, Policies, Quota, TenantRecord
 

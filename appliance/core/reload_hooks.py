@@ -6,11 +6,11 @@ import logging
 
 from appliance.admin.callers import Authenticator
 from appliance.admin.server import AdminServer
-from appliance.identities import IdentityTable
+from appliance.core.controller import Switchboard
+from appliance.core.reload import ReloadHook
+from appliance.front_pool.identities import IdentityTable
 from appliance.monitoring.metrics.tenants import ShownTenants
-from appliance.reload import ReloadHook
 from appliance.settings import Settings
-from appliance.switchboard import Switchboard
 
 
 def reload_hooks(
@@ -20,7 +20,7 @@ def reload_hooks(
     admin: AdminServer,
     shown_tenants: ShownTenants,
 ) -> dict[str, ReloadHook]:
-    """Return the hook of each setting, except those that `appliance.reload` applies itself."""
+    """Return the hook of each setting, except those that `appliance.core.reload` applies itself."""
 
     def fronts(settings: Settings) -> None:
         switchboard.set_fronts(settings.fronts)

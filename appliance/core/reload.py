@@ -11,15 +11,15 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from appliance.drain import STOPPING
-from appliance.listeners import ListenError
+from appliance.core.controller import Switchboard
+from appliance.core.drains import STOPPING
+from appliance.front_pool.listeners import ListenError
 from appliance.messages import ServedModel
 from appliance.models.registry import describe_models
 from appliance.protocol import Configuration, Reloaded
 from appliance.settings import Fault, Loaded, Place, Settings, SettingsError
 from appliance.settings.files import DROP_INS
 from appliance.settings.table import as_table, differences
-from appliance.switchboard import Switchboard
 
 log = logging.getLogger(__name__)
 

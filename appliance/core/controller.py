@@ -15,10 +15,13 @@ from collections.abc import Callable
 import msgspec
 
 from appliance.background import Background
-from appliance.drain import STOPPING, Drain, DrainError, Drains
-from appliance.fronts import Dealer, Front
-from appliance.identities import IdentityTable, changes
-from appliance.listeners import Listener
+from appliance.core.drains import STOPPING, Drain, DrainError, Drains
+from appliance.core.problems import Problems
+from appliance.core.readiness import Readiness
+from appliance.front_pool.claims import Claims
+from appliance.front_pool.front import Dealer, Front
+from appliance.front_pool.identities import IdentityTable, changes
+from appliance.front_pool.listeners import Listener
 from appliance.messages import (
     Abort,
     AboutRequest,
@@ -37,12 +40,9 @@ from appliance.messages import (
     Settle,
     Worked,
 )
-from appliance.models.fleet import Fleet
-from appliance.models.replicas import Launch, Replica
-from appliance.problems import Problems
-from appliance.readiness import Readiness
+from appliance.models.manager import Fleet
+from appliance.models.replica import Launch, Replica
 from appliance.settings import ModelSettings, Settings
-from appliance.traffic.claims import Claims
 from appliance.traffic.quotas import Quotas
 from appliance.traffic.request_manager import RequestManager, RowSink
 from engine.client import ReplicaGroup

@@ -13,7 +13,8 @@ import time
 from collections.abc import Iterator
 from typing import Protocol
 
-from appliance.backoff import Backoff
+from appliance.background import Backoff
+from appliance.front_pool.refusals import RefusalWatch
 from appliance.messages import (
     AboutRequest,
     AttachReplica,
@@ -30,7 +31,6 @@ from appliance.messages import (
     StopFront,
 )
 from appliance.protocol import FrontStats, FrontStatus, ProcessState
-from appliance.refusals import RefusalWatch
 from engine.client import Channel, module_command, module_environment, socketpair
 from engine.memory_kills import count_memory_kills, memory_kill_note
 

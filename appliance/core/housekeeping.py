@@ -9,8 +9,8 @@ import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from appliance.clock import ClockGuard
-from appliance.contents import DAY_S, ContentKeeper
+from appliance.core.clock import ClockGuard
+from appliance.core.contents import DAY_S, ContentKeeper
 from appliance.settings import LogSettings
 from store import retention
 from store.control import ControlStore

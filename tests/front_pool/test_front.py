@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from appliance import fronts
-from appliance.current_problems import _front
-from appliance.fronts import Dealer, Front
+from appliance.admin.current_problems import _front
+from appliance.front_pool import front as front_module
+from appliance.front_pool.front import Dealer, Front
+from appliance.front_pool.refusals import RefusalWatch
 from appliance.messages import Configure, Connection, FrontReport, Limits
-from appliance.refusals import RefusalWatch
 
 pytestmark = pytest.mark.system
 
@@ -54,7 +54,7 @@ def held() -> tuple[list[str], str]:
 @pytest.mark.parametrize(
     ("owner", "name", "said"),
     [
-        (fronts, "socketpair", "it could not be started"),
+        (front_module, "socketpair", "it could not be started"),
         (subprocess, "Popen", "it could not be started"),
         (os, "pidfd_open", "it could not be started"),
         (Events, "front_started", "its channels could not be made"),
@@ -152,7 +152,7 @@ def report(**counts: int) -> FrontReport:
 
 def test_refusals_are_told_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
-    monkeypatch.setattr("appliance.refusals.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("appliance.front_pool.refusals.time.monotonic", lambda: now[0])
     watch = RefusalWatch()
     assert not list(watch.problems(report()))
     (told,) = watch.problems(report(refused_connections=1, max_connections=40))

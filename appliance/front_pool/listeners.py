@@ -16,7 +16,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from appliance.fronts import Dealer
+from appliance.front_pool.front import Dealer
 from appliance.messages import Connection
 from appliance.protocol import SocketName, SocketState, SocketStatus
 from appliance.rundir import remove_socket
@@ -25,8 +25,8 @@ from appliance.settings import Settings
 log = logging.getLogger(__name__)
 
 _BACKLOG = 4096
-_MOST_PER_PASS = 64
-"""Accepted per pass of the event loop: a burst of connections must not hold up the requests in flight."""
+_MAX_PER_PASS = 4
+"""Connections accepted per pass of the event loop: a burst of them must not delay requests in progress."""
 _AFTER_SHORTAGE_S = 0.1
 _SHORTAGE_IS_OVER_S = 60.0
 """A shortage that begins again within this time is the same one: it is reported once."""
@@ -186,7 +186,7 @@ class Listener:
         return SocketStatus(name=self.name, address=self.address, state=state, accepted=self.accepted)
 
     def _accept(self) -> None:
-        for _ in range(_MOST_PER_PASS):
+        for _ in range(_MAX_PER_PASS):
             if not self._dealer.open:
                 self.update()
                 return

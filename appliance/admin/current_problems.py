@@ -1,6 +1,6 @@
 """What is wrong with the running service now, each with its remedy: one list for `status` and `doctor`.
 
-`appliance.problems` keeps past events; a problem is in this list as long as it lasts.
+`appliance.core.problems` keeps past events; a problem is in this list as long as it lasts.
 """
 
 from __future__ import annotations

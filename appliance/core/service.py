@@ -13,26 +13,26 @@ from appliance.admin.backend import admin_backend
 from appliance.admin.callers import Authenticator, keys_of
 from appliance.admin.server import AdminServer
 from appliance.admin.status import audit_status, database_status, service_version, status_of
-from appliance.clock import ClockGuard
-from appliance.contents import ContentKeeper
-from appliance.housekeeping import Housekeeper
-from appliance.identities import IdentityTable
-from appliance.listeners import Doors
+from appliance.core.clock import ClockGuard
+from appliance.core.contents import ContentKeeper
+from appliance.core.controller import Switchboard
+from appliance.core.housekeeping import Housekeeper
+from appliance.core.notifier import Notifier
+from appliance.core.quota_levels import LevelKeeper
+from appliance.core.reload import Reloader
+from appliance.core.reload_hooks import reload_hooks
+from appliance.core.state import State, cache_salts
+from appliance.core.systemd import Manager
+from appliance.front_pool.identities import IdentityTable
+from appliance.front_pool.listeners import Doors
 from appliance.models.registry import describe_models
-from appliance.models.replicas import Launch
+from appliance.models.replica import Launch
 from appliance.monitoring.metrics.counting import CountedRows
 from appliance.monitoring.metrics.scrape import Scraper
 from appliance.monitoring.metrics.server import MetricsServer
 from appliance.monitoring.metrics.tenants import ShownTenants
-from appliance.notifier import Notifier
 from appliance.protocol import SocketStatus, Status
-from appliance.quota_levels import LevelKeeper
-from appliance.reload import Reloader
-from appliance.reload_hooks import reload_hooks
 from appliance.settings import Loaded
-from appliance.state import State, cache_salts
-from appliance.switchboard import Switchboard
-from appliance.systemd import Manager
 from appliance.traffic.quotas import Quotas
 from store.quotas import QuotaLog
 

@@ -12,9 +12,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
 
+from appliance.core.systemd import Manager
 from appliance.rundir import RunDirLock, prepare_directories
 from appliance.settings import Settings
-from appliance.systemd import Manager
 from store.control import ControlStore
 from store.requests import RequestLog
 from store.schemas import CONTENTS, HISTORY

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from appliance.drain import STOPPING, Drain, Drains
-from appliance.fronts import Front
+from appliance.core.drains import STOPPING, Drain, Drains
+from appliance.front_pool.front import Front
 from appliance.messages import ServedModel
-from appliance.models.fleet import Fleet
-from appliance.models.replicas import Replica
+from appliance.models.manager import Fleet
+from appliance.models.replica import Replica
 from appliance.traffic.request_manager import RequestManager
 
 

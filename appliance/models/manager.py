@@ -17,12 +17,12 @@ from pathlib import Path
 import msgspec
 
 from appliance.background import Background
+from appliance.core.problems import Problems
 from appliance.messages import ServedModel
 from appliance.models.fit import why_not_beside
 from appliance.models.placement import GpuPlacement, machine_topology
 from appliance.models.registry import describe
-from appliance.models.replicas import Launch, Replica, ReplicaEvents
-from appliance.problems import Problems
+from appliance.models.replica import Launch, Replica, ReplicaEvents
 from appliance.settings import ModelSettings, Settings
 from appliance.traffic.request_manager import RequestManager
 

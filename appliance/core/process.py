@@ -13,14 +13,14 @@ import signal
 import sys
 from collections.abc import Callable
 
-from appliance.listeners import ListenError
+from appliance.core.service import Service
+from appliance.core.state import opened
+from appliance.core.systemd import Manager
+from appliance.front_pool.listeners import ListenError
 from appliance.logs import configure_logging
-from appliance.models.replicas import Launch
+from appliance.models.replica import Launch
 from appliance.rundir import RunDirError
-from appliance.service import Service
 from appliance.settings import Flags, Loaded, SettingsError, read_settings
-from appliance.state import opened
-from appliance.systemd import Manager
 from engine.client import ReplicaGroup, return_freed_memory
 from store.errors import StoreError
 

@@ -10,8 +10,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from appliance.readiness import Readiness
-from appliance.systemd import EXTENSION_US, Manager
+from appliance.core.readiness import Readiness
+from appliance.core.systemd import EXTENSION_US, Manager
 
 log = logging.getLogger(__name__)
 

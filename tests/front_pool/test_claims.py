@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from appliance.front_pool.claims import MAX_VOID, Claims
 from appliance.messages import Claim, Claimed, Release
-from appliance.traffic.claims import MAX_VOID, Claims
 
 
 class Time:
