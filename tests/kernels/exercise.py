@@ -79,8 +79,8 @@ def prefill_hopper() -> None:
 
 
 def fuse() -> None:
-    """Run RMSNorm, RoPE with cache writes, and SwiGLU, plain and quantised, at widths that are no multiple of
-    a tile."""
+    """Run RMSNorm, RoPE with cache writes, and SwiGLU, plain and quantised, at widths that are not multiples
+    of a tile."""
     pdl = ON_GPU
     values = E4M3 if ON_GPU else torch.float32
     for tokens, width in ((1, 64), (5, 100), (3, 2880)):
@@ -127,7 +127,7 @@ def multiply() -> None:
 
 def ship(dtype: torch.dtype) -> None:
     """Run every shipped plan for weights of `dtype` with all fused operations. The interpreter ignores stages
-    and warps, so there one plan of each form is enough."""
+    and warps, so one plan of each form is enough there."""
     plans = [one for one in shipped_plans() if one.dtype == dtype]
     if not ON_GPU:
         plans = list(

@@ -30,7 +30,7 @@ class Fault(Exception):
 
 
 class Deadlock(Fault):
-    """Every partition is waiting."""
+    """Every partition is waiting, so the program can never end."""
 
 
 class _Stopped(BaseException):
@@ -158,7 +158,8 @@ class Shared:
         return self.memory.data[self.places]
 
     def claim(self, event: int, by: Partition) -> None:
-        """Record a coming write; a fault if earlier reads or writes are not known to have ended."""
+        """Record a write that is about to happen. Raises Fault if earlier reads or writes are not known to
+        have ended."""
         memory = self.memory
         for granule in self._granules:
             if memory.readers[granule] & ~by.known:
@@ -215,7 +216,7 @@ def flat(base: torch.Tensor) -> torch.Tensor:
 
 
 class Program:
-    """A running GPU program: its partitions, the partition whose turn it is, and the copies in flight."""
+    """A running GPU program: its partitions, the partition that runs now, and the copies in flight."""
 
     def __init__(self, number: int, warps: int, random_: random.Random) -> None:
         self.number = number

@@ -1,7 +1,7 @@
 """Tests of GEMMs of few rows against their reference implementations.
 
 The interpreter (on a CPU, in CI) proves indexing and masking of the Triton kernels (gemv and dot): which
-weight is multiplied with which token, outputs and columns that are no multiple of a tile, split-K and fused
+weight is multiplied with which token, outputs and columns that are not multiples of a tile, split-K and fused
 operations, in float32 and float16. The stream kernel is written in Gluon and runs on a GPU only. Only a GPU
 proves bfloat16 and e4m3 numerics, that results with and without PDL are bit-equal, that runs are
 deterministic, and that a graph replays what was captured (marked `gpu`).

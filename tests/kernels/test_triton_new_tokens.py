@@ -225,8 +225,8 @@ def test_the_error_of_new_tokens_is_at_most_twice_that_of_torch(
     norm: bool,
 ) -> None:
     """The bound of `test_the_error_is_at_most_twice_that_of_torch`, plus half a rounding more: queries and
-    keys differ from the reference by single roundings. In the worst vector such a rounding may be of a large
-    element; the bound there is torch's error with queries that are off by one rounding."""
+    keys differ from the reference by single roundings. In the worst vector such a rounding may affect a large
+    element, so the bound there is torch's error with queries that are off by one rounding."""
     dtype, fp8 = KINDS[kind]
     made = _new_on_gpu(GPU_LENS[lens], shape, norm, dtype, fp8, window)
     expected_case = made.expected_case()
