@@ -9,7 +9,7 @@ _SMALL_BYTES = 16 << 10
 """Transfers of up to this size count as small: a step makes several of them for its slots."""
 _SMALL_COUNT = 32
 _LARGE_COUNT = 6
-"""Numbers of small and of larger transfers that two steps, one running and one launched, have in flight."""
+"""Maximum numbers of small and of larger transfers in flight: those of one running and one launched step."""
 
 
 def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
