@@ -35,7 +35,7 @@ class RunDirError(Exception):
     """The run or state directory cannot be used; the message says why and what to do."""
 
 
-class Holder(msgspec.Struct, kw_only=True):
+class LockHolder(msgspec.Struct, kw_only=True):
     """The process that holds, or last held, a run directory."""
 
     pid: int
@@ -66,7 +66,9 @@ class RunDirLock:
                 f"--run-dir and --state-dir"
             ) from None
         os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, msgspec.json.encode(Holder(pid=os.getpid(), state_dir=str(state_dir))), 0)
+        os.pwrite(
+            self._descriptor, msgspec.json.encode(LockHolder(pid=os.getpid(), state_dir=str(state_dir))), 0
+        )
         for left in run_dir.glob(f"{_MEETINGS}*"):
             shutil.rmtree(left, ignore_errors=True)  # of a service that was killed
 
@@ -75,13 +77,13 @@ class RunDirLock:
         os.close(self._descriptor)
 
 
-def last_holder(run_dir: Path) -> Holder | None:
+def last_holder(run_dir: Path) -> LockHolder | None:
     """Return who holds the directory, or held it last: clients learn from it which state directory belongs to
     the service. The directory must be a trusted one (`appliance.ownership`)."""
     try:
         descriptor = os.open(run_dir / _LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:
-            return msgspec.json.decode(file.read(_MAX_LOCK_BYTES), type=Holder)
+            return msgspec.json.decode(file.read(_MAX_LOCK_BYTES), type=LockHolder)
     except (OSError, ValueError):
         return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from appliance.models.gpus import Gpu, find_gpus
+from appliance.models.gpus import DetectedGpu, find_gpus
 from appliance.quantities import of_bytes
 from appliance.settings import ModelSettings
 from engine import sizing
@@ -23,7 +23,7 @@ class UnfitError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fit:
+class MemoryFit:
     """One replica's memory, by rank, in bytes."""
 
     model_type: str
@@ -51,7 +51,7 @@ class Fit:
         return self.fixed_bytes + self.kv_bytes
 
 
-def fit(model: ModelSettings, gpus: list[Gpu], available_bytes: int) -> Fit:
+def fit(model: ModelSettings, gpus: list[DetectedGpu], available_bytes: int) -> MemoryFit:
     """Predict it. `available_bytes` is what a model on the CPU may have; of a GPU all memory counts as free.
 
     Raises UnfitError for a checkpoint or settings that cannot be run at all.
@@ -90,7 +90,7 @@ def fit(model: ModelSettings, gpus: list[Gpu], available_bytes: int) -> Fit:
         ) from error
     room = max(0, usable - predicted.fixed_bytes)
     most = room if on_gpu else min(room, CPU_MAX_KV_BYTES // ranks)
-    return Fit(
+    return MemoryFit(
         model_type=config.model_type,
         parameters=sizing.parameters(config),
         on_gpu=on_gpu,

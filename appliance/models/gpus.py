@@ -6,7 +6,7 @@ import contextlib
 from typing import NamedTuple
 
 
-class Gpu(NamedTuple):
+class DetectedGpu(NamedTuple):
     """One GPU, as NVML sees it now."""
 
     number: int
@@ -20,7 +20,7 @@ class Gpu(NamedTuple):
 class GpuReport(NamedTuple):
     """The box's GPUs. `error` says why NVML cannot be asked although a driver seems to be there."""
 
-    gpus: list[Gpu]
+    gpus: list[DetectedGpu]
     driver: str = ""
     cuda: str = ""
     """The newest CUDA that the driver carries."""
@@ -50,7 +50,7 @@ def find_gpus() -> GpuReport:
             pynvml.nvmlShutdown()
 
 
-def _gpu(index: int) -> Gpu:
+def _gpu(index: int) -> DetectedGpu:
     import pynvml
 
     handle = pynvml.nvmlDeviceGetHandleByIndex(index)
@@ -59,7 +59,7 @@ def _gpu(index: int) -> Gpu:
     with contextlib.suppress(pynvml.NVMLError):
         major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
         capability = f"{major}.{minor}"
-    return Gpu(index, _text(pynvml.nvmlDeviceGetName(handle)), memory.total, memory.used, capability)
+    return DetectedGpu(index, _text(pynvml.nvmlDeviceGetName(handle)), memory.total, memory.used, capability)
 
 
 def _text(value: str | bytes) -> str:
