@@ -1,4 +1,4 @@
-"""NVIDIA GPUs through NVML: no CUDA context, so looking never takes memory from a model."""
+"""Finds NVIDIA GPUs through NVML. NVML creates no CUDA context, so this takes no memory from a model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class DetectedGpu(NamedTuple):
-    """One GPU, as NVML sees it now."""
+    """One GPU as NVML reports it now."""
 
     number: int
     name: str
@@ -18,17 +18,18 @@ class DetectedGpu(NamedTuple):
 
 
 class GpuReport(NamedTuple):
-    """The box's GPUs. `error` says why NVML cannot be asked although a driver seems to be there."""
+    """The GPUs of the machine. `error` says why NVML does not answer although a driver seems to be
+    installed."""
 
     gpus: list[DetectedGpu]
     driver: str = ""
     cuda: str = ""
-    """The newest CUDA that the driver carries."""
+    """The newest CUDA version that the driver supports."""
     error: str = ""
 
 
 def find_gpus() -> GpuReport:
-    """Ask NVML. An empty report means a box without NVIDIA's driver."""
+    """Query NVML. An empty report means that the machine has no NVIDIA driver."""
     import pynvml
 
     try:
@@ -63,5 +64,5 @@ def _gpu(index: int) -> DetectedGpu:
 
 
 def _text(value: str | bytes) -> str:
-    # Old bindings of NVML answer in bytes.
+    # Old bindings of NVML return bytes.
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
