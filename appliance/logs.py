@@ -11,7 +11,7 @@ import logging
 from engine import logs
 
 
-class ServiceLineFormatter(logs.LineFormatter):
+class LineFormatter(logs.UtcFormatter):
     """UTC time with milliseconds, level, the process's name where it has one, the last part of the logger's
     name, message."""
 
@@ -27,7 +27,7 @@ class ServiceLineFormatter(logs.LineFormatter):
 def configure_logging(level: str, process: str = "") -> None:
     """Send the process's log to standard error from `level` ("debug", "info", …) on, without ever waiting for
     its reader; `process` is the name of a process that is not the core."""
-    logs.log_to_stderr(ServiceLineFormatter(process))
+    logs.log_to_stderr(LineFormatter(process))
     root = logging.getLogger()
     root.setLevel(level.upper())
     # Heads of the audit chain are logged at every level: the journal's copy proves that the chain is whole.

@@ -70,7 +70,7 @@ def audit_status(state: TrailState) -> AuditStatus:
         spooled=spool.rows,
         spooled_since=None if spool.since is None else datetime.fromisoformat(spool.since).timestamp(),
         in_memory=spool.in_memory,
-        places=list(spool.places),
+        places=[] if spool.path is None else [str(spool.path)],
         lost=spool.lost,
         last_error=state.last_error,
     )

@@ -60,9 +60,9 @@ def fit(model: ModelSettings, gpus: list[DetectedGpu], available_bytes: int) -> 
     ranks = model.tensor_parallel_size
     on_gpu = model.device == "cuda" or (model.device == "auto" and bool(gpus))
     if on_gpu and len(gpus) < ranks:
+        needed = "one GPU" if ranks == 1 else f"{ranks} GPUs"
         raise UnfitError(
-            f"tensor_parallel_size = {ranks} needs {ranks} GPU{'s' if ranks > 1 else ''}, but {len(gpus)} are "
-            f"available",
+            f"tensor_parallel_size = {ranks} needs {needed}, but {len(gpus)} are available",
             f"lower it to {len(gpus)}" if gpus else 'set device = "cpu"',
         )
     memory = min(gpu.memory_bytes for gpu in gpus[:ranks]) if on_gpu else available_bytes // ranks

@@ -129,7 +129,7 @@ def test_a_file_that_a_model_lacks_is_named(doctor: Doctor, model: Path, gone: s
         ("kv_blocks = 4\nmax_model_len = 512", "256 tokens of KV are less than one sequence of 512"),
         ("max_model_len = 999999", "max_model_len is 999999"),
         ("tensor_parallel_size = 3", "does not divide"),
-        ('device = "cuda"', "needs 1 GPU, but 0 are available"),
+        ('device = "cuda"', "needs one GPU, but 0 are available"),
     ],
 )
 def test_a_model_that_cannot_run_here_is_told_before_it_is_loaded(
