@@ -67,7 +67,7 @@ def free_port() -> int:
 
 def test_every_setting_has_a_way_into_the_running_service() -> None:
     fields = {field.name for field in msgspec.structs.fields(Settings)} - {"config_file"}
-    applied = reload_hooks(None, None, None, None, None).keys()  # type: ignore[arg-type]
+    applied = reload_hooks(None, None, None, None, None, None, None).keys()  # type: ignore[arg-type]
     assert fields == AT_RESTART | APPLIED_HERE | applied
     assert len(fields) == len(AT_RESTART) + len(APPLIED_HERE) + len(applied)
 
@@ -295,9 +295,9 @@ def test_what_cannot_be_used_changes_nothing_and_is_told_with_its_line(make_serv
 def test_a_change_that_fails_leaves_no_address_open() -> None:
     async def scenario() -> None:
         reloader = Reloader(
-            Loaded(Settings(), {}, []),
-            reread,
-            LiveSettings(Settings()),
+            loaded=Loaded(Settings(), {}, []),
+            reread=reread,
+            live=LiveSettings(Settings()),
             models=unused,
             drains=drains,
             publish=unused,
