@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from appliance.protocol import FrontStats
-from store.policies import INTERACTIVE
+from store.policies import INTERACTIVE, LogPolicy
 
 SocketKind = Literal["unix", "tcp"]
 
@@ -51,8 +51,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The limit of prompt and output together; None: that of the model."""
     default_max_tokens: int | None = None
     """The output limit of a request without `max_tokens`; None: up to the length limit."""
-    log_policy: str = "metadata"
-    """Of `store.policies.LOG_POLICIES`."""
+    log_policy: LogPolicy = "metadata"
     expires_at: float | None = None
     """When the key expires, in Unix seconds."""
     suspended: bool = False
