@@ -17,7 +17,7 @@ from appliance.admin.auditing import ActionError
 from appliance.admin.callers import Authenticator, Caller, DeniedError
 from appliance.http import Connection
 from appliance.monitoring.metrics.exposition import CONTENT_TYPE
-from appliance.protocol import Configuration, ErrorBody, InFlight, Key, Peer, Status, Tenant
+from appliance.protocol import Configuration, ErrorBody, InFlight, Key, PeerMapping, Status, Tenant
 from appliance.scopes import InsufficientScopeError, check_routes, routes_for
 from store.audit import Actor
 
@@ -35,7 +35,7 @@ class Backend(NamedTuple):
     in_flight: Callable[[], list[InFlight]]
     keys: Callable[[], list[Key]]
     tenants: Callable[[], list[Tenant]]
-    peers: Callable[[], list[Peer]]
+    peers: Callable[[], list[PeerMapping]]
     configuration: Callable[[], Configuration]
     metrics: Callable[[], bytes]
     act: Callable[[Actor, msgspec.Struct], Awaitable[msgspec.Struct]]
@@ -70,7 +70,7 @@ def admin_app(backend: Backend, authenticator: Authenticator) -> tuple[FastAPI, 
     show("/requests", backend.in_flight, list[InFlight], "Requests that have not ended, oldest first")
     show("/keys", backend.keys, list[Key], "All keys, without their secrets")
     show("/tenants", backend.tenants, list[Tenant], "All tenants")
-    show("/peers", backend.peers, list[Peer], "Local users and groups that need no key")
+    show("/peers", backend.peers, list[PeerMapping], "Local users and groups that need no key")
     show("/config", backend.configuration, Configuration, "The settings in effect, and the source of each")
     for action in ACTIONS:
         _add_action(acting, document, backend, action)

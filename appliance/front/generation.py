@@ -15,9 +15,9 @@ from appliance.front.errors import ApiError
 from appliance.front.job import Job
 from appliance.front.keeping import Said
 from appliance.front.limits import rate_limit_headers
-from appliance.front.replicas import Link
 from appliance.front.sample import Sample
 from appliance.messages import Admit, Admitted, Refused, Settle
+from engine.client import ReplicaClient
 from engine.messages import Output, Submit
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class Generation:
         self._attempt = 0
         self._submitted = False
         self._settled = False
-        self._link: Link | None = None
+        self._link: ReplicaClient | None = None
         self._handles: list[int] = []
         self._first_token_at: float | None = None
         self._last_token_at = 0.0
@@ -284,7 +284,7 @@ class Generation:
             )
         )
 
-    async def _submit_in_turns(self, link: Link, submissions: Iterator[Submission]) -> None:
+    async def _submit_in_turns(self, link: ReplicaClient, submissions: Iterator[Submission]) -> None:
         """Send a resubmission, which has the whole prompt once for each sample, as the replica reads it. All
         of it is sent, since the core counts it; what belongs to a request that has ended is cancelled at
         once.
@@ -304,7 +304,7 @@ class Generation:
             while link.backlog_bytes > _MAX_BACKLOG_BYTES and not link.closed:
                 await asyncio.sleep(_BACKLOG_CHECK_S)
 
-    def _submissions(self, link: Link, admitted: Admitted) -> Iterator[Submission]:
+    def _submissions(self, link: ReplicaClient, admitted: Admitted) -> Iterator[Submission]:
         n = self.job.samples
         if not self._attempt:
             groups = [

@@ -43,7 +43,7 @@ _ERROR_EVENT_GRACE_S = 1.0
 """For the last words to the clients of requests that outlived the grace."""
 
 
-class Front:
+class FrontProcess:
     """One front on the running event loop, from its first message to `ended`."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -228,6 +228,6 @@ def _core_gone() -> None:
 
 async def run_front(sock: socket.socket) -> None:
     """Serve until the core says stop."""
-    front = Front(sock)
+    front = FrontProcess(sock)
     front.start()
     await front.ended.wait()
