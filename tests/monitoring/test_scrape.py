@@ -33,7 +33,7 @@ def parts(tmp_path: Path) -> Iterator[Parts]:
 
 
 def test_no_request_is_looked_at(parts: Parts) -> None:
-    requests: Any = parts.switchboard.requests
+    requests: Any = parts.serving.requests
     parts.counted.end(row(tenant="local"))
     for number in range(30):
         parts.ask(number, "local", asked_class="P0" if number % 3 == 0 else "P1")

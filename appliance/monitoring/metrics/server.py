@@ -15,8 +15,8 @@ from collections.abc import Callable
 from fastapi import APIRouter, FastAPI, Response
 
 from appliance.background import Background
-from appliance.front_pool.listeners import address_of, bind_tcp, listens_on
 from appliance.http import HttpServer
+from appliance.http.sockets import address_of, bind_tcp, listens_on
 from appliance.messages import Limits
 from appliance.monitoring.metrics.exposition import CONTENT_TYPE
 from appliance.protocol import SocketStatus
