@@ -79,6 +79,15 @@ _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 _PositiveSeconds = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 
 
+Origin = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s]+)$",
+        description='an origin without a path, such as "https://chat.example.com", or "*" for all',
+    ),
+]
+
+
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of a front for its clients."""
 
@@ -108,7 +117,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """A stream that has sent nothing for this long gets a comment (a line that clients skip), so that proxies
     keep its connection; its headers are sent after half a second at most. 0: no comments, and the headers are
     sent with the first token."""
-    cors_origins: tuple[Annotated[str, msgspec.Meta(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s]+)$")], ...] = ()
+    cors_origins: tuple[Origin, ...] = ()
     """Origins (scheme, host and port, without a path) whose web pages may call the API, such as
     "https://chat.example.com", or "*" for all; none by default."""
 
