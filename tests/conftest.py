@@ -10,6 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+
+# Times say nothing about the code where other work shares the machine.
+settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy machine")
 
 if not torch.cuda.is_available():
     # Here, before any test module is imported: Triton looks once, when it is first imported.
