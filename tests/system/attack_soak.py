@@ -308,10 +308,10 @@ def attacked_service(*flags: str) -> Iterator[tuple[Target, str]]:
         tempfile.TemporaryDirectory(prefix="soak-") as folder,
         target(Path(folder), fronts=2, flags=flags) as attacked,
     ):
-        attacked.running.command("tenants", "create", "attacker")
-        made = attacked.running.command("keys", "create", "--name", "attacker", "--tenant", "attacker")
+        attacked.running.tenant("attacker")
+        key = attacked.running.key("attacker", "attacker")
         latencies_of(attacked, 40, 20.0)
-        yield attacked, made["key"]
+        yield attacked, key
 
 
 def run(floods: Sequence[Flood], plan: Plan) -> Iterator[Row]:

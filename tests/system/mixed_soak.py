@@ -121,8 +121,8 @@ def account(attacked: Target, tally: Tally) -> list[str]:
 
 def clients(attacked: Target, count: int, seconds: float, tally: Tally) -> list[threading.Thread]:
     """Start clients that send one request after another, and end on their own."""
-    attacked.running.command("tenants", "create", CLIENT)
-    key = attacked.running.command("keys", "create", "--name", CLIENT, "--tenant", CLIENT)["key"]
+    attacked.running.tenant(CLIENT)
+    key = attacked.running.key(CLIENT, CLIENT)
     ends_at = time.monotonic() + seconds
 
     def client(number: int) -> None:

@@ -59,9 +59,8 @@ def target(folder: Path, limits: str = "", fronts: int = 1, flags: Sequence[str]
         f'listen = "127.0.0.1:{free_port()}"\n[limits]\n{limits}\n'
     )
     with service("--config", str(settings), *flags) as running:
-        running.command("tenants", "create", "acme")
-        key = running.command("keys", "create", "--name", "k", "--tenant", "acme")["key"]
-        yield Target(running, tcp_address(running), tcp_address(running, "metrics"), key)
+        running.tenant("acme")
+        yield Target(running, tcp_address(running), tcp_address(running, "metrics"), running.key("k", "acme"))
 
 
 @pytest.fixture(scope="module")
