@@ -16,7 +16,7 @@ import openai
 import pytest
 
 import appliance
-from tests.system.conftest import free_port
+from tests.ports import free_port
 from tests.system.service import Service, service
 
 pytestmark = pytest.mark.system

@@ -41,8 +41,8 @@ from appliance.front.box import Box
 from appliance.monitoring.metrics.server import metrics_app
 from appliance.scopes import OPEN, check_routes
 from appliance.settings import AdminSettings
+from tests.ports import free_port
 from tests.system.asker import ask
-from tests.system.conftest import free_port
 from tests.system.service import Service, service
 
 pytestmark = pytest.mark.system

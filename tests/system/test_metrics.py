@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from appliance.monitoring.metrics.families import Families
 from appliance.monitoring.metrics.tenants import OTHERS
-from tests.system.conftest import free_port
+from tests.ports import free_port
 from tests.system.service import Service, service
 from tests.system.test_deaths import Stream
 

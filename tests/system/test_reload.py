@@ -14,7 +14,7 @@ import pytest
 from appliance.client import AdminClient
 from appliance.protocol import Status
 from appliance.settings import demo_model_folder
-from tests.system.conftest import free_port
+from tests.ports import free_port
 from tests.system.service import APPLIANCE, Service, service
 from tests.system.test_deaths import Stream
 
