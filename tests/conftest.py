@@ -12,9 +12,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-# Times say nothing about the code where other work shares the machine.
-settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("busy machine")
+from tests.examples import QUICK_EXAMPLES, SOAK_EXAMPLES
+
+# No property test is judged by its time, which depends on the other work of the machine.
+for _name, _count in (("quick", QUICK_EXAMPLES), ("soak", SOAK_EXAMPLES)):
+    settings.register_profile(
+        _name, max_examples=_count, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 if not torch.cuda.is_available():
     # Here, before any test module is imported: Triton looks once, when it is first imported.
