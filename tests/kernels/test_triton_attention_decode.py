@@ -148,13 +148,19 @@ LENS = {
     "padding inside": [0, 70, 0, 130, 0],
     "padding only": [0, 0],
 }
+WINDOWED = {"one page", "three pages", "ragged", "one is much longer"}
+"""Batches to which every window applies; the others have one window that ends inside a sequence, if any."""
+BATCHES = [
+    *((name, None) for name in LENS),
+    *((name, window) for name in LENS if name in WINDOWED for window in (1, 50, 64, 100)),
+    *(("one", 1), ("padding at the end", 50), ("padding inside", 64)),
+]
 
 
 @needs_cpu
-@pytest.mark.parametrize("window", [None, 1, 50, 64, 100])
-@pytest.mark.parametrize("lens", LENS.values(), ids=LENS.keys())
-def test_each_sequence_attends_to_its_pages(lens: list[int], window: int | None) -> None:
-    case = make(lens, window=window)
+@pytest.mark.parametrize(("batch", "window"), BATCHES)
+def test_each_sequence_attends_to_its_pages(batch: str, window: int | None) -> None:
+    case = make(LENS[batch], window=window)
     close(case.run(), case.expected(), 1e-5)
 
 
@@ -181,9 +187,14 @@ def test_padding_gives_zeros_and_writes_nothing_else(lens: list[int]) -> None:
 
 
 @needs_cpu
-@pytest.mark.parametrize("extra", [0, 1, 2, 5, 10])
 @pytest.mark.parametrize(
-    "lens", [[700], [300, 1, 0, 200, 64, 65], [64, 64, 64]], ids=["one", "mixed", "even"]
+    ("lens", "extra"),
+    [
+        *(([700], extra) for extra in (1, 10)),
+        *(([300, 1, 0, 200, 64, 65], extra) for extra in (0, 2, 5, 10)),
+        *(([64, 64, 64], extra) for extra in (0, 1)),
+    ],
+    ids=str,
 )
 def test_the_result_is_the_same_for_any_split(lens: list[int], extra: int) -> None:
     case = make(lens)
@@ -335,21 +346,25 @@ def _check_cache(found: Case, expected_case: Case) -> None:
 
 
 @needs_cpu
-@pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("window", [None, 1, 64, 100])
-@pytest.mark.parametrize("lens", LENS.values(), ids=LENS.keys())
-def test_new_tokens_are_rotated_written_and_attended_to(
-    lens: list[int], window: int | None, norm: bool
-) -> None:
-    made = new(make(lens, window=window), norm)
+@pytest.mark.parametrize(
+    ("batch", "window", "norm"),
+    [
+        *((*each, True) for each in BATCHES if each[1] != 50),
+        *((name, None, False) for name in ("ragged", "one is much longer", "padding inside")),
+    ],
+)
+def test_new_tokens_are_rotated_written_and_attended_to(batch: str, window: int | None, norm: bool) -> None:
+    made = new(make(LENS[batch], window=window), norm)
     expected_case = made.expected_case()
     close(made.run(), expected_case.expected(), 1e-4)
     _check_cache(made.case, expected_case)
 
 
 @needs_cpu
-@pytest.mark.parametrize("extra", [0, 1, 5, 10])
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(7, 1, 32), (20, 1, 16), (8, 2, 128)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "extra"),
+    [(7, 1, 32, 0), (7, 1, 32, 5), (20, 1, 16, 1), (20, 1, 16, 10), (8, 2, 128, 5)],
+)
 def test_new_tokens_are_the_same_for_any_split(heads: int, kv_heads: int, size: int, extra: int) -> None:
     made = new(make([300, 1, 0, 193, 64, 65], heads, kv_heads, size), True)
     expected_case = made.expected_case()
