@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.system.attacks.reading import problem
 from tests.system.service import Service, service
 from tests.system.traffic import ended
 
@@ -102,6 +103,7 @@ def test_a_killed_rank_takes_its_group_along_and_the_streams_go_on() -> None:
             assert len(pids) == 2
             psutil.Process(pids[victim]).kill()
             wait_gone(pids, 60.0)
+            problem(running, "demo-0", "was killed by SIGKILL")
             for stream in streams:
                 stream.join(120)
                 assert not stream.is_alive()

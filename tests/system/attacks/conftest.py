@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.ports import free_port
 from tests.system.attacks.wire import Address, tcp_address
-from tests.system.conftest import free_port
 from tests.system.service import APPLIANCE, Service, service
 
 
@@ -63,8 +63,8 @@ def target(folder: Path, limits: str = "", fronts: int = 1, flags: Sequence[str]
         yield Target(running, tcp_address(running), tcp_address(running, "metrics"), running.key("k", "acme"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
-    """A service with the default limits, shared by the tests of a file."""
+    """A service with the default limits, shared by tests of all files."""
     with target(tmp_path_factory.mktemp("attacked"), fronts=2) as made:
         yield made
