@@ -33,7 +33,7 @@ T = TypeVar("T")
 BeforeAndAfter = tuple[Mapping[str, object] | None, Mapping[str, object] | None]
 """What a change found and left, as JSON objects."""
 
-_LONGEST_OVERLAP_S = 366 * 86400.0
+_MAX_OVERLAP_S = 366 * 86400.0
 _UNAUDITED = frozenset({"sha256"})
 """No secret, and nothing that an auditor could use."""
 
@@ -62,13 +62,8 @@ class ControlStore:
     trail: AuditTrail
     """Of the operators' actions, from `start` on."""
 
-    def __init__(self, path: Path, spool_folder: Path | None = None) -> None:
-        """Audit entries that the database refuses wait beside it, or, where that disk takes none at all, in
-        `spool_folder`."""
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self._spool_paths = [
-            folder / SPOOL_FILE for folder in (path.parent, spool_folder) if folder is not None
-        ]
         self._writer = Writer(path, CONTROL, synchronous="FULL")
         self._policies = Policies()
 
@@ -78,7 +73,7 @@ class ControlStore:
         try:
             self._policies = read_policies(self.path)
             key = make_or_read_key(self.path.parent)
-            spool = Spool(self._spool_paths, key)
+            spool = Spool(self.path.with_name(SPOOL_FILE), key)
             spool.start()
             self.trail = AuditTrail(self._writer, spool, HeadKeeper(self.path.with_name(HEADS_FILE), key))
             self.trail.start()
@@ -299,8 +294,8 @@ class ControlStore:
         Without `expires_at`, the successor is good for as long as the former was made for. The future raises
         `ValueError`, `UnknownKeyError`, or `ConflictError` for a key that is not valid or was rotated before.
         """
-        if not 0 <= overlap_s <= _LONGEST_OVERLAP_S:
-            raise ValueError(f"overlap_s is {overlap_s}: give 0 to {_LONGEST_OVERLAP_S} seconds (a year)")
+        if not 0 <= overlap_s <= _MAX_OVERLAP_S:
+            raise ValueError(f"overlap_s is {overlap_s}: give 0 to {_MAX_OVERLAP_S} seconds (a year)")
         secret = keys.new_secret()
 
         def rotated(changes: list[Change]) -> RotatedKey:

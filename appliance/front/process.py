@@ -19,8 +19,8 @@ from appliance.messages import (
     Admitted,
     AttachReplica,
     Claimed,
+    ClientConnection,
     Configure,
-    Connection,
     CoreToFront,
     FrontReady,
     FrontReport,
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 _REPORT_EVERY_S = 0.5
 _TELL_AFTER_CONNECTIONS = 16
 """The core gives a front only so many connections that the front has not reported yet
-(`appliance.fronts.Front.takes_connections`)."""
+(`appliance.front_pool.front.Front.takes_connections`)."""
 _MEND_EVERY_S = 5.0
 """How often a tokenizer that could not be read is tried again: its folder may be back."""
 _ERROR_EVENT_GRACE_S = 1.0
@@ -74,7 +74,7 @@ class Front:
             generation = self._box.active.get(message.request_id)
             if generation is not None:
                 generation.admitted(message)
-        elif isinstance(message, Connection):
+        elif isinstance(message, ClientConnection):
             self._take_connection(message)
         elif isinstance(message, Claimed):
             self._box.retries.take(message)
@@ -104,7 +104,7 @@ class Front:
         elif isinstance(message, StopFront):
             self._box.background.run(self._stop(message.grace_s))
 
-    def _take_connection(self, message: Connection) -> None:
+    def _take_connection(self, message: ClientConnection) -> None:
         self._taken += 1
         try:
             sock = self._take_socket()

@@ -17,9 +17,9 @@ import pytest
 
 from appliance.actions import DrainService, ReloadConfig, ResumeService
 from appliance.client import AdminError
+from appliance.core.reload import APPLIED_HERE, AT_RESTART, Reloader, check_still_there
+from appliance.core.reload_hooks import reload_hooks
 from appliance.protocol import Reloaded, ReplicaStatus
-from appliance.reload import APPLIED_HERE, AT_RESTART, Reloader, check_still_there
-from appliance.reload_hooks import reload_hooks
 from appliance.settings import Loaded, Settings, SettingsError
 from tests.audit_trail import read_audit
 from tests.core.conftest import Service, read_answer, wait_until
@@ -255,7 +255,7 @@ def test_a_front_that_hangs_while_it_leaves_is_killed_and_is_gone(make_service: 
     wait_until(lambda: [front.name for front in service.admin.status().fronts] == ["front-0"])
     (problem,) = service.admin.status().problems
     assert problem.where == "front-1"
-    assert "no sign of life" in problem.what and "while stopping" in problem.what
+    assert "sent nothing for" in problem.what and "while stopping" in problem.what
     for stream in streams:
         stream.close()
 

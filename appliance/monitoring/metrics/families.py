@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from appliance.classes import CLASS_NAMES
-from appliance.models.replicas import Replica, StepTotal
+from appliance.models.replica import Replica, StepTotal
 from appliance.monitoring.metrics.exposition import Family
 from appliance.monitoring.metrics.metric import Group, Metric
 from appliance.protocol import FrontStatus, ReplicaStatus
-from appliance.switchboard import Switchboard
 from appliance.traffic.buckets import Bucket
-from appliance.traffic.figures import ModelFigures, TenantFigures
+from appliance.traffic.stats import ModelStats, TenantStats
 from engine.messages import BLOCK_TOKENS
 from store.requests import RequestRow
 from store.structs import WriterState
@@ -41,9 +40,14 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 class ServiceSource(NamedTuple):
     """What the metrics of the service as a whole are read from."""
 
-    switchboard: Switchboard
+    ready: bool
+    draining: bool
+    """Whether the whole service is draining or drained."""
+    problems: int
+    held: int
+    """Number of held requests."""
     connections: Mapping[str, int]
-    """Accepted, by listener."""
+    """Number of accepted connections by listener."""
     version: str
     started_at: float
 
@@ -58,7 +62,7 @@ class ReplicaSource(NamedTuple):
 class GatewaySource(NamedTuple):
     """What the metrics of a model for gateways are read from."""
 
-    model: ModelFigures
+    model: ModelStats
     ready: list[ReplicaStatus]
     """Of its ready replicas."""
 
@@ -80,9 +84,9 @@ class Families:
         self.rows: Group[RequestRow] = Group(("model", "class"), *ROWS)
         self.retries: Group[RequestRow] = Group(("model",), *RETRIES)
         self.times: Group[RequestRow] = Group(("model", "class"), *TIMES)
-        self.models: Group[ModelFigures] = Group(("model",), *MODELS)
+        self.models: Group[ModelStats] = Group(("model",), *MODELS)
         self.tenant_rows: Group[RequestRow] = Group(("tenant",), *TENANT_ROWS)
-        self.tenants: Group[TenantFigures] = Group(("tenant",), *TENANTS)
+        self.tenants: Group[TenantStats] = Group(("tenant",), *TENANTS)
         self.limits: Group[Bucket] = Group(("tenant", "limit"), *LIMITS)
         self.replicas: Group[ReplicaSource] = Group(("model", "replica"), *REPLICAS)
         self.fronts: Group[FrontStatus] = Group(("front",), *FRONTS)
@@ -130,11 +134,6 @@ def _resident_bytes(source: ServiceSource) -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
 
 
-def _draining(source: ServiceSource) -> int:
-    switchboard = source.switchboard
-    return 0 if (switchboard.stopping or switchboard.drains.of(None)) is None else 1
-
-
 def _steps(read: Callable[[StepTotal], float]) -> Callable[[ReplicaSource], Mapping[str, tuple[int, float]]]:
     def by_kind(source: ReplicaSource) -> Mapping[str, tuple[int, float]]:
         totals = source.replica.steps
@@ -153,19 +152,19 @@ SERVICE = (
            lambda s: {s.version: 1}, ("version",)),
     Metric("gauge", "appliance_ready", "",
            "1 if every model answers: what /health/ready says.",
-           lambda s: 0 if s.switchboard.readiness.reason() else 1),
+           lambda s: int(s.ready)),
     Metric("gauge", "appliance_draining", "",
            "1 while the whole service is draining or drained.",
-           _draining),
+           lambda s: int(s.draining)),
     Metric("counter", "appliance_problems_total", "",
            "Ended processes, unreadable files and other problems. The status has the details.",
-           lambda s: s.switchboard.problems.total),
+           lambda s: s.problems),
     Metric("counter", "appliance_connections_total", "",
            "Connections accepted, by listening socket.",
            lambda s: s.connections, ("listener",)),
     Metric("gauge", "appliance_held_requests", "requests",
            "Requests that wait for the end of a drain.",
-           lambda s: s.switchboard.ledger.held()),
+           lambda s: s.held),
 )
 ROWS = (
     Metric("counter", "appliance_requests_total", "requests",

@@ -16,7 +16,7 @@ from fastapi import APIRouter, FastAPI, Response
 
 from appliance.background import Background
 from appliance.http import HttpServer
-from appliance.listeners import address_of, bind_tcp, listens_on
+from appliance.http.sockets import address_of, bind_tcp, listens_on
 from appliance.messages import Limits
 from appliance.monitoring.metrics.exposition import CONTENT_TYPE
 from appliance.protocol import SocketStatus

@@ -1,0 +1,258 @@
+"""The API's listening sockets. The core accepts their connections and gives each one to a front.
+
+A listener is read only while a front takes connections; otherwise clients wait in its backlog and none is
+refused. Sockets that the service manager opened outlive the service: a client that connects while the service
+is down is served after its next start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import socket
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from appliance.front_pool.balancer import ConnectionBalancer
+from appliance.http.sockets import (
+    ListenError,
+    address_of,
+    bind_tcp,
+    bind_unix,
+    change_access,
+    format_address,
+    listens_on,
+)
+from appliance.messages import ClientConnection
+from appliance.protocol import SocketName, SocketState, SocketStatus
+from appliance.rundir import remove_socket
+from appliance.settings import Settings
+
+log = logging.getLogger(__name__)
+
+_MAX_PER_PASS = 4
+"""Connections accepted per pass of the event loop: a burst of them must not delay requests in progress."""
+_RETRY_S = 0.1
+"""After a shortage of descriptors or memory, the time until connections are accepted again."""
+_SAME_SHORTAGE_S = 60.0
+"""A shortage that returns within this time is the same one and is reported once."""
+_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+NoteProblem = Callable[[str, str], None]
+"""Reports a problem to the operator: where it is, and what it is."""
+
+
+class Listener:
+    """One listening socket whose connections are given to fronts. Owns the socket."""
+
+    def __init__(
+        self,
+        name: SocketName,
+        sock: socket.socket,
+        balancer: ConnectionBalancer,
+        note: NoteProblem,
+        *,
+        lasting: bool = False,
+    ) -> None:
+        """`lasting`: the service manager created the socket and keeps it after the service has ended."""
+        self.name = name
+        self.lasting = lasting
+        self.accepted = 0
+        self.socket = sock
+        self._is_unix = sock.family == socket.AF_UNIX
+        self.address = address_of(sock)
+        self._balancer = balancer
+        self._note = note
+        self._shortage_at: float | None = None
+        """When this process last lacked a descriptor or memory for a connection."""
+        self._reading = False
+        self._pause: asyncio.TimerHandle | None = None
+        self._stopping = False
+        self._closed = False
+
+    def update(self) -> None:
+        """Read the socket if a front takes connections, otherwise leave connections in the backlog."""
+        wanted = not (self._closed or self._stopping) and self._pause is None and self._balancer.open
+        if wanted != self._reading:
+            self._reading = wanted
+            loop = asyncio.get_running_loop()
+            if wanted:
+                loop.add_reader(self.socket.fileno(), self._accept)
+            else:
+                loop.remove_reader(self.socket.fileno())
+
+    def begin_stop(self) -> None:
+        """Stop reading a socket that outlives the service, so that new clients wait for the next service. The
+        service's own sockets are served until they are closed."""
+        if self.lasting:
+            self._stopping = True
+            self.update()
+
+    def close(self) -> None:
+        """Stop listening, and remove the socket's file if the service created it."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._pause is not None:
+            self._pause.cancel()
+        self.update()
+        if self._is_unix and not self.lasting:
+            remove_socket(Path(self.address))
+        self.socket.close()
+
+    def status(self) -> SocketStatus:
+        """Return the socket's status for operators."""
+        state: SocketState = "closed" if self._closed else "accepting" if self._reading else "waiting"
+        return SocketStatus(name=self.name, address=self.address, state=state, accepted=self.accepted)
+
+    def _accept(self) -> None:
+        for _ in range(_MAX_PER_PASS):
+            if not self._balancer.open:
+                self.update()
+                return
+            try:
+                connection, peer = self.socket.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in _SHORTAGES:
+                    raise
+                self._pause_accepting(error)
+                return
+            self.accepted += 1
+            message = ClientConnection("unix", "") if self._is_unix else _tcp_connection(peer)
+            with connection:
+                self._balancer.assign(message, connection.fileno())
+
+    def _pause_accepting(self, shortage: OSError) -> None:
+        """Accept nothing for a moment; clients wait in the backlog."""
+        loop = asyncio.get_running_loop()
+        if self._shortage_at is None or loop.time() - self._shortage_at > _SAME_SHORTAGE_S:
+            self._note(
+                self.name,
+                f"no connections can be accepted for now ({shortage.strerror}): raise the limit of open "
+                f"files (ulimit -n)",
+            )
+        self._shortage_at = loop.time()
+        self._pause = loop.call_later(_RETRY_S, self._resume)
+        self.update()
+
+    def _resume(self) -> None:
+        self._pause = None
+        self.update()
+
+
+def _tcp_connection(peer: tuple[object, ...]) -> ClientConnection:
+    return ClientConnection("tcp", format_address(peer))
+
+
+class Listeners:
+    """All sockets of the API: those that the service manager opened, and the service's own."""
+
+    def __init__(
+        self,
+        given: list[socket.socket],
+        settings: Settings,
+        balancer: ConnectionBalancer,
+        note: NoteProblem,
+    ) -> None:
+        """Assign the `given` sockets by their addresses, and open the missing ones. Raises ListenError."""
+        self.admin: socket.socket | None = None
+        """The socket of the admin API, if the service manager opened it."""
+        self._listeners: list[Listener] = []
+        self._balancer = balancer
+        self._note = note
+        try:
+            for sock in given:
+                self._take(sock, settings)
+            if not any(listener.name == "api" for listener in self._listeners):
+                self._add("api", bind_unix(settings.api_socket, settings.unix.api_mode))
+            if (opened := self._bind_tcp(settings)) is not None:
+                self._add("tcp", opened)
+        except ListenError:
+            self.close()
+            raise
+
+    def status(self) -> list[SocketStatus]:
+        """Return the status of each socket for operators."""
+        return [listener.status() for listener in self._listeners]
+
+    def accepted(self) -> dict[str, int]:
+        """Return the number of accepted connections by the listener's name."""
+        return {listener.name: listener.accepted for listener in self._listeners}
+
+    def update(self) -> None:
+        """Accept connections exactly while a front takes them."""
+        for listener in self._listeners:
+            listener.update()
+
+    def begin_stop(self) -> None:
+        """Leave new connections of sockets that outlive the service to the next service."""
+        for listener in self._listeners:
+            listener.begin_stop()
+
+    def close(self) -> None:
+        """Stop listening. The admin server closes its own socket."""
+        for listener in self._listeners:
+            listener.close()
+
+    def prepare(self, settings: Settings) -> socket.socket | None:
+        """Open the TCP address of `settings` if it is new; `change` then uses it. Raises ListenError, and
+        then nothing has changed."""
+        return self._bind_tcp(settings, beside=[listener.socket for listener in self._own_tcp()])
+
+    def change(self, settings: Settings, opened: socket.socket | None) -> None:
+        """Listen on the address of `settings`, with its file modes. Existing connections continue."""
+        wanted = settings.address()
+        for listener in self._own_tcp():
+            if wanted is None or not listens_on(listener.address, wanted):
+                listener.close()
+                self._listeners.remove(listener)
+                log.info("tcp no longer listens on %s", listener.address)
+        if opened is not None:
+            self._add("tcp", opened).update()
+        for listener in self._listeners:
+            if listener.name == "api" and not listener.lasting:
+                change_access(Path(listener.address), settings.unix.api_mode)
+
+    def _own_tcp(self) -> list[Listener]:
+        return [listener for listener in self._listeners if listener.name == "tcp" and not listener.lasting]
+
+    def _add(self, name: SocketName, sock: socket.socket, *, lasting: bool = False) -> Listener:
+        listener = Listener(name, sock, self._balancer, self._note, lasting=lasting)
+        self._listeners.append(listener)
+        by = " (opened by the service manager)" if lasting else ""
+        log.info("%s listens on %s%s", name, listener.address, by)
+        return listener
+
+    def _bind_tcp(self, settings: Settings, beside: Iterable[socket.socket] = ()) -> socket.socket | None:
+        wanted = settings.address()
+        if wanted is None or any(
+            listener.name == "tcp" and listens_on(listener.address, wanted) for listener in self._listeners
+        ):
+            return None
+        return bind_tcp(*wanted, beside=beside)
+
+    def _take(self, sock: socket.socket, settings: Settings) -> None:
+        """Take a socket over from the service manager."""
+        name = sock.getsockname()
+        if sock.type != socket.SOCK_STREAM or not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            raise ListenError(
+                f"the service manager passed {name!r}, which does not listen for connections: use "
+                f"ListenStream="
+            )
+        sock.setblocking(False)
+        if sock.family != socket.AF_UNIX:
+            self._add("tcp", sock, lasting=True)
+            return
+        known = {str(settings.api_socket): "api", str(settings.admin_socket): "admin"}
+        if name not in known:
+            raise ListenError(
+                f"the service manager passed {name}, but the service's sockets are {' and '.join(known)}: "
+                f"make ListenStream= and run_dir agree"
+            )
+        if known[name] == "api":
+            self._add("api", sock, lasting=True)
+        else:
+            self.admin = sock

@@ -1,0 +1,392 @@
+"""One replica: its start, its load, its supervision, and its restart after it has ended.
+
+A replica is one running copy of a model. `engine.client.ReplicaGroup` starts and stops its processes, one for
+each rank. What happens to a replica is passed up to the `ReplicaEvents` that it was given
+(`appliance.models.manager.ModelManager`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from appliance.background import Backoff
+from appliance.messages import ServedModel
+from appliance.models.placement import GpuPlacement, numbered
+from appliance.protocol import ReplicaState, ReplicaStatus, precision
+from appliance.rundir import new_meeting
+from appliance.settings import ModelSettings
+from appliance.traffic.credits import CreditAccount
+from engine.client import ReplicaGroup
+from engine.messages import (
+    Fatal,
+    LongStep,
+    Progress,
+    RankOutbound,
+    Ready,
+    ReplicaInfo,
+    ReplicaSpec,
+    ReplicaStats,
+    Report,
+)
+
+log = logging.getLogger(__name__)
+
+SILENT_AFTER_S = 3.0
+"""Replicas report at least twice a second: one without a report for this long gets no new requests. A step
+that a replica has announced may take longer, by its predicted time."""
+_MAX_STEP_FACTOR = 10.0
+"""A replica whose step takes so many times as long as predicted is considered to hang."""
+_AFTER_FATAL_S = 5.0
+_RETRY_FIRST_S, _RETRY_MAX_S = 5.0, 300.0
+"""The first and the longest delay before the next start of a replica whose load failed for an expected
+reason, such as a damaged file or a missing mount: the operator has to correct it, or the mount returns by
+itself."""
+
+Launch = Callable[
+    [ReplicaSpec, Callable[[int, RankOutbound], None], Callable[[str], None]],
+    ReplicaGroup,
+]
+
+
+class StepTotal:
+    """Totals of one kind of step, over all incarnations of a replica."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.seconds = 0.0
+        self.idle_s = 0.0
+        """Time for which the device waited for the host before these steps."""
+
+    def add(self, steps: int, mean_ms: float, mean_idle_us: float) -> None:
+        """Add steps with these mean times."""
+        self.steps += steps
+        self.seconds += steps * mean_ms / 1e3
+        self.idle_s += steps * mean_idle_us / 1e6
+
+
+class StepTotals:
+    """Totals of decode steps, and of steps that computed prompts."""
+
+    def __init__(self) -> None:
+        self.decode, self.mixed = StepTotal(), StepTotal()
+
+    def add(self, report: Report) -> None:
+        """Add the steps that a report counts, which are those since the report before."""
+        self.decode.add(report.decode_steps, report.step_ms, report.idle_us)
+        self.mixed.add(report.mixed_steps, report.mixed_step_ms, report.mixed_idle_us)
+
+
+class ReplicaEvents(Protocol):
+    """Receives what happens to a replica."""
+
+    def replica_starting(self, replica: Replica) -> None:
+        """The ranks are about to read the model's folder."""
+
+    def replica_ready(self, replica: Replica) -> None:
+        """The replica takes submissions now; `replica.account` is new."""
+
+    def replica_reported(self, replica: Replica, report: Report) -> None:
+        """The replica has sent its report: its heartbeat, its credits, and the submissions that have
+        ended."""
+
+    def replica_silent(self, replica: Replica) -> None:
+        """A ready replica has not reported in time and should get no new requests."""
+
+    def replica_heard(self, replica: Replica) -> None:
+        """A silent replica has reported again."""
+
+    def replica_lost(self, replica: Replica) -> None:
+        """A ready replica has ended; `replica.account` is void."""
+
+    def replica_changed(self, replica: Replica) -> None:
+        """The replica has ended. It will be restarted, or, if `replica.failure` is set, the operator has to
+        correct something first."""
+
+    def replica_problem(self, replica: Replica, what: str) -> None:
+        """A problem for the operator has occurred."""
+
+
+class Replica:
+    """Supervises one replica. All methods belong on the event loop's thread.
+
+    States: "starting" → "loading" → "ready" → (its processes ended) "restarting" → "starting" …; "stopped" at
+    the end. Instead of "restarting" the state is "failed" if the checkpoint is bad, or if the memory or the
+    device that the replica needs was missing twice in a row; the delays between its starts then grow.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        settings: ModelSettings,
+        name: str,
+        events: ReplicaEvents,
+        *,
+        run_dir: Path,
+        hang_timeout_s: float,
+        load_timeout_s: float,
+        placement: GpuPlacement,
+        launch: Launch = ReplicaGroup.launch,
+    ) -> None:
+        self.model = model
+        self.name = name
+        self.settings = settings
+        """The settings of the model when the replica was created."""
+        self.spec = settings.spec(name)
+        self.state: ReplicaState = "stopped"
+        self.detail = ""
+        self.fraction: float | None = None
+        self.restarts = 0
+        self.last_error = ""
+        self.failure = ""
+        """Why requests do not wait for this replica. Set in state "failed", cleared when the replica becomes
+        ready or ends for another reason."""
+        self.incarnation = 0
+        """Counts the starts."""
+        self.steps = StepTotals()
+        self.described: ServedModel | None = None
+        """The model as its folder described it at the latest start."""
+        self.group: ReplicaGroup | None = None
+        self.info: ReplicaInfo | None = None
+        self.account: CreditAccount | None = None
+        """The credits of the present incarnation while it is ready."""
+        self.retiring = False
+        """Whether the replica finishes its requests and is then not restarted."""
+        self.hang_timeout_s = hang_timeout_s
+        self.load_timeout_s = load_timeout_s
+        self._events = events
+        self._run_dir = run_dir
+        self._placement = placement
+        self._gpus: list[int] = []
+        """Numbers of the GPUs of the present incarnation, in order of ranks; empty if they are not chosen."""
+        self._launch = launch
+        self._backoff = Backoff()
+        self._retry = Backoff(_RETRY_FIRST_S, _RETRY_MAX_S)
+        self._expected_failures = 0
+        """Number of consecutive loads that failed for an expected reason."""
+        self._next_start_at = 0.0
+        self._report: Report | None = None
+        self._fatal: Fatal | None = None
+        self._started_at = 0.0
+        self._ready_at: float | None = None
+        self.silent = False
+        """Whether the replica is ready and has not reported for `SILENT_AFTER_S`."""
+        self._last_sign = 0.0
+        self._expected_s = 0.0
+        """The predicted time of a long step that the replica has announced."""
+        self._stopping = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def client_state(self) -> ReplicaState:
+        """The state for clients, to whom a failed replica is failed until it is ready again."""
+        return "failed" if self.failure else self.operator_state
+
+    @property
+    def operator_state(self) -> ReplicaState:
+        """The state for operators, to whom a ready replica can be "silent" or "draining"."""
+        if self.state != "ready":
+            return self.state
+        return "silent" if self.silent else "draining" if self.retiring else "ready"
+
+    @property
+    def answers(self) -> bool:
+        """Whether requests may be sent to the replica."""
+        return self.account is not None and not self.silent
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the latest message of the replica."""
+        return time.monotonic() - self._last_sign
+
+    @property
+    def hang_limit_s(self) -> float:
+        """The replica is killed after so many seconds without a message. No announced step takes so long."""
+        return max(self.hang_timeout_s, _MAX_STEP_FACTOR * self._expected_s)
+
+    # ── start and stop ──
+
+    def start(self) -> None:
+        """Launch the ranks."""
+        self.state, self.detail, self.fraction = "starting", "", None
+        self.incarnation += 1
+        self.described = None
+        self.info = self.account = self._report = self._fatal = self._ready_at = None
+        self._started_at = self._last_sign = time.monotonic()
+        self._expected_s = 0.0
+        self._events.replica_starting(self)
+        try:
+            spec = self.spec
+            self._gpus = self._placement.take(self.name, spec.device, spec.tensor_parallel_size)
+            spec = msgspec.structs.replace(spec, gpus=self._placement.uuids(self._gpus))
+            if spec.tensor_parallel_size > 1:
+                spec = msgspec.structs.replace(spec, rendezvous=new_meeting(self._run_dir))
+            self.group = self._launch(spec, self._message, self._ended)
+        except OSError as error:
+            self._ended(f"it could not be started: {error}")
+            return
+        log.info("%s starts (%s, pid %s)", self.name, self.spec.model_path, _join(self.group.pids))
+
+    async def stop(self, grace_s: float) -> None:
+        """End the replica for good. One that is not ready is killed: it has no requests, and it reads no
+        messages while it loads."""
+        self._stopping = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self.group is not None:
+            await self.group.stop(grace_s if self.account is not None else 0.0)
+        self._placement.release(self.name)
+        self.state, self.detail = "stopped", ""
+
+    def kill(self, reason: str) -> None:
+        """Kill the ranks. The replica is then restarted."""
+        if self.group is not None:
+            self.group.kill(reason)
+
+    def check(self) -> None:
+        """Detect silence, and kill a replica that hangs. To be called a few times a second."""
+        silent_s = self.silent_s
+        if self.state == "ready":
+            if not self.silent and silent_s > SILENT_AFTER_S + self._expected_s:
+                self.silent = True
+                log.warning("%s has not reported for %.1f s: it gets no new requests", self.name, silent_s)
+                self._events.replica_silent(self)
+            if silent_s > self.hang_limit_s:
+                self.kill(f"it did not report for {silent_s:.0f} s")
+        elif self.state in ("starting", "loading") and silent_s > self.load_timeout_s:
+            at = f" at {self.detail!r}" if self.detail else ""
+            self.kill(
+                f"it reported no progress for {silent_s:.0f} s while {self.state}{at}: if the model's disk "
+                "is that slow, raise load_timeout_s"
+            )
+
+    def _message(self, rank: int, message: RankOutbound) -> None:
+        self._last_sign, self._expected_s = time.monotonic(), 0.0
+        if self.silent:
+            self.silent = False
+            log.warning("%s reports again", self.name)
+            self._events.replica_heard(self)
+        if isinstance(message, LongStep):
+            self._expected_s = message.expected_s
+        elif isinstance(message, Report):
+            self._report = message
+            self.steps.add(message)
+            if self.account is not None:
+                self._events.replica_reported(self, message)
+        elif isinstance(message, Progress):
+            if rank == 0 and self.state in ("starting", "loading"):
+                self._progress(message)
+        elif isinstance(message, Ready):
+            self._ready(message.info)
+        elif self._fatal is None:
+            # The first rank to report an error has the cause; the errors of other ranks follow from it.
+            self._fatal = message
+            group = self.group
+            if group is not None:
+                asyncio.get_running_loop().call_later(_AFTER_FATAL_S, group.kill, "it did not end by itself")
+
+    def _progress(self, progress: Progress) -> None:
+        # The log gets one line for each stage, the status each step.
+        if self.state == "starting" or progress.stage != self.detail.rpartition(" ")[0]:
+            log.info("%s: %s", self.name, progress.stage)
+        self.state, self.fraction = "loading", progress.fraction
+        self.detail = f"{progress.stage} {progress.fraction:.0%}"
+
+    def _ready(self, info: ReplicaInfo) -> None:
+        info = msgspec.structs.replace(info, devices=numbered(info.devices, self._gpus))
+        self.state, self.detail, self.fraction, self.info = "ready", "", None, info
+        self._ready_at = time.monotonic()
+        self._retry = Backoff(_RETRY_FIRST_S, _RETRY_MAX_S)
+        self._expected_failures, self.failure = 0, ""
+        self.account = CreditAccount(self.name, self.model, ", ".join(info.devices))
+        self.account.rates.predict(info.least_step_s, info.least_prompt_token_s)
+        log.info(
+            "%s is ready after %.1f s: %s on %s, %d slots, %d KV blocks",
+            self.name,
+            self._ready_at - self._started_at,
+            precision(info.dtype, info.weights, info.kv_cache_dtype),
+            ", ".join(info.devices),
+            info.max_num_seqs,
+            info.kv_blocks,
+        )
+        if info.tensor_parallel_size > 1:
+            links = self._placement.links(self._gpus) or "not known"
+            log.info("%s: links between the ranks: %s; collectives: %s", self.name, links, info.collectives)
+        self._events.replica_ready(self)
+
+    def _ended(self, reason: str) -> None:
+        was_ready, self.group = self.account is not None, None
+        self.silent = False
+        if was_ready:
+            self._events.replica_lost(self)
+        self.account = self.info = self._report = None
+        if self._stopping or self.retiring:
+            self.state, self.detail = "stopped", ""
+            return
+        self.last_error = self._fatal.message if self._fatal else reason
+        self._events.replica_problem(self, self.last_error)
+        fatal = self._fatal
+        expected = fatal is not None and fatal.kind != "internal" and not was_ready
+        self._expected_failures = self._expected_failures + 1 if expected else 0
+        # The former incarnation may still hold memory and devices. A file's contents do not change so soon.
+        if fatal is not None and expected and (fatal.kind == "checkpoint" or self._expected_failures > 1):
+            self.state, self.failure = "failed", self.last_error
+            delay_s = self._retry.delay_s(0.0)
+        else:
+            self.state, self.failure = "restarting", ""
+            served_s = 0.0 if self._ready_at is None else time.monotonic() - self._ready_at
+            delay_s = self._backoff.delay_s(served_s)
+        self.detail, self.fraction = "", None
+        self.restarts += 1
+        self._next_start_at = time.monotonic() + delay_s
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self.start)
+        self._events.replica_changed(self)
+
+    # ── for the status ──
+
+    def status(self) -> ReplicaStatus:
+        """Return the replica's status for operators."""
+        known = _fields(self.info, ReplicaInfo) | _fields(self._report, ReplicaStats)
+        # A report has total credits; operators want to see what is available now.
+        credit = self.account
+        known |= {
+            "name": self.name,
+            "state": self.operator_state,
+            "detail": self._detail(),
+            "fraction": self.fraction,
+            "pids": self.group.pids if self.group else [],
+            "tensor_parallel_size": self.spec.tensor_parallel_size,
+            "links": self._placement.links(self._gpus),
+            "credit_seqs": credit.available_rows if credit else 0,
+            "credit_tokens": credit.available_tokens if credit else 0,
+            "last_report_s": self.silent_s if self.group is not None else None,
+            "restarts": self.restarts,
+            "last_error": self.last_error,
+        }
+        return ReplicaStatus(**known)
+
+    def _detail(self) -> str:
+        if self.state in ("restarting", "failed"):
+            return f"starts again in {max(0.0, self._next_start_at - time.monotonic()):.1f} s"
+        if self.silent:
+            left_s = max(0.0, self.hang_limit_s - self.silent_s)
+            return f"no report for {self.silent_s:.0f} s, killed and restarted in {left_s:.0f} s"
+        return self.detail
+
+
+def _fields(source: msgspec.Struct | None, kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return the fields of `kind` that `ReplicaStatus` has too; none without a source."""
+    if source is None:
+        return {}
+    names = set(kind.__struct_fields__) & set(ReplicaStatus.__struct_fields__)
+    return {name: getattr(source, name) for name in names}
+
+
+def _join(pids: list[int]) -> str:
+    return ", ".join(map(str, pids))

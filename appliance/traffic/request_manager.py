@@ -1,0 +1,356 @@
+"""Admits requests, dispatches them to replicas, and ends each of them exactly once in the request log.
+
+The request manager handles the messages of fronts, the reports of replicas and the changes of operators.
+`TrafficState` has its data, `RequestLifecycle` the states of a request. `appliance.traffic.admission` decides
+whether a new request may wait, `queue` the order, and `model` how soon.
+
+The most that a request may need is reserved of its quotas when it is accepted, before it waits. A waiting
+request is therefore never refused for a quota, and any number of concurrent requests stays within the quota.
+What a request did not use is returned once, when it ends.
+
+No I/O, no clock of its own, no event loop: the calls may come in any order.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from itertools import islice
+
+from appliance.messages import Abort, Admit, Identity, Refused, Rejected, Retried, Settle, Worked
+from appliance.traffic.admission import (
+    Refusal,
+    Waiting,
+    failed_model,
+    paused,
+    refusal,
+    reserve,
+    suspended,
+    unknown_model,
+)
+from appliance.traffic.admission_pauses import AdmissionPause
+from appliance.traffic.credits import BACKGROUND, CreditAccount
+from appliance.traffic.lifecycle import RequestLifecycle, RowSink, Send
+from appliance.traffic.load_shedder import DROP_BACKGROUND
+from appliance.traffic.model import ModelTraffic
+from appliance.traffic.outputs import expected_tokens
+from appliance.traffic.quotas import Quotas
+from appliance.traffic.request import Request, rejected_row, retried_row
+from appliance.traffic.rules import QueueRules
+from appliance.traffic.state import TrafficState
+from engine.messages import Report
+from store.policies import Policies
+
+log = logging.getLogger(__name__)
+
+_DROPPED_RETRY_S = 30.0
+MAX_DROPPED = 500
+"""Background requests that one `expire` refuses under overload: thousands at once would delay all others."""
+_TIDY_EVERY_S = 10.0
+
+
+class RequestManager:
+    """Leads every request from its `Admit` to its end.
+
+    `salt(tenant)` returns the tenant's salt for the prefix cache. `clock` never jumps and measures waiting
+    times; `unix` is the time of day, for the log.
+    """
+
+    def __init__(
+        self,
+        *,
+        send: Send,
+        rows: RowSink,
+        salt: Callable[[str], str],
+        clock: Callable[[], float],
+        unix: Callable[[], float],
+        rules: QueueRules,
+        quotas: Quotas,
+    ) -> None:
+        self.state = TrafficState(clock, quotas)
+        self._lifecycle = RequestLifecycle(
+            self.state, send=send, rows=rows, salt=salt, unix=unix, rules=rules
+        )
+        self._send = send
+        self._rows = rows
+        self._unix = unix
+        self._tidied_at = 0.0
+
+    # ── changes by operators ──
+
+    def set_policies(self, policies: Policies) -> None:
+        """Apply these tenants and keys from now on, also to requests that wait."""
+        state, tenants = self.state, self.state.tenants
+        state.quotas.set_policies(policies)
+        changed = {tenant.name: tenant for tenant in tenants.set_policies(policies)}
+        for tenant in changed.values():
+            for model in state.models.values():
+                for key_id in tenant.keys or ("",):
+                    model.reconsider(tenant, key_id)
+            tenant.held_at.clear()
+            tenant.follow_rotations(tenants.limits_key)
+        for request in [one for one in state.in_flight.values() if one.tenant in changed]:
+            request.count_against(tenants.limits_key(request.key_id))
+            if request.queued_at is not None and (tenant := changed[request.tenant]).suspended:
+                self._lifecycle.refuse(request, suspended(tenant))
+        self._lifecycle.dispatch_all()
+
+    def set_rules(self, rules: QueueRules) -> None:
+        """Apply these rules of the queue from now on."""
+        for model in self.state.models.values():
+            model.set_rules(rules)
+        self._lifecycle.set_rules(rules)
+        self._lifecycle.dispatch_all()
+
+    def pause_admission(self, model: str | None, why: str, *, hold: bool = False) -> None:
+        """Admit no new request to `model` (None: to any): refuse new requests, or hold them until
+        `resume_admission`. Requests that wait or run are not affected."""
+        self.state.pauses.begin(model, AdmissionPause(why, hold))
+        self._release_held()
+
+    def resume_admission(self, model: str | None) -> None:
+        """End a pause; the requests that it held are queued."""
+        self.state.pauses.end(model)
+        self._release_held()
+
+    def _release_held(self) -> None:
+        """Queue or refuse the held requests that no pause holds any more."""
+        for request, pause in self.state.pauses.released():
+            model = self.state.models[request.first.model]
+            if pause is not None:
+                self._lifecycle.refuse(request, paused(pause))
+            elif model.failure is not None:
+                self._lifecycle.refuse(request, failed_model(request.first.model, model.failure))
+            else:
+                self.state.pauses.let_go(request)
+                self._lifecycle.queue(request, model)
+
+    def abort(self, request_id: str, message: str) -> bool:
+        """Tell the front of a request to end it. Returns False if it is not in flight or ends already."""
+        request = self.state.in_flight.get(request_id)
+        if request is None or request.settled is not None:
+            return False
+        self._send(request.front, Abort(request_id, message))
+        return True
+
+    def abort_all(self, message: str, model: str | None = None) -> int:
+        """Abort every request in flight (of `model`, None: of all) that is not held, and return how many."""
+        return sum(
+            [self.abort(request.request_id, message) for request in list(self.state.unfinished(model))]
+        )
+
+    # ── models and replicas ──
+
+    def add_model(self, name: str, version: str) -> None:
+        """Accept requests for this model from now on."""
+        self.state.models[name] = ModelTraffic(name, version, self._lifecycle.rules, self.state.tenants)
+
+    def remove_model(self, name: str) -> None:
+        """Accept no more requests for this model and refuse those that wait. It must have no replicas."""
+        state = self.state
+        waiting = [*state.models[name].waiting(), *state.pauses.held(name)]
+        for request in waiting:
+            self._lifecycle.stop_waiting(request)
+        del state.models[name]
+        for tenant in state.tenants:
+            tenant.held_at = {held for held in tenant.held_at if held[0] != name}
+        for request in waiting:
+            self._lifecycle.refuse(request, unknown_model(request.first.model, state.models))
+
+    def set_version(self, name: str, version: str) -> None:
+        """Log this version of the model's files for requests that arrive from now on."""
+        self.state.models[name].version = version
+
+    def recover_model(self, name: str) -> None:
+        """Queue requests for the model again: one of its replicas is starting."""
+        self.state.models[name].failure = None
+
+    def fail_model(self, name: str, why: str) -> None:
+        """Refuse the model's waiting and new requests: none of its replicas can start until the operator has
+        fixed the cause."""
+        model = self.state.models[name]
+        model.failure = why
+        for request in model.waiting():
+            self._lifecycle.refuse(request, failed_model(request.first.model, why))
+
+    def add_replica(self, account: CreditAccount) -> None:
+        """Dispatch requests to this replica: it is ready, and every front has its channel to it."""
+        model = self.state.models[account.model]
+        model.accounts.append(account)
+        model.learned()
+        self._lifecycle.dispatch(model)
+
+    def retire_replica(self, account: CreditAccount) -> None:
+        """Dispatch nothing more to the replica. Its requests continue: see `TrafficState.occupied`."""
+        model = self.state.models[account.model]
+        if account in model.accounts:
+            model.accounts.remove(account)
+            model.learned()
+
+    def lose_replica(self, account: CreditAccount) -> None:
+        """The replica died. Its requests continue elsewhere when their fronts send the next attempt."""
+        self.retire_replica(account)
+        for request in list(self.state.in_flight.values()):
+            if account in request.dispatched:
+                request.lost_counts = True
+                self._lifecycle.leave_replica(request, account, lost=True)
+                self._lifecycle.end_if_complete(request)
+        self._lifecycle.dispatch_all()
+
+    def report(self, account: CreditAccount, report: Report) -> None:
+        """Handle a replica's report: finished submissions, returned credits and fronts that disconnected."""
+        for finished in report.finished:
+            self._lifecycle.finish(account, finished)
+        for front in report.fronts_gone:
+            self._lose_channel(front, account)
+        account.learn(report)
+        model = self.state.models[account.model]
+        model.learned()
+        self._lifecycle.refuse_late(self.state.clock())
+        self._lifecycle.dispatch(model)
+
+    def _lose_channel(self, front: str, account: CreditAccount) -> None:
+        """Take back a front's requests that did not reach the replica before the front's channel closed."""
+        if front in self.state.fronts:
+            # Replicas report a dead front later than the core notices it.
+            self.state.broken_fronts.add(front)
+        for request in [one for one in self.state.in_flight.values() if one.front == front]:
+            if request.queued_at is not None and request not in self.state.pauses:
+                self.state.models[request.first.model].strand(request)
+            self._lifecycle.take_back(request, account)
+            self._lifecycle.end_if_complete(request)
+
+    # ── fronts ──
+
+    def add_front(self, front: str) -> None:
+        """A front has started. Names of fronts are never used again."""
+        self.state.fronts.add(front)
+
+    def lose_front(self, front: str) -> None:
+        """A front has died. Replicas cancel what it submitted, and report when that is done."""
+        for request in [one for one in self.state.in_flight.values() if one.front == front]:
+            self._lifecycle.end_without_front(request)
+        self.state.fronts.discard(front)
+        self.state.broken_fronts.discard(front)
+
+    def admit(self, front: str, admit: Admit) -> None:
+        """Handle a front's request for a turn: its first, or the next attempt after its replica died."""
+        state = self.state
+        known = state.in_flight.get(admit.request_id)
+        if known is not None:
+            self._readmit(front, known, admit)
+            return
+        if admit.attempt > 0:
+            log.error("request %s is not in flight, but has attempt %d", admit.request_id, admit.attempt)
+        model = state.models.get(admit.model)
+        key_id = state.tenants.limits_key(admit.identity.key_id)
+        request = Request(front, admit, key_id, model.version if model else "", self._deadline_at(admit))
+        state.in_flight[admit.request_id] = request
+        if model is None:
+            self._lifecycle.refuse(request, unknown_model(admit.model, state.models))
+            return
+        pause = state.pauses.of(admit.model)
+        why = self._refusal(request, model, pause)
+        if why is None:
+            self._lifecycle.accept(request, model, hold=pause is not None)
+        else:
+            self._lifecycle.refuse(request, why)
+
+    def _refusal(self, request: Request, model: ModelTraffic, pause: AdmissionPause | None) -> Refusal | None:
+        """Return why a new request is refused. None: it waits, or is held, and its quotas are reserved."""
+        if pause is not None and not pause.hold:
+            return paused(pause)
+        if model.failure is not None:
+            return failed_model(request.first.model, model.failure)
+        state, now = self.state, self.state.clock()
+        tenant = state.tenants.of(request.tenant)
+        state.tenants.saw(request.tenant, now)
+        each = expected_tokens(tenant.outputs, state.tenants.outputs, request.most_each)
+        request.expected_tokens = each * request.admit.rows
+        request.due = request.deadline_at or now + self._lifecycle.rules.late_s(request.request_class)
+        waiting = Waiting(state.waiting, state.waiting_tokens)
+        why = refusal(request, model, state.tenants, waiting, now, held=pause is not None)
+        return why or reserve(request, state.quotas)
+
+    def _readmit(self, front: str, request: Request, admit: Admit) -> None:
+        fits = request.front == front and request.settled is None and request.queued_at is None
+        if not fits or admit.attempt <= request.admit.attempt:
+            log.error("request %s: unexpected attempt %d from %s", admit.request_id, admit.attempt, front)
+            message = "another request with this id is in flight: give each its own"
+            self._send(front, Refused(admit.request_id, admit.attempt, 409, "duplicate_request", message))
+            return
+        request.admit = admit
+        model = self.state.models.get(request.first.model)
+        if model is None:
+            self._lifecycle.refuse(request, unknown_model(request.first.model, self.state.models))
+        elif model.failure is not None:
+            self._lifecycle.refuse(request, failed_model(request.first.model, model.failure))
+        else:
+            self._lifecycle.resume(request, model)
+
+    def _deadline_at(self, admit: Admit) -> float | None:
+        """Return the deadline by `clock`. The time of day only tells how long ago the request arrived."""
+        if admit.deadline_ms is None:
+            return None
+        return self.state.clock() - max(0.0, self._unix() - admit.arrived_at) + admit.deadline_ms / 1e3
+
+    def settle(self, front: str, settle: Settle) -> None:
+        """Handle the end of a request as its front reports it."""
+        request = self.state.in_flight.get(settle.request_id)
+        if request is None or request.front != front or request.settled is not None:
+            # The request was refused, or its channel to the replica broke, while this message was on its way.
+            log.debug("request %s: settled by %s after its end", settle.request_id, front)
+            return
+        was_queued = request.queued_at is not None
+        self._lifecycle.stop_waiting(request)
+        request.settled = settle
+        if not was_queued and not settle.submitted and request.latest is not None:
+            self._lifecycle.take_back(request, request.latest)
+        self._lifecycle.end_if_complete(request)
+
+    def reject(self, rejected: Rejected) -> None:
+        """Log a request that its front refused, and charge the work that this took."""
+        if rejected.work_tokens:
+            self._charge_for_work(rejected.identity, rejected.work_tokens, requests=1)
+        self._rows.end(rejected_row(rejected, self._version(rejected.model), self._unix()))
+
+    def charge_work(self, worked: Worked) -> None:
+        """Charge work of a front that belongs to no request."""
+        self._charge_for_work(worked.identity, worked.tokens, requests=0)
+
+    def log_retry(self, retried: Retried) -> None:
+        """Log a retry that a front answered with the result of an earlier request."""
+        self._rows.end(retried_row(retried, self._version(retried.model), self._unix()))
+
+    def _version(self, model: str) -> str | None:
+        known = self.state.models.get(model)
+        return known.version if known else None
+
+    def _charge_for_work(self, identity: Identity, tokens: int, requests: int) -> None:
+        key_id = self.state.tenants.limits_key(identity.key_id)
+        self.state.quotas.charge(identity.tenant, key_id, tokens, requests)
+
+    # ── time ──
+
+    def expire(self) -> None:
+        """Refuse requests that waited for too long and adapt to the load. Called a few times a second."""
+        now = self.state.clock()
+        self._lifecycle.refuse_late(now)
+        for model in self.state.models.values():
+            model.tick(now)
+            if model.shedder.step >= DROP_BACKGROUND:
+                why = Refusal(503, "overloaded", model.shedder.reason, _DROPPED_RETRY_S)
+                for request in [t.item for t in islice(model.queue.classes[BACKGROUND], MAX_DROPPED)]:
+                    self._lifecycle.refuse(request, why)
+            self._lifecycle.dispatch(model)
+        if now - self._tidied_at > _TIDY_EVERY_S:
+            self._tidied_at = now
+            self._tidy(now)
+
+    def _tidy(self, now: float) -> None:
+        self.state.tenants.forget_unseen(now)
+        for tenant in self.state.tenants:
+            tenant.forget_idle_keys()
+        for model in self.state.models.values():
+            for fair in model.queue.classes:
+                fair.forget_idle()

@@ -1,0 +1,90 @@
+"""Checks whether a rank's weights fit on its device, before and while they are allocated."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from engine import memory
+from engine.config import ModelConfig, Shard
+from engine.memory import WeightsTooLarge
+from engine.sizing import FP8, weight_bytes
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFit:
+    """Compares the memory that a rank's weights need with the memory of its device."""
+
+    config: ModelConfig
+    shard: Shard
+    dtype: str
+    """The model's dtype, a key of `engine.config.DTYPE_BYTES`."""
+    fp8: bool
+    """Whether the layers' matrices are quantised."""
+    device: torch.device
+    ranks: int = 1
+    """Number of ranks, which share the memory of the host on a CPU."""
+
+    def check(self) -> None:
+        """Raise WeightsTooLarge if the weights cannot fit. Call before any rank allocates weights.
+
+        On a GPU the limit is its total memory. On a CPU it is this rank's share of the available host memory:
+        Linux overcommits memory, and kills a process when its pages cannot be provided.
+        """
+        if self.device.type == "cuda":
+            _, total = torch.cuda.mem_get_info(self.device)
+            name = torch.cuda.get_device_name(self.device)
+            self._refuse_above(total, f"{name} has {total / _GIB:.1f} GiB")
+        elif self.device.type == "cpu":
+            available = memory.available_host_bytes()
+            has = f"{available / _GIB:.1f} GiB of the host's memory are available"
+            shared = f" for {self.ranks} ranks" if self.ranks > 1 else ""
+            self._refuse_above(available // self.ranks, has + shared)
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Raise WeightsTooLarge if a GPU runs out of memory in the context, which allocates and fills
+        weights."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            free, total = torch.cuda.mem_get_info(self.device)
+            most = free + torch.cuda.memory_reserved(self.device)
+            name = torch.cuda.get_device_name(self.device)
+            raise WeightsTooLarge(
+                f"{self._taken()}, and loading them needs more than the {most / _GIB:.1f} GiB that are free "
+                f"of the {total / _GIB:.1f} GiB of {name}: {self._remedy(most)}"
+            ) from error
+
+    def _refuse_above(self, most: int, has: str) -> None:
+        if self._bytes(self.dtype, self._weights) > most:
+            raise WeightsTooLarge(f"{self._taken()}, but {has}: {self._remedy(most)}")
+
+    def _taken(self) -> str:
+        taken = self._bytes(self.dtype, self._weights) / _GIB
+        return f"the weights take {taken:.1f} GiB per rank ({self._weights})"
+
+    def _remedy(self, most: int) -> str:
+        """Return the possible remedies. Settings are listed only if the weights then fit into `most`
+        bytes."""
+        gpu = self.device.type == "cuda"
+        remedies = ["use more GPUs (tensor_parallel_size)" if gpu else "free memory"]
+        settings = [] if self.fp8 else [(f'quantization = "{FP8}"', self.dtype, FP8)]
+        if self.dtype == "float32":
+            settings.append(('dtype = "bfloat16"', "bfloat16", FP8 if self.fp8 else "bfloat16"))
+        for setting, dtype, weights in settings:
+            if (needed := self._bytes(dtype, weights)) <= most:
+                remedies.append(f"set {setting} ({needed / _GIB:.1f} GiB)")
+        return ", or ".join(remedies)
+
+    @property
+    def _weights(self) -> str:
+        return FP8 if self.fp8 else self.dtype
+
+    def _bytes(self, dtype: str, weights: str) -> int:
+        return weight_bytes(self.config, self.shard, dtype, weights)
