@@ -123,7 +123,7 @@ class Service:
     def descendants(self) -> list[psutil.Process]:
         """Every front and rank, without the processes that render chat templates and end with their front."""
         children = psutil.Process(self.process.pid).children(recursive=True)
-        return [child for child in children if not _renders_templates(child)]
+        return [child for child in children if not renders_templates(child)]
 
     def client(self, **options: Any) -> openai.OpenAI:
         """The `openai` client on the Unix socket."""
@@ -143,7 +143,8 @@ class Service:
         return httpx.Client(transport=transport, base_url="http://appliance", timeout=300)
 
 
-def _renders_templates(process: psutil.Process) -> bool:
+def renders_templates(process: psutil.Process) -> bool:
+    """Whether it is a process in which a front renders chat templates."""
     try:
         return "appliance.text.template_worker" in process.cmdline()
     except psutil.Error:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +10,9 @@ from typing import NamedTuple
 import pytest
 
 from tests.ports import free_port
+from tests.system.attacks.reading import findings
 from tests.system.attacks.wire import Address, tcp_address
-from tests.system.service import APPLIANCE, Service, service
+from tests.system.service import Service, service
 
 
 class Target(NamedTuple):
@@ -37,11 +36,8 @@ class Target(NamedTuple):
         return f"Authorization: Bearer {self.key}"
 
     def doctor(self) -> list[str]:
-        """What the doctor finds; its exit code says whether a problem is among it."""
-        places = ("--run-dir", str(self.running.run_dir), "--state-dir", str(self.running.state_dir))
-        command = [APPLIANCE, "doctor", *places, "--json"]
-        done = subprocess.run(command, capture_output=True, timeout=60, check=False)
-        return [finding["text"] for finding in json.loads(done.stdout)["findings"]]
+        """The texts of everything that the doctor finds."""
+        return [finding.text for finding in findings(self.running)]
 
     def answers_local_users(self) -> bool:
         """Whether a request on the Unix socket is answered."""
