@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any
 
 import msgspec
-from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
 from appliance.front.body_budget import BodyReservation
 from appliance.front.call import Call, call_of
 from appliance.front.errors import ApiError, invalid
-
-Body = TypeVar("Body", bound=BaseModel)
+from appliance.front.validation import Body, FieldError, parse_struct
 
 _BYTES_PER_VALUE = 8
 _BYTES_PER_CONTAINER = 128
@@ -54,14 +51,9 @@ def parse_body(data: bytearray, model: type[Body], most_bytes: int, call: Call) 
             code="body_too_large",
         )
     try:
-        body = model.model_validate_json(data)
-    except ValidationError as error:
-        details = error.errors(include_url=False, include_context=False, include_input=False)
-        raise _describe(details[0]) from None
-    # The parser takes these as numbers, even where the model has no such field.
-    if (b"NaN" in data or b"Infinity" in data) and not _is_json(data):
-        raise invalid(None, "the body is not valid JSON: NaN and Infinity are not numbers", "invalid_json")
-    return body
+        return parse_struct(model, _decode(data))
+    except FieldError as error:
+        raise invalid(error.param or None, error.message, error.code) from None
 
 
 def _check_content_type(request: Request) -> None:
@@ -104,27 +96,11 @@ async def _read_bytes(request: Request, most_bytes: int, reservation: BodyReserv
             return received
 
 
-def _is_json(data: bytearray) -> bool:
+def _decode(data: bytearray) -> Any:
     try:
-        msgspec.json.decode(data, type=msgspec.Raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return False
-    return True
-
-
-def _describe(detail: ErrorDetails) -> ApiError:
-    kind = detail["type"]
-    if kind == "json_invalid":
-        return invalid(None, f"the body is not valid JSON: {_json_reason(detail['msg'])}", "invalid_json")
-    param = ""
-    for part in detail["loc"]:
-        param += f"[{part}]" if isinstance(part, int) else f".{part}" if param else part
-    if kind == "missing":
-        return invalid(param, "is required", "missing_required_parameter")
-    if kind == "unsupported":
-        return invalid(param, detail["msg"], "unsupported_parameter")
-    return invalid(param or None, detail["msg"][:1].lower() + detail["msg"][1:])
-
-
-def _json_reason(message: str) -> str:
-    return message.removeprefix("Invalid JSON: ")
+        return msgspec.json.decode(data)
+    except RecursionError:
+        reason = "lists or objects are nested too deeply"
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        reason = str(error).removeprefix("JSON is malformed: ")
+    raise invalid(None, f"the body is not valid JSON: {reason}", "invalid_json")

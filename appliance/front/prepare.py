@@ -133,10 +133,11 @@ async def completion_job(box: Box, model: LoadedModel, call: Call, body: Complet
         raise invalid(
             field, f"{len(body.prompt)} prompts times {times} make more than {MOST_SEQUENCES} answers"
         )
-    if len(body.prompt) * len(body.logit_bias) > MAX_SENT_BIASES:
+    biases = len(body.logit_bias or ())
+    if len(body.prompt) * biases > MAX_SENT_BIASES:
         raise invalid(
             "logit_bias",
-            f"has {len(body.logit_bias)} tokens for {len(body.prompt)} prompts: the product may be at most "
+            f"has {biases} tokens for {len(body.prompt)} prompts: the product may be at most "
             f"{MAX_SENT_BIASES}; send fewer prompts in a request",
         )
     context = _context(call.identity, model, 0 if body.max_tokens == 0 else 1)
@@ -223,7 +224,7 @@ async def chat_tokens(
     shown: Any = [
         {
             "role": "system" if message.role == "developer" else message.role,
-            "content": message.content,
+            "content": message.text,
         }
         | ({"name": message.name} if message.name is not None else {})
         for message in messages
@@ -281,7 +282,7 @@ async def _encode_texts(
 def conversation_size(messages: Sequence[ChatMessage]) -> tuple[int, int]:
     """Return the characters of a conversation, and the bytes of memory that they take. Messages without text
     count too: they take work and memory as well."""
-    texts = [text for message in messages for text in (message.content, message.name) if text]
+    texts = [text for message in messages for text in (message.text, message.name) if text]
     others = len(messages) * _MESSAGE_CHARACTERS
     return others + sum(map(len, texts)), others + text_bytes(texts)
 
@@ -329,7 +330,7 @@ def _before_mark(text: str, mark: str) -> str:
 def _conversation(messages: Sequence[ChatMessage]) -> list[Message]:
     """As it is kept: role, content and, where there is one, name of each message."""
     return [
-        {"role": message.role, "content": message.content}
+        {"role": message.role, "content": message.text}
         | ({"name": message.name} if message.name is not None else {})
         for message in messages
     ]
@@ -397,7 +398,7 @@ def _truncated(
 ) -> list[int]:
     """What `truncate_prompt_tokens` leaves of a prompt: its last tokens, after the first one if that is to
     stay."""
-    most = body.truncate_prompt_tokens
+    most: int | None = body.truncate_prompt_tokens
     if most == -1:
         most = max(1, context.tokens - (1 if limit is None else limit)) if context.tokens else None
     if most is None or len(token_ids) <= most:

@@ -44,13 +44,13 @@ async def sampling_params(
         raise invalid(
             "min_tokens", f"is {min_tokens}, more than the {max_tokens} tokens that may be generated"
         )
-    check_token_ids(model, list(body.logit_bias), "logit_bias")
+    check_token_ids(model, list(body.logit_bias or ()), "logit_bias")
     stop_ids = check_token_ids(model, body.stop_token_ids or [], "stop_token_ids")
     if not body.ignore_eos:
         vocab_size = model.served.vocab_size or model.tokenizer.vocabulary_size
         known = [token_id for token_id in model.tokenizer.eos_ids if token_id < vocab_size]
         stop_ids = list(dict.fromkeys([*known, *stop_ids]))
-    bad_words = await bad_word_tokens(box, call, model, body.bad_words)
+    bad_words = await bad_word_tokens(box, call, model, body.bad_words or ())
     if body.allowed_token_ids is not None:
         check_token_ids(model, body.allowed_token_ids, "allowed_token_ids")
         banned = {word[0] for word in bad_words if len(word) == 1} | set(stop_ids if min_tokens else ())
@@ -59,7 +59,7 @@ async def sampling_params(
                 "allowed_token_ids",
                 "leaves no token to begin with, since bad_words and min_tokens ban all of them; allow others",
             )
-    allowed = body.allowed_token_ids or []
+    allowed: list[int] = body.allowed_token_ids or []
     inline = len(allowed) <= _MAX_INLINE_IDS
     allowed_tokens = bit_map(allowed) if inline else await asyncio.to_thread(bit_map, allowed)
     return SamplingParams(

@@ -388,7 +388,8 @@ def test_a_late_follower_of_a_long_answer_gets_all_of_it(front: Harness) -> None
     body = {"model": MODEL, "prompt": "quick", "stream": True, "n": 64, "logprobs": 5, "max_tokens": -1}
     first = ask(front, "long", body, COMPLETIONS)
     again = ask(front, "long", body, COMPLETIONS)
-    assert len(first.body) > 300_000
+    # More than two of the pieces in which a recorded answer is written.
+    assert len(first.body) > 150_000
     assert first.body == again.body
 
 
