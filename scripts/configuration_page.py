@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect as shapes
 
-from appliance.reload import AT_RESTART
+from appliance.core.reload import AT_RESTART
 from appliance.settings import ModelSettings, Settings
 from appliance.settings.convert import NOT_SETTINGS
 

@@ -21,7 +21,7 @@ from store.schemas import CONTENTS
 from store.structs import KeptText
 from store.writer import Writer
 
-MOST_WAITING_BYTES = 32 << 20
+MAX_WAITING_BYTES = 32 << 20
 """Texts that wait in memory for their commit; more are dropped, and counted."""
 
 
@@ -58,7 +58,7 @@ class ContentLog:
         rows = [msgspec.structs.astuple(content) for content in contents]
         size = sum(len(value) for row in rows for value in row if isinstance(value, str))
         with self._lock:
-            fits = self._waiting_bytes + size <= MOST_WAITING_BYTES
+            fits = self._waiting_bytes + size <= MAX_WAITING_BYTES
             self._waiting_bytes += size if fits else 0
             self._dropped += not fits
         if not fits:

@@ -33,7 +33,7 @@ T = TypeVar("T")
 BeforeAndAfter = tuple[Mapping[str, object] | None, Mapping[str, object] | None]
 """What a change found and left, as JSON objects."""
 
-_LONGEST_OVERLAP_S = 366 * 86400.0
+_MAX_OVERLAP_S = 366 * 86400.0
 _UNAUDITED = frozenset({"sha256"})
 """No secret, and nothing that an auditor could use."""
 
@@ -299,8 +299,8 @@ class ControlStore:
         Without `expires_at`, the successor is good for as long as the former was made for. The future raises
         `ValueError`, `UnknownKeyError`, or `ConflictError` for a key that is not valid or was rotated before.
         """
-        if not 0 <= overlap_s <= _LONGEST_OVERLAP_S:
-            raise ValueError(f"overlap_s is {overlap_s}: give 0 to {_LONGEST_OVERLAP_S} seconds (a year)")
+        if not 0 <= overlap_s <= _MAX_OVERLAP_S:
+            raise ValueError(f"overlap_s is {overlap_s}: give 0 to {_MAX_OVERLAP_S} seconds (a year)")
         secret = keys.new_secret()
 
         def rotated(changes: list[Change]) -> RotatedKey:

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 SPOOL_FILE = "audit.spool"
 RESERVED_BYTES = 256 << 10
 """Room for some 500 entries."""
-MOST_ENTRIES = 10_000
+MAX_ENTRIES = 10_000
 
 _FIRST_MAC = "0" * 64
 _UNSIGNED = "the signature of its line in the spool did not hold"
@@ -168,9 +168,9 @@ class Spool:
     def put(self, entry: Entry) -> None:
         """Keep an entry. Never raises: what finds no room is logged in full, and counted."""
         with self._lock:
-            if len(self._entries) >= MOST_ENTRIES:
+            if len(self._entries) >= MAX_ENTRIES:
                 self._lost += 1
-                log.critical("audit entry lost, %d entries wait already: %s", MOST_ENTRIES, _text(entry))
+                log.critical("audit entry lost, %d entries wait already: %s", MAX_ENTRIES, _text(entry))
                 return
             self._entries.append(entry)
             self._unfiled += 1

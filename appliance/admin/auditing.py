@@ -16,9 +16,9 @@ import msgspec
 from appliance.actions import Action, ReloadConfig, action_of
 from appliance.admin.effects import Effect, Handler
 from appliance.background import Background
-from appliance.drain import DrainError
-from appliance.listeners import ListenError
-from appliance.reload import ReloadError
+from appliance.core.drains import DrainError
+from appliance.core.reload import ReloadError
+from appliance.front_pool.listeners import ListenError
 from appliance.settings import SettingsError
 from store.audit import Actor
 from store.control import ControlStore

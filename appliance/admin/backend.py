@@ -12,11 +12,11 @@ from appliance.admin.keys import KeyAdmin
 from appliance.admin.peers import PeerAdmin
 from appliance.admin.status import drain_status, in_flight
 from appliance.admin.tenants import TenantAdmin
-from appliance.contents import ContentKeeper
+from appliance.core.contents import ContentKeeper
+from appliance.core.controller import Switchboard
+from appliance.core.reload import Reloader
 from appliance.messages import Identity
 from appliance.protocol import Status
-from appliance.reload import Reloader
-from appliance.switchboard import Switchboard
 from store.control import ControlStore
 
 
@@ -29,17 +29,17 @@ def admin_backend(
     metrics: Callable[[], bytes],
 ) -> tuple[Backend, AuditedActions]:
     """Return the backend, and what performs its actions."""
-    ledger, publish = switchboard.ledger, switchboard.tell_identities
+    requests, publish = switchboard.requests, switchboard.tell_identities
 
     def cancel_matching(matches: Callable[[Identity], bool], message: str) -> int:
-        ids = [request.request_id for request in ledger if matches(request.first.identity)]
+        ids = [request.request_id for request in requests if matches(request.first.identity)]
         return sum([switchboard.cancel(request_id, message) for request_id in ids])
 
     peers = PeerAdmin(control, unix=lambda: switchboard.settings.unix, publish=publish)
     tenants = TenantAdmin(
-        control, usage=ledger.usage, peers=peers.list, publish=publish, cancel=cancel_matching
+        control, usage=requests.usage, peers=peers.list, publish=publish, cancel=cancel_matching
     )
-    keys = KeyAdmin(control, usage=ledger.usage, publish=publish, cancel=cancel_matching)
+    keys = KeyAdmin(control, usage=requests.usage, publish=publish, cancel=cancel_matching)
     actions = AuditedActions(
         control,
         handlers(

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from appliance.actions import DrainService, ResumeService
 from appliance.admin.effects import Effect
-from appliance.drain import Drain, Drains
+from appliance.core.drains import Drain, Drains
 from appliance.protocol import Done, DrainStatus
 from store.audit import Actor
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from appliance.actions import MapPeer, UnmapPeer
 from appliance.admin.effects import Effect, committed, done
-from appliance.identities import local_uids
+from appliance.front_pool.identities import local_uids
 from appliance.protocol import Peer
 from appliance.settings import UnixSettings
 from store.audit import Actor

@@ -12,8 +12,9 @@ from importlib.metadata import PackageNotFoundError, version
 
 import msgspec
 
-from appliance.current_problems import current_problems
-from appliance.drain import Drain
+from appliance.admin.current_problems import current_problems
+from appliance.core.controller import Switchboard
+from appliance.core.drains import Drain
 from appliance.protocol import (
     AuditStatus,
     DatabaseStatus,
@@ -28,7 +29,6 @@ from appliance.protocol import (
     SocketStatus,
     Status,
 )
-from appliance.switchboard import Switchboard
 from engine.logs import log_state
 from store.control import ControlStore
 from store.trail import TrailState
@@ -79,7 +79,7 @@ def status_of(
     clock_jump_s: float = 0.0,
 ) -> Status:
     """Return everything that `appliance status` shows."""
-    settings, figures = switchboard.settings, switchboard.ledger.figures()
+    settings, figures = switchboard.settings, switchboard.requests.stats()
     reason = switchboard.readiness.reason()
     models = _models(switchboard)
     fronts = [front.status() for front in switchboard.fronts]
@@ -121,7 +121,7 @@ def status_of(
 
 def drain_status(switchboard: Switchboard, drain: Drain) -> DrainStatus:
     """Return the status of a drain."""
-    left = switchboard.ledger.remaining(drain.model)
+    left = switchboard.requests.remaining(drain.model)
     return DrainStatus(
         model=drain.model,
         state=drain.state,
@@ -132,7 +132,7 @@ def drain_status(switchboard: Switchboard, drain: Drain) -> DrainStatus:
         grace_left_s=drain.grace_left_s,
         running=left.running,
         queued=left.queued,
-        held=switchboard.ledger.held(drain.model),
+        held=switchboard.requests.held(drain.model),
         tokens_left=left.tokens,
         eta_s=left.seconds,
         ended=drain.ended,
@@ -162,7 +162,7 @@ def in_flight(switchboard: Switchboard) -> list[InFlight]:
             prompt_tokens=request.first.prompt_tokens,
             max_tokens=request.first.max_tokens,
         )
-        for request in switchboard.ledger
+        for request in switchboard.requests
     ]
 
 
@@ -184,7 +184,7 @@ def _models(switchboard: Switchboard) -> list[ModelStatus]:
     statuses = []
     for model in switchboard.models.values():
         replicas = [replica.status() for replica in switchboard.fleet.of(model.name)]
-        failure = switchboard.ledger.failure(model.name) or switchboard.readiness.front_trouble(model.name)
+        failure = switchboard.requests.failure(model.name) or switchboard.readiness.front_trouble(model.name)
         state, detail = _model_state(switchboard, model.name, replicas)
         statuses.append(
             ModelStatus(
@@ -195,7 +195,7 @@ def _models(switchboard: Switchboard) -> list[ModelStatus]:
                 state="failed" if failure else state,
                 detail=failure or detail,
                 max_model_len=model.max_model_len,
-                queued=switchboard.ledger.queued(model.name),
+                queued=switchboard.requests.queued(model.name),
                 replicas=replicas,
             )
         )

@@ -15,7 +15,7 @@ from store.heads import said_of
 UNIT = "appliance.service"
 JOURNAL = "the journal"
 """The source of a head that was found there."""
-LONGEST_S = 20.0
+MAX_READ_S = 20.0
 """For reading it, the newest lines first; what comes later is older."""
 
 
@@ -44,7 +44,7 @@ def heads_in_journal(folder: Path | None) -> JournalHeads:
             late.set()
             process.kill()
 
-        timer = threading.Timer(LONGEST_S, end)
+        timer = threading.Timer(MAX_READ_S, end)
         timer.start()
         try:
             with process:
@@ -54,7 +54,7 @@ def heads_in_journal(folder: Path | None) -> JournalHeads:
         finally:
             timer.cancel()
         if late.is_set():
-            return JournalHeads(found, f"it was not read to its end within {LONGEST_S:g} s")
+            return JournalHeads(found, f"it was not read to its end within {MAX_READ_S:g} s")
         if process.returncode != 0:
             said.seek(0)
             why = said.read().decode(errors="replace").strip() or f"exit code {process.returncode}"

@@ -19,7 +19,7 @@ from store.backup import Backup, back_up
 from store.errors import StoreError
 from store.evidence import AUDIT_FILES, Recorded
 
-_LONGEST_ERROR = 2000
+_MAX_ERROR_CHARS = 2000
 """Characters of it that are recorded."""
 
 
@@ -44,7 +44,7 @@ def take_backup(
     except BaseException as error:
         if head is not None:
             why = str(error) or type(error).__name__
-            _ended(run, EndBackup(path=str(path), error=why[:_LONGEST_ERROR]))
+            _ended(run, EndBackup(path=str(path), error=why[:_MAX_ERROR_CHARS]))
         if isinstance(error, StoreError | SettingsError):
             raise Failure(str(error)) from error
         raise

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TextIO
 
 _COLOURS = {"red": "31", "green": "32", "yellow": "33", "dim": "2", "bold": "1"}
 _GAP = "  "
-_LEAST_FLEXIBLE = 8
+_MIN_FLEXIBLE = 8
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]+")
 
 
@@ -77,7 +77,7 @@ class Layout:
         flexible = [index for index in self._shown if self._columns[index].flexible]
         while flexible and self._excess(width) > 0:
             widest = max(flexible, key=lambda index: self._widths[index])
-            if self._widths[widest] <= _LEAST_FLEXIBLE:
+            if self._widths[widest] <= _MIN_FLEXIBLE:
                 break
             self._widths[widest] -= 1
 

@@ -7,6 +7,6 @@ from appliance.settings import Flags
 
 def serve(flags: Flags) -> int:
     """Run the service until it is told to stop; its exit code."""
-    from appliance.core import run
+    from appliance.core.process import run
 
     return run(flags)

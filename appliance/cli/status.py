@@ -44,7 +44,7 @@ _COLOURS = {
     "stopped": "red",
     "closed": "red",
 }
-_MOST_PROBLEMS = 8
+_MAX_PROBLEMS = 8
 _TOKENS_THAT_TELL = 1000
 _INDENT = 9
 
@@ -289,13 +289,13 @@ def _current(problems: list[CurrentProblem], width: int | None) -> Iterable[str]
 
 def _problems(status: Status, width: int | None) -> list[str]:
     lines = []
-    for problem in status.problems[:_MOST_PROBLEMS]:
+    for problem in status.problems[:_MAX_PROBLEMS]:
         times = f" ({problem.count:,} times)" if problem.count > 1 else ""
         when = local_short(problem.at)
         lines += _wrapped(
             f"{when}  {printable(problem.where)}: {printable(problem.what)}{times}", width, "  "
         )
-    left = len(status.problems) - _MOST_PROBLEMS
+    left = len(status.problems) - _MAX_PROBLEMS
     return [*lines, f"  and {left} older ones: appliance status --json"] if left > 0 else lines
 
 

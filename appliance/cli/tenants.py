@@ -14,8 +14,8 @@ from appliance.cli.output import Column, of_count, paint, print_json, printable,
 from appliance.cli.service import admin_client
 from appliance.cli.tables import field_cells, field_columns
 from appliance.cli.times import local
-from appliance.durations import duration
 from appliance.protocol import Key, LimitUsage, Tenant
+from appliance.quantities import duration
 from store.fields import declared
 from store.policies import Quota, TenantRecord
 

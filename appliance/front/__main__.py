@@ -11,6 +11,9 @@ import socket
 import sys
 
 _PR_SET_PDEATHSIG = 1
+NICENESS = 5
+"""Lowers the priority of fronts, so that the core and the replicas are not delayed while clients keep every
+processor busy."""
 
 
 def main() -> int:
@@ -29,6 +32,7 @@ def main() -> int:
     # Ctrl-C or systemd's, must not cut off streams that the core lets finish.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.nice(NICENESS)
     # A front encodes in a few threads of its own (appliance.text.fair_queue), not in one for each core.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 

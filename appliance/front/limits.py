@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from appliance.durations import duration
 from appliance.messages import RateLimits
+from appliance.quantities import duration
 
 
 def rate_limit_headers(limits: RateLimits | None) -> dict[str, str]:

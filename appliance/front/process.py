@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 _REPORT_EVERY_S = 0.5
 _TELL_AFTER_CONNECTIONS = 16
 """The core gives a front only so many connections that the front has not reported yet
-(`appliance.fronts.Front.takes_connections`)."""
+(`appliance.front_pool.front.Front.takes_connections`)."""
 _MEND_EVERY_S = 5.0
 """How often a tokenizer that could not be read is tried again: its folder may be back."""
 _ERROR_EVENT_GRACE_S = 1.0

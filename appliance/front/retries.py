@@ -5,7 +5,7 @@
                  │                      └──► failed, or nobody came back: void
                  └► elsewhere (another front has it), or another body: forgotten here
 
-The core keeps who runs what (`appliance.traffic.claims`), this front the answers. What is here is only as
+The core keeps who runs what (`appliance.front_pool.claims`), this front the answers. What is here is only as
 good as this process: after its death a retry runs anew.
 """
 

@@ -31,6 +31,8 @@ FIRST_PROBE_S = 0.5
 twice the interval each time, it is sent `100 Continue`, which a client that is gone answers with a reset."""
 _POLL_S = 0.5
 _PIECE_BYTES = 64 << 10
+_LARGE_READ_BYTES = 16 << 10
+"""After a read of this size the next one waits for its turn: the client probably sends a large body."""
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -67,6 +69,10 @@ class Connection(asyncio.BufferedProtocol):
         self._body: Body | None = None
         self._advancing = False
         self._read_paused = False
+        self._waits_to_read = False
+        """After a large read, until it is this connection's turn to read again."""
+        self._begun: tuple[int, int] = 0, 0
+        """The latest second in which a request was begun, and how many were begun in it."""
         self._ended = False
         """The client has sent its last byte."""
         self._linger_bytes: int | None = None
@@ -146,6 +152,7 @@ class Connection(asyncio.BufferedProtocol):
         yet."""
         if self._input or self.transport.get_write_buffer_size():
             return None
+        self._waits_to_read = False
         self._pause_reading(True)
         descriptor: int = self.transport.get_extra_info("socket").fileno()
         return descriptor
@@ -214,9 +221,25 @@ class Connection(asyncio.BufferedProtocol):
             self._linger_bytes -= nbytes
             if self._linger_bytes < 0:
                 self.transport.abort()
-            return
-        self._input += self.server.read_buffer[:nbytes]
-        self.advance()
+        else:
+            self._input += self.server.read_buffer[:nbytes]
+            self.advance()
+        if nbytes >= _LARGE_READ_BYTES and not self._waits_to_read and not self.transport.is_closing():
+            self._waits_to_read = True
+            self.server.turns.add(self._source, 0, self._read_on)
+            if self._waits_to_read:
+                self._pause_reading(True)
+
+    def _read_on(self) -> None:
+        """Go on reading after a large read: it is this connection's turn."""
+        if self._waits_to_read and not self.transport.is_closing():
+            self._waits_to_read = False
+            self._pause_reading(self._linger_bytes is None and not self._wants_bytes())
+
+    @property
+    def _source(self) -> str:
+        """Whose turns the connection takes: its tenant's, or those of the place that it connects from."""
+        return self._tenant or (self._peer.source if self._peer is not None else "")
 
     def eof_received(self) -> bool:
         """Keep the connection open if the client may still wait for an answer."""
@@ -292,9 +315,15 @@ class Connection(asyncio.BufferedProtocol):
             self._request_complete(exchange)
         else:
             self._arm(self.server.limits.body_timeout_s, self._body_late)
-        self.server.run(exchange)
+        second, count = self._begun
+        self._begun = self.server.second, (count + 1 if second == self.server.second else 1)
+        self.server.turns.add(self._source, self._begun[1], lambda: self._run(exchange))
         if self._ended:
             self._watch_half_closed()
+
+    def _run(self, exchange: Exchange) -> None:
+        if self._exchange is exchange:
+            self.server.run(exchange)
 
     def _take_body(self, exchange: Exchange) -> None:
         body = self._body
@@ -339,6 +368,7 @@ class Connection(asyncio.BufferedProtocol):
         return exchange.request_complete and not self._input
 
     def _pause_reading(self, paused: bool) -> None:
+        paused = paused or self._waits_to_read
         if paused == self._read_paused or self._ended:
             return
         self._read_paused = paused

@@ -14,6 +14,7 @@ from appliance.http.exchange import Exchange
 from appliance.http.peers import Peer
 from appliance.http.pools import Pool
 from appliance.http.request_memory import RequestMemory, of_largest_owner
+from appliance.http.turns import Turns
 from appliance.messages import Limits
 
 WRITE_TIMEOUT_S = 60.0
@@ -47,6 +48,9 @@ class HttpServer:
         """Connections that were closed, or answered with 503, because no place was free."""
         self.cut_off = CountedLog("connections were closed because their clients did not take the answers")
         self.request_memory = RequestMemory()
+        self.turns = Turns()
+        self.second = 0
+        """Counts the seconds since the start."""
         self.limits = limits or Limits()
         self.write_timeout_s = write_timeout_s
         self.read_buffer = memoryview(bytearray(READ_BYTES))
@@ -85,6 +89,9 @@ class HttpServer:
 
         The socket is the server's from here on; while the server stops, it is closed.
         """
+        turn = asyncio.Event()
+        self.turns.add(address, 0, turn.set)
+        await turn.wait()
         if self._stopping:
             sock.close()
             return
@@ -191,5 +198,6 @@ class HttpServer:
         task.add_done_callback(self._tasks.discard)
 
     def _tick(self) -> None:
+        self.second += 1
         self.date_line = b"date: %b\r\n" % formatdate(usegmt=True).encode()
         self._clock = self._loop.call_later(1.0, self._tick)

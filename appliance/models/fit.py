@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from appliance.gpus import Gpu, find_gpus
+from appliance.models.gpus import Gpu, find_gpus
 from appliance.quantities import of_bytes
 from appliance.settings import ModelSettings
 from engine import sizing

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
-from appliance.topology import NO_TOPOLOGY, Topology, choose_gpus, describe_links, read_topology
+from appliance.models.topology import NO_TOPOLOGY, Topology, choose_gpus, describe_links, read_topology
 
 
 class GpuPlacement:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from appliance.client import AdminClient, AdminError, NotAllowedError, ServiceNotRunningError
-from appliance.gpus import find_gpus
+from appliance.models.gpus import find_gpus
 from appliance.monitoring import machine, models, places, processes
 from appliance.monitoring.databases import databases
 from appliance.monitoring.findings import Examination, Finding

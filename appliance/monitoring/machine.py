@@ -9,16 +9,16 @@ import sqlite3
 import sys
 from collections.abc import Iterator
 
-from appliance.gpus import GpuReport
+from appliance.models.gpus import GpuReport
+from appliance.models.topology import Topology, describe_links, read_topology
 from appliance.monitoring.findings import Finding
 from appliance.monitoring.versions import product_version, requirements, version_of
 from appliance.quantities import of_bytes
-from appliance.topology import Topology, describe_links, read_topology
 
-_LEAST_PYTHON = (3, 11)
+_MIN_PYTHON = (3, 11)
 # https://sqlite.org/wal.html#walresetbug: two connections that write or checkpoint at once.
 _WAL_RESET_MENDED = (3, 51, 3)
-_LEAST_DESCRIPTORS = 4096
+_MIN_DESCRIPTORS = 4096
 _LITTLE_MEMORY_BYTES = 1 << 30
 
 
@@ -63,7 +63,7 @@ def _python() -> Finding:
         f"appliance {product_version()} · Python {platform.python_version()} ({sys.executable}) · "
         f"{platform.system()} {platform.release()} {platform.machine()}"
     )
-    if sys.version_info < _LEAST_PYTHON:
+    if sys.version_info < _MIN_PYTHON:
         return _finding("versions", "Python", "problem", text, "use Python 3.11 or newer")
     return _finding("versions", "appliance", "ok", text)
 
@@ -176,13 +176,13 @@ def _memory() -> Finding:
 def _descriptors() -> Finding:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     text = "no limit of open files" if hard == resource.RLIM_INFINITY else f"at most {hard:,} open files"
-    if hard != resource.RLIM_INFINITY and hard < _LEAST_DESCRIPTORS:
+    if hard != resource.RLIM_INFINITY and hard < _MIN_DESCRIPTORS:
         return _finding(
             "devices",
             "open files",
             "warning",
             f"{text}: every connection takes one",
-            f"raise the hard limit to {_LEAST_DESCRIPTORS} or more (ulimit -Hn, systemd: LimitNOFILE=)",
+            f"raise the hard limit to {_MIN_DESCRIPTORS} or more (ulimit -Hn, systemd: LimitNOFILE=)",
         )
     return _finding("devices", "open files", "ok", text)
 

@@ -7,8 +7,8 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from appliance.gpus import Gpu
 from appliance.models.fit import UnfitError, fit
+from appliance.models.gpus import Gpu
 from appliance.monitoring.findings import Finding, Level
 from appliance.protocol import ModelStatus, precision
 from appliance.quantities import of_bytes

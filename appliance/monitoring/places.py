@@ -16,7 +16,7 @@ from appliance.monitoring.findings import Finding
 from appliance.ownership import UntrustedError
 from appliance.quantities import of_bytes
 
-MOST_SOCKET_PATH_BYTES = 107
+MAX_SOCKET_PATH_BYTES = 107
 """`sun_path` holds 108 bytes on Linux, one of them the final zero."""
 _LITTLE_DISK_BYTES = 1 << 30
 _NO_DISK_BYTES = 64 << 20
@@ -38,12 +38,12 @@ def directories(run_dir: Path, state_dir: Path) -> Iterator[Finding]:
     for name, path, flag in (("run", run_dir, "--run-dir"), ("state", state_dir, "--state-dir")):
         yield _directory(name, path, flag)
     longest = max(len(os.fsencode(run_dir / name)) for name in _SOCKETS)
-    if longest > MOST_SOCKET_PATH_BYTES:
+    if longest > MAX_SOCKET_PATH_BYTES:
         yield Finding(
             area="directories",
             subject="socket path",
             level="problem",
-            text=f"sockets in {run_dir} have paths of {longest} bytes; at most {MOST_SOCKET_PATH_BYTES} work",
+            text=f"sockets in {run_dir} have paths of {longest} bytes; at most {MAX_SOCKET_PATH_BYTES} work",
             remedy="name a shorter --run-dir",
         )
     yield _disk(state_dir)

@@ -23,7 +23,7 @@ _KINDS = {
     "array": "a list",
     "object": "a table",
 }
-_MOST_FAULTS = 50
+_MAX_FAULTS = 50
 NOT_SETTINGS = ("config_file",)
 """Fields of `Settings` that no file may say."""
 
@@ -67,7 +67,7 @@ class Converter:
 
     def _convert(self, value: Any, part: type[Part], prefix: Path) -> Part | None:
         value = deepcopy(value)
-        for _ in range(_MOST_FAULTS):
+        for _ in range(_MAX_FAULTS):
             try:
                 return msgspec.convert(value, part)
             except msgspec.ValidationError as error:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
 from collections import OrderedDict, deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +17,9 @@ Result = TypeVar("Result")
 
 _MIN_BYTES = 4096
 """What any text counts at least: a request has more than its text."""
+
+NICENESS = 10
+"""Of the threads that encode: lower in priority than event loops, which must answer at once."""
 
 
 class TooMuchWorkError(Exception):
@@ -85,12 +90,17 @@ class _Job:
     result: asyncio.Future[Any]
 
 
+def _lower_priority() -> None:
+    """Lower the priority of this thread below that of the event loop."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+
+
 class _Lane:
     """One thread that advances the tenants' jobs in turn, a step at a time."""
 
     def __init__(self, name: str) -> None:
         self._queue: FairQueue[_Job] = FairQueue()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=_lower_priority)
         self._busy = False
 
     def add(self, job: _Job) -> None:

@@ -1,1 +1,1 @@
-"""Traffic: who runs when. The queue, the replicas' credits and the ledger of requests in flight."""
+"""Traffic: the order in which requests run. Quotas, queues, the replicas' credits and the request manager."""

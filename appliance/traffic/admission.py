@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from appliance.messages import RateLimits, Refused
-from appliance.traffic.closures import Closure
+from appliance.traffic.admission_pauses import AdmissionPause
 from appliance.traffic.model import ModelTraffic
 from appliance.traffic.outputs import most_tokens
 from appliance.traffic.quotas import Quotas, Shortage
@@ -19,7 +19,7 @@ from engine.messages import LEVELS
 _SHARE_OF_WHAT_IS_LEFT = 4.0
 """Of the queue's places: a tenant may hold so many times those that are free (the
 dynamic threshold of Choudhury and Hahne, 1998), so that one that floods never takes the last."""
-_LONGEST_RETRY_S = 120.0
+_MAX_RETRY_S = 120.0
 """Clients of OpenAI's API do not wait for longer."""
 _DRAIN_RETRY_S = 5.0
 _FAILED_RETRY_S = 30.0
@@ -29,7 +29,7 @@ _RUN_MARGIN = 1.2
 """Of the time that an answer takes at the measured rates: they may be worse when it is made."""
 _HOPELESS = 0.85
 """Part of that time which is too little to begin with."""
-_LEAST_MARGIN_S = 0.02
+_MIN_MARGIN_S = 0.02
 
 
 class Refusal(NamedTuple):
@@ -147,9 +147,9 @@ def failed_model(name: str, why: str) -> Refusal:
     return Refusal(503, "model_failed", message, _FAILED_RETRY_S)
 
 
-def closed(closure: Closure) -> Refusal:
+def closed(pause: AdmissionPause) -> Refusal:
     """Nothing new is taken for now."""
-    return Refusal(503, "draining", closure.why, _DRAIN_RETRY_S)
+    return Refusal(503, "draining", pause.why, _DRAIN_RETRY_S)
 
 
 def suspended(tenant: Tenant) -> Refusal:
@@ -198,10 +198,10 @@ def _no_place(
 
 def _too_late(request: Request, model: ModelTraffic, wait_s: float | None) -> Refusal | None:
     """Refused for the time that it would wait."""
-    rules, ladder = model.rules, model.ladder
-    if ladder.refuses(request.request_class, wait_s, rules):
+    rules, shedder = model.rules, model.shedder
+    if shedder.refuses(request.request_class, wait_s, rules):
         most_s = min(rules.overload * rules.target_s(request.request_class), rules.timeout_s)
-        return Refusal(503, "overloaded", ladder.reason, _bounded((wait_s or 0.0) - most_s))
+        return Refusal(503, "overloaded", shedder.reason, _bounded((wait_s or 0.0) - most_s))
     if wait_s is not None and wait_s > rules.timeout_s:
         message = (
             f"the request would wait {wait_s:.0f} s for its turn, and the most that is waited here is "
@@ -220,7 +220,7 @@ def _deadline(
         return _missed(request, now, 0.0, 0.0) if deadline <= now else None
     tenant = tenants.of(request.tenant)
     most = most_tokens(tenant.outputs, tenants.outputs, request.most_each)
-    run_s = _RUN_MARGIN * model.run_s(request, most) + _LEAST_MARGIN_S
+    run_s = _RUN_MARGIN * model.run_s(request, most) + _MIN_MARGIN_S
     begin_by = deadline - run_s
     if now + wait_s > begin_by:
         return _missed(request, now, wait_s, run_s)
@@ -251,4 +251,4 @@ def _retry_after_s(wait_s: float | None, oldest_s: float) -> float:
 
 
 def _bounded(after_s: float) -> float:
-    return min(_LONGEST_RETRY_S, max(1.0, round(after_s, 1)))
+    return min(_MAX_RETRY_S, max(1.0, round(after_s, 1)))

@@ -1,5 +1,5 @@
-"""What is in the house, to be read: for drains, status, metrics and the console. Only the ledger
-(`appliance.traffic.requests`) writes it."""
+"""What is in the house, to be read: for drains, status, metrics and the console. Only the request manager
+(`appliance.traffic.request_manager`) writes it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from appliance.protocol import LimitUsage
-from appliance.traffic import figures
-from appliance.traffic.closures import Closures
+from appliance.traffic import stats
+from appliance.traffic.admission_pauses import AdmissionPauses
 from appliance.traffic.credits import CreditAccount
-from appliance.traffic.figures import ModelFigures, QueueFigures, TenantFigures
 from appliance.traffic.model import ModelTraffic
 from appliance.traffic.quotas import Quotas
 from appliance.traffic.remaining import Remaining
 from appliance.traffic.request import Request
+from appliance.traffic.stats import ModelStats, QueueStats, TenantStats
 from appliance.traffic.tenants import Tenants
 
 
@@ -33,7 +33,7 @@ class Books:
         self._tenants = Tenants()
         self._models: dict[str, ModelTraffic] = {}
         self._requests: dict[str, Request] = {}
-        self._closures = Closures()
+        self._pauses = AdmissionPauses()
         self._running = 0
         self._waiting_tokens = 0
         """Of the prompts of all that wait, or are held."""
@@ -54,7 +54,7 @@ class Books:
         """The requests in flight (of `model`, None: of all) that are not held: what a drain waits for. None
         may come or end meanwhile."""
         for request in self._requests.values():
-            if request not in self._closures and model in (None, request.first.model):
+            if request not in self._pauses and model in (None, request.first.model):
                 yield request
 
     def finished(self, model: str | None = None) -> bool:
@@ -71,7 +71,7 @@ class Books:
 
     def held(self, model: str | None = None) -> int:
         """How many requests are held (for `model`, None: for any)."""
-        return len(self._closures) if model is None else len(self._closures.held(model))
+        return len(self._pauses) if model is None else len(self._pauses.held(model))
 
     def accounts_of(self, request_id: str) -> list[CreditAccount]:
         """Where a request runs now."""
@@ -96,13 +96,13 @@ class Books:
         """Whether anything runs on the replica."""
         return any(account in request.dispatched for request in self._requests.values())
 
-    # ── figures ──
+    # ── stats ──
 
-    def figures(self) -> QueueFigures:
+    def stats(self) -> QueueStats:
         """How full the house is."""
         now = self._clock()
-        overload, step = figures.overload(self._models.values())
-        return QueueFigures(
+        overload, step = stats.overload(self._models.values())
+        return QueueStats(
             waiting=self._waiting(),
             running=self._running,
             oldest_wait_s=self._oldest_wait_s(now),
@@ -113,27 +113,27 @@ class Books:
             preemptions=self._preemptions,
             overload=overload,
             overload_step=step,
-            classes=figures.classes(self._models.values(), now),
+            classes=stats.classes(self._models.values(), now),
         )
 
-    def tenant(self, name: str) -> TenantFigures:
+    def tenant(self, name: str) -> TenantStats:
         """What one tenant has in the house."""
-        return figures.tenant(self._tenants.of(name))
+        return stats.tenant(self._tenants.of(name))
 
-    def models(self) -> list[ModelFigures]:
+    def models(self) -> list[ModelStats]:
         """What there is of each model in the house."""
         now = self._clock()
-        return [figures.model(model, now) for model in self._models.values()]
+        return [stats.model(model, now) for model in self._models.values()]
 
     def usage(self, scope: str, name: str) -> list[LimitUsage]:
         """How much of its limits a tenant or key uses, for operators."""
         kv_tokens = {model.name: model.kv_tokens for model in self._models.values()}
-        return [*self.quotas.usage(scope, name), *figures.usage(self._tenants, scope, name, kv_tokens)]
+        return [*self.quotas.usage(scope, name), *stats.usage(self._tenants, scope, name, kv_tokens)]
 
     def _waiting(self) -> int:
-        return sum(model.queued for model in self._models.values()) + len(self._closures)
+        return sum(model.queued for model in self._models.values()) + len(self._pauses)
 
     def _oldest_wait_s(self, now: float) -> float:
         waits = [model.oldest_wait_s(now) for model in self._models.values()]
-        since = self._closures.held_since
+        since = self._pauses.held_since
         return max(0.0, *waits, 0.0 if since is None else now - since)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from appliance.traffic.request import Request
 
 _CHECK_EVERY_S = 0.05
-_MOST_VOID = 1024
+_MAX_VOID = 1024
 """Entries of requests that wait no more, before they are looked for and dropped."""
 
 
@@ -28,7 +28,7 @@ class Checks:
             due = min(due, max(request.begin_by or request.deadline_at, now + _CHECK_EVERY_S))
         self._serial += 1
         heapq.heappush(self._heap, (due, self._serial, request))
-        if len(self._heap) > 2 * self._waited + _MOST_VOID:
+        if len(self._heap) > 2 * self._waited + _MAX_VOID:
             self._heap = [check for check in self._heap if check[2].queued_at is not None]
             heapq.heapify(self._heap)
             self._waited = len(self._heap)

@@ -19,7 +19,7 @@ from engine.messages import URGENCIES
 
 Item = TypeVar("Item")
 
-_MOST_PASSED = 8
+_MAX_PASSED = 8
 """Urgent tenants that are passed over at a time because they got more than their share."""
 
 
@@ -148,7 +148,7 @@ class FairQueue(Generic[Item]):
         order, least = self._orders[urgency], _first(self._orders[0])
         passed: list[_Entry[Item]] = []
         found: Ticket[Item] | None = None
-        while (line := _first(order)) is not None and least is not None and len(passed) < _MOST_PASSED:
+        while (line := _first(order)) is not None and least is not None and len(passed) < _MAX_PASSED:
             slack = self._step_tokens if len(line.tickets) <= self._most_rows else 0
             if (line.counter - least.counter) * line.weight <= slack:
                 found = line.tickets.first()

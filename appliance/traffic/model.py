@@ -1,4 +1,4 @@
-"""What the ledger knows of one model: its replicas, whose turn it is on them, and how soon a turn comes."""
+"""One served model: its replicas, which request runs next on them, and how long requests will wait."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from appliance.messages import Admit
 from appliance.traffic.credits import REAL_TIME, CreditAccount, spare_slots
 from appliance.traffic.fairness import Backlog, Ticket
 from appliance.traffic.forecast import Forecast
-from appliance.traffic.overload import Ladder
+from appliance.traffic.load_shedder import LoadShedder
 from appliance.traffic.queue import RequestQueue
 from appliance.traffic.rates import DecayingMean
 from appliance.traffic.remaining import Outstanding
@@ -27,13 +27,13 @@ _OFFERED_HALF_LIFE_S = 0.5
 _LIGHT_LOAD, _FULL_LOAD = 0.2, 0.8
 """Parts of the service that are asked for: up to the first, as many rows are busy as are now; from the
 second on all will be."""
-_LEAST_SHARE = 0.02
+_MIN_SHARE = 0.02
 """Of the service, however busy better classes are."""
-_MOST_PROMISED = 0.8
+_MAX_PROMISED = 0.8
 """Part of the service that may be promised to deadlines; the rest is for what comes meanwhile."""
 _OF_THE_NEW = 0.02
 """Weight of the latest request in the mean of tokens that a row takes of the cache."""
-_UNKNOWN_RUN_S, _LEAST_RUN_S = 1.0, 0.1
+_UNKNOWN_RUN_S, _MIN_RUN_S = 1.0, 0.1
 
 
 def most_kv_tokens(admit: Admit) -> int:
@@ -62,7 +62,7 @@ class Turn(NamedTuple):
 
 
 class ModelTraffic:
-    """One served model. Only the ledger calls it; times are of its clock."""
+    """One served model. Only the request manager calls it; times are of its clock."""
 
     def __init__(self, name: str, version: str, rules: QueueRules, tenants: Tenants) -> None:
         self.name = name
@@ -77,7 +77,7 @@ class ModelTraffic:
         self.accounts: list[CreditAccount] = []
         self.outstanding = Outstanding()
         self.forecast = Forecast()
-        self.ladder = Ladder()
+        self.shedder = LoadShedder()
         self._tenants = tenants
         self._ends: list[tuple[float, int, Request]] = []
         """When requests that run are expected to end."""
@@ -319,7 +319,7 @@ class ModelTraffic:
         self._ticked_at = now
         self._charge_output()
         self._expect_longer(now)
-        self.ladder.observe(self.rules, now, self.waits_s(now))
+        self.shedder.observe(self.rules, now, self.waits_s(now))
 
     def _learn_start(self, admit: Admit, request: Request) -> None:
         per_row = (admit.prompt_tokens + request.expected_tokens) / max(1, admit.rows)
@@ -365,7 +365,7 @@ class ModelTraffic:
         """A request that has not ended as expected is expected to go on for as long again."""
         while (end := self._next_end()) is not None and end <= now:
             request = heapq.heappop(self._ends)[2]
-            self._expect_end(request, now + max(_LEAST_RUN_S, now - (request.began_at or now)))
+            self._expect_end(request, now + max(_MIN_RUN_S, now - (request.began_at or now)))
 
     def _expect_end(self, request: Request, end: float) -> None:
         request.ends_at = end
@@ -430,7 +430,7 @@ class ModelTraffic:
     def promise_s(self, request: Request, output_tokens: float) -> float:
         """The time that a promise to it takes from other promises: better classes and requests without
         deadlines keep their part of the service."""
-        share = max(_LEAST_SHARE, _MOST_PROMISED - sum(self._busy[: request.request_class]))
+        share = max(_MIN_SHARE, _MAX_PROMISED - sum(self._busy[: request.request_class]))
         return self.forecast.serving_s(request.admit.prompt_tokens, output_tokens) / share
 
     def first_credit_s(self, level: int, now: float) -> float:
@@ -455,10 +455,10 @@ class ModelTraffic:
         for fair in self.queue.classes[:request_class]:
             prompt_tokens += fair.backlog.prompt_tokens
             output_tokens += fair.backlog.output_tokens
-        share = max(_LEAST_SHARE, 1.0 - sum(self._busy[:request_class]))
+        share = max(_MIN_SHARE, 1.0 - sum(self._busy[:request_class]))
         return self.forecast.serving_s(prompt_tokens, output_tokens) / share
 
     def _expected_run_s(self, request: Request) -> float:
         if not self.forecast.known:
             return _UNKNOWN_RUN_S
-        return max(_LEAST_RUN_S, self.run_s(request, request.expected_tokens / max(1, request.admit.rows)))
+        return max(_MIN_RUN_S, self.run_s(request, request.expected_tokens / max(1, request.admit.rows)))

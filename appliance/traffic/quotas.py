@@ -15,17 +15,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 
-from appliance.durations import duration
 from appliance.messages import RateLimits
 from appliance.protocol import LimitUsage
+from appliance.quantities import duration
 from appliance.traffic.buckets import LIMITS, Bucket, rate_of
 from store.policies import Policies, Quota
 from store.quotas import QuotaLevels, QuotaState, Used
 
-LEAST_ANSWER_TOKENS = 16
+MIN_ANSWER_TOKENS = 16
 """An answer without `max_tokens` is made shorter where little is left, but never shorter than this: the
 request is refused instead."""
-MOST_USEFUL_WAIT_S = 120.0
+MAX_USEFUL_WAIT_S = 120.0
 """Clients of OpenAI's API wait no longer than this before they try again; then trying is useless."""
 
 Name = tuple[str, str]
@@ -99,7 +99,7 @@ class Shortage:
     @property
     def useful(self) -> bool:
         """Whether a client that waits and tries again may be served."""
-        return self.wait_s <= MOST_USEFUL_WAIT_S
+        return self.wait_s <= MAX_USEFUL_WAIT_S
 
     @property
     def message(self) -> str:
@@ -339,7 +339,7 @@ def _lowered(buckets: Iterable[Bucket], prompt_tokens: int, max_tokens: int, sam
     left = min((bucket.level for bucket in buckets if bucket.counts_tokens), default=math.inf)
     if prompt_tokens + max_tokens <= left:
         return max_tokens
-    each = max(LEAST_ANSWER_TOKENS, math.floor(left - prompt_tokens) // samples)
+    each = max(MIN_ANSWER_TOKENS, math.floor(left - prompt_tokens) // samples)
     return min(max_tokens, each * samples)
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from appliance.traffic.forecast import Forecast
 from appliance.traffic.request import Request
 
-_MOST_VOID = 1024
+_MAX_VOID = 1024
 """Entries of requests that wait no more, before they are dropped."""
 
 
@@ -55,7 +55,7 @@ class Outstanding:
         self._prompts += work.prompt_tokens
         self._outputs += work.outputs
         heapq.heappush(self._longest, (-work.each, request.request_id))
-        if len(self._longest) > 2 * len(self._waiting) + _MOST_VOID:
+        if len(self._longest) > 2 * len(self._waiting) + _MAX_VOID:
             self._longest = [(-work.each, name) for name, work in self._waiting.items()]
             heapq.heapify(self._longest)
 

@@ -40,8 +40,8 @@ class OnReplica:
 
 
 class Request:
-    """One request in flight. Only the ledger and its model's traffic change it. Times are of the ledger's
-    clock, but for `Admit.arrived_at`."""
+    """One request in flight. Only the request manager and `ModelTraffic` change it. Times are of the request
+    manager's clock, except `Admit.arrived_at`."""
 
     def __init__(
         self, front: str, admit: Admit, key_id: str, version: str, deadline_at: float | None = None

@@ -19,9 +19,9 @@ from msgspec import structs
 
 from appliance.cli.doctor import examination_lines
 from appliance.cli.output import cells
-from appliance.gpus import Gpu, GpuReport
-from appliance.listeners import bind_unix
+from appliance.front_pool.listeners import bind_unix
 from appliance.models.fit import CPU_MAX_KV_BYTES
+from appliance.models.gpus import Gpu, GpuReport
 from appliance.monitoring.findings import Examination, Finding
 from appliance.monitoring.models import running_models
 from appliance.protocol import CurrentProblem, Problem
@@ -305,7 +305,7 @@ def test_a_service_that_holds_its_directory_but_does_not_answer_is_a_problem(
 def test_a_service_that_keeps_this_user_out_is_no_problem(run_dir: Path, tmp_path: Path) -> None:
     if os.geteuid():
         pytest.skip("needs root, to become somebody else")
-    from appliance import gpus
+    from appliance.models import gpus
     from appliance.monitoring import doctor
 
     gpus.find_gpus()  # imports, which the other user may not be able to do

@@ -70,7 +70,7 @@ def required(command: Any, but: Any = None) -> list[str]:
 def _nothing_lasting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Files go to a folder of the test's; `serve` reads its settings only; nobody types anything."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("appliance.core.run", _read_settings)
+    monkeypatch.setattr("appliance.core.process.run", _read_settings)
     monkeypatch.setattr("appliance.cli.app.app", BUILT)
     monkeypatch.setattr(sys, "stdin", None)
 

@@ -289,7 +289,7 @@ def test_flags_of_serve_reach_the_core(
     cli: Run, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[Flags] = []
-    monkeypatch.setattr("appliance.core.run", lambda flags: started.append(flags) or 0)
+    monkeypatch.setattr("appliance.core.process.run", lambda flags: started.append(flags) or 0)
     outcome = cli(
         *("serve", "--model", f"a={tmp_path}", "--model", f"b={run_dir}", "--listen", "127.0.0.1:8080"),
         *("--run-dir", run_dir, "--state-dir", tmp_path, "--fronts", 2, "--device", "cpu"),

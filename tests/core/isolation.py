@@ -190,7 +190,7 @@ def _run(mix: Mix, loads: Sequence[Load]) -> list[Asked]:
     if mix.event == "death":
         box.at(start + mix.seconds / 2, lambda: box.kill_replica(box.replicas[0]))
     elif mix.event == "drain":
-        box.at(start + mix.seconds / 2, lambda: box.ledger.retire_replica(box.replicas[0].account))
+        box.at(start + mix.seconds / 2, lambda: box.requests.retire_replica(box.replicas[0].account))
     probes: list[Asked] = []
 
     asked_class = "P0" if mix.probes == "P0" else "P1"

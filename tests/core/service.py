@@ -8,10 +8,10 @@ from functools import partial
 
 import uvloop
 
-from appliance.core import serve
+from appliance.core.process import serve
+from appliance.core.systemd import Manager
 from appliance.logs import configure_logging
 from appliance.settings import Flags, read_settings
-from appliance.systemd import Manager
 from engine.client import ReplicaGroup
 
 

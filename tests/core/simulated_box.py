@@ -1,6 +1,6 @@
-"""A box with GPU-like replicas in virtual time: the real ledger and the real engine scheduler, speaking the
-real messages; only the device, the channels' delays and the clients are simulated. Deterministic, and much
-faster than the hours it stands for.
+"""A server with GPU-like replicas in virtual time: the real request manager and the real engine scheduler,
+exchanging the real messages. Only the device, the delays of channels and the clients are simulated. The
+simulation is deterministic, and much faster than real time.
 
     box = Box(tenants=[TenantRecord(name="a", created_at=0.0, weight=2.0)])
     box.add_replica(rows=256)
@@ -22,7 +22,7 @@ import msgspec
 from appliance.messages import Abort, Admit, Admitted, Identity, Refused, Settle
 from appliance.traffic.credits import CreditAccount
 from appliance.traffic.quotas import Quotas
-from appliance.traffic.requests import Ledger
+from appliance.traffic.request_manager import RequestManager
 from appliance.traffic.rules import QueueRules
 from engine.core import EngineCore
 from engine.messages import Output, Report, SamplingParams, Submit
@@ -272,7 +272,7 @@ class Replica:
             mixed_step_ms=mixed_ms / max(1, mixed_steps),
         )
         self._reported_at = self.box.now
-        self.box.after(HOP_S, lambda: None if self.dead else self.box.ledger.report(self.account, report))
+        self.box.after(HOP_S, lambda: None if self.dead else self.box.requests.report(self.account, report))
 
 
 class Box:
@@ -294,7 +294,7 @@ class Box:
         self._replicas_made = 0
         self.served: dict[str, float] = {}
         """Tokens computed by tenant: prompts at their first token, output as it comes, weighted."""
-        self.ledger = Ledger(
+        self.requests = RequestManager(
             send=lambda front, message: self.after(HOP_S, lambda: self._front_hears(message)),
             rows=self.rows,
             salt=str,
@@ -304,8 +304,8 @@ class Box:
             quotas=Quotas(lambda: self.now),
         )
         self.rules = rules
-        self.ledger.set_policies(Policies(tenants, keys))
-        self.ledger.add_model(MODEL, "v1")
+        self.requests.set_policies(Policies(tenants, keys))
+        self.requests.add_model(MODEL, "v1")
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = 0
         self._in_flight: dict[str, Asked] = {}
@@ -335,7 +335,7 @@ class Box:
             speed=speed,
         )
         self.replicas.append(replica)
-        self.ledger.add_replica(replica.account)
+        self.requests.add_replica(replica.account)
         replica._report([])
         return replica
 
@@ -343,7 +343,7 @@ class Box:
         """It dies with all that it has; fronts ask again for their requests, as much as is left of each."""
         replica.dead = True
         self.replicas.remove(replica)
-        self.after(HOP_S, lambda: self.ledger.lose_replica(replica.account))
+        self.after(HOP_S, lambda: self.requests.lose_replica(replica.account))
         lost = [asked for asked in self._in_flight.values() if asked.replica is replica]
         self.after(RESUBMIT_S, lambda: [self._resubmit(asked) for asked in lost])
 
@@ -360,7 +360,7 @@ class Box:
             prompt_tokens=len(left) * shape.prompt + emitted,
             max_tokens=len(left) * shape.max_tokens - emitted,
         )
-        self.ledger.admit(FRONT, again)
+        self.requests.admit(FRONT, again)
 
     # ── time ──
 
@@ -381,7 +381,7 @@ class Box:
         self.now = until
 
     def _tick(self) -> None:
-        self.ledger.expire()
+        self.requests.expire()
         self.after(TICK_S, self._tick)
 
     # ── clients and the front ──
@@ -422,7 +422,7 @@ class Box:
         asked.unfinished = set(range(prompts * samples))
         self.asked.append(asked)
         self._in_flight[request_id] = asked
-        self.after(HOP_S, lambda: self.ledger.admit(FRONT, admit))
+        self.after(HOP_S, lambda: self.requests.admit(FRONT, admit))
         return asked
 
     def _front_hears(self, message: Admitted | Refused | Abort) -> None:
@@ -493,7 +493,7 @@ class Box:
             delivered_tokens=asked.tokens,
             e2e_ms=1e3 * (self.now - asked.arrived_at),
         )
-        self.after(HOP_S, lambda: self.ledger.settle(FRONT, settle))
+        self.after(HOP_S, lambda: self.requests.settle(FRONT, settle))
 
     def _end(self, asked: Asked) -> None:
         del self._in_flight[asked.request_id]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.clock import HOLD_S, ClockGuard
+from appliance.core.clock import HOLD_S, ClockGuard
 
 HOUR_S, YEAR_S = 3600.0, 366 * 86400.0
 

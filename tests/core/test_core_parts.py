@@ -15,12 +15,12 @@ import pytest
 from appliance.actions import ACTIONS, action_named
 from appliance.admin.app import admin_app
 from appliance.admin.callers import Authenticator
-from appliance.backoff import Backoff
+from appliance.background import Backoff
 from appliance.client import AdminClient, ServiceNotRunningError
+from appliance.core.problems import Problems
+from appliance.front_pool.listeners import ListenError, bind_tcp, bind_unix
 from appliance.http import Peer
-from appliance.listeners import ListenError, bind_tcp, bind_unix
 from appliance.models.registry import describe, fingerprint
-from appliance.problems import Problems
 from appliance.rundir import RunDirError, RunDirLock, new_meeting, prepare_directories
 from appliance.settings import AdminSettings, ModelSettings
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from appliance.drain import Drain, DrainError, Drains
+from appliance.core.drains import Drain, DrainError, Drains
 
 
-class FakeLedger:
+class FakeRequestManager:
     """Counts down by itself: one request fewer each time that it is looked at."""
 
     def __init__(self, told: list[str], looks: int) -> None:
@@ -38,7 +38,7 @@ class Unfinished:
 class FakeHouse:
     def __init__(self, looks: int = 3) -> None:
         self.told: list[str] = []
-        self.ledger: Any = FakeLedger(self.told, looks)
+        self.requests: Any = FakeRequestManager(self.told, looks)
         self.fronts_know = asyncio.Event()
 
     async def announce(self) -> None:
@@ -48,7 +48,7 @@ class FakeHouse:
 
     def cancel(self, request_id: str, message: str) -> bool:
         self.told.append(f"cancel {request_id}: {message}")
-        self.ledger.looks = 0
+        self.requests.looks = 0
         return True
 
 
@@ -103,7 +103,7 @@ def test_a_clock_that_somebody_sets_changes_nothing_of_how_long_it_takes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = SimpleNamespace(time=lambda: 1e9, monotonic=lambda: 100.0)
-    monkeypatch.setattr("appliance.drain.time", clock)
+    monkeypatch.setattr("appliance.core.drains.time", clock)
     house = FakeHouse()
     house.fronts_know.set()
     one, other = drain(house), drain(house)

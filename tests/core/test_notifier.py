@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from appliance.notifier import Notifier
+from appliance.core.notifier import Notifier
+from appliance.core.state import opened
+from appliance.core.systemd import Manager
 from appliance.settings import Settings
-from appliance.state import opened
-from appliance.systemd import Manager
 from store.migrations import Migration, Schema
 from store.writer import Writer
 from tests.core.conftest import Service, wait_until
@@ -149,7 +149,7 @@ def test_databases_that_take_long_to_open_or_to_close_are_waited_for(
             await closing
         assert not manager.listens
 
-    monkeypatch.setattr("appliance.systemd._EVERY_S", 0.05)
+    monkeypatch.setattr("appliance.core.systemd._EVERY_S", 0.05)
     monkeypatch.setattr(Writer, "start", slow_start)
     monkeypatch.setattr(Writer, "close", slow_close)
     asyncio.run(scenario())

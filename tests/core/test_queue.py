@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from appliance.traffic.fairness import FairQueue, Ticket
+from appliance.traffic.load_shedder import DROP_BACKGROUND, REFUSE_BACKGROUND, REFUSE_INTERACTIVE, LoadShedder
 from appliance.traffic.outputs import OutputLengths, expected_tokens, most_tokens
-from appliance.traffic.overload import DROP_BACKGROUND, REFUSE_BACKGROUND, REFUSE_INTERACTIVE, Ladder
 from appliance.traffic.queue import RequestQueue
 from appliance.traffic.rates import ReplicaRates
 from appliance.traffic.rules import QueueRules
@@ -362,29 +362,29 @@ def test_a_prompts_time_is_measured_though_its_tokens_are_told_in_an_earlier_rep
 
 
 def test_an_overload_gives_up_background_first_and_takes_all_back_when_it_is_over() -> None:
-    ladder, waits = Ladder(), [0.0, 20.0, 0.0, 0.0]
+    shedder, waits = LoadShedder(), [0.0, 20.0, 0.0, 0.0]
     steps = []
     for now in range(40):
-        ladder.observe(RULES, float(now), waits)
-        steps.append(ladder.step)
+        shedder.observe(RULES, float(now), waits)
+        steps.append(shedder.step)
     assert sorted(set(steps)) == [0, 1, 2, 3, 4]
     assert steps == sorted(steps), "one step after the other"
     assert steps.index(REFUSE_BACKGROUND) == 5, "only when it lasts"
-    assert ladder.refuses(3, None, RULES)
-    assert ladder.refuses(1, 20.0, RULES)
-    assert not ladder.refuses(1, 5.0, RULES), "who would not wait too long is not refused"
-    assert not ladder.refuses(0, 1e9, RULES), "real time never is"
-    assert "P1 requests would wait 20.0 s" in ladder.reason
+    assert shedder.refuses(3, None, RULES)
+    assert shedder.refuses(1, 20.0, RULES)
+    assert not shedder.refuses(1, 5.0, RULES), "who would not wait too long is not refused"
+    assert not shedder.refuses(0, 1e9, RULES), "real time never is"
+    assert "P1 requests would wait 20.0 s" in shedder.reason
     for now in range(40, 80):
-        ladder.observe(RULES, float(now), [0.0, 1.0, 0.0, 0.0])
-    assert ladder.step == 0
-    assert ladder.reason == ""
+        shedder.observe(RULES, float(now), [0.0, 1.0, 0.0, 0.0])
+    assert shedder.step == 0
+    assert shedder.reason == ""
 
 
 def test_an_overload_of_batch_leaves_interactive_requests_alone() -> None:
-    ladder = Ladder()
+    shedder = LoadShedder()
     for now in range(60):
-        ladder.observe(RULES, float(now), [0.0, 0.0, 1000.0, 0.0])
-    assert DROP_BACKGROUND < ladder.step < REFUSE_INTERACTIVE
-    assert ladder.refuses(2, 1000.0, RULES)
-    assert not ladder.refuses(1, 1000.0, RULES)
+        shedder.observe(RULES, float(now), [0.0, 0.0, 1000.0, 0.0])
+    assert DROP_BACKGROUND < shedder.step < REFUSE_INTERACTIVE
+    assert shedder.refuses(2, 1000.0, RULES)
+    assert not shedder.refuses(1, 1000.0, RULES)

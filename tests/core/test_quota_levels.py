@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.quota_levels import LevelKeeper
+from appliance.core.quota_levels import LevelKeeper
 from appliance.traffic.quotas import Quotas, Reservation
 from store.policies import Policies, Quota, TenantRecord
 from store.quotas import QuotaLog

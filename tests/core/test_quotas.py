@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from appliance.durations import duration
+from appliance.quantities import duration
 from appliance.traffic.quotas import Quotas, Reservation, Shortage
 from store.policies import KeyRecord, Policies, Quota, TenantRecord
 from store.quotas import QuotaState, Used

@@ -17,9 +17,9 @@ import pytest
 
 from appliance.actions import DrainService, ReloadConfig, ResumeService
 from appliance.client import AdminError
+from appliance.core.reload import APPLIED_HERE, AT_RESTART, Reloader, check_still_there
+from appliance.core.reload_hooks import reload_hooks
 from appliance.protocol import Reloaded, ReplicaStatus
-from appliance.reload import APPLIED_HERE, AT_RESTART, Reloader, check_still_there
-from appliance.reload_hooks import reload_hooks
 from appliance.settings import Loaded, Settings, SettingsError
 from tests.audit_trail import read_audit
 from tests.core.conftest import Service, read_answer, wait_until

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from appliance.core.state import opened
+from appliance.core.systemd import Manager
 from appliance.settings import Settings
-from appliance.state import opened
-from appliance.systemd import Manager
 
 
 def open_once(folder: Path) -> None:

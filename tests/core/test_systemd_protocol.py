@@ -9,11 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from appliance.systemd import Manager
+from appliance.core.systemd import Manager
 
 ECHO = """
 import json, os, socket
-from appliance.systemd import Manager
+from appliance.core.systemd import Manager
 manager = Manager()
 print(json.dumps({
     "names": [sock.getsockname() for sock in manager.sockets],

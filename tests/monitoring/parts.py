@@ -7,7 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from appliance.identities import IdentityTable
+from appliance.core.controller import Switchboard
+from appliance.front_pool.identities import IdentityTable
 from appliance.messages import Admit, Identity
 from appliance.models.registry import describe_models
 from appliance.monitoring.metrics.counting import CountedRows
@@ -15,7 +16,6 @@ from appliance.monitoring.metrics.scrape import Scraper
 from appliance.monitoring.metrics.tenants import ShownTenants
 from appliance.settings import Flags, read_settings
 from appliance.settings.fields import QueueSettings
-from appliance.switchboard import Switchboard
 from appliance.traffic.quotas import Quotas
 from store.control import ControlStore
 from store.policies import Policies, TenantRecord
@@ -73,7 +73,7 @@ class Parts:
             arrived_at=time.time(),
             asked_class=asked_class,
         )
-        self.switchboard.ledger.admit("front-0", admit)
+        self.switchboard.requests.admit("front-0", admit)
 
     def close(self) -> None:
         self.control.close()

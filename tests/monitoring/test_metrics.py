@@ -17,7 +17,7 @@ from appliance.monitoring.metrics.exposition import Histograms, Numbers, Summari
 from appliance.monitoring.metrics.families import Families, outcome
 from appliance.monitoring.metrics.tenants import OTHERS, ShownTenants
 from store.requests import RequestRow
-from tests.core.house import Rows
+from tests.core.simulated_service import Rows
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 

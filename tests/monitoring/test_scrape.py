@@ -33,13 +33,13 @@ def parts(tmp_path: Path) -> Iterator[Parts]:
 
 
 def test_no_request_is_looked_at(parts: Parts) -> None:
-    ledger: Any = parts.switchboard.ledger
+    requests: Any = parts.switchboard.requests
     parts.counted.end(row(tenant="local"))
     for number in range(30):
         parts.ask(number, "local", asked_class="P0" if number % 3 == 0 else "P1")
-    ledger._requests = Unwalkable(ledger._requests)
-    ledger._closures._held = Unwalkable(ledger._closures._held)
-    (model,) = ledger._models.values()
+    requests._requests = Unwalkable(requests._requests)
+    requests._pauses._held = Unwalkable(requests._pauses._held)
+    (model,) = requests._models.values()
     model._running, model.resumed = Unwalkable(model._running), Unwalkable(model.resumed)
     text = parts.scrape()
     waiting = values(text, "appliance_queue_requests")

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from store import retention
-from store.contents import MOST_WAITING_BYTES, Content, ContentLog, read_contents
+from store.contents import MAX_WAITING_BYTES, Content, ContentLog, read_contents
 from store.requests import RequestFilter
 from store.schemas import CONTENTS
 from store.writer import Writer
@@ -137,7 +137,7 @@ def test_texts_that_wait_take_a_bounded_share_of_memory(contents):
     contents.close()
     stuck = Writer(contents.path, CONTENTS, synchronous="NORMAL")  # not started: nothing is committed
     log = ContentLog(stuck)
-    large = "x" * (MOST_WAITING_BYTES // 4)
+    large = "x" * (MAX_WAITING_BYTES // 4)
     kept = [log.keep([content(f"req-{number}", text=large)]) for number in range(6)]
     assert kept == [True, True, True, False, False, False] and log.dropped == 3
     assert stuck.state().dropped_rows == 3, "as status and metrics show it"

@@ -533,7 +533,7 @@ def test_when_the_reserve_is_used_up_the_other_disk_takes_over_and_then_memory(t
 
 
 def test_a_spool_is_no_more_than_its_bound(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("store.spool.MOST_ENTRIES", 2)
+    monkeypatch.setattr("store.spool.MAX_ENTRIES", 2)
     spool = Spool([tmp_path / "audit.spool"], heads.make_or_read_key(tmp_path))
     for number in range(3):
         spool.put(entry(number))

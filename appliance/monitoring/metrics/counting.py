@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from appliance.monitoring.metrics.families import Families
 from appliance.monitoring.metrics.tenants import OTHERS, ShownTenants
-from appliance.traffic.requests import RowSink
+from appliance.traffic.request_manager import RowSink
 from store.requests import RequestRow
 
 

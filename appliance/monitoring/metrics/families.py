@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from appliance.classes import CLASS_NAMES
-from appliance.models.replicas import Replica, StepTotal
+from appliance.core.controller import Switchboard
+from appliance.models.replica import Replica, StepTotal
 from appliance.monitoring.metrics.exposition import Family
 from appliance.monitoring.metrics.metric import Group, Metric
 from appliance.protocol import FrontStatus, ReplicaStatus
-from appliance.switchboard import Switchboard
 from appliance.traffic.buckets import Bucket
-from appliance.traffic.figures import ModelFigures, TenantFigures
+from appliance.traffic.stats import ModelStats, TenantStats
 from engine.messages import BLOCK_TOKENS
 from store.requests import RequestRow
 from store.structs import WriterState
@@ -58,7 +58,7 @@ class ReplicaSource(NamedTuple):
 class GatewaySource(NamedTuple):
     """What the metrics of a model for gateways are read from."""
 
-    model: ModelFigures
+    model: ModelStats
     ready: list[ReplicaStatus]
     """Of its ready replicas."""
 
@@ -80,9 +80,9 @@ class Families:
         self.rows: Group[RequestRow] = Group(("model", "class"), *ROWS)
         self.retries: Group[RequestRow] = Group(("model",), *RETRIES)
         self.times: Group[RequestRow] = Group(("model", "class"), *TIMES)
-        self.models: Group[ModelFigures] = Group(("model",), *MODELS)
+        self.models: Group[ModelStats] = Group(("model",), *MODELS)
         self.tenant_rows: Group[RequestRow] = Group(("tenant",), *TENANT_ROWS)
-        self.tenants: Group[TenantFigures] = Group(("tenant",), *TENANTS)
+        self.tenants: Group[TenantStats] = Group(("tenant",), *TENANTS)
         self.limits: Group[Bucket] = Group(("tenant", "limit"), *LIMITS)
         self.replicas: Group[ReplicaSource] = Group(("model", "replica"), *REPLICAS)
         self.fronts: Group[FrontStatus] = Group(("front",), *FRONTS)
@@ -165,7 +165,7 @@ SERVICE = (
            lambda s: s.connections, ("listener",)),
     Metric("gauge", "appliance_held_requests", "requests",
            "Requests that wait for the end of a drain.",
-           lambda s: s.switchboard.ledger.held()),
+           lambda s: s.switchboard.requests.held()),
 )
 ROWS = (
     Metric("counter", "appliance_requests_total", "requests",

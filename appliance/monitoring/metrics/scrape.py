@@ -9,13 +9,13 @@ import math
 import time
 from collections.abc import Sequence
 
-from appliance.listeners import Doors
+from appliance.core.controller import Switchboard
+from appliance.front_pool.listeners import Doors
 from appliance.monitoring.metrics.counting import CountedRows
 from appliance.monitoring.metrics.exposition import render
 from appliance.monitoring.metrics.families import GatewaySource, ReplicaSource, ServiceSource
 from appliance.monitoring.metrics.tenants import OTHERS
-from appliance.switchboard import Switchboard
-from appliance.traffic.figures import ModelFigures
+from appliance.traffic.stats import ModelStats
 from engine.logs import log_state
 from store.control import ControlStore
 from store.policies import Policies
@@ -62,7 +62,7 @@ class Scraper:
         """Return the present text."""
         self._forget()
         self._read_service()
-        self._read_models(self._switchboard.ledger.models())
+        self._read_models(self._switchboard.requests.models())
         self._read_tenants()
         self._read_replicas()
         self._read_fronts()
@@ -98,7 +98,7 @@ class Scraper:
         families.logs.clear()
         families.logs.set(log_state().dropped_lines, "core")
 
-    def _read_models(self, models: list[ModelFigures]) -> None:
+    def _read_models(self, models: list[ModelStats]) -> None:
         families, fleet = self._families, self._switchboard.fleet
         families.gateways.clear()
         for model in models:
@@ -107,10 +107,10 @@ class Scraper:
             families.gateways.set(GatewaySource(model, ready), model.name)
 
     def _read_tenants(self) -> None:
-        families, ledger = self._families, self._switchboard.ledger
+        families, requests = self._families, self._switchboard.requests
         for name in self._tenants:
-            families.tenants.set(ledger.tenant(name), name)
-            for bucket in ledger.quotas.buckets(name):
+            families.tenants.set(requests.tenant(name), name)
+            for bucket in requests.quotas.buckets(name):
                 families.limits.set(bucket, name, bucket.limit)
 
     def _read_replicas(self) -> None:

@@ -58,7 +58,7 @@ import appliance.cli, appliance.bench.session, appliance.monitoring.doctor, stor
 for module in pkgutil.iter_modules(appliance.cli.__path__):
     if module.name != "__main__":
         importlib.import_module(f"appliance.cli.{module.name}")
-from appliance import gpus
+from appliance.models import gpus
 gpus.find_gpus()
 # What is imported late may be out of the other user's reach.
 sys.argv = ["appliance", "status", "--run-dir", "/nonexistent"]

@@ -1,0 +1,1 @@
+"""The core process: what it is made of, its start, its reloads and its end."""

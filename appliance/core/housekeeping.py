@@ -1,0 +1,119 @@
+"""What the core does by itself, now and then: has spooled audit entries tried again, heads recorded, and what
+its time is over for removed, in batches so small that no request waits for one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+from appliance.core.clock import ClockGuard
+from appliance.core.contents import DAY_S, ContentKeeper
+from appliance.settings import LogSettings
+from store import retention
+from store.control import ControlStore
+from store.errors import StoreError
+from store.retention import Removed
+from store.writer import Operation, Writer
+
+log = logging.getLogger(__name__)
+
+_RETRY_EVERY_S = 2.0
+_HEAD_EVERY_S = 60.0
+_REMOVE_EVERY_S = 5.0
+_LEAST_PAUSE_S = 0.02
+_PAUSES = 9.0
+"""After a batch, the writer is left alone for so many times as long as the batch took: a tenth of its time at
+most goes into this."""
+
+
+class Housekeeper:
+    """Works from `start` to `stop`."""
+
+    def __init__(
+        self,
+        control: ControlStore,
+        history: Writer,
+        contents: ContentKeeper,
+        rules: Callable[[], LogSettings],
+        clock: ClockGuard,
+    ) -> None:
+        self._clock = clock
+        self._control = control
+        self._history = history
+        self._contents = contents
+        self._rules = rules
+        # A former life may have left some there.
+        self._log_has_removed = True
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        """Begin."""
+        for every_s, work in (
+            (_RETRY_EVERY_S, self._retry_audit),
+            (_HEAD_EVERY_S, self._record_head),
+            (_REMOVE_EVERY_S, self._remove_requests),
+            (_REMOVE_EVERY_S, self._remove_contents),
+        ):
+            self._tasks.add(asyncio.get_running_loop().create_task(_repeat(every_s, work)))
+
+    async def stop(self) -> None:
+        """Leave off."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def _retry_audit(self) -> None:
+        # It may write to a disk that does not answer.
+        await asyncio.to_thread(self._control.trail.retry)
+
+    async def _record_head(self) -> None:
+        self._control.trail.record_head()
+
+    async def _remove_requests(self) -> None:
+        if self._clock.jump_s:
+            return
+        if days := self._rules().days:
+            before = time.time() - days * DAY_S
+            await _remove(self._history, partial(retention.remove_requests, before=before))
+
+    async def _remove_contents(self) -> None:
+        if self._clock.jump_s:
+            return
+        before, otherwise = self._contents.limits()
+        operation = partial(retention.remove_contents, before=before, otherwise=otherwise)
+        if await _remove(self._contents.writer, operation):
+            self._log_has_removed = True
+        if self._log_has_removed:
+            emptying = await asyncio.wrap_future(retention.empty_log(self._contents.writer))
+            self._log_has_removed = not emptying.done
+
+
+async def _repeat(every_s: float, work: Callable[[], Awaitable[None]]) -> None:
+    while True:
+        await asyncio.sleep(every_s)
+        try:
+            await work()
+        except StoreError:
+            pass  # The writer has said so, and it is tried again.
+        except Exception:
+            log.exception("housekeeping failed, and is tried again in %g s", every_s)
+
+
+async def _remove(writer: Writer, operation: Operation[Removed]) -> int:
+    """Batch after batch, until nothing is left to remove; the number of rows."""
+    rows = pages = 0
+    try:
+        while True:
+            began = time.monotonic()
+            removed = await asyncio.wrap_future(writer.call(operation))
+            rows, pages = rows + removed.rows, pages + removed.pages
+            if not removed.more:
+                return rows
+            await asyncio.sleep(max(_LEAST_PAUSE_S, _PAUSES * (time.monotonic() - began)))
+    finally:
+        if rows or pages:
+            log.info("%s: %d rows removed after their time, %d pages given back", writer.path, rows, pages)

@@ -1,0 +1,147 @@
+"""Reloads the settings while the service runs: applies what changed and touches nothing else.
+
+Everything that can fail comes first: if a file cannot be used, a model's folder cannot be read or an address
+is taken, the whole reload is refused and nothing changes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from appliance.core.controller import Switchboard
+from appliance.core.drains import STOPPING
+from appliance.front_pool.listeners import ListenError
+from appliance.messages import ServedModel
+from appliance.models.registry import describe_models
+from appliance.protocol import Configuration, Reloaded
+from appliance.settings import Fault, Loaded, Place, Settings, SettingsError
+from appliance.settings.files import DROP_INS
+from appliance.settings.table import as_table, differences
+
+log = logging.getLogger(__name__)
+
+
+ReloadHook = Callable[[Settings], None]
+"""Applies a changed setting to the running service. Must not fail."""
+
+
+class ConfiguredListener(Protocol):
+    """Listens on an address of the settings."""
+
+    def prepare(self, settings: Settings) -> socket.socket | None:
+        """Open the address of `settings` if it is new. Raises ListenError."""
+
+    def change(self, settings: Settings, opened: socket.socket | None) -> None:
+        """Listen on the opened address instead of the former one. Must not fail."""
+
+
+AT_RESTART = frozenset({"run_dir", "state_dir"})
+"""Top-level settings that a running service cannot change."""
+APPLIED_HERE = frozenset({"models", "listen"})
+"""Top-level settings that `Reloader` applies itself; every other one has a hook."""
+
+
+class ReloadError(Exception):
+    """The service cannot reload now; the message says why."""
+
+
+class Reloader:
+    """Holds the settings in effect, and replaces them."""
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        reread: Callable[[], Loaded],
+        switchboard: Switchboard,
+        listeners: Sequence[ConfiguredListener],
+        hooks: Mapping[str, ReloadHook],
+    ) -> None:
+        """`reread` reads the settings as they were read at the start; `hooks` are by top-level setting."""
+        self._loaded = loaded
+        self._reread = reread
+        self._switchboard = switchboard
+        self._listeners = listeners
+        self._hooks = hooks
+        self._one_at_a_time = asyncio.Lock()
+
+    def configuration(self) -> Configuration:
+        """Return the settings in effect, and the source of each."""
+        return as_table(self._loaded)
+
+    async def reload(self) -> Reloaded:
+        """Reload. Raises SettingsError, ListenError or ReloadError, and then nothing has changed."""
+        async with self._one_at_a_time:
+            former = self._loaded
+            loaded = await asyncio.to_thread(self._reread)
+            check_still_there(former, loaded)
+            changes = list(differences(former.settings, loaded.settings))
+            waiting = [change for change in changes if change.path[0] in AT_RESTART]
+            applied = [change for change in changes if change not in waiting]
+            loaded = _until_restart(loaded, former)
+            served = await asyncio.to_thread(describe_models, loaded, former.settings)
+            if self._switchboard.stopping is not None:
+                raise ReloadError(f"{STOPPING}: its settings cannot be reloaded")
+            opened = self._open(loaded.settings)
+            try:
+                said = self._apply(loaded.settings, {change.path[0] for change in applied}, served)
+            except BaseException:
+                _close(opened)
+                raise
+            for listener, sock in zip(self._listeners, opened, strict=True):
+                listener.change(loaded.settings, sock)
+            self._loaded = loaded
+            for line in (*map(str, applied), *said):
+                log.info("reload: %s", line)
+            return Reloaded(changed=list(map(str, applied)), models=said, at_restart=list(map(str, waiting)))
+
+    def _open(self, wanted: Settings) -> list[socket.socket | None]:
+        opened: list[socket.socket | None] = []
+        try:
+            for listener in self._listeners:
+                opened.append(listener.prepare(wanted))
+        except ListenError:
+            _close(opened)
+            raise
+        return opened
+
+    def _apply(self, wanted: Settings, names: set[str], served: list[ServedModel]) -> list[str]:
+        switchboard = self._switchboard
+        switchboard.settings = switchboard.fleet.settings = wanted
+        for name in sorted(names - APPLIED_HERE):
+            self._hooks[name](wanted)
+        said = switchboard.change_models(wanted.models, served)
+        switchboard.tell_configuration()
+        return said
+
+
+def _close(opened: Sequence[socket.socket | None]) -> None:
+    for sock in filter(None, opened):
+        sock.close()
+
+
+def check_still_there(former: Loaded, loaded: Loaded) -> None:
+    """Check that the settings file still exists: its removal must not unload every model. Raises
+    SettingsError."""
+    if not former.files or (gone := former.files[0]) in loaded.files:
+        return
+    if gone.parent.name == DROP_INS and loaded.files:
+        return
+    raise SettingsError(
+        Fault(
+            place=Place(str(gone)),
+            what="the service was started with this file, which was deleted",
+            remedy="restore it, or restart the service to run without it",
+        )
+    )
+
+
+def _until_restart(loaded: Loaded, former: Loaded) -> Loaded:
+    """Return `loaded` with the former values of settings that only a restart changes."""
+    for name in AT_RESTART:
+        setattr(loaded.settings, name, getattr(former.settings, name))
+    places = {path: place for path, place in loaded.places.items() if path[0] not in AT_RESTART}
+    places |= {path: place for path, place in former.places.items() if path[0] in AT_RESTART}
+    return loaded._replace(places=places)

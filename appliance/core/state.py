@@ -1,0 +1,119 @@
+"""What must last: the service's directories and databases, opened and closed together."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import logging
+import secrets
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import NamedTuple
+
+from appliance.core.systemd import Manager
+from appliance.rundir import RunDirLock, prepare_directories
+from appliance.settings import Settings
+from store.control import ControlStore
+from store.requests import RequestLog
+from store.schemas import CONTENTS, HISTORY
+from store.writer import Writer
+
+log = logging.getLogger(__name__)
+
+
+class State(NamedTuple):
+    """The databases of one service."""
+
+    control: ControlStore
+    """Tenants, keys, mapped users, the audit chain."""
+    history: Writer
+    """Of `history.db`: the request log and what is left of quotas."""
+    contents: Writer
+    """Of `contents.db`: the prompts and answers that are kept."""
+    requests: RequestLog
+
+    @property
+    def stalled_s(self) -> float:
+        """For how long the slowest disk has not answered."""
+        return max(self.control.stalled_s, self.history.stalled_s, self.contents.stalled_s)
+
+
+@contextlib.asynccontextmanager
+async def opened(settings: Settings, manager: Manager) -> AsyncIterator[State]:
+    """The state of the settings' directories, which are this service's alone meanwhile. Rows that a former
+    service left open are sealed. Raises RunDirError or a StoreError.
+
+    A migration, a recovery or a slow disk takes its time: the service manager hears of which database, and
+    waits.
+    """
+    held = contextlib.ExitStack()
+    state = await manager.wait_for(lambda: held.enter_context(_opened(settings, manager)))
+    try:
+        yield state
+    finally:
+        await manager.wait_for(held.close)
+
+
+@contextlib.contextmanager
+def _opened(settings: Settings, manager: Manager) -> Iterator[State]:
+    run_dir, state_dir = Path(settings.run_dir), Path(settings.state_dir)
+    prepare_directories(run_dir, state_dir)
+    with contextlib.ExitStack() as held:
+        lock = RunDirLock(run_dir, state_dir)
+        held.callback(lock.release)
+        control = ControlStore(state_dir / "control.db", spool_folder=run_dir)
+        history = Writer(state_dir / "history.db", HISTORY, synchronous="NORMAL")
+        contents = Writer(state_dir / "contents.db", CONTENTS, synchronous="NORMAL")
+        databases: tuple[ControlStore | Writer, ...] = (control, history, contents)
+        _say_missing(control.path, [history.path, contents.path])
+        for database in databases:
+            manager.tell(STATUS=f"starting: opening {database.path}")
+            database.start()
+            held.callback(database.close)
+            held.callback(manager.tell, STATUS=f"stopped: closing {database.path}")
+        requests = RequestLog(history)
+        requests.seal_open_rows("the service ended without a word").add_done_callback(_say_sealed)
+        yield State(control, history, contents, requests)
+
+
+def _say_missing(control: Path, others: list[Path]) -> None:
+    """Of databases that a former service had and that are gone: nothing else knows that there were rows."""
+    if not _has_bytes(control):
+        return  # a new box
+    for path in others:
+        if not _has_bytes(path):
+            log.warning(
+                "%s is missing or empty, though %s is not new: an empty one is begun, and what it held is "
+                "gone; to have it back, stop the service and restore a backup",
+                path,
+                control.name,
+            )
+
+
+def _has_bytes(path: Path) -> bool:
+    try:
+        return path.stat().st_size > 0
+    except FileNotFoundError:
+        return False
+
+
+def cache_salts(control: ControlStore) -> Callable[[str], str]:
+    """The prefix cache's salt of a tenant, which those share that are in one cache group; nobody can guess
+    it, and it is another one after each start."""
+    secret = secrets.token_bytes(32)
+
+    def salt(name: str) -> str:
+        tenant = control.policies.tenants.get(name)
+        group = tenant.cache_group if tenant is not None else None
+        # A group may be called like a tenant that is not in it.
+        owner = f"tenant {name}" if group is None else f"group {group}"
+        return hmac.new(secret, owner.encode(), hashlib.sha256).hexdigest()[:32]
+
+    return salt
+
+
+def _say_sealed(sealed: Future[int]) -> None:
+    if not sealed.exception() and sealed.result():
+        log.warning("%d requests were open when the service last ended: their rows say so", sealed.result())

@@ -1,0 +1,448 @@
+"""The front processes: spawned, told what to serve, given connections, started again when they die."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import resource
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from typing import Protocol
+
+from appliance.background import Backoff
+from appliance.front_pool.refusals import RefusalWatch
+from appliance.messages import (
+    AboutRequest,
+    AttachReplica,
+    Claim,
+    Configure,
+    Connection,
+    CoreToFront,
+    FrontReady,
+    FrontReport,
+    FrontToCore,
+    HandOver,
+    Keep,
+    Release,
+    StopFront,
+)
+from appliance.protocol import FrontStats, FrontStatus, ProcessState
+from engine.client import Channel, module_command, module_environment, socketpair
+from engine.memory_kills import count_memory_kills, memory_kill_note
+
+log = logging.getLogger(__name__)
+
+_MOST_UNREAD_BYTES = 64 << 10
+"""A front that leaves more of its control channel unread gets no further connections for now."""
+_MAX_UNTAKEN = 256
+"""A front that has not taken so many connections yet gets no further ones for now. At most an eighth of this
+process's descriptors: the kernel counts those that lie in a channel against the same limit."""
+_QUIET_S = 3.0
+"""Fronts report twice a second: one that says nothing for this long gets no further connections for now."""
+_SLOW_START_S = 30.0
+"""A front that has been starting for longer is listed as a problem. It reads about two seconds for each
+model."""
+_DYING_S = 0.5
+
+
+class FrontEvents(Protocol):
+    """Who is told what happens to a front."""
+
+    def front_started(self, front: Front) -> None:
+        """A new process, which has been told nothing yet. May raise OSError: it is killed then, and started
+        anew."""
+
+    def front_ready(self, front: Front) -> None:
+        """It takes connections."""
+
+    def front_reported(self, front: Front) -> None:
+        """The front has reported how many connections it has taken: it may take others now."""
+
+    def front_asks(self, front: Front, message: AboutRequest) -> None:
+        """A word on a request."""
+
+    def front_claims(self, front: Front, message: Claim | Release) -> None:
+        """A word on who has the answer of a request with an `Idempotency-Key`."""
+
+    def front_hands_over(self, front: Front, message: HandOver, descriptors: tuple[int, int]) -> None:
+        """A connection that another front is to answer, and its request. The descriptors are closed when this
+        returns."""
+
+    def front_keeps(self, front: Front, message: Keep, descriptor: int) -> None:
+        """Texts to be kept. The descriptor is closed when this returns."""
+
+    def front_changed(self, front: Front, problems: dict[str, str]) -> None:
+        """It can serve other models than before: `front.problems` says so, `problems` are the former."""
+
+    def front_lost(self, front: Front, name: str) -> None:
+        """The process that was called `name` is gone."""
+
+    def front_problem(self, front: Front, what: str) -> None:
+        """Something to tell the operator."""
+
+
+class Front:
+    """One front and whoever supervises it. All methods belong on the event loop's thread, which must be a
+    permanent one: each front asks the kernel to be killed when the thread that spawned it ends.
+
+    Every process has a name of its own ("front-0", then "front-0.1", …): a replica's word on a front that is
+    gone must never be taken for one on its successor.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        events: FrontEvents,
+        *,
+        hang_timeout_s: float,
+        load_timeout_s: float,
+        log_level: str = "info",
+        module: str = "appliance.front",
+    ) -> None:
+        self.number = number
+        self.name = f"front-{number}"
+        self.state: ProcessState = "stopped"
+        self.detail = ""
+        self.restarts = 0
+        self.last_error = ""
+        self.max_connections = 0
+        """Connections of known clients that it may have, by the settings."""
+        self._events = events
+        self.hang_timeout_s = hang_timeout_s
+        self.load_timeout_s = load_timeout_s
+        self._module = module
+        self.log_level = log_level
+        self._backoff = Backoff()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pidfd = -1
+        self._channel: Channel[FrontToCore] | None = None
+        self._report: FrontReport | None = None
+        self._kill_reason = ""
+        self._started_at = 0.0
+        self._ready_at: float | None = None
+        self._memory_kills = 0
+        self._last_sign = 0.0
+        self._given = 0
+        """Connections that this process was given."""
+        self._refusals = RefusalWatch()
+        self._stopping = False
+        self._ended = asyncio.Event()
+        self._ended.set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the running process."""
+        return self._process.pid if self._process else None
+
+    @property
+    def takes_connections(self) -> bool:
+        """Whether a connection may be given to it now."""
+        channel = self._channel
+        if self.state != "ready" or channel is None or self._silent_s > _QUIET_S:
+            return False
+        return channel.backlog_bytes < _MOST_UNREAD_BYTES and self._untaken < _max_untaken()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another connection finds a place there, even if every connection on its way is answered at
+        once. A front without room still answers: it refuses with 503."""
+        report = self._report
+        return report is None or report.busy_connections + self._untaken < report.max_connections
+
+    @property
+    def _untaken(self) -> int:
+        return self._given - (self._report.taken_connections if self._report is not None else 0)
+
+    @property
+    def problems(self) -> dict[str, str]:
+        """Why it cannot serve a model, by the model's name."""
+        return self._report.problems if self._report is not None else {}
+
+    @property
+    def configured(self) -> int:
+        """The last configuration that it said it has taken in."""
+        return self._report.configured if self._report is not None else 0
+
+    @property
+    def _silent_s(self) -> float:
+        return time.monotonic() - self._last_sign
+
+    @property
+    def _starting_s(self) -> float:
+        """How long it has been starting; 0 if it is not."""
+        return time.monotonic() - self._started_at if self.state == "starting" else 0.0
+
+    # ── its life ──
+
+    def start(self) -> None:
+        """Spawn the process. When that cannot be done now it is tried again, as after its death."""
+        self.name = f"front-{self.number}" + (f".{self.restarts}" if self.restarts else "")
+        self.state, self.detail = "starting", ""
+        self._report, self._ready_at, self._kill_reason = None, None, ""
+        self._given, self._refusals = 0, RefusalWatch()
+        self._started_at = self._last_sign = time.monotonic()
+        self._memory_kills = count_memory_kills()
+        try:
+            pid = self._spawn()
+        except OSError as error:
+            self._restart(f"it could not be started: {error}")
+            return
+        log.info("%s starts (pid %d)", self.name, pid)
+        try:
+            self._events.front_started(self)
+        except OSError as error:
+            self.kill(f"its channels could not be made: {error}")
+
+    def _spawn(self) -> int:
+        """Returns the process id. Raises OSError, and then nothing is left behind."""
+        with contextlib.ExitStack() as undo:
+            ours, theirs = socketpair()
+            undo.callback(ours.close)
+            with theirs:
+                process = subprocess.Popen(
+                    [
+                        *module_command(self._module),
+                        *("--channel", str(theirs.fileno())),
+                        *("--name", self.name),
+                        *("--log-level", self.log_level),
+                    ],
+                    pass_fds=(theirs.fileno(),),
+                    stdin=subprocess.DEVNULL,
+                    env=module_environment(),
+                    start_new_session=True,
+                )
+            undo.callback(process.wait)
+            undo.callback(process.kill)
+            self._pidfd = os.pidfd_open(process.pid)
+            undo.pop_all()
+        self._process = process
+        self._ended.clear()
+        self._channel = Channel(ours, FrontToCore)
+        self._channel.listen(self._message, lambda: self.kill_soon("it closed its channel to the core"))
+        asyncio.get_running_loop().add_reader(self._pidfd, self._exited)
+        return process.pid
+
+    def send(self, message: CoreToFront) -> None:
+        """Tell it something; a front that is gone hears nothing."""
+        if self._channel is not None:
+            self._channel.send(message)
+
+    def configure(self, configure: Configure) -> None:
+        """Tell it what is served."""
+        self.max_connections = configure.limits.max_connections
+        self.send(configure)
+
+    def attach(self, replica: str, model: str, descriptor: int) -> None:
+        """Hand it a channel to a replica; the descriptor is closed here. Raises OSError when too many
+        files are open."""
+        try:
+            if self._channel is not None:
+                self._channel.send(AttachReplica(replica, model), (descriptor,))
+        finally:
+            os.close(descriptor)
+
+    def give(self, connection: Connection, *descriptors: int) -> None:
+        """Hand it a client's connection, and what was read from it; the caller closes its own descriptors."""
+        if self._channel is not None:
+            self._given += 1
+            self._channel.send(connection, descriptors)
+
+    def begin_stop(self, grace_s: float) -> None:
+        """Have it finish what streams and end; it is not started again."""
+        self._stopping = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._process is None:
+            self.state, self.detail = "stopped", ""
+            return
+        self.state = "stopping"
+        self.send(StopFront(grace_s))
+
+    async def ended(self) -> None:
+        """Wait until its process is gone."""
+        await self._ended.wait()
+
+    def kill(self, reason: str) -> None:
+        """Kill the process now."""
+        if self._process is not None:
+            self._kill_reason = self._kill_reason or reason
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def kill_soon(self, reason: str) -> None:
+        """Kill the process unless it is gone in a moment: most likely it is dying, and its exit says why."""
+
+        def kill(name: str) -> None:
+            if self.name == name:
+                self.kill(reason)
+
+        asyncio.get_running_loop().call_later(_DYING_S, kill, self.name)
+
+    def check(self) -> None:
+        """Kill it if it hangs, be it ready, starting or about to end, or if it starts for too long. To be
+        called about once a second."""
+        limit_s = self.load_timeout_s if self._ready_at is None else self.hang_timeout_s
+        if self._silent_s > limit_s:
+            self.kill(f"it gave no sign of life for {self._silent_s:.0f} s while {self.state}")
+        elif self._starting_s > self.load_timeout_s:
+            self.kill(f"it was not ready {self._starting_s:.0f} s after its start (load_timeout_s)")
+
+    def _message(self, message: FrontToCore) -> None:
+        self._last_sign = time.monotonic()
+        if isinstance(message, FrontReport):
+            before, self._report = self._report, message
+            problems = before.problems if before is not None else {}
+            if message.problems != problems:
+                self._events.front_changed(self, problems)
+            self._events.front_reported(self)
+            for problem in self._refusals.problems(message):
+                self._events.front_problem(self, problem)
+            counted = before.template_problems if before is not None else {}
+            for model, (count, why) in message.template_problems.items():
+                if count > counted.get(model, (0, ""))[0]:
+                    self._events.front_problem(self, f"model {model!r}: {why}")
+        elif isinstance(message, FrontReady):
+            if self.state == "starting":
+                self.state, self._ready_at = "ready", time.monotonic()
+                log.info("%s is ready", self.name)
+                self._events.front_ready(self)
+        elif isinstance(message, HandOver):
+            with self._descriptors(2) as descriptors:
+                if descriptors:
+                    self._events.front_hands_over(self, message, (descriptors[0], descriptors[1]))
+        elif isinstance(message, Keep):
+            with self._descriptors(1) as descriptors:
+                if descriptors:
+                    self._events.front_keeps(self, message, descriptors[0])
+        elif isinstance(message, Claim | Release):
+            self._events.front_claims(self, message)
+        else:
+            self._events.front_asks(self, message)
+
+    @contextlib.contextmanager
+    def _descriptors(self, count: int) -> Iterator[list[int]]:
+        """Return the descriptors that came with a message, and close them afterwards; none if the kernel has
+        dropped one because this process has too many files open."""
+        taken: list[int] = []
+        complete = True
+        try:
+            if self._channel is not None:
+                for _ in range(count):
+                    taken.append(self._channel.take_fd())
+        except LookupError:
+            complete = False
+            self._events.front_problem(
+                self, "a message lost its file descriptor: raise the limit of open files (ulimit -n)"
+            )
+        try:
+            yield taken if complete else []
+        finally:
+            for descriptor in taken:
+                os.close(descriptor)
+
+    def _exited(self) -> None:
+        process, channel = self._process, self._channel
+        if process is None or channel is None:
+            return
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        # Its last words still lie in the channel.
+        for message in channel.read():
+            self._message(message)
+        channel.close()
+        channel.release_fds()
+        returncode = process.wait()
+        os.close(self._pidfd)
+        self._process = self._channel = self._report = None
+        self._ended.set()
+        self._events.front_lost(self, self.name)
+        if self._stopping:
+            self.state, self.detail = "stopped", ""
+            if self._kill_reason:
+                self._events.front_problem(self, f"pid {process.pid} was killed: {self._kill_reason}")
+            return
+        how = f"killed by {signal.Signals(-returncode).name}" if returncode < 0 else f"exit code {returncode}"
+        how += memory_kill_note(returncode, self._memory_kills)
+        self._restart(f"pid {process.pid} ended: {self._kill_reason or how}")
+
+    def _restart(self, error: str) -> None:
+        self.last_error = error
+        lived_s = 0.0 if self._ready_at is None else time.monotonic() - self._ready_at
+        delay_s = self._backoff.delay_s(lived_s)
+        self.state, self.detail = "restarting", f"restarting in {delay_s:.1f} s"
+        self.restarts += 1
+        self._events.front_problem(self, error)
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self.start)
+
+    # ── for the status ──
+
+    def status(self) -> FrontStatus:
+        """Return the front's status for operators."""
+        report = self._report
+        stats = {name: getattr(report, name) for name in FrontStats.__struct_fields__} if report else {}
+        return FrontStatus(
+            **stats,
+            name=self.name,
+            state=self.state,
+            detail=self._explained(report),
+            pid=self.pid,
+            restarts=self.restarts,
+            last_error=self.last_error,
+            cpu_us_per_token=report.cpu_seconds * 1e6 / report.tokens if report and report.tokens else None,
+        )
+
+    def _explained(self, report: FrontReport | None) -> str:
+        """Return the explanation of the state."""
+        if self._starting_s > _SLOW_START_S:
+            return (
+                f"starting for {self._starting_s:.0f} s: it has not loaded the models' tokenizers and chat "
+                f"templates yet; after load_timeout_s = {self.load_timeout_s:g} it is killed and restarted"
+            )
+        if self.state == "ready" and self._silent_s > _QUIET_S:
+            return f"silent for {self._silent_s:.0f} s: it gets no connections"
+        return self.detail or (self._limits_reached(report) if report else "")
+
+    def _limits_reached(self, report: FrontReport) -> str:
+        """Return which limit of connections the front has reached; empty if none."""
+        if report.max_connections and report.busy_connections >= report.max_connections:
+            return f"full: all {report.max_connections:,} connections are in use, others are refused"
+        if 0 < report.max_connections < self.max_connections:
+            return (
+                f"only {report.max_connections:,} of limits.max_connections = {self.max_connections:,}: "
+                f"raise the limit of open files (ulimit -n)"
+            )
+        return ""
+
+
+def _max_untaken() -> int:
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return min(_MAX_UNTAKEN, max(descriptors // 8, 1))
+
+
+class Dealer:
+    """Gives connections to the fronts in turn, and passes over those that are full."""
+
+    def __init__(self, fronts: list[Front]) -> None:
+        self._fronts = fronts
+        self._next = 0
+
+    @property
+    def open(self) -> bool:
+        """Whether any front takes connections."""
+        return any(front.takes_connections for front in self._fronts)
+
+    def deal(self, connection: Connection, *descriptors: int) -> bool:
+        """Give the connection to the next front that has room; if all are full, to the next one, which
+        answers that. Return False if no front takes connections now."""
+        for needs_room in (True, False):
+            for step in range(len(self._fronts)):
+                front = self._fronts[(self._next + step) % len(self._fronts)]
+                if front.takes_connections and (front.has_room or not needs_room):
+                    front.give(connection, *descriptors)
+                    self._next += step + 1
+                    return True
+        return False

@@ -1,0 +1,69 @@
+"""Pauses of admission, for the whole service or one model. Meanwhile new requests are refused or held."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from appliance.traffic.request import Request
+
+
+class AdmissionPause(NamedTuple):
+    """Why new requests are not admitted, and whether they are held or refused."""
+
+    why: str
+    """For the client, in words."""
+    hold: bool = False
+    """They wait until it is open again, instead of being refused."""
+
+
+class AdmissionPauses:
+    """The pauses by model (None: of the whole service, which applies to every model), and the requests that
+    are held until a pause ends."""
+
+    def __init__(self) -> None:
+        self._by_model: dict[str | None, AdmissionPause] = {}
+        self._held: dict[str, Request] = {}
+        """In the order in which they came."""
+
+    def begin(self, model: str | None, pause: AdmissionPause) -> None:
+        """Pause admission to `model`; this replaces an earlier pause of `model`."""
+        self._by_model[model] = pause
+
+    def end(self, model: str | None) -> None:
+        """End the pause of `model`; nothing happens if there is none."""
+        self._by_model.pop(model, None)
+
+    def of(self, model: str) -> AdmissionPause | None:
+        """What holds for a request to `model`; None if it is taken."""
+        return self._by_model.get(None) or self._by_model.get(model)
+
+    # ── what is held ──
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, request: Request) -> bool:
+        return request.request_id in self._held
+
+    def hold(self, request: Request) -> None:
+        """It waits until it may be queued."""
+        self._held[request.request_id] = request
+
+    def let_go(self, request: Request) -> bool:
+        """It is held no more; False if it was not."""
+        return self._held.pop(request.request_id, None) is not None
+
+    def held(self, model: str | None = None) -> list[Request]:
+        """What is held (for `model`, None: for any), in the order in which it came."""
+        return [request for request in self._held.values() if model in (None, request.first.model)]
+
+    def released(self) -> list[tuple[Request, AdmissionPause | None]]:
+        """What is held and nothing holds any more, with what refuses it now."""
+        found = [(request, self.of(request.first.model)) for request in self._held.values()]
+        return [(request, pause) for request, pause in found if pause is None or not pause.hold]
+
+    @property
+    def held_since(self) -> float | None:
+        """When the request came that is held for longest."""
+        first = next(iter(self._held.values()), None)
+        return None if first is None else first.queued_at

@@ -1,0 +1,67 @@
+"""What is given up under overload, in which order, and when it is taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from appliance.classes import CLASS_NAMES
+from appliance.traffic.rules import QueueRules
+
+CALM, REFUSE_BACKGROUND, DROP_BACKGROUND, REFUSE_BATCH, REFUSE_INTERACTIVE = range(5)
+"""The steps of load shedding. P2 and P1 are refused only where they would wait too long."""
+
+_DONE = (
+    "",
+    "new P3 requests are refused",
+    "P3 requests are refused, also those that waited",
+    "P3 requests are refused, and P2 requests that would wait too long",
+    "P3 requests are refused, and P2 and P1 requests that would wait too long",
+)
+_GIVEN_UP_FOR = (REFUSE_INTERACTIVE, REFUSE_INTERACTIVE, REFUSE_BATCH)
+"""By class, how far its overload goes."""
+_RELIEVED = 0.5
+"""Waits below this part of what is an overload are none any more."""
+
+
+class LoadShedder:
+    """One step up for each `overload_s` that an overload lasts, one down for each that it is over."""
+
+    def __init__(self) -> None:
+        self.step = CALM
+        self._why = ""
+        self._direction = 0
+        self._since = 0.0
+        """When the present direction began, or the last step was taken."""
+
+    @property
+    def reason(self) -> str:
+        """Why, and what is done about it; empty without an overload."""
+        return f"{self._why}: {_DONE[self.step]}" if self.step else ""
+
+    def observe(self, rules: QueueRules, now: float, waits_s: Sequence[float | None]) -> None:
+        """`waits_s`: what a request that came now would wait, by class; None where nobody knows."""
+        goal, relieved = CALM, True
+        for number, given_up in enumerate(_GIVEN_UP_FOR):
+            wait_s, most_s = waits_s[number], rules.overload * rules.target_s(number)
+            if wait_s is None:
+                continue
+            if wait_s > most_s and goal < given_up:
+                goal = given_up
+                name = CLASS_NAMES[number]
+                self._why = f"{name} requests would wait {wait_s:.1f} s, more than {most_s:g} s"
+            relieved = relieved and wait_s <= _RELIEVED * most_s
+        over = self.step > goal and (goal > CALM or relieved)
+        direction = 1 if self.step < goal else -1 if over else 0
+        if direction != self._direction:
+            self._direction, self._since = direction, now
+        elif direction and now - self._since >= rules.overload_s:
+            self.step += direction
+            self._since = now
+
+    def refuses(self, request_class: int, wait_s: float | None, rules: QueueRules) -> bool:
+        """Whether a new request of this class, which would wait so long, is refused."""
+        if request_class >= len(_GIVEN_UP_FOR):
+            return self.step >= REFUSE_BACKGROUND
+        if not request_class or self.step < _GIVEN_UP_FOR[request_class]:
+            return False
+        return wait_s is not None and wait_s > rules.overload * rules.target_s(request_class)

@@ -1,0 +1,124 @@
+"""Statistics of the requests in flight, for the status, metrics and the console."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from appliance.classes import CLASS_NAMES
+from appliance.protocol import ClassStatus, LimitUsage
+from appliance.traffic.model import ModelTraffic
+from appliance.traffic.tenants import Tenant, Tenants
+from store.policies import CLASSES
+
+
+class QueueStats(NamedTuple):
+    """How full the house is."""
+
+    waiting: int
+    running: int
+    oldest_wait_s: float
+    admitted: int
+    refused: int
+    ended: int
+    waiting_tokens: int
+    preemptions: int
+    """Since the start, by requests that have ended."""
+    overload: str
+    """What is overloaded, and what is done about it; empty without."""
+    overload_step: int
+    """Of the load shedder; 0 without overload."""
+    classes: list[ClassStatus]
+    """From P0 on."""
+
+
+class ModelStats(NamedTuple):
+    """What there is of one model in the house; lists are by class, from P0 on."""
+
+    name: str
+    waiting: list[int]
+    """For their first turn."""
+    oldest_wait_s: list[float]
+    resuming: int
+    """Requests that wait to go on."""
+    running: int
+    overload_step: int
+    """Of the load shedder; 0 without overload."""
+
+
+class TenantStats(NamedTuple):
+    """What one tenant has in the house."""
+
+    name: str
+    weight: float
+    waiting: int
+    waiting_tokens: int
+    running: int
+    service: float
+    """Weighted tokens of requests that have ended since the start."""
+
+
+def model(one: ModelTraffic, now: float) -> ModelStats:
+    """What there is of this model in the house; at the cost of its classes, however many requests wait."""
+    oldest = [one.queue.oldest(number) for number in range(CLASSES)]
+    return ModelStats(
+        name=one.name,
+        waiting=[one.queue.length(number) for number in range(CLASSES)],
+        oldest_wait_s=[0.0 if at is None else max(0.0, now - at) for at in oldest],
+        resuming=len(one.resumed) + len(one.stranded),
+        running=one.running,
+        overload_step=one.shedder.step,
+    )
+
+
+def overload(models: Iterable[ModelTraffic]) -> tuple[str, int]:
+    """The models' overloads in words, and the highest step."""
+    steps = [(model.shedder.step, f"{model.name}: {model.shedder.reason}") for model in models]
+    taken = [(step, words) for step, words in steps if step]
+    return "; ".join(words for _, words in taken), max((step for step, _ in taken), default=0)
+
+
+def classes(models: Iterable[ModelTraffic], now: float) -> list[ClassStatus]:
+    """Each class over all models; of what is expected and how long some have waited, the worst."""
+    known = list(models)
+    waits_s = [model.waits_s(now) for model in known]
+    statuses = []
+    for number, name in enumerate(CLASS_NAMES):
+        oldest = [at for model in known if (at := model.queue.oldest(number)) is not None]
+        target_s = known[0].rules.target_s(number) if known else float("inf")
+        statuses.append(
+            ClassStatus(
+                name=name,
+                waiting=sum(model.queue.length(number) for model in known),
+                oldest_wait_s=max(0.0, now - min(oldest)) if oldest else 0.0,
+                expected_wait_s=max((one[number] or 0.0 for one in waits_s), default=0.0),
+                target_s=None if target_s == float("inf") else target_s,
+            )
+        )
+    return statuses
+
+
+def tenant(one: Tenant) -> TenantStats:
+    """What this tenant has in the house."""
+    use = one.use
+    return TenantStats(one.name, one.weight, use.queued, use.queued_tokens, use.running, one.service)
+
+
+def usage(tenants: Tenants, scope: str, name: str, kv_tokens: Mapping[str, int]) -> list[LimitUsage]:
+    """How much a tenant or key uses of the limits on what it has in the house now. `kv_tokens`: for how many
+    there are KV blocks, by model."""
+    quota, use = tenants.quota_of(scope, name)
+    found = [
+        ("concurrent_requests", quota.concurrent_requests, use.running),
+        ("queued_requests", quota.queued_requests, use.queued),
+    ]
+    if quota.kv_share is not None and kv_tokens:
+        share = {model: use.kv_tokens.get(model, 0) / max(1, total) for model, total in kv_tokens.items()}
+        fullest = max(share, key=lambda model: share[model])
+        most = int(quota.kv_share * kv_tokens[fullest])
+        found.append(("kv_share", most, use.kv_tokens.get(fullest, 0)))
+    return [
+        LimitUsage(limit=limit, capacity=most, used=used, held=used, resets_in_s=None)
+        for limit, most, used in found
+        if most is not None
+    ]

@@ -1,0 +1,374 @@
+"""A simulated service around the request manager: fronts and replicas that keep the protocol, and channels
+that deliver each message when the test says so. Tests create every order of events between two processes."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from appliance.messages import Abort, Admit, Admitted, Identity, Refused, Settle
+from appliance.traffic.credits import CreditAccount
+from appliance.traffic.quotas import Quotas
+from appliance.traffic.request_manager import RequestManager
+from appliance.traffic.rules import QueueRules
+from engine.messages import LEVELS, Finished, Report, level_of
+from store.requests import RequestRow
+
+ROWS, TOKENS = 4, 40
+
+
+class Rows:
+    """A request log that remembers."""
+
+    def __init__(self) -> None:
+        self.opened: list[str] = []
+        self.ended: list[RequestRow] = []
+
+    def open(self, row: RequestRow) -> bool:
+        self.opened.append(row.request_id)
+        return True
+
+    def end(self, row: RequestRow) -> bool:
+        self.ended.append(row)
+        return True
+
+
+@dataclass
+class Submission:
+    """What a front sent to a replica."""
+
+    front: str
+    request_id: str
+    rows: int
+    tokens: int
+    level: int
+
+
+@dataclass
+class FakeReplica:
+    """An engine: takes submissions, ends them, reports. Only what it reads counts for it."""
+
+    account: CreditAccount
+    alive: bool = True
+    inbox: dict[str, deque[Submission | None]] = field(default_factory=dict)
+    """By front; None is the end of file."""
+    running: list[Submission] = field(default_factory=list)
+    to_core: deque[Report] = field(default_factory=deque)
+    returned_rows: list[int] = field(default_factory=lambda: [0] * LEVELS)
+    returned_tokens: list[int] = field(default_factory=lambda: [0] * LEVELS)
+    news: list[Finished] = field(default_factory=list)
+    gone: list[str] = field(default_factory=list)
+
+    def take(self, front: str) -> None:
+        submission = self.inbox[front].popleft()
+        if submission is None:
+            for lost in [s for s in self.running if s.front == front]:
+                self.finish(lost, "cancelled")
+            self.gone.append(front)
+            del self.inbox[front]
+        else:
+            self.running.append(submission)
+
+    def finish(self, submission: Submission, how: str = "length") -> None:
+        self.running.remove(submission)
+        self.returned_rows[submission.level] += submission.rows
+        self.returned_tokens[submission.level] += submission.tokens
+        self.news.append(
+            Finished(
+                submission.request_id, 0, 0, submission.tokens, 0, 5 * submission.rows, 0, 1,
+                [how] * submission.rows, submission.tokens,
+            )
+        )  # fmt: skip
+
+    def report(self) -> None:
+        report = Report(
+            step=1,
+            credit_seqs=ROWS + sum(self.returned_rows),
+            credit_tokens=TOKENS + sum(self.returned_tokens),
+            returned_seqs=tuple(self.returned_rows),
+            returned_tokens=tuple(self.returned_tokens),
+            finished=self.news,
+            fronts_gone=self.gone,
+        )
+        self.to_core.append(report)
+        self.news, self.gone = [], []
+
+
+@dataclass
+class Ask:
+    """A front's side of one request."""
+
+    admit: Admit
+    waiting: bool = True
+    """For an answer to its latest `Admit`."""
+    replica: FakeReplica | None = None
+    """Where its latest attempt was submitted."""
+    left: bool = False
+
+
+@dataclass
+class FakeFront:
+    """A front that keeps the protocol."""
+
+    name: str
+    alive: bool = True
+    asks: dict[str, Ask] = field(default_factory=dict)
+    to_core: deque[Any] = field(default_factory=deque)
+    from_core: deque[Any] = field(default_factory=deque)
+    buried: bool = False
+    """The core has read the end of its channel."""
+
+
+class SimulatedService:
+    """The request manager with its surroundings."""
+
+    def __init__(self, queue_limit: int = 7, queue_timeout_s: float = 50.0) -> None:
+        self.now = 1000.0
+        self.time_of_day = 0.0
+        """Of `now`: somebody may set the clock."""
+        self.rows = Rows()
+        self.fronts: dict[str, FakeFront] = {}
+        self.replicas: list[FakeReplica] = []
+        self.asked: list[str] = []
+        self.requests = RequestManager(
+            send=lambda front, message: self.fronts[front].from_core.append(message),
+            rows=self.rows,
+            salt=lambda tenant: f"salt of {tenant}",
+            clock=lambda: self.now,
+            unix=lambda: self.now + self.time_of_day,
+            rules=QueueRules(limit=queue_limit, timeout_s=queue_timeout_s),
+            quotas=Quotas(lambda: self.now),
+        )
+        self.requests.add_model("m", "v1")
+
+    # ── processes ──
+
+    def new_front(self) -> FakeFront:
+        front = self.fronts[f"front-{len(self.fronts)}"] = FakeFront(f"front-{len(self.fronts)}")
+        self.requests.add_front(front.name)
+        for replica in self.live_replicas():
+            replica.inbox[front.name] = deque()
+        return front
+
+    def new_replica(self) -> FakeReplica:
+        replica = FakeReplica(CreditAccount(f"m-{len(self.replicas)}", "m", "cpu"))
+        for front in self.fronts.values():
+            # A front whose death the core has not noticed is attached too: the replica reads its end of file.
+            if not front.buried:
+                replica.inbox[front.name] = deque() if front.alive else deque([None])
+        self.replicas.append(replica)
+        self.requests.add_replica(replica.account)
+        replica.report()
+        return replica
+
+    def live_fronts(self) -> list[FakeFront]:
+        return [front for front in self.fronts.values() if front.alive]
+
+    def live_replicas(self) -> list[FakeReplica]:
+        return [replica for replica in self.replicas if replica.alive]
+
+    def on_replicas(self) -> set[str]:
+        """Requests that run on a replica, or will as soon as it reads its channels."""
+        return {
+            submission.request_id
+            for replica in self.live_replicas()
+            for submission in (*replica.running, *itertools.chain(*replica.inbox.values()))
+            if submission is not None
+        }
+
+    def kill_front(self, front: FakeFront, unwritten: int = 0) -> None:
+        """The last `unwritten` submissions to each replica, and words to the core, never left the front."""
+        front.alive = False
+        for _ in range(min(unwritten, len(front.to_core))):
+            front.to_core.pop()
+        for replica in self.live_replicas():
+            inbox = replica.inbox[front.name]
+            for _ in range(min(unwritten, len(inbox))):
+                inbox.pop()
+            inbox.append(None)
+
+    def kill_replica(self, replica: FakeReplica) -> None:
+        replica.alive = False
+
+    # ── what a front does ──
+
+    def ask(self, front: FakeFront, submissions: int = 1, samples: int = 1, tokens: int = 8) -> str:
+        request_id = f"r{len(self.asked)}"
+        self.asked.append(request_id)
+        admit = Admit(
+            request_id=request_id,
+            identity=Identity(tenant="t"),
+            peer="uid 1",
+            endpoint="/v1/completions",
+            model="m",
+            stream=True,
+            submissions=submissions,
+            rows=submissions * samples,
+            prompt_tokens=submissions * tokens,
+            max_tokens=5 * submissions * samples,
+            arrived_at=self.now + self.time_of_day,
+        )
+        front.asks[request_id] = Ask(admit)
+        front.to_core.append(admit)
+        return request_id
+
+    def hear(self, front: FakeFront) -> None:
+        """The front reads one message from the core."""
+        message = front.from_core.popleft()
+        ask = front.asks.get(message.request_id)
+        if isinstance(message, Abort):
+            if ask is not None:
+                self.settle(front, message.request_id, 500)
+        elif isinstance(message, Refused):
+            if message.attempt == 0:
+                front.asks.pop(message.request_id, None)
+            elif ask is not None and message.attempt == ask.admit.attempt:
+                self.settle(front, message.request_id, message.status)
+        elif isinstance(message, Admitted):
+            if ask is None or message.attempt != ask.admit.attempt:
+                return
+            ask.waiting = False
+            replica = next(r for r in self.replicas if r.account.replica == message.replica)
+            if not replica.alive or front.name not in replica.inbox:
+                self.ask_again(front, message.request_id)
+                return
+            ask.replica = replica
+            each = ask.admit.submissions
+            for _ in range(each):
+                replica.inbox[front.name].append(
+                    Submission(
+                        front.name,
+                        message.request_id,
+                        ask.admit.rows // each,
+                        ask.admit.prompt_tokens // each,
+                        level_of(message.priority, message.urgency),
+                    )
+                )
+
+    def ask_again(self, front: FakeFront, request_id: str) -> None:
+        """The replica is gone: resubmit."""
+        ask = front.asks[request_id]
+        ask.admit = Admit(**{f: getattr(ask.admit, f) for f in Admit.__struct_fields__} | {
+            "attempt": ask.admit.attempt + 1
+        })  # fmt: skip
+        ask.waiting, ask.replica = True, None
+        front.to_core.append(ask.admit)
+
+    def settle(self, front: FakeFront, request_id: str, status: int) -> None:
+        """The front's last word; its latest attempt counts as submitted only if it was."""
+        ask = front.asks.pop(request_id)
+        front.to_core.append(
+            Settle(
+                request_id=request_id,
+                submitted=ask.replica is not None,
+                status=status,
+                finish_reason="stop" if status == 200 else "cancelled",
+                delivered_tokens=3,
+                e2e_ms=1.0,
+            )
+        )
+
+    # ── what the core reads ──
+
+    def core_reads_front(self, front: FakeFront) -> None:
+        if front.to_core:
+            message = front.to_core.popleft()
+            if isinstance(message, Admit):
+                self.requests.admit(front.name, message)
+            else:
+                self.requests.settle(front.name, message)
+        elif not front.alive:
+            self.bury_front(front)
+
+    def bury_front(self, front: FakeFront) -> None:
+        if not front.buried:
+            front.buried = True
+            self.requests.lose_front(front.name)
+            front.asks.clear()
+
+    def core_reads_replica(self, replica: FakeReplica) -> None:
+        if replica.to_core:
+            self.requests.report(replica.account, replica.to_core.popleft())
+        elif not replica.alive:
+            self.requests.lose_replica(replica.account)
+
+    # ── to the end ──
+
+    def settle_everything(self) -> None:
+        """Let every channel drain and every submission end, until nothing happens any more."""
+        if not self.live_replicas():
+            self.new_replica()
+        for _ in range(10_000):
+            if not self._step():
+                return
+        raise AssertionError("the service does not come to rest")
+
+    def _step(self) -> bool:
+        moved = False
+        for front in self.fronts.values():
+            while front.to_core:
+                self.core_reads_front(front)
+                moved = True
+            if not front.alive:
+                self.bury_front(front)
+                front.from_core.clear()
+                continue
+            while front.from_core:
+                self.hear(front)
+                moved = True
+            for request_id, ask in list(front.asks.items()):
+                if ask.replica is not None and not ask.replica.alive:
+                    self.ask_again(front, request_id)
+                    moved = True
+                elif ask.replica is not None and not self._runs(ask.replica, request_id):
+                    self.settle(front, request_id, 200)
+                    moved = True
+        for replica in self.replicas:
+            moved = self._step_replica(replica) or moved
+        return moved
+
+    def _step_replica(self, replica: FakeReplica) -> bool:
+        if not replica.alive:
+            while replica.to_core:
+                self.core_reads_replica(replica)
+            self.requests.lose_replica(replica.account)
+            return False
+        moved = False
+        for front in list(replica.inbox):
+            while replica.inbox.get(front):
+                replica.take(front)
+                moved = True
+        for submission in list(replica.running):
+            replica.finish(submission)
+            moved = True
+        if replica.news or replica.gone:
+            replica.report()
+        while replica.to_core:
+            self.core_reads_replica(replica)
+            moved = True
+        return moved
+
+    def _runs(self, replica: FakeReplica, request_id: str) -> bool:
+        waiting = [s for inbox in replica.inbox.values() for s in inbox if s is not None]
+        return any(s.request_id == request_id for s in (*replica.running, *waiting))
+
+    def check_end(self) -> None:
+        """What must hold at rest."""
+        assert len(self.requests) == 0, [(r.request_id, r.state) for r in self.requests]
+        ended = [row.request_id for row in self.rows.ended]
+        assert len(set(ended)) == len(ended), "a row ended twice"
+        assert len(set(self.rows.opened)) == len(self.rows.opened), "a row opened twice"
+        assert set(self.rows.opened) <= set(ended), "a row never ended"
+        for replica in self.live_replicas():
+            account = replica.account
+            assert (account.available_rows, account.available_tokens) == (ROWS, TOKENS)
+        figures = self.requests.stats()
+        assert (figures.waiting, figures.running) == (0, 0)
+        living = {front.name for front in self.fronts.values() if front.alive}
+        assert self.requests._fronts == living and self.requests._lost_fronts <= living, (
+            "a dead front is known"
+        )
+        for usage in self.requests.quotas.usage("tenant", "t"):
+            assert usage.held == 0, "a quota holds something for nobody"

@@ -1,0 +1,340 @@
+"""Quotas in the request manager: reserved when a request is accepted, and given back exactly once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from appliance.messages import Admitted, Identity, Refused
+from appliance.protocol import LimitUsage
+from appliance.traffic.credits import CreditAccount
+from engine.messages import Report
+from store.policies import KeyRecord, Policies, Quota, TenantRecord
+from tests.core.simulated_service import ROWS, TOKENS, FakeFront, SimulatedService
+from tests.core.test_request_manager import answers, read_all, report
+
+
+def limited(service: SimulatedService, key: Quota = Quota(), **tenant: float) -> None:  # noqa: B008
+    keys = [KeyRecord(id="k", name="k", tenant="t", prefix="", sha256="", created_at=0.0, quota=key)]
+    service.requests.set_policies(
+        Policies([TenantRecord(name="t", created_at=0.0, quota=Quota(**tenant))], keys)  # type: ignore[arg-type]
+    )
+
+
+@pytest.fixture
+def service() -> SimulatedService:
+    """Each request of a test reserves 8 tokens of prompt and 5 of output; it delivers 3."""
+    service = SimulatedService()
+    limited(service, tokens_per_minute=60.0)
+    return service
+
+
+def usage(service: SimulatedService, scope: str = "tenant", name: str = "t") -> LimitUsage:
+    (found,) = service.requests.quotas.usage(scope, name)
+    return found
+
+
+def used(service: SimulatedService) -> tuple[int, int]:
+    return usage(service).used, usage(service).held
+
+
+def ask_with(service: SimulatedService, front: FakeFront, **changes: object) -> str:
+    """Ask with another `Admit`."""
+    request_id = service.ask(front)
+    front.asks[request_id].admit = msgspec.structs.replace(front.to_core.pop(), **changes)
+    front.to_core.append(front.asks[request_id].admit)
+    return request_id
+
+
+def test_what_a_request_may_need_is_reserved_before_it_waits(service: SimulatedService) -> None:
+    front = service.new_front()
+    for _ in range(5):
+        service.ask(front)
+    read_all(service)
+    (refused,) = answers(front)
+    assert isinstance(refused, Refused)
+    assert (refused.request_id, refused.status, refused.code) == ("r4", 429, "rate_limit_exceeded")
+    assert (refused.kind, refused.retry_after_s, refused.useless) == ("tokens", pytest.approx(5.0), False)
+    assert refused.rate_limits is not None and refused.rate_limits.remaining_tokens == 60 - 4 * 13
+    assert used(service) == (52, 52)
+    assert service.rows.ended[0].quota_tokens == 0
+
+
+def test_a_request_that_can_never_run_is_told_that_trying_again_is_useless(service: SimulatedService) -> None:
+    front = service.new_front()
+    service.ask(front, tokens=56)
+    read_all(service)
+    (refused,) = answers(front)
+    assert isinstance(refused, Refused)
+    assert (refused.status, refused.retry_after_s, refused.useless) == (429, None, True)
+
+
+def test_what_was_not_delivered_comes_back_with_the_end(service: SimulatedService) -> None:
+    front = service.new_front()
+    service.new_replica()
+    service.ask(front)
+    read_all(service)
+    (turn,) = answers(front)
+    assert isinstance(turn, Admitted) and turn.rate_limits is not None
+    assert (turn.rate_limits.limit_tokens, turn.rate_limits.remaining_tokens) == (60, 47)
+    assert turn.rate_limits.limit_requests is None and turn.most_tokens is None
+    service.settle_everything()
+    assert used(service) == (8 + 3, 0)
+    assert [row.quota_tokens for row in service.rows.ended] == [11]
+
+
+def test_what_left_the_queue_without_a_turn_used_nothing(service: SimulatedService) -> None:
+    front = service.new_front()
+    for _ in range(4):
+        service.ask(front)
+    read_all(service)
+    service.settle(front, "r0", 499)
+    read_all(service)
+    assert used(service) == (39, 39)
+    service.requests.pause_admission(None, "draining", hold=True)
+    service.now += 51
+    service.requests.expire()
+    assert used(service) == (0, 0)
+    assert [row.quota_tokens for row in service.rows.ended] == [0] * 4
+    service.check_end()
+
+
+def test_what_a_drain_held_and_then_refused_used_nothing(service: SimulatedService) -> None:
+    front = service.new_front()
+    service.requests.pause_admission(None, "draining", hold=True)
+    service.ask(front)
+    read_all(service)
+    assert used(service) == (13, 13)
+    service.requests.pause_admission(None, "stopping")
+    assert used(service) == (0, 0)
+
+
+def test_a_front_that_dies_is_charged_what_was_generated(service: SimulatedService) -> None:
+    front = service.new_front()
+    service.new_replica()
+    service.ask(front)
+    read_all(service)
+    service.hear(front)
+    service.kill_front(front)
+    service.settle_everything()
+    assert used(service) == (8 + 5, 0)
+    assert (service.rows.ended[0].billed_tokens, service.rows.ended[0].quota_tokens) == (0, 13)
+
+
+def test_where_the_count_dies_too_all_that_was_reserved_is_charged(service: SimulatedService) -> None:
+    front, replica = service.new_front(), service.new_replica()
+    service.ask(front, tokens=2)
+    read_all(service)
+    service.hear(front)
+    service.kill_replica(replica)
+    service.kill_front(front)
+    service.settle_everything()
+    assert used(service) == (2 + 5, 0)
+
+
+def test_a_lost_replica_keeps_the_reservation_and_the_answer_is_charged_once(
+    service: SimulatedService,
+) -> None:
+    front, replica = service.new_front(), service.new_replica()
+    service.ask(front)
+    read_all(service)
+    service.hear(front)
+    service.kill_replica(replica)
+    service.core_reads_replica(replica)
+    assert used(service) == (13, 13)
+    service.ask_again(front, "r0")
+    read_all(service)
+    assert used(service) == (13, 13)
+    service.new_replica()
+    service.settle_everything()
+    assert used(service) == (11, 0)
+
+
+def test_a_resubmission_that_is_refused_is_billed_what_its_client_had(service: SimulatedService) -> None:
+    front, replica = service.new_front(), service.new_replica()
+    service.ask(front)
+    read_all(service)
+    service.hear(front)
+    service.kill_replica(replica)
+    service.core_reads_replica(replica)
+    service.ask_again(front, "r0")
+    read_all(service)
+    service.requests.fail_model("m", "the files are gone")
+    service.hear(front)
+    read_all(service)
+    (row,) = service.rows.ended
+    assert (row.status, row.billed_tokens, row.quota_tokens) == (503, 3, 11)
+    service.check_end()
+
+
+def test_without_max_tokens_no_more_may_be_produced_than_is_left(service: SimulatedService) -> None:
+    front = service.new_front()
+    service.new_replica()
+    ask_with(service, front, max_tokens=1000, may_lower=True, rows=2)
+    read_all(service)
+    (turn,) = answers(front)
+    assert isinstance(turn, Admitted)
+    assert turn.most_tokens == (60 - 8) // 2
+    assert used(service) == (60, 60)
+
+
+def test_a_keys_limit_holds_beside_its_tenants(service: SimulatedService) -> None:
+    limited(service, Quota(requests_per_minute=1.0), tokens_per_minute=60.0)
+    front = service.new_front()
+    service.new_replica()
+    for key_id in ("k", "k", ""):
+        ask_with(service, front, identity=Identity(tenant="t", key_id=key_id))
+    read_all(service)
+    first, second, third = sorted(answers(front), key=lambda answer: answer.request_id)
+    assert isinstance(first, Admitted) and isinstance(third, Admitted)
+    assert isinstance(second, Refused) and (second.status, second.kind) == (429, "requests")
+    assert "requests per minute of key 'k': limit 1, used 1" in second.message
+    assert usage(service, "key", "k").held == 1
+    assert first.rate_limits is not None and first.rate_limits.remaining_requests == 0
+    assert third.rate_limits is not None and third.rate_limits.limit_requests is None
+
+
+def test_a_limit_that_is_changed_holds_for_the_next_request(service: SimulatedService) -> None:
+    front = service.new_front()
+    service.new_replica()
+    service.ask(front)
+    read_all(service)
+    limited(service, tokens_per_minute=12.0)
+    service.ask(front)
+    read_all(service)
+    limited(service)
+    service.ask(front)
+    read_all(service)
+    told = sorted(answers(front), key=lambda answer: answer.request_id)
+    assert [type(answer) for answer in told] == [Admitted, Refused, Admitted]
+
+
+def running(front: FakeFront) -> list[str]:
+    return sorted(answer.request_id for answer in answers(front) if isinstance(answer, Admitted))
+
+
+def test_who_lost_a_replica_keeps_its_place_among_those_that_may_run(service: SimulatedService) -> None:
+    limited(service, concurrent_requests=1)
+    front, replica = service.new_front(), service.new_replica()
+    service.new_replica()
+    service.ask(front), service.ask(front)
+    read_all(service)
+    assert running(front) == ["r0"]
+    (turn,) = answers(front)
+    assert isinstance(turn, Admitted)
+    service.hear(front)
+    replica = next(one for one in service.replicas if one.account.replica == turn.replica)
+    service.kill_replica(replica)
+    service.core_reads_replica(replica)
+    assert running(front) == []
+    service.ask_again(front, "r0")
+    read_all(service)
+    assert running(front) == ["r0"]
+    service.settle_everything()
+    assert [row.status for row in service.rows.ended] == [200, 200]
+    service.check_end()
+
+
+def test_who_lost_a_replica_and_leaves_makes_place(service: SimulatedService) -> None:
+    limited(service, concurrent_requests=1)
+    front, replica = service.new_front(), service.new_replica()
+    service.ask(front), service.ask(front)
+    read_all(service)
+    service.hear(front)
+    service.kill_replica(replica)
+    service.core_reads_replica(replica)
+    service.new_replica()
+    assert running(front) == []
+    service.settle(front, "r0", 499)
+    read_all(service)
+    assert running(front) == ["r1"]
+
+
+def test_a_keys_requests_wait_for_each_other_over_all_models(service: SimulatedService) -> None:
+    limited(service, Quota(concurrent_requests=1))
+    service.requests.add_model("other", "v1")
+    account = CreditAccount("o-0", "other", "cpu")
+    service.requests.add_replica(account)
+    service.requests.report(account, report())
+    front = service.new_front()
+    service.new_replica()
+    identity = Identity(tenant="t", key_id="k")
+    ask_with(service, front, identity=identity)
+    read_all(service)
+    ask_with(service, front, identity=identity, model="other")
+    read_all(service)
+    assert running(front) == ["r0"]
+    (usage,) = service.requests.usage("key", "k")
+    assert (usage.limit, usage.used, usage.capacity) == ("concurrent_requests", 1, 1)
+    service.settle(front, "r0", 499)
+    read_all(service)
+    assert running(front) == ["r0", "r1"]
+
+
+def test_rotating_a_key_gives_no_second_share(service: SimulatedService) -> None:
+    def key(key_id: str, **fields: Any) -> KeyRecord:
+        return KeyRecord(id=key_id, name="k", tenant="t", prefix="", sha256=key_id, created_at=0.0, **fields)
+
+    quota = Quota(concurrent_requests=1, requests_per_minute=60.0)
+    keys = [key("old", quota=quota, replaced_by="new"), key("new", quota=quota)]
+    service.requests.set_policies(Policies([TenantRecord(name="t", created_at=0.0)], keys))
+    front = service.new_front()
+    service.new_replica()
+    for key_id in ("old", "new"):
+        ask_with(service, front, identity=Identity(tenant="t", key_id=key_id))
+    read_all(service)
+    assert running(front) == ["r0"]
+    assert [one.used for one in service.requests.usage("key", "old")] == [2, 1]
+    service.settle_everything()
+    assert [row.key_id for row in service.rows.ended] == ["old", "new"]
+
+
+def test_what_a_key_has_in_the_house_when_it_is_rotated_counts_for_its_successor(
+    service: SimulatedService,
+) -> None:
+    def key(key_id: str, successor: str | None = None) -> KeyRecord:
+        quota = Quota(concurrent_requests=1)
+        return KeyRecord(
+            id=key_id, name="k", tenant="t", prefix="", sha256=key_id, created_at=0.0, quota=quota,
+            replaced_by=successor,
+        )  # fmt: skip
+
+    tenant = TenantRecord(name="t", created_at=0.0)
+    service.requests.set_policies(Policies([tenant], [key("old")]))
+    front = service.new_front()
+    service.new_replica()
+    for _ in range(2):
+        ask_with(service, front, identity=Identity(tenant="t", key_id="old"))
+    read_all(service)
+    service.requests.set_policies(Policies([tenant], [key("old", "new"), key("new")]))
+    ask_with(service, front, identity=Identity(tenant="t", key_id="new"))
+    read_all(service)
+    assert running(front) == ["r0"]
+    assert [one.used for one in service.requests.usage("key", "new")] == [1]
+    for number in range(2):
+        service.settle(front, f"r{number}", 499)
+        read_all(service)
+        assert running(front)[-1] == f"r{number + 1}"
+    service.settle_everything()
+    service.check_end()
+    assert [one.used for one in service.requests.usage("key", "new")] == [0]
+
+
+def test_a_share_of_the_kv_blocks_is_held_by_the_most_that_requests_may_keep(
+    service: SimulatedService,
+) -> None:
+    front, replica = service.new_front(), service.new_replica()
+    read_all(service)
+    room = Report(step=1, credit_seqs=ROWS, credit_tokens=TOKENS, blocks_total=16)
+    service.requests.report(replica.account, room)
+    limited(service, kv_share=0.2)
+    for _ in range(4):
+        service.ask(front)
+    read_all(service)
+    assert running(front) == ["r0", "r1"]  # 8 + 5 + 64 tokens each, of a fifth of 1,024
+    (usage,) = service.requests.usage("tenant", "t")
+    assert (usage.limit, usage.used, usage.capacity) == ("kv_share", 154, 204)
+    service.settle_everything()
+    assert len(service.rows.ended) == 4

@@ -1,0 +1,113 @@
+"""Turns: clients that want much at once do not delay what others want."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from appliance.http import HttpServer
+from appliance.http.turns import MAX_TURNS_PER_PASS, TURN_S, Turns
+
+GREEDY = 50
+"""Connections of the client that sends requests without a pause."""
+
+
+def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(60):
+            await main()
+
+    asyncio.run(bounded())
+
+
+def test_work_is_done_at_once_while_no_other_waits() -> None:
+    async def main() -> None:
+        turns, done = Turns(), list[str]()
+        turns.add("one", 0, lambda: done.append("a"))
+        assert done == ["a"]
+        for _ in range(3):
+            await asyncio.sleep(0)
+        turns.add("one", 0, lambda: done.append("b"))
+        assert done == ["a", "b"]
+
+    run(main)
+
+
+def test_a_pass_of_the_loop_takes_one_turn_and_sources_alternate() -> None:
+    async def main() -> None:
+        turns, done = Turns(), list[str]()
+        for name in ("a1", "a2", "a3", "b1", "c1"):
+            turns.add(name[0], 0, lambda name=name: done.append(name))  # type: ignore[misc]
+        seen = []
+        while len(done) < 5:
+            seen.append(len(done))
+            await asyncio.sleep(0)
+        assert done == ["a1", "a2", "b1", "c1", "a3"]
+        assert set(seen) >= {1, 2, 3, 4}
+
+    run(main)
+
+
+def test_of_one_source_the_lowest_rank_comes_first() -> None:
+    async def main() -> None:
+        turns, done = Turns(), list[int]()
+        for rank in (0, 7, 3, 3, 1):
+            turns.add("one", rank, lambda rank=rank: done.append(rank))  # type: ignore[misc]
+        while len(done) < 5:
+            await asyncio.sleep(0)
+        assert done == [0, 1, 3, 3, 7]
+
+    run(main)
+
+
+def test_slow_passes_take_more_turns_up_to_a_bound() -> None:
+    async def main() -> None:
+        turns, done = Turns(), list[int]()
+        for number in range(1 + 2 * MAX_TURNS_PER_PASS):
+            turns.add("one", 0, lambda number=number: done.append(number))  # type: ignore[misc]
+        time.sleep(100 * MAX_TURNS_PER_PASS * TURN_S)
+        await asyncio.sleep(0)
+        assert len(done) == 1 + MAX_TURNS_PER_PASS
+
+    run(main)
+
+
+def test_a_new_connection_is_answered_before_the_many_requests_of_others(tmp_path: Path) -> None:
+    answered = []
+
+    async def work(request: Request) -> PlainTextResponse:
+        answered.append(request.url.path)
+        time.sleep(0.001)
+        return PlainTextResponse("done")
+
+    async def main() -> None:
+        server = HttpServer(Starlette(routes=[Route("/greedy", work), Route("/modest", work)]))
+        listening = socket.socket(socket.AF_UNIX)
+        listening.bind(str(tmp_path / "s"))
+        listening.listen(100)
+        await server.listen(listening)
+        greedy = [await asyncio.open_unix_connection(str(tmp_path / "s")) for _ in range(GREEDY)]
+        for _, writer in greedy:
+            writer.write(b"GET /greedy HTTP/1.1\r\nHost: x\r\n\r\n" * 100)
+        while len(answered) < 3 * GREEDY:
+            await asyncio.sleep(0)
+        reader, writer = await asyncio.open_unix_connection(str(tmp_path / "s"))
+        sent = len(answered)
+        writer.write(b"GET /modest HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert (await reader.read()).endswith(b"done")
+        # A few passes of the loop until the request is read, then one turn.
+        assert answered.index("/modest") - sent < GREEDY // 2
+        for _, other in [*greedy, (reader, writer)]:
+            other.close()
+        await server.stop(0.1)
+
+    run(main)

@@ -1,0 +1,172 @@
+"""Fronts as the core sees them: starts that fail, the choice of a front, and what operators are told."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import gc
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from appliance.admin.current_problems import _front
+from appliance.front_pool import front as front_module
+from appliance.front_pool.front import Dealer, Front
+from appliance.front_pool.refusals import RefusalWatch
+from appliance.messages import Configure, Connection, FrontReport, Limits
+
+pytestmark = pytest.mark.system
+
+
+def too_many(*words: object, **options: object) -> None:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+class Events:
+    """Who is told; what is asked of a front needs nobody's answer here."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+        self.ready = asyncio.Event()
+
+    def front_started(self, front: Front) -> None:
+        front.configure(Configure(front=front.name, models=[], limits=Limits(), ready=False, reason=""))
+
+    def front_ready(self, front: Front) -> None:
+        self.ready.set()
+
+    def front_problem(self, front: Front, what: str) -> None:
+        self.problems.append(what)
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *words: None
+
+
+def held() -> tuple[list[str], str]:
+    """This process's descriptors and children."""
+    return sorted(os.listdir("/proc/self/fd")), Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "said"),
+    [
+        (front_module, "socketpair", "it could not be started"),
+        (subprocess, "Popen", "it could not be started"),
+        (os, "pidfd_open", "it could not be started"),
+        (Events, "front_started", "its channels could not be made"),
+    ],
+)
+def test_a_front_that_cannot_be_started_leaves_nothing_behind_and_is_tried_again(
+    owner: Any, name: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        events: Any = Events()
+        front = Front(0, events, hang_timeout_s=60, load_timeout_s=60, module="tests.core.fake_front")
+        gc.collect()
+        before = held()
+        with monkeypatch.context() as shortage:
+            shortage.setattr(owner, name, too_many)
+            front.start()
+            await front.ended()
+            assert (front.state, front.pid, front.restarts) == ("restarting", None, 1)
+            assert said in front.last_error and "Too many open files" in front.last_error
+            assert events.problems == [front.last_error]
+            assert held() == before
+        async with asyncio.timeout(60):
+            await events.ready.wait()
+        assert front.state == "ready"
+        front.begin_stop(0.0)
+        await front.ended()
+        assert held() == before
+
+    asyncio.run(scenario())
+
+
+def test_a_front_that_reports_but_does_not_become_ready_is_a_problem_and_is_killed() -> None:
+    class Unconfigured(Events):
+        """Fronts are told nothing, so that they report and never become ready."""
+
+        def front_started(self, front: Front) -> None: ...
+
+    async def scenario() -> None:
+        events: Any = Unconfigured()
+        front = Front(0, events, hang_timeout_s=600, load_timeout_s=600, module="tests.core.fake_front")
+        front.start()
+        async with asyncio.timeout(60):
+            while front._report is None:
+                await asyncio.sleep(0.01)
+        assert not list(_front(front.status()))
+        front._started_at -= 100
+        (problem,) = _front(front.status())
+        assert "it has not loaded the models" in problem.what
+        front.check()
+        assert front.state == "starting"
+        front._started_at -= 600
+        front.check()
+        await front.ended()
+        assert "it was not ready" in front.last_error and front.state == "restarting"
+        front.begin_stop(0.0)
+
+    asyncio.run(scenario())
+
+
+class Full(Front):
+    """A front whose every place is taken, or not."""
+
+    def __init__(self, number: int, *, room: bool) -> None:
+        super().__init__(number, Events(), hang_timeout_s=60, load_timeout_s=60)  # type: ignore[arg-type]
+        self.room, self.got = room, 0
+
+    takes_connections = True
+
+    @property
+    def has_room(self) -> bool:
+        return self.room
+
+    def give(self, connection: Connection, *descriptors: int) -> None:
+        self.got += 1
+
+
+def test_a_full_front_is_passed_over_while_another_one_has_room() -> None:
+    async def scenario() -> None:
+        full, free = Full(0, room=False), Full(1, room=True)
+        dealer = Dealer([full, free])
+        assert all(dealer.deal(Connection("unix", "")) for _ in range(4))
+        assert (full.got, free.got) == (0, 4)
+        free.room = False
+        assert all(dealer.deal(Connection("unix", "")) for _ in range(4))
+        assert (full.got, free.got) == (2, 6)
+
+    asyncio.run(scenario())
+
+
+def report(**counts: int) -> FrontReport:
+    return FrontReport(
+        connections=0, streams=0, requests=0, tokens=0, cpu_seconds=0.0, **({"unauthenticated": 0} | counts)
+    )
+
+
+def test_refusals_are_told_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("appliance.front_pool.refusals.time.monotonic", lambda: now[0])
+    watch = RefusalWatch()
+    assert not list(watch.problems(report()))
+    (told,) = watch.problems(report(refused_connections=1, max_connections=40))
+    assert "all 40," in told
+    assert not list(watch.problems(report(refused_connections=9)))
+    assert not list(watch.problems(report(refused_connections=9, unauthenticated=99)))
+    (told,) = watch.problems(report(refused_connections=9, unauthenticated=100))
+    assert "no valid key" in told
+    now[0] += 61
+    assert not list(watch.problems(report(refused_connections=9, unauthenticated=150)))
+    (told,) = watch.problems(report(refused_connections=10, unauthenticated=150))
+    assert "connections are refused" in told
+    (told,) = watch.problems(report(refused_connections=10, unauthenticated=150, cut_off_connections=3))
+    assert "did not take the answers" in told
+    assert not list(
+        watch.problems(report(refused_connections=10, unauthenticated=150, cut_off_connections=4))
+    )

@@ -1,0 +1,210 @@
+"""Who may ask, and for what: made of tenants, keys, peers and settings, told to fronts as it changes."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+
+from appliance.classes import service_class
+from appliance.core.state import cache_salts
+from appliance.front_pool.identities import IdentityTable, changes
+from appliance.messages import Identities, Identity
+from appliance.settings import UnixSettings
+from store.control import ControlStore
+from store.policies import Change, KeyRecord, PeerRecord, Policies, Quota, TenantRecord
+
+
+def key(name: str, tenant: str = "acme", **fields: Any) -> KeyRecord:
+    return KeyRecord(
+        id=name, name=name, tenant=tenant, prefix="ak-", sha256=f"hash of {name}", created_at=0.0, **fields
+    )
+
+
+def tenant(name: str, **fields: Any) -> TenantRecord:
+    return TenantRecord(name=name, created_at=0.0, **fields)
+
+
+def peer(kind: str, number: int, tenant: str) -> PeerRecord:
+    return PeerRecord(kind=kind, number=number, tenant=tenant, created_at=0.0)
+
+
+class Box:
+    """Policies that change, and the table made of them."""
+
+    def __init__(self, *records: TenantRecord | KeyRecord | PeerRecord, unix: Any = "owner") -> None:
+        self.policies = Policies([tenant("local"), tenant("default")])
+        self.put(*records)
+        self.table = IdentityTable(lambda: self.policies, UnixSettings(uids=unix))
+
+    def put(self, *records: TenantRecord | KeyRecord | PeerRecord) -> None:
+        self.policies = self.policies.with_changes(*(Change(None, record) for record in records))
+
+    def remove(self, record: PeerRecord | TenantRecord) -> None:
+        self.policies = self.policies.with_changes(Change(record, None))
+
+    def key(self, name: str) -> Identity:
+        identity = self.table.current().keys[f"hash of {name}"]
+        assert identity is not None
+        return identity
+
+
+def test_only_valid_keys_and_named_uids_may_ask() -> None:
+    past, future = time.time() - 1, time.time() + 1000
+    box = Box(
+        tenant("acme"),
+        key("good"),
+        key("lasting", expires_at=future),
+        key("revoked", revoked_at=1.0),
+        key("expired", expires_at=past),
+        key("orphan", tenant="gone"),
+        unix=[1234],
+    )
+    table = box.table.current()
+    assert {name: known and known.key_id for name, known in table.keys.items()} == {
+        "hash of good": "good",
+        "hash of lasting": "lasting",
+    }
+    assert box.key("lasting").expires_at == future
+    assert set(table.uids) == {0, os.geteuid(), 1234} and table.any_uid is None
+    assert {known.tenant for known in table.uids.values()} == {"local"}
+    anybody = Box(unix="any").table.current().any_uid
+    assert anybody is not None and anybody.tenant == "local"
+    assert 1234 not in Box().table.current().uids
+
+
+def test_mapped_users_and_groups_stand_for_their_tenant_and_go_before_the_settings() -> None:
+    box = Box(tenant("acme"), peer("uid", 1234, "acme"), peer("uid", 0, "acme"), peer("gid", 50, "acme"))
+    box.table.unix = UnixSettings(uids=[1234, 77])
+    table = box.table.current()
+    assert [table.uids[uid].tenant for uid in (1234, 0, 77)] == ["acme", "acme", "local"]
+    assert {gid: known.tenant for gid, known in table.gids.items()} == {50: "acme"}
+    assert table.uids[1234].scopes == ("inference",)
+
+
+def test_a_key_narrows_its_tenant_and_never_widens_it() -> None:
+    quota = Quota(context_tokens=100)
+    box = Box(
+        tenant("acme", highest_class=1, default_class=1, quota=quota, default_max_tokens=7),
+        key("plain"),
+        key("wide", highest_class=0, quota=Quota(context_tokens=900)),
+        key("narrow", highest_class=3, quota=Quota(context_tokens=10), models=("m",), scopes=("read",)),
+    )
+    assert (box.key("plain").highest_class, box.key("plain").context_tokens) == (1, 100)
+    assert (box.key("wide").highest_class, box.key("wide").context_tokens) == (1, 100)
+    narrow = box.key("narrow")
+    assert (narrow.highest_class, narrow.default_class, narrow.context_tokens) == (3, 3, 10)
+    assert (narrow.models, narrow.scopes, narrow.default_max_tokens) == (("m",), ("read",), 7)
+
+
+def test_all_that_stands_for_a_suspended_tenant_is_marked() -> None:
+    box = Box(tenant("acme", suspended_at=5.0), key("k"), peer("uid", 9, "acme"), peer("gid", 9, "acme"))
+    table = box.table.current()
+    assert box.key("k").suspended and table.uids[9].suspended and table.gids[9].suspended
+    assert not table.uids[0].suspended
+
+
+def test_the_table_is_made_anew_only_when_something_changed() -> None:
+    box = Box(tenant("acme"), key("k"))
+    first = box.table.current()
+    assert box.table.current() is first
+    box.put(key("other"))
+    second = box.table.current()
+    assert second is not first
+    assert second.keys["hash of k"] is first.keys["hash of k"]
+    box.table.unix = UnixSettings(uids=[5])
+    assert 5 in box.table.current().uids
+
+
+def test_fronts_are_told_what_is_different_and_end_up_with_the_whole() -> None:
+    box = Box(tenant("acme"), tenant("other"), *(key(f"k{number}") for number in range(20)))
+    before = box.table.current()
+    assert changes(before, before) is None
+    box.put(tenant("acme", weight=5.0))
+    assert changes(before, box.table.current()) is None, "a tenant's weight is no business of fronts"
+    box.put(key("k3", revoked_at=1.0), key("k4", models=("m",)), key("new"), peer("gid", 3, "acme"))
+    after = box.table.current()
+    news = changes(before, after)
+    assert news is not None and not news.whole
+    assert set(news.keys) == {"hash of k3", "hash of k4", "hash of new"}
+    assert news.keys["hash of k3"] is None
+    known = {name: one for name, one in (before.keys | news.keys).items() if one is not None}
+    assert (known, news.uids, news.gids) == (after.keys, after.uids, after.gids)
+
+
+def test_what_a_front_claims_is_replaced_by_what_the_core_knows() -> None:
+    box = Box(tenant("acme", highest_class=2), key("k", highest_class=3), tenant("rich", highest_class=0))
+    claim = {"highest_class": 0, "context_tokens": None, "scopes": ("inference", "admin")}
+    assert box.table.of(Identity(tenant="acme", key_id="k", **claim)) == box.key("k")  # type: ignore[arg-type]
+    as_peer = box.table.of(Identity(tenant="acme", **claim))  # type: ignore[arg-type]
+    assert (as_peer.highest_class, as_peer.scopes) == (2, ("inference",))
+    # A key of another tenant, and what is not there (any more), get what anybody would.
+    for tenant_name, key_id in (("rich", "k"), ("acme", "gone"), ("gone", ""), ("gone", "k")):
+        claimed = Identity(tenant=tenant_name, key_id=key_id, **claim)  # type: ignore[arg-type]
+        assert box.table.of(claimed) == Identity(tenant=tenant_name, key_id=key_id)
+
+
+@pytest.mark.parametrize(
+    ("asked", "highest", "default", "got"),
+    [
+        ("", 1, 1, 1),
+        ("", 1, 2, 2),
+        ("", 2, 1, 2),
+        ("auto", 0, 1, 1),
+        ("default", 0, 2, 2),
+        ("P0", 0, 1, 0),
+        ("P0", 1, 1, 1),
+        ("priority", 0, 1, 0),
+        ("priority", 2, 2, 2),
+        ("P3", 0, 0, 3),
+        ("flex", 0, 1, 2),
+        ("flex", 3, 3, 3),
+        ("P9", 1, 1, 1),
+    ],
+)
+def test_a_class_is_what_was_asked_for_and_never_better_than_allowed(
+    asked: str, highest: int, default: int, got: int
+) -> None:
+    assert service_class(asked, Identity(tenant="t", highest_class=highest, default_class=default)) == got
+
+
+def test_tenants_share_a_salt_exactly_when_they_are_in_one_group(tmp_path: Any) -> None:
+    control = ControlStore(tmp_path / "control.db")
+    control.start()
+    try:
+        for name, group in (("a", "lab"), ("b", "lab"), ("c", None), ("lab", None), ("d", "c")):
+            changed: dict[str, object] = {"cache_group": group}
+            control.create_tenant(actor="uid:0", name=name, changes=changed).result(60)
+        salt = cache_salts(control)
+        assert salt("a") == salt("b")
+        assert len({salt(name) for name in ("a", "c", "lab", "d", "local", "unknown")}) == 6
+        assert cache_salts(control)("a") != salt("a")
+    finally:
+        control.close()
+
+
+def test_a_thousand_tenants_and_five_thousand_keys_are_told_in_one_small_frame() -> None:
+    import msgspec
+
+    tenants = [tenant(f"t{number:04}") for number in range(1000)]
+    keys = [
+        KeyRecord(
+            id=f"key_{number:016x}",
+            name="k",
+            tenant=f"t{number % 1000:04}",
+            prefix="ak-",
+            sha256=f"{number:064x}",
+            created_at=0.0,
+        )
+        for number in range(5000)
+    ]
+    box = Box(*tenants, *keys)
+    before = box.table.current()
+    encode = msgspec.msgpack.Encoder().encode
+    assert len(encode(before)) < 1 << 20
+    box.put(msgspec.structs.replace(keys[7], revoked_at=1.0))
+    news = changes(before, box.table.current())
+    assert news is not None and len(encode(news)) < 1000
+    assert msgspec.msgpack.decode(encode(news), type=Identities) == news
