@@ -180,11 +180,11 @@ class Claimed(msgspec.Struct, tag="claimed", frozen=True):
     """The answer to a `Claim`."""
 
     scope: bytes
-    verdict: Literal["run", "elsewhere", "conflict"]
-    """This front is to run the request; another front runs or keeps it (`HandOver` the connection); its key
-    stands for another body."""
+    is_elsewhere: bool
+    """Another front runs the request or keeps its answer: send it the connection (`HandOver`). Otherwise this
+    front runs the request."""
     retry_of: str = ""
-    """With "run": the request id of an earlier run, whose answer is not there any more."""
+    """The request id of an earlier run, whose answer is lost."""
 
 
 class RateLimits(msgspec.Struct, array_like=True, frozen=True):
@@ -288,25 +288,24 @@ class Admit(msgspec.Struct, tag="admit", frozen=True, kw_only=True):
     """After `arrived_at`, when the whole answer must be there; None: no matter when."""
 
 
-class Claim(msgspec.Struct, tag="claim", frozen=True, kw_only=True):
-    """A request with an `Idempotency-Key` that this front does not know: who runs it? Answered by `Claimed`.
-    Until `Release` it is this front's if it is to run it."""
+class Claim(msgspec.Struct, tag="claim", frozen=True):
+    """A request with an `Idempotency-Key` that this front does not know. The answer, `Claimed`, says which
+    front runs it. If it is this front, the claim holds until `Release`."""
 
     scope: bytes
-    """SHA-256 of whose key it is, the endpoint and the key."""
-    fingerprint: bytes
-    """SHA-256 of the body."""
+    """SHA-256 of the caller, the endpoint and the key."""
     request_id: str
 
 
 class Release(msgspec.Struct, tag="release", frozen=True):
-    """The front has no answer for this scope any more: the next request runs."""
+    """The front has no answer for this scope any more: the next request with the key runs."""
 
     scope: bytes
     request_id: str
-    """Of the run."""
+    """The request that ran."""
     void: bool
-    """It failed, was given up, or was dropped before its time: the next request is a retry that runs anew."""
+    """The run failed, was given up, or was dropped before its time: the next request is a retry that runs
+    anew."""
 
 
 class HandOver(msgspec.Struct, tag="hand_over", frozen=True):

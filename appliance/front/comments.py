@@ -9,7 +9,7 @@ from appliance.front.call import Client
 
 HEAD_DELAY_S = 0.5
 """The headers of a stream wait this long for the first token: a refusal until then has its own status."""
-_COMMENT = b": waiting\n\n"
+COMMENT = b": waiting\n\n"
 
 
 async def happens_within(event: asyncio.Event, timeout_s: float) -> bool:
@@ -29,5 +29,5 @@ async def send_comments(client: Client, until: asyncio.Event, interval_s: float)
         silent_since = max(silent_since, client.last_chunk_at)
         if time.monotonic() - silent_since >= interval_s:
             if client.writable and not client.lost:
-                client.write_chunk(_COMMENT)
+                client.write_chunk(COMMENT)
             silent_since = time.monotonic()

@@ -179,7 +179,6 @@ class Front:
 
     async def _report(self) -> None:
         while True:
-            self._box.retries.expire()
             self._limit_connections()
             self._tell()
             await asyncio.sleep(_REPORT_EVERY_S)
