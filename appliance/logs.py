@@ -11,7 +11,7 @@ import logging
 from engine import logs
 
 
-class LineFormatter(logs.LineFormatter):
+class LineFormatter(logs.UtcFormatter):
     """UTC time with milliseconds, level, the process's name where it has one, the last part of the logger's
     name, message."""
 

@@ -9,6 +9,8 @@ import msgspec
 from appliance.protocol import FrontStats
 from store.policies import INTERACTIVE
 
+SocketKind = Literal["unix", "tcp"]
+
 # ── core to front ────────────────────────────────────────────────────────────────────────────────
 
 
@@ -165,11 +167,10 @@ class AttachReplica(msgspec.Struct, tag="attach_replica", frozen=True):
     model: str
 
 
-class Connection(msgspec.Struct, tag="connection", frozen=True):
+class ClientConnection(msgspec.Struct, tag="connection", frozen=True):
     """A client's connection, accepted by the core (one file descriptor travels with it)."""
 
-    kind: str
-    """"unix" or "tcp"."""
+    kind: SocketKind
     peer: str
     """The address of a TCP peer; empty for a Unix socket (the front reads SO_PEERCRED)."""
     has_request: bool = False
@@ -313,8 +314,8 @@ class HandOver(msgspec.Struct, tag="hand_over", frozen=True):
     connection and a memfd with the request that was read from it."""
 
     scope: bytes
-    kind: str
-    """As `Connection.kind` and `Connection.peer`."""
+    kind: SocketKind
+    """As `ClientConnection.kind` and `ClientConnection.peer`."""
     peer: str
 
 
@@ -419,7 +420,15 @@ class FrontReport(FrontStats, tag="front_report", frozen=True, kw_only=True):
 
 
 CoreToFront = (
-    Configure | Identities | AttachReplica | Connection | Admitted | Refused | Claimed | Abort | StopFront
+    Configure
+    | Identities
+    | AttachReplica
+    | ClientConnection
+    | Admitted
+    | Refused
+    | Claimed
+    | Abort
+    | StopFront
 )
 AboutRequest = Admit | Settle | Rejected | Worked | Retried
 """What a front says about a request."""

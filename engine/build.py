@@ -23,7 +23,7 @@ from triton import knobs
 from engine.config import CheckpointError, UnsupportedError
 from engine.families import read_config
 from engine.kernel_build import build
-from engine.served_model import DTYPES, ServedModel
+from engine.replica_model import DTYPES, ReplicaModel
 from kernels import compiling
 from kernels.limits import MIN_CAPABILITY
 from kernels.triton.linear_table import TableError
@@ -49,14 +49,14 @@ def main() -> int:
         _check_cache(Path(knobs.cache.dir))
         built = build(served, gpu, arguments.processes)
     except compiling.GpuError as error:
-        print(f"{error}; or name one to compile for with --gpu and --capability", file=sys.stderr)
+        print(f"{error}; or name the GPU to compile for with --gpu and --capability", file=sys.stderr)
         return 1
     except (CheckpointError, UnsupportedError, TableError, UnwritableError) as error:
         print(error, file=sys.stderr)
         return 1
     except compiling.CompilerError as error:
         target = f"for capability {gpu.target.arch}, which Triton {triton.__version__} may not know"
-        print(f"{error}, {target}: see the compilers' messages above", file=sys.stderr)
+        print(f"{error}, {target}: see the compiler messages above", file=sys.stderr)
         return 1
     print(f"{built.kernels} kernels for {gpu.name} are in {knobs.cache.dir} ({built.seconds:.1f} s)")
     for failure in built.failures:
@@ -73,20 +73,20 @@ def read_served(
     tensor_parallel_size: int = 1,
     max_num_seqs: int = 1024,
     max_num_batched_tokens: int = 8192,
-) -> ServedModel:
-    """Read the model in `folder`, to be served by our GPU kernels.
+) -> ReplicaModel:
+    """Read the model in `folder`, which will be served by our GPU kernels.
 
-    dtype: None: the checkpoint's. fp8: whether its matrices are to be quantised, if they are not already.
-    Raises CheckpointError for files that cannot be used, UnsupportedError for a model that our kernels cannot
-    serve in this way.
+    dtype: None: the checkpoint's. fp8: whether to quantise its matrices if they are not quantised yet. Raises
+    CheckpointError for files that cannot be used, UnsupportedError for a model that our kernels cannot serve
+    in this way.
     """
     config = read_config(folder)
     file = folder / "config.json"
     if (chosen := dtype or config.dtype) not in DTYPES:
         raise UnsupportedError(
-            f"{file}: dtype is {chosen}; GPU kernels serve {', '.join(DTYPES)}: choose one with --dtype"
+            f"{file}: dtype is {chosen}; GPU kernels support {', '.join(DTYPES)}: choose one with --dtype"
         )
-    served = ServedModel(
+    served = ReplicaModel(
         config=config,
         dtype=chosen,
         fp8=fp8 or config.fp8,
@@ -127,9 +127,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=DTYPES, help="the dtype of the model; default: the checkpoint's")
     parser.add_argument("--fp8", action="store_true", help="quantise the layers' matrices to e4m3")
     parser.add_argument("--kv-fp8", action="store_true", help="keep the KV cache in e4m3")
-    parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks that the model is split over")
     parser.add_argument(
-        "--max-num-seqs", type=int, default=1024, help="sequences that run at once (%(default)s)"
+        "--tensor-parallel", type=int, default=1, help="number of ranks to split the model over"
+    )
+    parser.add_argument(
+        "--max-num-seqs", type=int, default=1024, help="maximum number of running sequences (%(default)s)"
     )
     parser.add_argument(
         "--max-num-batched-tokens", type=int, default=8192, help="token budget of a step (%(default)s)"
@@ -153,14 +155,14 @@ def _arguments() -> argparse.Namespace:
         )
     arguments.chosen = None
     if arguments.gpu is not None:
-        arguments.chosen = compiling.Gpu.of(arguments.gpu, arguments.capability)
+        arguments.chosen = compiling.GpuModel.of(arguments.gpu, arguments.capability)
     if arguments.cache is not None:
         knobs.cache.dir = str(arguments.cache)
     return arguments
 
 
-def _served(text: str) -> ServedModel:
-    return msgspec.json.decode(text, type=ServedModel)
+def _served(text: str) -> ReplicaModel:
+    return msgspec.json.decode(text, type=ReplicaModel)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ _H200 = Ceilings(bytes_per_s=4355e9, gemm_per_s=700e12, fp8_gemm_per_s=1320e12, 
 CEILINGS: dict[str, Ceilings] = {
     "NVIDIA H200": _H200,
     # Not measured. Memory: the data sheet's 3.35 TB/s times the fraction that an H200 reaches of its data
-    # sheet's 4.8 TB/s. Operations: as an H200, which has the same multiprocessors and data-sheet rates.
+    # sheet's 4.8 TB/s. Operations: those of an H200, which has the same multiprocessors and data-sheet rates.
     "NVIDIA H100 80GB HBM3": replace(_H200, bytes_per_s=3.35e12 * _H200.bytes_per_s / 4.8e12),
 }
 """Peak rates by device name. docs/performance.md describes the measurements."""
@@ -46,7 +46,7 @@ def ceilings(device: str) -> Ceilings | None:
 
 
 def layer_parameters(config: ModelConfig) -> int:
-    """Return the number of parameters of the layers: all without embeddings and the output matrix."""
+    """Return the number of parameters of the layers, without embeddings and the output matrix."""
     matrices = 1 if config.tie_word_embeddings else 2
     return parameters(config) - matrices * config.vocab_size * config.hidden_size
 

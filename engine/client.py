@@ -34,7 +34,8 @@ class ReplicaClient:
     """
 
     def __init__(self, sock: socket.socket, on_lost: Callable[[list[int]], None]) -> None:
-        # The prompt logprobs of a long prompt arrive in one large frame, and a replica is trusted.
+        # Large frames are accepted: the prompt logprobs of a long prompt arrive in one frame, and the replica
+        # is trusted.
         self._channel: Channel[StepFrame] = Channel(sock, StepFrame, MAX_BACKLOG_BYTES)
         self._sinks: dict[int, OutputSink] = {}
         self._open_samples: dict[int, int] = {}

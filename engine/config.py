@@ -1,4 +1,5 @@
-"""The configuration of a model and its division over ranks. Does not load torch, as `engine.sizing` uses it.
+"""The configuration of a model and its division over ranks. Does not load torch, because `engine.sizing`
+imports this module.
 
 Every supported family is the same decoder: pre-norm, rotary embedding, grouped-query attention, SiLU-gated
 MLP. `engine.families` reads a checkpoint's `config.json` into a `ModelConfig`.
@@ -8,11 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Literal, get_args
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """The unquantised dtypes of weights and KV cache, and their sizes in bytes."""
 
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+ROPE_KINDS: tuple[RopeKind, ...] = get_args(RopeKind)
 
 
 class CheckpointError(Exception):
@@ -35,8 +38,7 @@ class RopeConfig:
     """
 
     theta: float
-    kind: str = "default"
-    """One of ROPE_KINDS."""
+    kind: RopeKind = "default"
     factor: float = 1.0
     original_max_position_embeddings: int = 0
     """The maximum length in training, before scaling; used by llama3 and yarn."""
@@ -53,7 +55,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank's part of the dimensions. Ranges are [first, first + count)."""
+    """One rank's share of the model's dimensions. Ranges are [first, first + count)."""
 
     size: int
     rank: int
@@ -101,7 +103,7 @@ class ModelConfig:
     dtype: str
     """The checkpoint's dtype, one of DTYPE_BYTES."""
     fp8: bool
-    """Whether the checkpoint's matrices are e4m3, with a scale for each output or for all."""
+    """Whether the checkpoint's matrices are e4m3, with one scale per output or one per matrix."""
 
     @property
     def context_length(self) -> int:

@@ -132,7 +132,8 @@ class EngineCore:
         """
         scheduled = self.scheduler.schedule()
         if scheduled is not None:
-            # The step begins with its first kernel: launching a step with prompts takes the host 15 to 20 ms.
+            # The duration counts from the start of the launch, because the device starts with the first
+            # kernel: launching all kernels of a step with prompts takes the host 15 to 20 ms.
             began = time.perf_counter()
             plan_us = self._send(scheduled.plan)
             launched = self._runner.launch(scheduled.plan)

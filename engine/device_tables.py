@@ -1,9 +1,9 @@
 """The device tables of one rank, and the input of a step: a `StepPlan` in, a `StepBatch` out.
 
 A running sequence owns one slot. Values that the device updates by itself (lengths, last tokens, penalty
-counts) live in the tables. The host keeps a copy of the lengths that follows from the plans alone, so it
-knows all shapes without reading from the device. Equal plans in equal order produce equal tables, because
-nothing depends on time or rank.
+counts) live in the tables. The host keeps a copy of the lengths, computed only from the plans, so it knows
+all shapes without reading from the device. Equal plans in equal order produce equal tables, because nothing
+depends on time or rank.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class SlotTables:
         """Append the plan's chunks and padding to the pass, in one transfer.
 
         Returns the token that follows each appended token in its prompt: `[tokens of chunks and padding]`
-        int64, 0 where there is none.
+        int64, 0 if there is none.
         """
         first, columns = len(plan.decodes), []
         for chunk in plan.chunks:

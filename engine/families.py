@@ -292,8 +292,8 @@ def _expect(config: _Fields, name: str, loadable: tuple[Any, ...]) -> None:
     if config.get(name) not in loadable:
         raise config.error(
             name,
-            "of quantised checkpoints, fp8 and compressed-tensors ones with 8-bit float weights and a scale "
-            "per tensor or channel are supported; or use the bfloat16 one",
+            "supported quantised checkpoints are fp8 and compressed-tensors with 8-bit float weights and one "
+            "scale per tensor or channel; otherwise use the bfloat16 checkpoint",
         )
 
 

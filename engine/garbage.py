@@ -8,9 +8,9 @@ import gc
 def settle_garbage() -> None:
     """Make later garbage collections cheap. Call once, after a model is loaded.
 
-    Objects of the load are permanent; `gc.freeze` excludes them, because walking over them takes 0.1 s. The
-    raised thresholds avoid collections every few steps, which took 30 ms with a thousand running sequences.
-    Reference counting alone frees what a step leaves behind.
+    Objects created during loading are permanent, so `gc.freeze` excludes them: walking over them takes 0.1 s.
+    The raised thresholds avoid collections every few steps, which took 30 ms with a thousand running
+    sequences. Reference counting alone frees the objects of a step.
     """
     gc.collect()
     gc.freeze()

@@ -79,8 +79,8 @@ class LocalEngine:
         n: int = 1,
         cache_salt: str = "",
     ) -> list[list[GeneratedSample]]:
-        """Generate n samples for each prompt, all at once. `sampling` is one for all prompts, or a list with
-        one for each."""
+        """Generate n samples for each prompt; all prompts run at once. `sampling` applies to all prompts, or
+        is a list with one entry per prompt."""
         each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
         answers: dict[int, list[GeneratedSample]] = {}
         for prompt, params in zip(prompts, each, strict=True):

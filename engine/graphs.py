@@ -106,7 +106,8 @@ class DecodeGraphs:
         return self._logits[: len(self._current)]
 
     def positions(self) -> torch.Tensor:
-        """Return the positions of the tokens that are sampled from `forward`'s logits: `[slots]` int64."""
+        """Return the positions of the tokens that are sampled from the logits of `forward`: `[slots]`
+        int64."""
         return self._decodes.lens[: len(self._current)]
 
     def slots(self) -> torch.Tensor:
@@ -116,8 +117,7 @@ class DecodeGraphs:
     def sample(self, variant: Variant) -> torch.Tensor:
         """Sample each slot's token and make it the slot's next input.
 
-        Returns `[slots]` int64, BAD_TOKEN where no token could be sampled. The next call overwrites the
-        result.
+        Returns `[slots]` int64, BAD_TOKEN if no token could be sampled. The next call overwrites the result.
         """
         captured = self._samples[self._size(len(self._current)), variant]
         captured.graph.replay()

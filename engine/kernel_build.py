@@ -1,9 +1,9 @@
-"""Compiling the kernels of a replica before they are launched: by `python -m engine.build`, or while weights
+"""Compiles the kernels of a replica before they are launched: by `python -m engine.build`, or while weights
 load.
 
-A replica whose kernels are compiled already only hashes a few files at its start. Otherwise other processes
-compile them, on every core, instead of the replica itself, one by one, when each is first launched. So no
-request waits for a compilation.
+If the kernels are already compiled, a starting replica only hashes a few files. Otherwise worker processes
+compile them on all cores, so that no request waits for a compilation. Without them the replica itself would
+compile each kernel at its first launch, one after the other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from engine.served_model import ServedModel
+from engine.replica_model import ReplicaModel
 
 if TYPE_CHECKING:
     from kernels import compiling
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _SOURCES = ("engine", "kernels")
-"""The packages whose code decides which kernels are launched, and what they are."""
+"""The packages whose code determines which kernels are launched, and what they contain."""
 
 
 class KernelBuild:
@@ -45,24 +45,26 @@ class KernelBuild:
         return self._process is not None and self._process.poll() is None
 
     def wait(self) -> None:
-        """Block until the compilation has ended. A kernel that it could not compile is compiled, or fails,
-        when it is launched; the log has the reason."""
+        """Block until the compilation has ended. A kernel that could not be compiled here is compiled again
+        at its first launch, and then raises its error; the log has the reason."""
         if self._process is not None and (code := self._process.wait()):
-            log.warning("kernels could not be compiled ahead (exit code %d): see above", code)
+            log.warning(
+                "kernels could not be compiled before the start (exit code %d): see the messages above", code
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class BuildResult:
-    """What a build did."""
+    """The outcome of a build."""
 
     kernels: int
-    failures: list[compiling.Failure]
+    failures: list[compiling.CompileFailure]
     seconds: float
 
 
-def check_kernels(served: ServedModel, device: torch.device) -> None:
-    """Raise UnsupportedError if the model cannot be split over the ranks, or if our GPU kernels, or this GPU,
-    cannot serve it. The CPU, and float32 on a GPU, use no kernels of ours."""
+def check_kernels(served: ReplicaModel, device: torch.device) -> None:
+    """Raise UnsupportedError if the model cannot be split over the ranks, or if our GPU kernels or this GPU
+    cannot serve it. The CPU, and float32 on a GPU, do not use our kernels."""
     served.config.check_parallel(served.tensor_parallel_size)
     if _has_kernels(served, device):
         # Imported here because a replica on a CPU does not need Triton.
@@ -72,8 +74,8 @@ def check_kernels(served: ServedModel, device: torch.device) -> None:
         served.check_gpu(compiling.current_gpu(device))
 
 
-def start_build(served: ServedModel, device: torch.device) -> KernelBuild:
-    """Start to compile what is not in Triton's cache yet, in other processes."""
+def start_build(served: ReplicaModel, device: torch.device) -> KernelBuild:
+    """Start worker processes that compile the kernels missing from Triton's cache."""
     if not _has_kernels(served, device):
         return KernelBuild()
     from kernels import compiling
@@ -82,16 +84,16 @@ def start_build(served: ServedModel, device: torch.device) -> KernelBuild:
     return KernelBuild() if is_built(served, gpu) else KernelBuild(_start_process(served, gpu))
 
 
-def build(served: ServedModel, gpu: compiling.Gpu, processes: int) -> BuildResult:
-    """Compile what is not in Triton's cache yet. Forks, so this process must not have used CUDA. Raises
+def build(served: ReplicaModel, gpu: compiling.GpuModel, processes: int) -> BuildResult:
+    """Compile the kernels missing from Triton's cache. Forks, so this process must not have used CUDA. Raises
     TableError if the GPU's table of plans cannot be used."""
-    # Imported here because a process that only asks `is_built` does not need them.
+    # Imported here because a process that only calls `is_built` does not need them.
     from engine.launch_enumeration import launch_all
     from kernels import compiling
     from kernels.triton.linear_table import load_table
 
     began = time.perf_counter()
-    torch.set_num_threads(1)  # so that there are no threads of OpenMP when this process forks
+    torch.set_num_threads(1)  # keeps this process free of OpenMP threads when it forks
     table = load_table(gpu.name, gpu.shared_bytes)
     jobs = compiling.record(gpu.target, lambda: launch_all(served, gpu, table))
     failures = compiling.compile_jobs(gpu.target, jobs, processes)
@@ -102,17 +104,17 @@ def build(served: ServedModel, gpu: compiling.Gpu, processes: int) -> BuildResul
     return BuildResult(len(jobs), failures, time.perf_counter() - began)
 
 
-def is_built(served: ServedModel, gpu: compiling.Gpu) -> bool:
+def is_built(served: ReplicaModel, gpu: compiling.GpuModel) -> bool:
     """Return whether `build` has succeeded for the same model, GPU, table, code and versions, into this
     cache."""
     return _mark(served, gpu).exists()
 
 
-def _has_kernels(served: ServedModel, device: torch.device) -> bool:
+def _has_kernels(served: ReplicaModel, device: torch.device) -> bool:
     return device.type == "cuda" and served.dtype != "float32"
 
 
-def _start_process(served: ServedModel, gpu: compiling.Gpu) -> subprocess.Popen[bytes]:
+def _start_process(served: ReplicaModel, gpu: compiling.GpuModel) -> subprocess.Popen[bytes]:
     """Start `build` in another process, since this one uses CUDA. Its errors go to standard error."""
     command = [sys.executable, "-P", "-m", "engine.build", "--served", msgspec.json.encode(served).decode()]
     command += ["--gpu", gpu.name, "--capability", str(gpu.target.arch)]
@@ -122,9 +124,9 @@ def _start_process(served: ServedModel, gpu: compiling.Gpu) -> subprocess.Popen[
     )
 
 
-def _mark(served: ServedModel, gpu: compiling.Gpu) -> Path:
-    """Return the path of a file in the cache whose name is a hash of everything that decides what is
-    compiled."""
+def _mark(served: ReplicaModel, gpu: compiling.GpuModel) -> Path:
+    """Return the path of a file in the cache whose name is a hash of everything that determines the compiled
+    kernels."""
     import triton
     from triton import knobs
 

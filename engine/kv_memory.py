@@ -24,7 +24,7 @@ def allocate_kv(decoder: Decoder, blocks: int, bytes_per_block: int, ranks: int)
         raise memory.too_large(blocks, bytes_per_block, ranks, available)
 
     def zero_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor of zero pages, which take no time to create and no memory until they are
+        """Return a tensor of zero pages. They take no time to create, and no memory until they are
         written."""
         size = math.prod(shape) * dtype.itemsize
         try:

@@ -2,7 +2,7 @@
 
 Every rank is a fresh interpreter (`python -m engine.replica`, never a fork). The launcher holds a pidfd of
 each rank. If one rank dies, the others exit by themselves, or the launcher kills them, because they would
-wait forever in a collective.
+wait forever in a collective operation.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pathlib import Path
 import msgspec
 
 from engine.memory_kills import count_memory_kills, memory_kill_note
-from engine.messages import Attach, CancelRequest, RankOutbound, ReplicaSpec, Start, Stop
+from engine.messages import Attach, CancelSequences, RankOutbound, ReplicaSpec, Start, Stop
 from engine.wire import Channel, socketpair
 
 _EXIT_GRACE_S = 0.5
 """How long a rank that closed its channel, and the peers of a rank that exited, may take to exit before they
-are killed. Peers that exit by themselves first end the waiting of their GPU's kernels."""
+are killed. Peers that exit by themselves first abort the waits of their GPU's kernels."""
 _STOP_CHECK_S = 1.0
 """Interval at which the ranks of a group are checked for a stop (SIGSTOP). A rank that is stopped at two
 checks in a row is killed, because its peers wait for it."""
@@ -60,9 +60,9 @@ def spawn_rank(
 ) -> tuple[subprocess.Popen[bytes], Channel[RankOutbound]]:
     """Start `python -m module` as the process of a rank, and return it with the channel to it.
 
-    gpus: UUIDs of the GPUs of all ranks, which become the only visible ones, since every rank needs access to
-    the memory of the others; empty: all GPUs stay visible. The rank asks the kernel to kill it when the
-    calling thread ends. Raises OSError if the process cannot be started.
+    gpus: UUIDs of the GPUs of all ranks, which become the only visible GPUs, because every rank accesses the
+    memory of the others; empty: all GPUs stay visible. The rank asks the kernel to kill it when the calling
+    thread ends. Raises OSError if the process cannot be started.
     """
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
     ours, theirs = socketpair()
@@ -83,7 +83,8 @@ def spawn_rank(
 
 
 def new_rendezvous() -> str:
-    """Return the path of a file, not yet existing, in a new folder, through which ranks find each other."""
+    """Return the path of a file in a new folder through which the ranks find each other. The file does not
+    exist yet."""
     return os.path.join(tempfile.mkdtemp(prefix="appliance-ranks-"), "store")
 
 
@@ -161,7 +162,7 @@ class ReplicaGroup:
 
     def cancel_request(self, request_id: str) -> None:
         """End all sequences of a request."""
-        self._ranks[0].channel.send(CancelRequest(request_id))
+        self._ranks[0].channel.send(CancelSequences(request_id))
 
     async def stop(self, grace_s: float = 5.0) -> None:
         """Ask the ranks to exit, kill them after `grace_s`, and return when they are reaped."""
@@ -255,7 +256,7 @@ class ReplicaGroup:
         for number in self._stopped & before:
             rank = self._ranks[number]
             self._reason = self._reason or f"rank {number} (pid {rank.process.pid}) was stopped by a signal"
-            # The others notice this death, and exit by themselves.
+            # The other ranks notice this death, and exit by themselves.
             signal.pidfd_send_signal(rank.pidfd, signal.SIGKILL)
 
 
@@ -269,7 +270,7 @@ def _is_stopped(rank: _Rank) -> bool:
 
 
 def describe_exit(returncode: int) -> str:
-    """Return how a process ended, as the end of a sentence about it."""
+    """Return how a process ended, worded as the end of a sentence such as "rank 1 …"."""
     if returncode < 0:
         names = {number.value: number.name for number in signal.Signals}
         return f"was killed by {names.get(-returncode, f'signal {-returncode}')}"

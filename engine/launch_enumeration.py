@@ -1,8 +1,9 @@
-"""Which kernels a replica launches, found by running its warm-up on meta tensors: nothing is computed.
+"""Enumerates the kernels that a replica launches, by running its warm-up on meta tensors, which compute
+nothing.
 
-`kernels.compiling.record` notes each launch. The decoder, the tables, the bodies of the graphs and the
-sampler are the ones that serve, and warm-up launches every kernel that serving launches. So nothing here
-knows which operations a layer has.
+`kernels.compiling.record` records each launch. This module runs the same decoder, tables, graph bodies and
+sampler as serving does, and warm-up launches every kernel that serving launches. So it needs no list of the
+operations of a layer.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from engine.parallel import Collectives, Overlap, Ranks, single
 from engine.peer_memory import ITEMS
 from engine.peer_ranks import PeerRanks
 from engine.prompt_graphs import PromptGraphs
+from engine.replica_model import ReplicaModel
 from engine.sampler import Sampler
-from engine.served_model import ServedModel
 from engine.sizing import EXPANSION_BLOCKS, gemm_sizes
 from engine.steps import StepExecutor
 from engine.warmup import warm_up
 from engine.warmup_steps import largest_steps
 from kernels import Residual
-from kernels.compiling import Gpu
+from kernels.compiling import GpuModel
 from kernels.cuda import CudaOps
 from kernels.triton import sampling
 from kernels.triton.linear_table import Table
@@ -35,25 +36,25 @@ from kernels.triton.peer_arena import PROGRAMS, Arena
 
 _META = torch.device("meta")
 _MAX_MODEL_LEN = 4096
-"""Tokens of the longest sequence. Longer ones launch no other kernels: the largest length that a launch
-depends on is `kernels.triton.attention_prefill.HOPPER_ABOVE`."""
+"""Length of the longest sequence in tokens. Longer sequences launch no other kernels: the largest length that
+a launch depends on is `kernels.triton.attention_prefill.HOPPER_ABOVE`."""
 _KV_BLOCKS = 64
-"""Blocks of the KV cache. Kernels do not depend on their number."""
+"""Number of blocks of the KV cache. Kernels do not depend on it."""
 _MULTIPROCESSORS = 132
-"""Multiprocessors of a Hopper GPU. Kernels do not depend on their number."""
+"""Number of multiprocessors of a Hopper GPU. Kernels do not depend on it."""
 _DIFFERENT_ROWS = 256
-"""The largest number of rows for which a table of `kernels/tuned` has a plan. Of passes with more rows, the
-powers of two and the largest are enumerated."""
+"""The largest number of rows for which a table of `kernels/tuned` has a plan. For passes with more rows, only
+powers of two and the largest size are enumerated."""
 _ALIGNMENT = 16
-"""Triton compiles a kernel anew for integers that are multiples of this."""
+"""Triton compiles a separate kernel for integers that are multiples of this value."""
 
 _HOST_ADDRESS = 1 << 40
-"""An address that needs 64 bits, as those of host memory do: Triton compiles a kernel anew for integers of
-another width."""
+"""An address that needs 64 bits, like addresses of host memory: Triton compiles a separate kernel for each
+integer width."""
 
 
 class UnconnectedRanks(Collectives):
-    """One rank of a group that does not exist: collectives return tensors of the right shape."""
+    """One rank of a simulated group: collectives return tensors of the right shape."""
 
     collectives = ""
 
@@ -84,8 +85,8 @@ class _MetaMemory:
 
 
 class _EveryRank(Collectives):
-    """All ranks of a group on meta tensors, seen from `rank`. A collective is launched for every rank when
-    its arguments have new shapes, because the kernels over peer memory differ between ranks."""
+    """All ranks of a group on meta tensors, seen from `rank`. When a collective gets arguments of a new
+    shape, it is launched for every rank, because the peer-memory kernels differ between ranks."""
 
     def __init__(self, size: int, rank: int, pdl: bool) -> None:
         self.size, self.rank = size, rank
@@ -139,11 +140,12 @@ class _EveryRank(Collectives):
 class MetaReplica:
     """One rank of a replica on meta tensors.
 
-    table: the plans of linears. max_model_len: the longest sequence; None: one that launches every kernel.
+    table: the plans of linears. max_model_len: the maximum sequence length; None: a length that launches
+    every kernel.
     """
 
     def __init__(
-        self, served: ServedModel, rank: int, gpu: Gpu, table: Table, max_model_len: int | None = None
+        self, served: ReplicaModel, rank: int, gpu: GpuModel, table: Table, max_model_len: int | None = None
     ) -> None:
         self.served = served
         config = served.config.with_layers(served.config.representative_layers())
@@ -177,7 +179,7 @@ class MetaReplica:
         )
 
     def steps(self) -> StepExecutor:
-        """Make steps with tables and a KV cache of their own."""
+        """Return a step executor with its own tables and KV cache."""
         decoder, served = self._decoder, self.served
         blocks = -(-decoder.max_model_len // BLOCK_TOKENS)
         vocab_size = decoder.config.vocab_size
@@ -185,7 +187,8 @@ class MetaReplica:
         return StepExecutor(decoder, decoder.allocate_kv(_KV_BLOCKS), tables, self._sampler)
 
     def launch_warm_up(self) -> StepExecutor:
-        """Launch what `Runner` launches before the replica is ready. Returns the steps that would serve."""
+        """Launch the kernels that `Runner` launches before the replica is ready. Returns the executor for
+        serving."""
         decoder, served = self._decoder, self.served
         length, budget = decoder.max_model_len, served.max_num_batched_tokens
         largest = self.steps()
@@ -199,21 +202,23 @@ class MetaReplica:
         return steps
 
 
-def _ranks(size: int, rank: int, gpu: Gpu) -> Ranks:
+def _ranks(size: int, rank: int, gpu: GpuModel) -> Ranks:
     return single() if size == 1 else _EveryRank(size, rank, gpu.pdl)
 
 
 def _sizes(most: int) -> list[int]:
-    """Return the sizes to which passes of up to `most` rows are padded, of which our own kernels tell no two
-    neighbours apart: above _DIFFERENT_ROWS only cuBLAS does, whose kernels are not compiled."""
+    """Return the padded sizes of passes of up to `most` rows that our own kernels distinguish. Above
+    _DIFFERENT_ROWS only cuBLAS distinguishes sizes, and its kernels are not compiled here, so powers of two
+    suffice."""
     return [
         size for size in gemm_sizes(most) if size <= _DIFFERENT_ROWS or size == most or size & (size - 1) == 0
     ]
 
 
-def _different_ranks(served: ServedModel) -> list[int]:
-    """Return ranks that launch, between them, the kernels of all ranks. The first alone adds the biases of
-    linears that are summed over the ranks; otherwise ranks differ in their part of the vocabulary alone."""
+def _different_ranks(served: ReplicaModel) -> list[int]:
+    """Return a subset of the ranks that together launches the kernels of all ranks. Only the first rank adds
+    the biases of linears that are summed over the ranks; otherwise ranks differ only in their shard of the
+    vocabulary."""
     size, found = served.tensor_parallel_size, dict[tuple[object, ...], int]()
     for rank in range(size):
         shard = served.config.shard(size, rank)
@@ -221,8 +226,8 @@ def _different_ranks(served: ServedModel) -> list[int]:
     return list(found.values())
 
 
-def launch_all(served: ServedModel, gpu: Gpu, table: Table) -> None:
-    """Launch every kernel that some rank of a replica launches on a GPU, on meta tensors."""
+def launch_all(served: ReplicaModel, gpu: GpuModel, table: Table) -> None:
+    """Launch, on meta tensors, every kernel that any rank of a replica launches on a GPU."""
     with torch.inference_mode():
         for rank in _different_ranks(served):
             MetaReplica(served, rank, gpu, table).launch_warm_up()

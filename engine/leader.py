@@ -16,7 +16,7 @@ from engine.logs import log_state
 from engine.messages import (
     Attach,
     Cancel,
-    CancelRequest,
+    CancelSequences,
     DataInbound,
     LongStep,
     RankInbound,
@@ -81,7 +81,7 @@ class LeaderLoop:
                 read()
 
     def _register(self, channel: Channel[Any], read: Callable[[], None]) -> None:
-        """Have `read` called when a channel has messages."""
+        """Call `read` whenever a channel has messages."""
         self._selector.register(channel, selectors.EVENT_READ, (channel, read))
 
     def _select_backlogs(self) -> None:
@@ -101,7 +101,7 @@ class LeaderLoop:
                     )
                     self._fronts[front] = channel
                     self._register(channel, partial(self._read_front, front))
-                case CancelRequest(request_id):
+                case CancelSequences(request_id):
                     self._scheduler.cancel_request(request_id)
                 case Stop():
                     self._stopping = True

@@ -1,9 +1,9 @@
 """Logging that never blocks the caller: a separate thread writes the lines to standard error.
 
-A write to standard error blocks while nobody reads the pipe, the terminal is stopped or journald is stalled.
-An event loop or a step loop must not wait for that. So loggers put finished lines into a bounded queue, and a
-daemon thread writes them. Lines are dropped and counted while the queue is full. When standard error can be
-written again, a line reports how many were dropped.
+A write to standard error blocks while the pipe's reader does not read, the terminal is stopped or journald is
+stalled. An event loop or a step loop must not wait for that. So loggers put finished lines into a bounded
+queue, and a daemon thread writes them. Lines are dropped and counted while the queue is full. When standard
+error can be written again, a line reports how many were dropped.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class LogState(NamedTuple):
     """Duration of the current write so far; 0 if there is none."""
 
 
-class LineFormatter(logging.Formatter):
+class UtcFormatter(logging.Formatter):
     """UTC time with milliseconds, level, `prefix`, message."""
 
     def __init__(self, prefix: str) -> None:
@@ -108,7 +108,7 @@ class LineWriter(QueueListener):
             self._reported += dropped
             waited_s = time.monotonic() - began
             text = (
-                f"{dropped} lines of this log were dropped: standard error took nothing for {waited_s:.1f} s"
+                f"{dropped} lines of this log were dropped: standard error was blocked for {waited_s:.1f} s"
             )
             report = log.makeRecord(log.name, logging.WARNING, __file__, 0, text, (), None)
             self._write(self._lines.prepare(report))
@@ -157,11 +157,11 @@ def _line_queue() -> LineQueue | None:
 
 
 def _log_exception(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    log.critical("this process ends: nothing handled an exception", exc_info=(kind, error, traceback))
+    log.critical("unhandled exception; this process exits", exc_info=(kind, error, traceback))
 
 
 def _log_unraisable(unraisable: sys.UnraisableHookArgs) -> None:
-    what = unraisable.err_msg or "an exception was ignored in"
+    what = unraisable.err_msg or "ignored an exception in"
     error = unraisable.exc_value
     information = None if error is None else (type(error), error, unraisable.exc_traceback)
     log.error("%s %r", what, unraisable.object, exc_info=information)

@@ -17,8 +17,8 @@ class WeightsTooLarge(MemoryError):
 
 
 class StepsTooLarge(MemoryError):
-    """The activations of the largest steps do not fit on a GPU beside weights and KV cache. The message has
-    the sizes."""
+    """The activations of the largest steps do not fit on a GPU together with weights and KV cache. The
+    message has the sizes."""
 
 
 class PoolTooSmall(MemoryError):

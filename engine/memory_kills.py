@@ -1,7 +1,7 @@
-"""How many processes of this control group the kernel has killed for lack of memory.
+"""Counts the processes of this control group that the kernel has killed for lack of memory.
 
-A process that is killed for memory ends by SIGKILL, as one that an operator kills. The counter `oom_kill` of
-the control group tells them apart.
+A process that the kernel kills for lack of memory ends by SIGKILL, as does a process that an operator kills.
+The counter `oom_kill` of the control group tells the two apart.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _ROOT = Path("/sys/fs/cgroup")
 
 
 def count_memory_kills(own_groups: Path = _OWN_GROUPS, root: Path = _ROOT) -> int:
-    """Return `oom_kill` of this process's control group; 0 where there is no such counter."""
+    """Return `oom_kill` of this process's control group; 0 if the counter does not exist."""
     try:
         lines = own_groups.read_text().splitlines()
     except OSError:
@@ -30,7 +30,7 @@ def count_memory_kills(own_groups: Path = _OWN_GROUPS, root: Path = _ROOT) -> in
 
 
 def _counter_files(lines: list[str], root: Path) -> Iterator[Path]:
-    """The files with the counter, of cgroup v1 and v2; not every one exists."""
+    """The files that may hold the counter, of cgroup v1 and v2."""
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
@@ -40,8 +40,9 @@ def _counter_files(lines: list[str], root: Path) -> Iterator[Path]:
 
 
 def memory_kill_note(returncode: int, count_at_start: int) -> str:
-    """Return what to add to the message that a process ended so, if the kernel may have killed it for memory;
-    else nothing. `count_at_start` is the counter when the process started."""
+    """Return a suffix for the message that a process ended: it says that the kernel may have killed the
+    process for lack of memory. Empty if the kernel killed none. `count_at_start` is the counter's value when
+    the process started."""
     if returncode != -signal.SIGKILL:
         return ""
     killed = count_memory_kills() - count_at_start

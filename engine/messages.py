@@ -14,8 +14,8 @@ BLOCK_TOKENS = 64
 """Tokens per KV block. The pool layout, the prefix hashes and the kernels depend on this value."""
 
 MAX_BAD_WORD_TOKENS = 32
-"""Maximum length of an entry of `SamplingParams.bad_words`. The device keeps one token less of every
-output."""
+"""Maximum length of an entry of `SamplingParams.bad_words`. The device keeps one token less than this of
+every output."""
 MAX_BAD_WORDS = 512
 """Maximum number of entries of `SamplingParams.bad_words`, since each is compared in every step."""
 
@@ -24,7 +24,7 @@ CLASSES = 4
 URGENCIES = 3
 """`Submit.urgency` is 0 to 2."""
 LEVELS = CLASSES * URGENCIES
-"""`Submit.level` is 0 to 11."""
+"""`Submit.level` is 0 to 11: one for each class and urgency."""
 
 FinishReason = Literal["", "stop", "length", "cancelled", "error"]
 """Why a sample ended: "" (it has not ended), "stop" (a stop token, which is its last token), "length"
@@ -102,7 +102,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One name per rank, e.g. "cpu" or "cuda:0 NVIDIA H200"."""
     tensor_parallel_size: int
     collectives: str = ""
-    """What exchanges data between the ranks, e.g. "gloo" or "NCCL"; empty for a single rank."""
+    """The library that exchanges data between the ranks, e.g. "gloo" or "NCCL"; empty for a single rank."""
     load_seconds: float
     predicted_bytes: int
     """Memory for weights, KV cache and activations as `engine.sizing` predicted it."""
@@ -154,7 +154,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """k: return the log probabilities of the sampled token and of the k most likely tokens. None: return
     none."""
     prompt_logprobs: int | None = None
-    """As `logprobs`, for every prompt token except the first."""
+    """Like `logprobs`, but for every prompt token except the first."""
 
     @property
     def penalised(self) -> bool:
@@ -241,7 +241,7 @@ class Output(msgspec.Struct, array_like=True):
     error: str | None = None
     """The reason, if `finish_reason` is "error"."""
     refused: bool = False
-    """Whether the submission was refused because of what it asks for. Any other error is the engine's."""
+    """Whether the submission was refused as invalid. Any other error is a failure of the engine."""
 
 
 class StepFrame(msgspec.Struct, tag="step", array_like=True):
@@ -268,7 +268,7 @@ class Attach(msgspec.Struct, tag="attach", frozen=True):
     front: str
 
 
-class CancelRequest(msgspec.Struct, tag="cancel_request", frozen=True):
+class CancelSequences(msgspec.Struct, tag="cancel_request", frozen=True):
     """Core to rank 0: end all sequences of a request, by an operator's action or at its deadline."""
 
     request_id: str
@@ -340,7 +340,7 @@ class EngineGauges(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     """Prompt tokens of started submissions, counted once per submission."""
     cached_tokens: int = 0
-    """Those of `prompt_tokens` that were found in the prefix cache."""
+    """How many of `prompt_tokens` were found in the prefix cache."""
     computed_tokens: int = 0
     """Computed prompt tokens; tokens recomputed after a preemption count again."""
     generated_tokens: int = 0
@@ -360,7 +360,8 @@ class ReplicaStats(EngineGauges, frozen=True, kw_only=True):
     mixed_step_ms: float = 0.0
     mixed_idle_us: float = 0.0
     log_dropped_lines: int = 0
-    """Lines of rank 0's log that were dropped since the start because nobody read standard error."""
+    """Number of lines of rank 0's log that were dropped since the start, because standard error was
+    blocked."""
 
 
 class Report(ReplicaStats, tag="report", frozen=True, kw_only=True):
@@ -370,9 +371,9 @@ class Report(ReplicaStats, tag="report", frozen=True, kw_only=True):
 
     Credits are totals granted since the start: available credit is granted credit minus spent credit.
     `credit_seqs` starts at `max_num_seqs` and grows by one for each sample that ends. `credit_tokens` starts
-    with the token budget of two steps with decodes, or of one without if that is more. It grows by each
-    submission's `credit_tokens` as these are computed, found in the prefix cache or dropped. `returned_seqs`
-    and `returned_tokens` say for which levels credit has been granted back.
+    with the token budget of two steps with decodes or of one step without decodes, whichever is larger. It
+    grows by each submission's `credit_tokens` as these are computed, found in the prefix cache or dropped.
+    `returned_seqs` and `returned_tokens` say for which levels credit has been granted back.
     """
 
     finished: list[Finished] = []
@@ -381,14 +382,14 @@ class Report(ReplicaStats, tag="report", frozen=True, kw_only=True):
 
 
 class LongStep(msgspec.Struct, tag="long_step", frozen=True):
-    """Rank 0 to core: rank 0 now waits for a step, and sends no message before the step ends."""
+    """Rank 0 to core: rank 0 is waiting for a step and sends no message before the step ends."""
 
     expected_s: float
     """Predicted duration, from the step's size and the measured speed of earlier steps
     (`engine.step_forecast`)."""
 
 
-RankInbound = Start | Attach | CancelRequest | Stop
+RankInbound = Start | Attach | CancelSequences | Stop
 """Messages from the core to ranks."""
 RankOutbound = Progress | Ready | Report | LongStep | Fatal
 """Messages from ranks to the core."""

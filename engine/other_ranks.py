@@ -39,7 +39,7 @@ class OtherRanks:
         """Start the processes. Must be called on a thread that outlives them. Raises OSError if one cannot be
         started."""
         self.spec = msgspec.structs.replace(spec, rendezvous=new_rendezvous())
-        """The configuration of all ranks, with the place at which they find each other."""
+        """The configuration of all ranks, with the path of the file through which they find each other."""
         self.plans: list[socket.socket] = []
         """Rank 0's ends of the plan channels, in order of ranks."""
         self._processes: dict[int, subprocess.Popen[bytes]] = {}

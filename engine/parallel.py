@@ -27,17 +27,17 @@ class RankLost(RuntimeError):
 
 
 class Overlap(Protocol):
-    """Sums over the ranks in the background of a pass, which is computed in two halves of its tokens."""
+    """Sums over the ranks in the background of a pass that is computed in two halves of its tokens."""
 
     split: int
     """Number of tokens of the first half."""
 
     def start(self, half: int, residual: Residual, part: torch.Tensor) -> None:
-        """Start to compute `residual` plus the sum of `part` over the ranks. May overwrite both."""
+        """Start to compute `residual` plus the sum of `part` over the ranks. May overwrite both tensors."""
 
     def finish(self, half: int) -> Residual:
-        """Return the result of `start` once it is there, which the second next `start` of this half may
-        overwrite."""
+        """Wait for the result of `start` and return it. The second next `start` of this half may overwrite
+        it."""
 
 
 class Ranks(Protocol):
@@ -46,15 +46,15 @@ class Ranks(Protocol):
     size: int
     rank: int
     collectives: str
-    """Name of what exchanges data, for operators; empty for a single rank."""
+    """Name of the communication backend, shown to operators; empty for a single rank."""
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum over the ranks, bitwise equal on all of them. May overwrite `tensor`."""
 
     def add_sum(self, residual: Residual, part: torch.Tensor, next_gain: torch.Tensor | None) -> Residual:
         """Return `residual` plus the sum of `part [tokens, hidden]` over the ranks, bitwise equal on all of
-        them. May overwrite `residual.values` and `part`. With `next_gain [hidden]`, the gain of the norm that
-        reads the result next, the result may carry a deferred norm."""
+        them. May overwrite `residual.values` and `part`. With `next_gain [hidden]`, the gain of the norm
+        that reads the result, the result may carry a deferred norm."""
 
     def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
         """Concatenate `[..., n]` of each rank, in rank order, to `[..., size × n]`. Shapes must be equal. The
@@ -65,22 +65,23 @@ class Ranks(Protocol):
         float32 zero may be lost."""
 
     def best(self, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Return the id of the largest value over the ranks, `[rows]` int64; of equal values, the lowest
-        rank's.
+        """Return the id of the largest value over the ranks, `[rows]` int64. Among equal values, the lowest
+        rank's wins.
 
         values: [rows] float32. ids: [rows] int64 below 2³¹. The result is BAD_TOKEN in a row with a NaN, or
         whose largest value is infinite.
         """
 
     def prepare_overlap(self, tokens: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Reserve the memory of `overlap` for passes of up to `tokens` tokens, where it pays."""
+        """Reserve the memory of `overlap` for passes of up to `tokens` tokens, if the overlap is
+        worthwhile."""
 
     def overlap(self, tokens: int) -> Overlap | None:
-        """Return how the ranks sum in the background of a pass, or None for a pass for which that does not
-        pay."""
+        """Return the object that sums over the ranks in the background of a pass, or None if that is not
+        worthwhile for the pass."""
 
     def abandon(self, reason: str) -> None:
-        """End all waiting for peers, now and in every later collective: a peer was lost. Results of
+        """Abort all waits for peers, now and in every later collective, because a peer was lost. Results of
         collectives are undefined from now on, and `check` raises. May be called from any thread."""
 
     def check(self) -> None:
@@ -189,8 +190,8 @@ class _Group(Collectives):
     def abandon(self, reason: str) -> None:
         super().abandon(reason)
         if self._dist.get_backend() != "nccl":
-            return  # gloo notices the death of a peer by itself
-        # Aborting waits for kernels of NCCL to end, which wait for the lost peer until they are aborted.
+            return  # gloo detects the death of a peer by itself
+        # Aborting waits for running NCCL kernels, and these wait for the lost peer until they are aborted.
         threading.Thread(target=self._abort, name="abort-collectives", daemon=True).start()
 
     def close(self) -> None:
@@ -247,8 +248,8 @@ def join(
     "gloo" (CPU; uses the loopback interface unless GLOO_SOCKET_IFNAME is set) or "nccl" (CUDA; the rank's
     device must be the current one). timeout_seconds: how long a rank waits for the others, here and in each
     collective. gloo also notices the death of a peer at once, by its closed connection. overlap_from: the
-    number of tokens of a pass from which GPUs that can map each other's memory sum in its background; None:
-    `engine.peer_ranks.OVERLAP_FROM_TOKENS`.
+    number of tokens of a pass from which GPUs that can map each other's memory overlap sums with the pass;
+    None: `engine.peer_ranks.OVERLAP_FROM_TOKENS`.
 
     Raises RankLost if the other ranks do not arrive in time, ValueError for invalid arguments.
     """

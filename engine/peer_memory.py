@@ -1,4 +1,4 @@
-"""Memory that all GPUs of a replica have mapped, through which their ranks exchange small messages."""
+"""Memory that all GPUs of a replica have mapped, through which the ranks exchange small messages."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ import torch
 from kernels.triton.peer_arena import EMPTY_WORD, PROGRAMS, Arena, arena_words
 
 ITEMS = 16
-"""Items per program: messages of up to 16 MiB (1,024 rows of 8,192 16-bit numbers)."""
+"""Number of items per program: messages of up to 16 MiB (1,024 rows of 8,192 16-bit numbers)."""
 
 
 class PeerMemory:
     """One rank's arena and the addresses of its peers' arenas.
 
-    Every rank of torch.distributed's default group, whose backend is NCCL, makes one at the same time, with
-    its own GPU current. A rank may use it only after every rank has made its own. Raises RuntimeError where
-    the GPUs cannot map each other's memory. NVLink multicast is not used."""
+    Every rank of torch.distributed's default group, whose backend must be NCCL, constructs its instance at
+    the same time, with its own GPU as the current device. A rank may use its instance only after every rank
+    has constructed one. Raises RuntimeError if the GPUs cannot map each other's memory. NVLink multicast is
+    not used.
+    """
 
     def __init__(self, rank: int, world: int) -> None:
         import torch.distributed as dist
@@ -42,8 +44,8 @@ class PeerMemory:
         torch.cuda.synchronize()
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
-        """Make a buffer on every rank and return those of all ranks, mapped on this rank's device. All ranks
-        must call it at the same time."""
+        """Allocate a buffer on every rank and return the buffers of all ranks, mapped on this rank's device.
+        All ranks must call it at the same time."""
         import torch.distributed as dist
         import torch.distributed._symmetric_memory as symmetric
 
@@ -55,6 +57,6 @@ class PeerMemory:
         return [handle.get_buffer(peer, shape, dtype) for peer in range(self.arena.world)]
 
     def stop(self) -> None:
-        """End all waiting for peers on this rank's GPU, now and in every later call: a peer was lost. The
-        results of these calls are undefined. May be called from any thread."""
+        """Abort all waits for peers on this rank's GPU, now and in every later call, because a peer was lost.
+        The results of these calls are undefined. May be called from any thread."""
         self._stop[0] = 1

@@ -1,8 +1,8 @@
 """Sums of long messages over the ranks in the background of a pass, by the GPUs' copy engines.
 
-Each rank sums the rows that it owns: the others copy their parts of these rows into its memory, and it copies
-the results into theirs. Copy engines leave the multiprocessors to the pass. Sums are taken in rank order in
-float32, so all ranks get the same bits.
+Each rank sums the rows that it owns: the other ranks copy their parts of these rows into its memory, and it
+copies the results into theirs. Copy engines keep the multiprocessors free for the pass. Sums are taken in
+rank order in float32, so all ranks get the same bits.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ class OverlapMemory:
     """The buffers of all ranks, in rank order, each mapped on this rank's device."""
 
     stages: Sequence[torch.Tensor]
-    """[HALVES, ranks, rows / ranks, hidden] each: the parts of the rows that the rank owns, by source."""
+    """[HALVES, ranks, rows / ranks, hidden] each: the parts of the rows that the rank owns, by source rank.
+    """
     gathered: Sequence[torch.Tensor]
-    """[HALVES, 2, rows, hidden] each: results, in turns, since a result is read while the next one is
-    written."""
+    """[HALVES, 2, rows, hidden] each: results, in two alternating buffers, because one is read while the next
+    is written."""
 
     @staticmethod
     def shapes(ranks: int, rows: int, hidden: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -56,10 +57,11 @@ class PeerOverlap:
         self._summed = [torch.cuda.Event() if cuda else None for _ in range(HALVES)]
         self._sums: list[torch.Tensor | None] = [None] * HALVES
         self._in_use: list[tuple[torch.Tensor, ...]] = [()] * HALVES
-        """Tensors that the other stream reads, kept from being reused before `finish`."""
+        """Tensors that the second stream reads. The references keep their memory from being reused before
+        `finish`."""
 
     @property
-    def max_rows(self) -> int:
+    def max_half_tokens(self) -> int:
         """The largest number of tokens of a half."""
         return self._memory.gathered[0].shape[2]
 
@@ -95,12 +97,12 @@ class PeerOverlap:
         return result
 
     def barrier(self) -> None:
-        """Wait on the device until the copies of all ranks before their call have arrived."""
+        """Make the device wait until the copies that all ranks issued before this call have arrived."""
         all_gather(self._flag, 1, self._arena, pdl=False, fence=True)
 
     @contextlib.contextmanager
     def _on_stream(self, half: int):  # type: ignore[no-untyped-def]
-        """Issue work behind the current stream, on the other one, and record its end."""
+        """Issue work on the second stream after the work of the current stream, and record its end."""
         computed, summed = self._computed[half], self._summed[half]
         if self._stream is None or computed is None or summed is None:
             yield
@@ -113,12 +115,12 @@ class PeerOverlap:
 
 
 Allocate = Callable[[tuple[int, ...], torch.dtype], Sequence[torch.Tensor]]
-"""Makes a buffer on every rank and returns those of all ranks, mapped on this rank's device."""
+"""Allocates a buffer on every rank and returns the buffers of all ranks, mapped on this rank's device."""
 
 
 def make_overlap(
     arena: Arena, rows: int, hidden: int, dtype: torch.dtype, device: torch.device, allocate: Allocate
 ) -> PeerOverlap:
-    """Make the buffers for halves of up to `rows` tokens. All ranks must call it at the same time."""
+    """Allocate the buffers for halves of up to `rows` tokens. All ranks must call it at the same time."""
     stage, gathered = OverlapMemory.shapes(arena.world, rows, hidden)
     return PeerOverlap(arena, OverlapMemory(allocate(stage, dtype), allocate(gathered, dtype)), device)

@@ -1,5 +1,5 @@
-"""The collectives of ranks whose GPUs have mapped each other's memory: small messages go through that memory
-(`kernels.triton.peer_arena`), and large ones through another group, which on GPUs is NCCL."""
+"""The collectives of ranks whose GPUs have mapped each other's memory. Small messages go through that memory
+(`kernels.triton.peer_arena`); large ones go through another group, which is NCCL on GPUs."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from kernels.triton import all_gather, all_reduce
 from kernels.triton.peer_arena import Arena
 
 _TWO_SHOT_BYTES = {2: 4 << 20, 4: 512 << 10, 8: 128 << 10}
-"""The message size from which the two-shot all-reduce is faster, by number of ranks. Two ranks: measured on
-2 × H200 (docs/performance.md). Four and eight: where the time that two-shot saves on an NVLink of 373 GB/s,
-(n - 1)(1 - 2 / n) × size / bandwidth, equals the 2.5 µs of its second exchange."""
+"""The message size from which the two-shot all-reduce is faster, by number of ranks. Two ranks: measured on 2
+× H200 (docs/performance.md). Four and eight: computed as the size at which the time that two-shot saves on an
+NVLink of 373 GB/s, (n - 1)(1 - 2 / n) × size / bandwidth, equals the 2.5 µs of its second exchange."""
 
 OVERLAP_FROM_TOKENS: int | None = None
-"""The number of tokens of a pass from which replicas sum in its background; None: never, since only a
-prototype of it has been measured on GPUs (docs/parallel.md)."""
+"""The number of tokens of a pass from which replicas overlap sums with the pass; None: never, because only a
+prototype of the overlap has been measured on GPUs (docs/parallel.md)."""
 _SPLIT_TOKENS = 256
-"""The first half of a pass has a multiple of this number of tokens, at which GEMMs waste no tile."""
+"""The first half of a pass has a multiple of this number of tokens, so that GEMMs waste no part of a tile."""
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-"""The dtypes that are gathered through peer memory, where only the sign of a zero may be lost."""
+"""The dtypes that are gathered through peer memory, which may only lose the sign of a zero."""
 
 
 class Memory(Protocol):
-    """The memory of `PeerRanks`, see `engine.peer_memory.PeerMemory`."""
+    """The peer memory that `PeerRanks` needs, see `engine.peer_memory.PeerMemory`."""
 
     arena: Arena
 
@@ -42,8 +42,8 @@ class PeerRanks(Collectives):
     """One of several ranks, which use peer memory for the messages that fit.
 
     group: the collectives for all other messages. pdl: whether the GPU supports programmatic dependent
-    launch; None: look it up. overlap_from: the number of tokens of a pass from which sums run in its
-    background; None: never.
+    launch; None: look it up. overlap_from: the number of tokens of a pass from which sums overlap with the
+    pass; None: never.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class PeerRanks(Collectives):
         if overlap is None or self._overlap_from is None or tokens < self._overlap_from:
             return None
         split = -(-tokens // (2 * _SPLIT_TOKENS)) * _SPLIT_TOKENS
-        if split > overlap.max_rows or (tokens - split) % self.size:
+        if split > overlap.max_half_tokens or (tokens - split) % self.size:
             return None
         overlap.split = split
         return overlap

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 
 class PeerWatch:
-    """Calls `on_lost(name)`, once and on a thread of its own, when the other end of a channel is closed.
+    """Calls `on_lost(name)`, once, on a separate thread, when the other end of a channel is closed.
 
     channels: the descriptors to watch, which must be sockets, by the name of the peer. Data that arrives on
     them is not read.

@@ -87,11 +87,11 @@ overflow)."""
 
 
 class StepTokens(msgspec.Struct, array_like=True):
-    """What a step sampled: one entry per sampling slot of its plan, in the plan's order (decodes, then
+    """The results of a step: one entry per sampling slot of its plan, in the plan's order (decodes, then
     chunks)."""
 
     token_ids: list[int]
-    """BAD_TOKEN where no token could be sampled."""
+    """BAD_TOKEN if no token could be sampled."""
     logprobs: list[TokenLogprob | None] | None
     """None if no slot requested log probabilities."""
     prompt_logprobs: dict[int, list[TokenLogprob]]

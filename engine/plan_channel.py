@@ -76,8 +76,9 @@ def check_plan_size(
 class PlanSender:
     """Sends plans to the other ranks without waiting for them.
 
-    A plan is encoded once. What a peer's socket does not accept at once is written by a thread, in order. A
-    peer is lost if its end is closed, or if it has not read anything for `timeout_s` while plans are waiting.
+    A plan is encoded once. The bytes that a peer's socket does not accept at once are written by a thread, in
+    order. A peer is lost if its end is closed, or if it has not read anything for `timeout_s` while plans are
+    waiting.
     """
 
     def __init__(self, sockets: Sequence[socket.socket], timeout_s: float = PLAN_TIMEOUT_S) -> None:

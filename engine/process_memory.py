@@ -1,4 +1,4 @@
-"""Bounds on the memory that C libraries keep in the long-lived processes of the service."""
+"""Limits the memory that C libraries keep in the long-lived processes of the service."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import ctypes
 import os
 
 LARGE_BLOCK_BYTES = 256 << 10
-"""A block of at least this size is a mapping of its own, so `free` returns it to the system."""
+"""A block of at least this size gets its own mapping, so `free` returns it to the system."""
 MAX_ARENAS = 2
-"""Each arena keeps memory that its threads have freed; the default is eight for each core."""
+"""Number of malloc arenas. Each arena keeps memory that its threads have freed; the default is eight for each
+core."""
 KERNEL_CACHE_ENTRIES = 128
-"""Five shapes of weights for 25 numbers of tokens. An entry takes about 0.4 MB, and making one takes 0.6 ms
-(demo model, float32)."""
+"""Number of cached GEMMs: five shapes of weights for 25 numbers of tokens. An entry takes about 0.4 MB, and
+creating one takes 0.6 ms (demo model, float32)."""
 
 _M_MMAP_THRESHOLD = -3
 _M_ARENA_MAX = -8
-"""Both of glibc's malloc.h."""
+"""Both constants come from glibc's malloc.h."""
 
 
 def return_freed_memory() -> None:
@@ -32,11 +33,12 @@ def return_freed_memory() -> None:
 
 
 def bound_kernel_caches() -> None:
-    """Bound the caches of compiled GEMMs of oneDNN and of torch above it. Call before torch is loaded.
+    """Bound the caches of compiled GEMMs in oneDNN, and in torch's layer above it. Call before torch is
+    loaded.
 
-    On a CPU each number of tokens in a step needs a kernel for each shape of weights. By default either cache
-    keeps 1,024 of them, so the process grows by 500 MB while new numbers come. Variables that an operator has
-    set are kept.
+    On a CPU each number of tokens in a step needs a kernel for each shape of weights. By default each cache
+    keeps 1,024 kernels, so the process grows by 500 MB as new numbers of tokens occur. Variables that the
+    operator has set are kept.
     """
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(name, str(KERNEL_CACHE_ENTRIES))

@@ -19,7 +19,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Literal
 
 from engine.garbage import settle_garbage
-from engine.logs import LineFormatter, log_to_stderr
+from engine.logs import UtcFormatter, log_to_stderr
 from engine.messages import Fatal, Progress, RankInbound, Ready, ReplicaSpec, Start, Stop
 from engine.peer_watch import PeerWatch
 from engine.plan_channel import plan_channel
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RANKS_TIMEOUT_S = 600.0
-"""How long ranks wait for each other, since one may read its weights from a slower disk. The core notices
-deaths."""
+"""How long ranks wait for each other, because one may read its weights from a slower disk. The core detects
+ranks that die."""
 FAILURE_CHECK_S = 0.05
 """How often a following rank checks for a failed step while no plan arrives."""
 FATAL_TIMEOUT_S = 1.0
@@ -49,7 +49,7 @@ _PR_SET_PDEATHSIG = 1
 
 def main() -> None:
     """Run as the rank that the core's `Start` message names, until the core sends Stop or disappears."""
-    log_to_stderr(LineFormatter("replica"))
+    log_to_stderr(UtcFormatter("replica"))
     parser = argparse.ArgumentParser(prog="python -m engine.replica", description=__doc__.split("\n")[0])
     parser.add_argument("--channel", type=int, required=True, help="descriptor of the channel to the core")
     arguments = parser.parse_args()
@@ -63,7 +63,7 @@ def main() -> None:
     start = _await_start(control)
     ranks = start.spec.tensor_parallel_size
     name = start.spec.replica + (f" rank {start.rank}" if ranks > 1 else "")
-    log_to_stderr(LineFormatter(name.replace("%", "%%")))
+    log_to_stderr(UtcFormatter(name.replace("%", "%%")))
     code = 0
     try:
         runner = build_runner(start.spec, start.rank, lambda *stage: control.send(Progress(*stage)))
@@ -74,7 +74,7 @@ def main() -> None:
     except Exception as error:
         kind = _kind_of(error)
         if kind == "internal":
-            # The message of any other kind, which the core logs, already says what to do.
+            # For any other exception, the message, which the core logs, already says what to do.
             log.exception("the engine failed")
         control.send(Fatal(kind, f"{type(error).__name__}: {error}"))
         control.drain(FATAL_TIMEOUT_S)
@@ -99,7 +99,7 @@ def _serve(
             settle_garbage()
             follow(control, plan_channel(peers[0].detach()), runner)
     except RankLost as error:
-        # No Fatal: the core knows how the lost rank ended, which is the cause.
+        # No Fatal message is sent: the core already knows how the lost rank ended, and that is the cause.
         log.error("%s", error)
         return 1
     return 0
@@ -110,7 +110,7 @@ def _watch_peers(rank: int, peers: list[socket.socket], ranks: Ranks) -> None:
 
     def leave(name: str) -> None:
         ranks.abandon(f"{name} has ended")
-        # The main thread raises RankLost or returns, if it is not blocked in a collective or without work.
+        # The main thread raises RankLost or returns, unless it is blocked in a collective or has no work.
         time.sleep(LOSS_GRACE_S)
         log.error("%s has ended; this rank exits", name)
         logging.shutdown()

@@ -31,8 +31,8 @@ from engine.parallel import Ranks
 from engine.plan import StepPlan, StepTokens
 from engine.profiling import profile_cuda, steps_fit
 from engine.progress import ProgressCallback
+from engine.replica_model import ReplicaModel
 from engine.sampler import Sampler
-from engine.served_model import ServedModel
 from engine.sizing import (
     EXPANSION_BLOCKS,
     FP8,
@@ -99,7 +99,7 @@ class ModelRunner:
                 fp8=self.weights == FP8,
                 kv_fp8=self.kv_cache_dtype == FP8,
             )
-            # Before the KV pool is sized, which gets the memory that is left.
+            # Runs before the KV pool is sized, because the pool gets the remaining memory.
             ranks.prepare_overlap(
                 spec.max_num_batched_tokens, self.config.hidden_size, self.decoder.dtype, self.device
             )
@@ -194,18 +194,15 @@ class ModelRunner:
             )
 
     def _executor(self, kv: list[KvPool]) -> StepExecutor:
-        """Return an executor over a KV pool, with device tables of its own."""
+        """Return an executor over a KV pool, with its own device tables."""
         blocks, slots = -(-self.max_model_len // BLOCK_TOKENS), self.spec.max_num_seqs
         padding = self._padding if self.decoder.ops.name == "cuda" else None
         tables = SlotTables(slots, blocks, self.config.vocab_size, self.device, padding)
         return StepExecutor(self.decoder, kv, tables, self._sampler)
 
     def _initial_max_model_len(self) -> int:
-        """Return the configured maximum length, or the checkpoint's as far as the KV cache could ever hold
-        it.
-
-        Tables and activations grow with this length, and some checkpoints allow millions of tokens.
-        """
+        """Return the configured maximum length, or the checkpoint's maximum, limited to what the KV cache
+        could ever hold."""
         longest = self.config.resolve_length(self.spec.max_model_len)
         if self.spec.max_model_len is not None:
             return longest
@@ -252,7 +249,7 @@ class ModelRunner:
     def _start_build(self) -> KernelBuild:
         """Start compiling kernels on rank 0, for all ranks, since all run the same kernels. Raises
         UnsupportedError for a model that the kernels cannot run."""
-        served = ServedModel(
+        served = ReplicaModel(
             config=self.config,
             dtype=self.dtype,
             fp8=self.weights == FP8,

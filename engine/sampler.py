@@ -1,8 +1,9 @@
 """Sampling: from logits to tokens, over one rank's part of the vocabulary, and log probabilities.
 
-`kernels.draws` defines what a row of logits draws; the sampling operations are passed in. With tensor
-parallelism, greedy and plain rows exchange each rank's best (value, id), which gives exactly the single-rank
-result. If a row needs top-k, top-p, min-p or logits processors, the step's logits are gathered first.
+`kernels.draws` defines how a token is drawn from a row of logits. The sampling operations are passed in. With
+tensor parallelism, greedy and plain rows exchange each rank's best (value, id), which gives exactly the
+single-rank result. If a row needs top-k, top-p, min-p or logits processors, the step's logits are gathered
+first.
 
 The operations apply in this order: repetition penalty, frequency and presence penalties, logit bias, ban of
 stop tokens before `min_tokens`, allowed tokens, bad words, temperature, top-k, top-p, min-p. Penalties before
@@ -40,7 +41,7 @@ class SampledStep:
     """The result of sampling, on the device."""
 
     token_ids: torch.Tensor
-    """[sampling slots] int64; BAD_TOKEN where no token could be sampled."""
+    """[sampling slots] int64; BAD_TOKEN if no token could be sampled."""
     logprobs: torch.Tensor | None
     """[slots with logprobs, 1 + 2k] float64, as `Sampler.token_logprobs` returns them."""
 
@@ -166,5 +167,5 @@ class Sampler:
             values, ids = self._ops.plain(source, draws)
         else:
             values, ids = self._ops.full(source, draws)
-        # Token ids ascend with the rank, so of equal values the lowest id wins.
+        # Token ids ascend with the rank, so the lowest id wins among equal values.
         return ids if whole else self._ranks.best(values, ids)

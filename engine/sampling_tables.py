@@ -68,7 +68,7 @@ class SamplingMetadata:
     """How a step samples."""
 
     variant: Variant
-    """The cheapest variant that serves every sampling slot."""
+    """The cheapest variant that covers every sampling slot."""
     processors: LogitsProcessors | None = None
     logprob_index: torch.Tensor | None = None
     """Indices into the sampling slots: those that return log probabilities."""

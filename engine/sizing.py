@@ -32,7 +32,7 @@ _SAMPLED_COPIES = 4
 _GRAPH_LAYER_BYTES = 300 << 10
 """Memory of the CUDA graphs of one batch size, per layer; see `graph_bytes`."""
 _CUDA_BYTES = 700 << 20
-"""Memory that CUDA takes: context, modules and library workspaces."""
+"""Memory that CUDA itself takes: context, modules and library workspaces."""
 PEER_ARENA_BYTES = 34_603_008
 """Memory through which GPUs exchange messages, for each rank of a group (`engine.peer_memory`)."""
 
@@ -264,7 +264,7 @@ def decode_capture_sizes(largest: int) -> list[int]:
 
 
 def peer_bytes(tensor_parallel_size: int) -> int:
-    """Return the bytes through which the GPUs of a group exchange messages, on each of them."""
+    """Return the bytes on each GPU through which the GPUs of a group exchange messages."""
     return PEER_ARENA_BYTES * tensor_parallel_size if tensor_parallel_size > 1 else 0
 
 

@@ -1,7 +1,7 @@
-"""How long a step may take, from its size and the measured speed of the steps before it.
+"""Predicts the duration of a step from its size and the measured speed of earlier steps.
 
-Rank 0 announces long steps to the core with this prediction, so that the core tells a long step from a hang.
-The core multiplies the prediction by a factor before it kills anything: it need not be exact.
+Rank 0 announces long steps to the core with this prediction, so that the core can tell a long step from a
+hang. The prediction need not be exact, because the core multiplies it by a factor before it kills a replica.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 from engine.plan import StepPlan
 
 MIN_CPU_FLOPS, MIN_GPU_FLOPS = 1e9, 1e12
-"""Operations per second that any device reaches: assumed until steps of a kind have been measured."""
+"""Operations per second that any device reaches. Assumed until steps of a kind have been measured."""
 _KEEP = 0.8
-"""Weight of the sums before the latest step: about the last five steps count."""
+"""Weight of earlier measurements against the latest step: about the last five steps count."""
 
 
 class _Speed:
-    """Operations per second of the steps of one kind: the sums over the recent ones."""
+    """Operations per second of the steps of one kind, from sums over the recent ones."""
 
     def __init__(self, assumed: float) -> None:
         self._assumed = assumed
@@ -30,8 +30,8 @@ class _Speed:
 
 
 class StepForecast:
-    """Predicts the duration of steps. Decode-only steps and steps with prompts are measured apart: the former
-    are bound by memory bandwidth, the latter by arithmetic."""
+    """Predicts the duration of steps. Decode-only steps and steps with prompts are measured separately: the
+    former are limited by memory bandwidth, the latter by arithmetic."""
 
     def __init__(self, *, parameters: int, attention_width: int, on_gpu: bool) -> None:
         """`attention_width`: layers × heads × head_dim, summed over all ranks."""
@@ -41,18 +41,19 @@ class StepForecast:
         self._decode, self._mixed = _Speed(assumed), _Speed(assumed)
 
     def predict_s(self, plan: StepPlan) -> float:
-        """Return how many seconds the step should take."""
+        """Return the predicted duration of the step in seconds."""
         return self._speed(plan).seconds(self._work(plan))
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
-        """Take in how long the step took."""
+        """Record the measured duration of the step."""
         self._speed(plan).learn(self._work(plan), seconds)
 
     def _speed(self, plan: StepPlan) -> _Speed:
         return self._mixed if plan.chunks else self._decode
 
     def _work(self, plan: StepPlan) -> float:
-        """Return its arithmetic operations. Every new token of a chunk attends to all tokens before it."""
+        """Return the step's arithmetic operations. Every new token of a chunk attends to all tokens before
+        it."""
         work = len(plan.decodes) * self._per_token
         for chunk in plan.chunks:
             tokens = len(chunk.token_ids)

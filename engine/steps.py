@@ -28,21 +28,21 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class StepExecutor:
-    """The model, cache, tables and graphs with which steps run. Equal plans in equal order do equal work on
-    each rank."""
+    """The model, cache, tables and graphs with which steps run. On each rank, equal plans in equal order do
+    equal work."""
 
     decoder: Decoder
     kv: list[KvPool]
-    """One for each layer."""
+    """One KV pool per layer."""
     tables: SlotTables
     sampler: Sampler
     graphs: DecodeGraphs | None = None
     prompt_graphs: PromptGraphs | None = None
 
     def run(self, plan: StepPlan, on_begin: Callable[[], object] = lambda: None) -> StepResults:
-        """Launch a step on the current stream, after all steps before it; on a CPU, run it.
+        """Launch a step on the current stream, after all earlier steps. On a CPU, run the step.
 
-        `on_begin` is called when the host has prepared the step, right before the device works on the cache.
+        `on_begin` is called when the host has prepared the step, right before the device accesses the cache.
         Raises torch's exceptions, after which the tables are invalid.
         """
         self.tables.apply(plan)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 _SMALL_BYTES = 16 << 10
-"""Upper bound of the transfers that a step makes for its slots."""
+"""Transfers of up to this size count as small: a step makes several of them for its slots."""
 _SMALL_COUNT = 32
 _LARGE_COUNT = 6
 """Numbers of small and of larger transfers that two steps, one running and one launched, have in flight."""

@@ -25,7 +25,7 @@ from engine.warmup_steps import every_kind
 from kernels import AttentionInput, ChunkSpan
 
 _FEW = (1, 2, 4)
-"""Numbers of rows below the first of `gemm_sizes` for which different kernels are chosen."""
+"""Numbers of rows, below the first of `gemm_sizes`, for which different kernels are chosen."""
 
 
 def warm_up(
@@ -37,9 +37,9 @@ def warm_up(
 ) -> None:
     """Launch every kernel of steps that are not replayed from a graph: padded passes of all `sizes` on
     `steps`, whose cache stays unchanged, and one step of every kind on `apart`, whose tables are invalid
-    afterwards. Every rank must call it.
+    afterwards. All ranks must call it.
 
-    collect: called with the results of each step, to load what reading them launches.
+    collect: called with the results of each step, to load the kernels that reading the results launches.
     """
     run_padded_passes(steps, sizes)
     for plan in every_kind(max_model_len, sizes.results[-1], sizes.tokens[-1]):
@@ -47,21 +47,21 @@ def warm_up(
 
 
 def run_padded_passes(steps: StepExecutor, sizes: Padding) -> None:
-    """Run passes that hold only padding through the layers that launch every kernel
+    """Run passes that hold only padding through a few layers that together launch every kernel
     (`ModelConfig.representative_layers`): passes with prompts, decode-only passes, and the logits of every
     number of rows. Does not wait for the device."""
     passes = _PaddedPasses(steps)
     largest = sizes.results[-1]
     rows = sorted({*(few for few in _FEW if few <= largest), *sizes.results}, reverse=True)
-    # The largest pass runs first: its memory in torch's allocator suffices for all others. In rising order
-    # each pass would allocate more memory, several gigabytes in total.
+    # The largest pass runs first: the memory that torch's allocator keeps from it suffices for all others. In
+    # rising order each pass would allocate more memory, several gigabytes in total.
     tokens = sizes.tokens[::-1]
     for index in range(max(len(tokens), len(rows))):
         passes.run_prompts(tokens[min(index, len(tokens) - 1)], results=rows[min(index, len(rows) - 1)])
     for count in rows:
         passes.run_decodes(count)
     passes.run_long_prompts()
-    # Tokens of prompts are scored LOGPROB_ROWS at a time.
+    # Prompt tokens are scored LOGPROB_ROWS at a time.
     scored = gemm_sizes(LOGPROB_ROWS) if largest < LOGPROB_ROWS else []
     for count in sorted({*rows, *scored}, reverse=True):
         passes.run_logits(count)
@@ -78,7 +78,8 @@ class _PaddedPasses:
         self._rows, self._columns = self._table.shape
 
     def run_prompts(self, tokens: int, results: int, context: int = 0) -> None:
-        """Run a pass of prompts, each after `context` tokens. The last layer computes `results` rows."""
+        """Run a pass of prompts, each after `context` cached tokens. The last layer computes `results`
+        rows."""
         longest = self._columns * BLOCK_TOKENS - context
         starts = range(0, tokens, longest)[: self._rows]
         chunks = [

@@ -25,7 +25,7 @@ Inbound = TypeVar("Inbound")
 
 _HEADER = 4
 _DROPPED = -1
-"""Stands for a descriptor that the kernel dropped."""
+"""Placeholder for a descriptor that the kernel dropped."""
 _READ_BYTES = 1 << 18
 _MAX_READS = 16
 _MAX_FDS = 64
@@ -33,7 +33,8 @@ _MAX_FDS = 64
 MAX_FRAME_BYTES = 64 << 20
 """Default limit of a frame. A longer frame is a protocol violation, on which the channel closes."""
 MAX_BACKLOG_BYTES = 256 << 20
-"""Limit of unsent bytes. If the peer leaves more unread, the channel closes, so that memory stays bounded."""
+"""Maximum number of unsent bytes. If the peer leaves more unread, the channel closes, so that memory stays
+bounded."""
 
 
 def socketpair() -> tuple[socket.socket, socket.socket]:

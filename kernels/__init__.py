@@ -62,7 +62,7 @@ class DeferredNorm:
     result."""
 
     values: torch.Tensor
-    """The product x × gain: [tokens, n], rounded once to x's dtype."""
+    """The scaled values x × gain: [tokens, n], rounded once to x's dtype."""
     squares: torch.Tensor
     """Partial sums of squares: [parts, tokens] float32. The sum over all parts is Σ x² of a token."""
 
@@ -227,8 +227,8 @@ class Ops(Protocol):
         reads the result."""
 
     def defers_norm(self, rows: int, weight: Weight) -> bool:
-        """Return whether the result of `linear_add` with this weight would carry a deferred norm. Where ranks
-        compute parts of the result, their sum carries it."""
+        """Return whether the result of `linear_add` with this weight would carry a deferred norm. If ranks
+        compute parts of the result, the sum over the ranks carries the norm."""
 
     def plan_attention(self, inputs: AttentionInput) -> Any:
         """Prepare what `attend` needs. Called once per pass; every layer uses the result."""
@@ -262,8 +262,8 @@ def select_backend(device_type: str, dtype: torch.dtype = torch.float32, expansi
 
     expansion_blocks: see `kernels.cuda.CudaOps`; only an FP8 cache uses expansion blocks.
 
-    float32 on a GPU runs in plain torch: it serves comparisons, and the Triton kernels are written for 16
-    bits.
+    float32 on a GPU runs in plain torch: it is only used for comparisons, and the Triton kernels support
+    16-bit dtypes only.
 
     Raises ValueError if no backend supports the device. The caller chooses the device: a backend never moves
     work to another device.

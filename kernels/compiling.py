@@ -1,12 +1,12 @@
-"""Compiling kernels before they are needed: which, by running their launchers dry; then in many processes.
+"""Finds out which kernels a program will launch, and compiles them beforehand in parallel processes.
 
-`record` runs code that launches kernels, on meta tensors, and notes each specialisation that Triton would
-have compiled: nothing is compiled and nothing runs, so no GPU is needed. `compile_jobs` compiles what was
-noted into Triton's cache (TRITON_CACHE_DIR), with one process a core; a later launch finds it there.
+`record` runs code that launches kernels on meta tensors, and records each specialisation that Triton would
+compile. Nothing is compiled or executed, so no GPU is needed. `compile_jobs` compiles the recorded
+specialisations into Triton's cache (TRITON_CACHE_DIR), where later launches find them.
 
-Triton specialises a kernel on what its arguments are (dtypes, None), on integers that are 1 or multiples of
-16, on addresses that are multiples of 16, on constexprs and launch options. A dry run gives it the very
-arguments of the real one, so that nothing here repeats its rules.
+Triton specialises a kernel on the dtypes of its arguments, on arguments that are None, on integers that are 1
+or multiples of 16, on addresses that are multiples of 16, on constexprs and on launch options. A dry run
+passes the same arguments as a real one, so this module does not repeat Triton's rules.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from kernels.limits import shared_bytes
 
 
 class GpuError(RuntimeError):
-    """There is no GPU that can be used."""
+    """No usable GPU was found."""
 
 
 class CompilerError(RuntimeError):
-    """The processes that compile ended with work to do: the message has their exit codes."""
+    """The compiler processes exited before all kernels were compiled. The message has their exit codes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class CompileJob:
     """One specialisation of one kernel."""
 
     name: str
-    """Of the kernel, with its module."""
+    """Name of the kernel, with its module."""
     function: Any
     """Triton's `JITFunction`."""
     specialisation: str
-    """Triton's own description, for `JITFunction.preload`."""
+    """Triton's own description of the specialisation, for `JITFunction.preload`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class CompileFailure:
     """A job that did not compile."""
 
     name: str
@@ -58,21 +58,21 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
-    """What kernels are compiled for."""
+class GpuModel:
+    """The GPU model for which kernels are compiled."""
 
     name: str
-    """As its driver names it: "NVIDIA H200"."""
+    """The name that the driver reports, e.g. "NVIDIA H200"."""
     target: GPUTarget
 
     @classmethod
-    def of(cls, name: str, capability: int) -> Gpu:
-        """capability: compute capability times ten."""
+    def of(cls, name: str, capability: int) -> GpuModel:
+        """Return a GPU with this name. capability: compute capability times ten."""
         return cls(name, GPUTarget("cuda", capability, 32))
 
     @property
     def shared_bytes(self) -> int:
-        """Of shared memory, that one program can have."""
+        """Bytes of shared memory available to one program."""
         return shared_bytes(self.target.arch)
 
     @property
@@ -81,15 +81,16 @@ class Gpu:
 
     @property
     def pdl(self) -> bool:
-        """Whether it knows programmatic dependent launch: nothing that asks for it compiles where it does
-        not."""
+        """Whether the GPU supports programmatic dependent launch. Kernels that use it do not compile for
+        other GPUs."""
         return bool(self.target.arch >= PDL_FROM)
 
 
-def this_gpu() -> Gpu:
-    """The first NVIDIA GPU. Asked in a child process: this one stays free of CUDA, so it may fork.
+def this_gpu() -> GpuModel:
+    """Return the first NVIDIA GPU. A child process queries it, so that this process does not initialise CUDA
+    and may fork.
 
-    Raises GpuError where none can be used.
+    Raises GpuError if there is no usable GPU.
     """
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
@@ -97,9 +98,9 @@ def this_gpu() -> Gpu:
     child.start()
     sender.close()
     try:
-        gpu: Gpu = receiver.recv()
+        gpu: GpuModel = receiver.recv()
     except EOFError:
-        raise GpuError("no NVIDIA GPU can be used here: see nvidia-smi") from None
+        raise GpuError("no usable NVIDIA GPU found: check nvidia-smi") from None
     finally:
         child.join()
     return gpu
@@ -110,20 +111,21 @@ def _send_gpu(sender: Any) -> None:
         sender.send(current_gpu())
 
 
-def current_gpu(device: torch.device | None = None) -> Gpu:
-    """A GPU, for a process that uses CUDA itself; None: the one that torch uses."""
+def current_gpu(device: torch.device | None = None) -> GpuModel:
+    """Return the GPU of a device, in a process that uses CUDA itself; None: torch's current device."""
     major, minor = torch.cuda.get_device_capability(device)
-    return Gpu.of(torch.cuda.get_device_name(device), 10 * major + minor)
+    return GpuModel.of(torch.cuda.get_device_name(device), 10 * major + minor)
 
 
-def record(target: GPUTarget, run: Callable[[], object]) -> list[Job]:
-    """What `run`, which launches kernels on meta tensors, needs on `target`; each once."""
-    found: dict[tuple[str, str], Job] = {}
+def record(target: GPUTarget, run: Callable[[], object]) -> list[CompileJob]:
+    """Return the kernels that `run` would launch on `target`, each once. `run` launches them on meta
+    tensors."""
+    found: dict[tuple[str, str], CompileJob] = {}
 
     def note(fn: Any, compile: dict[str, Any], **_: Any) -> bool:
-        job = Job(f"{fn.module}.{fn.name}", fn.jit_function, compile["specialization_data"])
+        job = CompileJob(f"{fn.module}.{fn.name}", fn.jit_function, compile["specialization_data"])
         found.setdefault((job.name, job.specialisation), job)
-        return True  # "done": Triton neither compiles nor launches
+        return True  # tells Triton that the launch is handled: it neither compiles nor launches
 
     with _offline(target), knobs.runtime.scope():
         knobs.runtime.jit_cache_hook = note
@@ -133,13 +135,13 @@ def record(target: GPUTarget, run: Callable[[], object]) -> list[Job]:
 
 def compile_jobs(
     target: GPUTarget,
-    jobs: list[Job],
+    jobs: list[CompileJob],
     processes: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> list[Failure]:
-    """Compiles into Triton's cache what is not there; returns what failed. Forks: no CUDA before. Raises
-    CompilerError."""
-    triton_key()  # Triton's hash of itself, which every worker would work out
+) -> list[CompileFailure]:
+    """Compile the jobs that are missing from Triton's cache, and return those that failed. Forks, so this
+    process must not have used CUDA. Raises CompilerError."""
+    triton_key()  # Triton's hash of itself; computed here once, instead of in every worker
     context = multiprocessing.get_context("fork")
     following = context.Value("i", 0)
     results = context.SimpleQueue()
@@ -155,7 +157,9 @@ def compile_jobs(
             if not any(worker.is_alive() for worker in workers) and results.empty():
                 codes = ", ".join(str(worker.exitcode) for worker in workers)
                 left = len(jobs) - done
-                raise CompilerError(f"compilers ended (exit codes {codes}) with {left} kernels to do")
+                raise CompilerError(
+                    f"compiler processes exited (exit codes {codes}) with {left} kernels left to compile"
+                )
             time.sleep(0.01)
         failure = results.get()
         if failure is not None:
@@ -166,7 +170,7 @@ def compile_jobs(
     return failures
 
 
-def _work(target: GPUTarget, jobs: list[Job], following: Any, results: Any) -> None:
+def _work(target: GPUTarget, jobs: list[CompileJob], following: Any, results: Any) -> None:
     launcher = _launcher_class()
     with _offline(target):
         while True:
@@ -182,12 +186,12 @@ def _work(target: GPUTarget, jobs: list[Job], following: Any, results: Any) -> N
                     launcher(kernel.src, kernel.metadata)
                 results.put(None)
             except Exception as error:
-                results.put(Failure(job.name, f"{type(error).__name__}: {error}"))
+                results.put(CompileFailure(job.name, f"{type(error).__name__}: {error}"))
 
 
 def _launcher_class() -> Any:
-    """What makes the C part of a launch, which Triton 3.6 compiles for each signature; None where there is no
-    driver library to link it with."""
+    """Return the class that builds the C part of a launch, which Triton 3.6 compiles for each signature; None
+    if there is no driver library to link it with."""
     from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
 
     try:
@@ -199,7 +203,7 @@ def _launcher_class() -> Any:
 
 
 class _Offline:
-    """As much of a Triton driver as compiling needs."""
+    """The part of Triton's driver interface that compiling needs."""
 
     def __init__(self, target: GPUTarget) -> None:
         self._target = target
@@ -226,5 +230,5 @@ def _offline(target: GPUTarget) -> Iterator[None]:
 
 
 def default_processes() -> int:
-    """One for each core that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0))

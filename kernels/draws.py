@@ -4,7 +4,7 @@ implements.
 `kernels.sampling` is the reference implementation in plain torch, used on CPUs and as the oracle;
 `kernels.triton.sampling` samples on GPUs without a sort. Both use the noise of `kernels.sampling`. Logits
 processors run first (`edit`): penalties, then bias, then bans. Rows that draw then apply temperature, top-k,
-top-p and min-p, each of which keeps tokens tied with the last kept token. Of tokens with equal scores, the
+top-p and min-p, each of which keeps tokens tied with the last kept token. Among tokens with equal scores, the
 lowest id wins. The result of a row does not depend on the other rows.
 """
 

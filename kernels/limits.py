@@ -1,28 +1,29 @@
-"""What our GPU kernels can serve: shapes of a model, and properties of a GPU."""
+"""The limits of our GPU kernels: supported model shapes, and required GPU properties."""
 
 from __future__ import annotations
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
-"""Widths of a head. Attention's tiles are a power of two wide, and tensor cores need at least 16; two stages
-of keys and values that are 512 wide do not fit the shared memory of a multiprocessor."""
+"""Supported values of head_dim. Attention's tiles are a power of two wide, and tensor cores need at least 16.
+Two pipeline stages of keys and values that are 512 wide exceed the shared memory of a multiprocessor."""
 
 MAX_GROUP = 128
-"""Query heads of a KV head: they are rows of one tile in the attention of prompts."""
+"""Maximum number of query heads per KV head: they are rows of one tile in the attention of prompts."""
 
 LARGEST_ROW = 65536
-"""The most elements of a row that one program can hold in registers, for a norm or a scale."""
+"""Maximum number of elements of a row for a norm or a quantisation, because one program holds the row in
+registers."""
 
 WIDE_HEADS_SHARED = 113 << 10
-"""Bytes of shared memory that the attention of prompts takes for heads wider than 128."""
+"""Bytes of shared memory that the attention of prompts needs for heads wider than 128."""
 
 MIN_CAPABILITY = 80
-"""Compute capability, times ten: the first that has bfloat16."""
+"""Minimum compute capability, times ten: the first that supports bfloat16."""
 
 MIN_FP8_CAPABILITY = 89
-"""Compute capability, times ten: the first that has e4m3."""
+"""Minimum compute capability, times ten, for FP8: the first that supports e4m3."""
 
 FP8_ALIGNMENT = 16
-"""Both sides of an e4m3 matrix are multiples of this for `torch._scaled_mm`."""
+"""`torch._scaled_mm` requires both dimensions of an e4m3 matrix to be multiples of this."""
 
 
 def shared_bytes(capability: int) -> int:

@@ -30,10 +30,10 @@ _FP8_MAX = 448.0
 """Largest finite value of e4m3 without infinities (float8_e4m3fn)."""
 
 _GATHERED_BYTES = 4 << 20
-"""Limit of key bytes (and of value bytes) that decode attention copies at once, unless a single sequence
-needs more. The limit bounds the working memory and keeps the copy in the CPU's cache. It also keeps the
-buffer below the size at which the C library requests fresh pages from the operating system each time, which
-costs a factor of 4 at 64 sequences."""
+"""Maximum number of key bytes (and of value bytes) that decode attention copies at once, unless a single
+sequence needs more. The limit bounds the working memory and keeps the copy in the CPU's cache. It also keeps
+the buffer below the size at which the C library requests fresh pages from the operating system each time,
+which costs a factor of 4 at 64 sequences."""
 
 
 def pack_weight(weight: Weight) -> Weight:

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """Writes the tables of request fields in docs/api.md: scripts/api_page.py [--check]
 
-A field is declared in `appliance/front/schemas.py` or `appliance/front/refused_fields.py`; its type, its
-bounds and its description are what the tables say. With --check nothing is written, and the exit code is 1
-where the page says something else.
+A field is declared in `appliance/front/schemas.py` or `appliance/front/refused_fields.py`. The tables show
+its type, its bounds and its description. With --check nothing is written, and the exit code is 1 if the page
+is out of date.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BEGIN, END = "<!-- fields: made by scripts/api_page.py -->", "<!-- end of fields
 
 
 def page(former: str) -> str:
-    """The whole text, with the tables between the marks made anew."""
+    """Return the whole page, with new tables between the marks."""
     before, _, rest = former.partition(BEGIN)
     _, _, after = rest.partition(END)
     return before + BEGIN + "\n\n" + "\n".join(_tables()) + "\n" + END + after
@@ -52,7 +52,7 @@ def _tables() -> Iterator[str]:
     yield from _table("Both routes", GenerationRequest, refused)
     yield from _table("`POST /v1/chat/completions`", ChatRequest, refused | shared)
     yield from _table("Each of `messages`", ChatMessage, refused)
-    # `best_of` and `echo` are refused in chats only.
+    # `best_of` and `echo` are refused only in chat completions.
     yield from _table(
         "`POST /v1/completions`", CompletionRequest, shared | {f.name for f in REFUSED_IN_COMPLETIONS}
     )
@@ -119,7 +119,7 @@ def _type(schema: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """Write the page, or check it; the exit code."""
+    """Write the page or check it, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(
         "--check", action="store_true", help="write nothing; exit 1 if the page is out of date"

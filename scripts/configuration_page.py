@@ -1,8 +1,9 @@
 #!/usr/bin/env python
-"""Writes docs/configuration.md from the settings' own words: scripts/configuration_page.py [--check]
+"""Writes docs/configuration.md from the settings and their docstrings: scripts/configuration_page.py
+[--check]
 
-A setting is a field of `appliance/settings/fields.py`; its type, its default and the words under it are what
-the page says. With --check nothing is written, and the exit code is 1 where the page says something else.
+A setting is a field of `appliance/settings/fields.py`. The page shows its type, its default and its
+docstring. With --check nothing is written, and the exit code is 1 if the page is out of date.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from appliance.settings.convert import NOT_SETTINGS
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 
 FIRST = "Outside of any table"
-"""The title from which on the page is made; what stands before it is written by hand."""
+"""The first generated heading. The text before it is written by hand."""
 
 
 def page(former: str) -> str:
-    """The whole text, with the beginning of the former one."""
+    """Return the whole page. The text before the first generated heading is kept."""
     head = former.partition(f"## {FIRST}")[0].rstrip() + "\n"
     parts = [head, *_section(FIRST, Settings, ()), *_section("[models.NAME]", ModelSettings, ("models",))]
     for field in msgspec.structs.fields(Settings):
@@ -52,7 +53,7 @@ def _section(title: str, table: type[msgspec.Struct], path: tuple[str, ...]) -> 
             continue
         meaning = _sentence(said.get(field.name, ""))
         if not meaning:
-            raise ValueError(f"{table.__name__}.{field.name} has no words under it: write what it means")
+            raise ValueError(f"{table.__name__}.{field.name} has no docstring: write what it means")
         if not path and field.name in AT_RESTART:
             meaning += " Changes at a restart only."
         cells = (f"`{field.name}`", _type(shape.type), _default(field), meaning)
@@ -65,7 +66,7 @@ def _when(path: tuple[str, ...]) -> str:
 
 
 def _words_of_fields(table: type[msgspec.Struct]) -> dict[str, str]:
-    """The words under each field, of the class and those that it is made of."""
+    """Return the docstring of each field, of the class and its base classes."""
     said: dict[str, str] = {}
     for kind in reversed(table.__mro__):
         if kind in (object, msgspec.Struct) or kind.__module__.startswith("msgspec"):
@@ -88,7 +89,7 @@ def _sentence(text: str) -> str:
 
 
 def _type(shape: shapes.Type) -> str:
-    """What may stand behind the equals sign."""
+    """Return what may follow the equals sign."""
     if isinstance(shape, shapes.UnionType):
         return " or ".join(_type(part) for part in shape.types if not isinstance(part, shapes.NoneType))
     if isinstance(shape, shapes.LiteralType):
@@ -106,12 +107,12 @@ def _type(shape: shapes.Type) -> str:
         return f"list of {_type(shape.item_type)}"
     if isinstance(shape, shapes.TupleType):
         return f"list of {len(shape.item_types)}: {_type(shape.item_types[0])}"
-    raise TypeError(f"no words for a setting of type {shape}")
+    raise TypeError(f"no description for a setting of type {shape}")
 
 
 def _default(field: msgspec.structs.FieldInfo) -> str:
     if field.required:
-        return "must be said"
+        return "required"
     value: Any = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
     if value is None or value == "":
         return ""
@@ -119,10 +120,10 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
 
 
 def main() -> int:
-    """Write or check; the exit code."""
+    """Write the page or check it, and return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit code 1 where the page differs"
+        "--check", action="store_true", help="write nothing; exit 1 if the page is out of date"
     )
     former = PAGE.read_text(encoding="utf-8")
     text = page(former)
@@ -131,7 +132,7 @@ def main() -> int:
         return 0
     if former == text:
         return 0
-    print(f"{PAGE} is not what the settings say: run scripts/configuration_page.py", file=sys.stderr)
+    print(f"{PAGE} is out of date: run scripts/configuration_page.py", file=sys.stderr)
     return 1
 
 

@@ -1,4 +1,5 @@
-"""The demo behind `scripts/demo`: start the service, ask one question, show the answer and its log row."""
+"""The demo behind `scripts/demo`: starts the service, asks one question, and shows the answer and its row in
+the request log."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ START_TIMEOUT_S = 180
 
 
 def main() -> int:
-    """Run the demo; 0 when the question was answered and the service ended cleanly."""
+    """Run the demo. Returns 0 if the question was answered and the service stopped cleanly."""
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: sys.exit(1))  # whatever ends the demo, the service is stopped
+        signal.signal(number, lambda *_: sys.exit(1))  # stops the service however the demo ends
     appliance = str(Path(sys.executable).with_name("appliance"))
     folder = Path(tempfile.mkdtemp(prefix="appliance-demo-"))
     run_dir, state_dir = folder / "run", folder / "state"
@@ -76,7 +77,7 @@ def ask(socket: Path) -> None:
     transport = httpx2.HTTPTransport(uds=str(socket))
     client = openai.OpenAI(
         base_url="http://appliance/v1",
-        api_key="placeholder",  # the Unix socket knows its peer by uid
+        api_key="placeholder",  # the service identifies the peer of a Unix socket by its uid
         http_client=openai.DefaultHttpx2Client(transport=transport),
     )
     print(f"\n> {QUESTION}", flush=True)
@@ -93,7 +94,7 @@ def ask(socket: Path) -> None:
 
 
 def show_row(appliance: str, run_dir: Path) -> None:
-    """Print the request's row; the row is written within a second of the answer."""
+    """Print the request's row, which is written within a second of the answer."""
     for _ in range(50):
         rows = json.loads(
             subprocess.run(
@@ -111,15 +112,16 @@ def show_row(appliance: str, run_dir: Path) -> None:
 
 
 def chat(appliance: str, run_dir: Path) -> None:
-    """Stay in a chat until the person leaves it."""
-    # Ctrl-C is the chat's: it cancels an answer. A handler, since what is ignored here is ignored there too.
+    """Run a chat until the user leaves it."""
+    # Ctrl-C belongs to the chat, where it cancels an answer. This process installs a handler instead of
+    # ignoring the signal, because the chat would inherit an ignored signal.
     before = signal.signal(signal.SIGINT, lambda *_: None)
     subprocess.run([appliance, "chat", "--run-dir", str(run_dir)], check=False)
     signal.signal(signal.SIGINT, before)
 
 
 def stop(service: subprocess.Popen[bytes]) -> int:
-    """End the service as systemd would, and return its exit code."""
+    """Stop the service as systemd would, and return its exit code."""
     if service.poll() is None:
         os.kill(service.pid, signal.SIGTERM)
     try:

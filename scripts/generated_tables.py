@@ -34,9 +34,9 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def options(fields: Iterable[Declared]) -> str:
-    """Return the table of the command line's options."""
+    """Return the table of command-line options."""
     return table(
-        ("option", "value", "what it decides"),
+        ("option", "value", "meaning"),
         (
             (
                 f"`{flag(field)}`",
@@ -64,7 +64,7 @@ def columns(fields: Iterable[Declared]) -> str:
 
 
 def values(field: Declared) -> str:
-    """Return what can be typed for a field."""
+    """Return the values that can be entered for a field."""
     return {"span": "a time such as 90s", "time": "a time such as 90d, or a date"}.get(
         field.kind, field.expected
     ) + (", or none" if field.optional else "")
@@ -82,7 +82,7 @@ def unit(field: Declared) -> str:
 
 
 def default(field: Declared) -> str:
-    """Return a field's default in brackets; empty without one."""
+    """Return a field's default in brackets; empty if it has none."""
     return "" if field.default in (None, msgspec.NODEFAULT) else f" (default {shown(field, field.default)})"
 
 

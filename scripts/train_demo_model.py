@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Make the demo model that ships in appliance/demo_model, in three steps.
+"""Makes the demo model that ships in appliance/demo_model, in three steps.
 
     python scripts/train_demo_model.py corpus          # on CPython 3.11: its sources become build/demo_corpus
     python scripts/train_demo_model.py train FOLDER    # on a GPU; needs torch, numpy, safetensors, tokenizers
     python scripts/train_demo_model.py score FOLDER    # anywhere; needs transformers
 
-The corpus is that of the Python which runs the first step; the other steps run on any. A run is seeded, and
-repeatable on one machine with the same software. One H200 trains for a minute and a half.
+The corpus comes from the Python that runs the first step; the other steps run on any Python. A run is seeded,
+and is repeatable on the same machine with the same software. One H200 trains for a minute and a half.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def main() -> None:
     training.add_argument(
         "--set", action="append", default=[], metavar="NAME=NUMBER", help="change a field of the recipe"
     )
-    training.add_argument("--smoke", action="store_true", help="tiny batches, to try the script on a CPU")
+    training.add_argument("--smoke", action="store_true", help="use tiny batches, to try the script on a CPU")
     scoring = commands.add_parser("score", help="ask the frozen questions and measure perplexity")
     scoring.add_argument("folder", type=Path)
     scoring.add_argument("--device", default="cpu")

@@ -62,13 +62,8 @@ class ControlStore:
     trail: AuditTrail
     """Of the operators' actions, from `start` on."""
 
-    def __init__(self, path: Path, spool_folder: Path | None = None) -> None:
-        """Audit entries that the database refuses wait beside it, or, where that disk takes none at all, in
-        `spool_folder`."""
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self._spool_paths = [
-            folder / SPOOL_FILE for folder in (path.parent, spool_folder) if folder is not None
-        ]
         self._writer = Writer(path, CONTROL, synchronous="FULL")
         self._policies = Policies()
 
@@ -78,7 +73,7 @@ class ControlStore:
         try:
             self._policies = read_policies(self.path)
             key = make_or_read_key(self.path.parent)
-            spool = Spool(self._spool_paths, key)
+            spool = Spool(self.path.with_name(SPOOL_FILE), key)
             spool.start()
             self.trail = AuditTrail(self._writer, spool, HeadKeeper(self.path.with_name(HEADS_FILE), key))
             self.trail.start()

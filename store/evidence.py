@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from store import audit, exports
+from store import audit, exports, spool
 from store.audit import INTENT, Entry, Head, Verdict
 from store.database import reading
 from store.errors import StoreError, explain_os
@@ -25,7 +25,7 @@ from store.heads import (
     read_key,
 )
 from store.schemas import CONTROL
-from store.spool import SPOOL_FILE, entries_in
+from store.spool import SPOOL_FILE
 
 AUDIT_FILES = ("control.db", KEY_FILE, HEADS_FILE, SPOOL_FILE)
 """The files of a state directory that hold the audit trail."""
@@ -167,7 +167,7 @@ def verify_audit(path: Path, recorded: Iterable[Head] = ()) -> Verdict:
 def read_spool(folder: Path) -> list[Entry]:
     """Entries that wait for the chain in this folder. Raises a `StoreError`."""
     try:
-        return entries_in(folder / SPOOL_FILE)
+        return spool.read_spool(folder / SPOOL_FILE).entries
     except OSError as error:
         raise explain_os(folder / SPOOL_FILE, error) from error
 

@@ -150,8 +150,8 @@ class AuditTrail:
         news, self._refused = self._refused is None, str(error)
         self._spool.put(entry)
         if news:
-            places = " and ".join(self._spool.state().places) or "memory only"
-            log.error("%s; audit entries wait in %s until it can be", error, places)
+            place = self._spool.state().path or "memory only"
+            log.error("%s; until it can be written, audit entries wait in %s", error, place)
 
     def _begin(self, connection: sqlite3.Connection) -> Appended:
         appended = self.append(connection)

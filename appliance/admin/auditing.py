@@ -18,7 +18,7 @@ from appliance.admin.effects import Effect, Handler
 from appliance.background import Background
 from appliance.core.drains import DrainError
 from appliance.core.reload import ReloadError
-from appliance.front_pool.listeners import ListenError
+from appliance.http.sockets import ListenError
 from appliance.settings import SettingsError
 from store.audit import Actor
 from store.control import ControlStore

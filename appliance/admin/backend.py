@@ -10,59 +10,57 @@ from appliance.admin.drains import DrainAdmin
 from appliance.admin.handlers import BackupAdmin, RequestAdmin, handlers
 from appliance.admin.keys import KeyAdmin
 from appliance.admin.peers import PeerAdmin
-from appliance.admin.status import drain_status, in_flight
+from appliance.admin.status import StatusReader
 from appliance.admin.tenants import TenantAdmin
+from appliance.core.cancellation import RequestCanceller
 from appliance.core.contents import ContentKeeper
-from appliance.core.controller import Switchboard
+from appliance.core.drains import Drains
 from appliance.core.reload import Reloader
-from appliance.messages import Identity
-from appliance.protocol import Status
+from appliance.settings import Settings
+from appliance.traffic.state import TrafficState
 from store.control import ControlStore
 
 
 def admin_backend(
-    switchboard: Switchboard,
+    *,
     control: ControlStore,
     contents: ContentKeeper,
+    settings: Callable[[], Settings],
+    traffic: TrafficState,
+    drains: Drains,
+    canceller: RequestCanceller,
     reloader: Reloader,
-    status: Callable[[], Status],
+    status: StatusReader,
     metrics: Callable[[], bytes],
+    publish: Callable[[], None],
 ) -> tuple[Backend, AuditedActions]:
-    """Return the backend, and what performs its actions."""
-    requests, publish = switchboard.requests, switchboard.tell_identities
-
-    def cancel_matching(matches: Callable[[Identity], bool], message: str) -> int:
-        ids = [request.request_id for request in requests if matches(request.first.identity)]
-        return sum([switchboard.cancel(request_id, message) for request_id in ids])
-
-    peers = PeerAdmin(control, unix=lambda: switchboard.settings.unix, publish=publish)
-    tenants = TenantAdmin(
-        control, usage=requests.usage, peers=peers.list, publish=publish, cancel=cancel_matching
-    )
-    keys = KeyAdmin(control, usage=requests.usage, publish=publish, cancel=cancel_matching)
+    """Return the backend, and what performs its actions. `publish` applies changed tenants and keys to the
+    queue and the fronts."""
+    cancel = canceller.cancel_matching
+    peers = PeerAdmin(control, unix=lambda: settings().unix, publish=publish)
+    tenants = TenantAdmin(control, usage=traffic.usage, peers=peers.list, publish=publish, cancel=cancel)
+    keys = KeyAdmin(control, usage=traffic.usage, publish=publish, cancel=cancel)
     actions = AuditedActions(
         control,
         handlers(
             tenants=tenants,
             keys=keys,
             peers=peers,
-            drains=DrainAdmin(switchboard, lambda drain: drain_status(switchboard, drain)),
-            requests=RequestAdmin(lambda: in_flight(switchboard), switchboard.cancel, contents.show),
+            drains=DrainAdmin(drains, status.drain),
+            requests=RequestAdmin(status.in_flight, canceller.cancel, contents.show),
             backups=BackupAdmin(control.trail),
             reload=reloader.reload,
         ),
     )
-    return (
-        Backend(
-            status=status,
-            in_flight=lambda: in_flight(switchboard),
-            keys=keys.list,
-            tenants=tenants.list,
-            peers=peers.list,
-            configuration=reloader.configuration,
-            metrics=metrics,
-            act=actions.act,
-            record_denied=actions.record_denied,
-        ),
-        actions,
+    backend = Backend(
+        status=status.status,
+        in_flight=status.in_flight,
+        keys=keys.list,
+        tenants=tenants.list,
+        peers=peers.list,
+        configuration=reloader.configuration,
+        metrics=metrics,
+        act=actions.act,
+        record_denied=actions.record_denied,
     )
+    return backend, actions

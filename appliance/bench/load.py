@@ -128,7 +128,7 @@ class Record(msgspec.Struct):
         return self.chunks if self.tokens is None else self.tokens
 
 
-class Progress(msgspec.Struct):
+class LoadProgress(msgspec.Struct):
     """A client process reports several times a second, and once at the end."""
 
     records: list[Record]

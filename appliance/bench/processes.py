@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 
-from appliance.bench.load import Load, Progress, Record
+from appliance.bench.load import Load, LoadProgress, Record
 from engine.client import module_command, module_environment
 
 START_DELAY_S = 0.05
@@ -56,7 +56,7 @@ def run_load(load: Load, workers: int | None, show: Callable[[RawRun], None]) ->
         run = RawRun(time.monotonic() + START_DELAY_S, workers)
         for pipe in pipes:
             pipe.send(run.started_at)
-        latest = {pipe: Progress([], 0, 0, 0.0, is_done=False) for pipe in pipes}
+        latest = {pipe: LoadProgress([], 0, 0, 0.0, is_done=False) for pipe in pipes}
         while unfinished := [pipe for pipe in pipes if not latest[pipe].is_done]:
             readable = wait(unfinished)
             for pipe in (one for one in unfinished if one in readable):

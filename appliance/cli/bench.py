@@ -17,7 +17,7 @@ from appliance.bench.results import Slo
 from appliance.bench.server import Server, find_server, parse_url, socket_target
 from appliance.bench.session import Result, Session
 from appliance.bench.workloads import WORKLOADS, Shape, Workload
-from appliance.cli.bench_report import ProgressBar, Report
+from appliance.cli.bench_report import BenchReport, ProgressBar
 from appliance.cli.failure import Failure, told
 from appliance.cli.output import printable
 from appliance.cli.service import find_run_dir
@@ -88,7 +88,7 @@ def bench(options: Options) -> int:
     slo = Slo(options.ttft_p99_ms, options.itl_p99_ms)
     if options.find_rate and not slo.is_set:
         raise typer.BadParameter("--find-rate needs a limit: give --ttft-p99-ms, --itl-p99-ms or both")
-    report = Report(sys.stderr if options.json == "-" else sys.stdout)
+    report = BenchReport(sys.stderr if options.json == "-" else sys.stdout)
     _check_writable(options.json)
     seed = str(int.from_bytes(os.urandom(4), "big") if options.seed is None else options.seed)
     try:
@@ -120,7 +120,7 @@ def _run(
     slo: Slo,
     server: Server,
     seed: str,
-    report: Report,
+    report: BenchReport,
 ) -> tuple[list[Result], Search | None]:
     session = Session(
         server,

@@ -23,7 +23,7 @@ _FINE = 0.05
 """The precision of a search; the report says if a trial is coarser."""
 
 
-class Report:
+class BenchReport:
     """Writes to one stream."""
 
     def __init__(self, stream: TextIO) -> None:

@@ -1,8 +1,14 @@
-"""Drains: take nothing new, finish what was accepted. Of a model, or of the whole service.
+"""Drains of a model or of the whole service: accept nothing new, and finish the accepted requests.
 
-Readiness goes first: new work is refused only once every front says "not ready", and gateways had a moment to
-see it. What runs or waits when a drain begins is finished; what still runs when its grace is over is ended
-with an error. An operator's drain lasts until it is resumed; the service's own stop is one that never is.
+             Controller (stop), DrainAdmin (begin, resume), Reloader (keep_only)
+                 │
+                 ▼
+    Readiness ◄─ Drains ──► Drain ──► RequestManager (pause, resume), cancel(), FrontConfiguration
+
+First the service reports "not ready": new requests are refused only after every front has applied that, and
+gateways have had time to notice. Requests that run or wait when a drain begins are finished; those that are
+left after the grace period end with an error. An operator's drain lasts until it is resumed. The stop of the
+service is a drain that is never resumed.
 """
 
 from __future__ import annotations
@@ -10,36 +16,46 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
-from typing import Literal, Protocol
+from collections.abc import Callable, Collection, Iterator
+from typing import Literal, NamedTuple, Protocol
 
 from appliance.protocol import DrainState
+from appliance.settings import Settings
 from appliance.traffic.request_manager import RequestManager
 
 log = logging.getLogger(__name__)
 
-_LOOK_EVERY_S = 0.02
+_POLL_S = 0.02
+_ABORT_WITHIN_S = 3.0
+"""Time for fronts to end the requests that are left when the service stops."""
 STOPPING = "the service is stopping"
 
 
-class House(Protocol):
-    """What a drain works on."""
+class FrontConfiguration(Protocol):
+    """Tells the fronts which models are ready."""
+
+    def publish_configuration(self) -> None:
+        """Send the fronts what has changed."""
+
+    async def configured(self) -> None:
+        """Send the fronts what has changed, and wait until they have applied it."""
+
+
+class DrainTools(NamedTuple):
+    """What a drain acts on."""
 
     requests: RequestManager
-
-    async def announce(self) -> None:
-        """Tell every front what is ready, and return when they say that they know."""
-
-    def cancel(self, request_id: str, message: str) -> bool:
-        """End a request with this word to its client. False if there is no such request."""
+    fronts: FrontConfiguration
+    cancel: Callable[[str, str], bool]
+    """Ends a request with this message for its client. Returns False if there is no such request."""
 
 
 class Drain:
-    """One drain. `run` brings it to its end; cancel that to leave off in the middle."""
+    """One drain. `run` takes it to its end; cancelling that task interrupts it."""
 
     def __init__(
         self,
-        house: House,
+        tools: DrainTools,
         model: str | None,
         *,
         why: str,
@@ -47,11 +63,11 @@ class Drain:
         notice_s: float,
         hold: bool = False,
         hurry: asyncio.Event | None = None,
-        last_words_s: float = float("inf"),
+        abort_within_s: float = float("inf"),
     ) -> None:
-        """`model` None is the whole service; `why` is what clients are told; new requests are held instead of
-        refused with `hold`; `hurry` ends every wait at once; `last_words_s` is the most that it may take to
-        end what did not finish within the grace."""
+        """`model` None drains the whole service. `why` is the message for clients. `notice_s` is the time for
+        gateways to notice. With `hold` new requests are held instead of refused. `hurry` ends every wait.
+        `abort_within_s` limits the time for ending the requests that are left after the grace period."""
         self.model = model
         self.why = why
         self.grace_s = grace_s
@@ -59,123 +75,174 @@ class Drain:
         self.state: DrainState = "announced"
         self.started_at = time.time()
         self.ended = 0
-        """Requests that did not finish within the grace and were ended."""
-        self._house = house
+        """Number of requests that were ended because they did not finish within the grace period."""
+        self._tools = tools
         self._notice_s = notice_s
         self._announced = False
         self._hurry = hurry or asyncio.Event()
-        self._last_words_s = last_words_s
-        self._begun_at = time.monotonic()
+        self._abort_within_s = abort_within_s
+        self._began_at = time.monotonic()
         self._drained_at: float | None = None
-        self._grace_ends: float | None = None
+        self._grace_ends_at: float | None = None
 
     @property
     def name(self) -> str:
-        """Of what it drains."""
-        return "the service" if self.model is None else f"model {self.model!r}"
+        """What is drained, as in "model 'demo'"."""
+        return _name(self.model)
 
     @property
-    def state_word(self) -> Literal["draining", "drained"]:
-        """Return the state for operators and gateways, to whom an announced drain is draining."""
+    def public_state(self) -> Literal["draining", "drained"]:
+        """The state for operators and gateways, to whom an announced drain is draining."""
         return "drained" if self.state == "drained" else "draining"
 
     @property
     def elapsed_s(self) -> float:
-        """How long it has taken."""
-        return (time.monotonic() if self._drained_at is None else self._drained_at) - self._begun_at
+        """The time that the drain has taken so far, or took."""
+        return (time.monotonic() if self._drained_at is None else self._drained_at) - self._began_at
 
     @property
     def grace_left_s(self) -> float:
-        """Until what still runs is ended."""
-        return self.grace_s if self._grace_ends is None else max(0.0, self._grace_ends - time.monotonic())
+        """The time until the requests that are left are ended."""
+        if self._grace_ends_at is None:
+            return self.grace_s
+        return max(0.0, self._grace_ends_at - time.monotonic())
 
     def replaces(self, former: Drain) -> None:
-        """Go on where `former` is, with this one's grace."""
+        """Continue where `former` is, with the grace period of this drain."""
         if former.state != "drained":
-            self.started_at, self._begun_at = former.started_at, former._begun_at
+            self.started_at, self._began_at = former.started_at, former._began_at
         if former.state != "announced":
             self.state, self._announced = "draining", True
 
     async def run(self) -> None:
-        """From the announcement to "drained"."""
-        requests = self._house.requests
+        """Drain, from the announcement until no request is left."""
+        requests = self._tools.requests
         if not self._announced:
-            await self._house.announce()
-            await self._until(lambda: False, self._notice_s)
+            await self._tools.fronts.configured()
+            await self._poll(lambda: False, self._notice_s)
         requests.pause_admission(self.model, self.why, hold=self.hold)
-        self.state, self._grace_ends = "draining", time.monotonic() + self.grace_s
-        log.info(
-            "%s drains: %d requests get %g s",
-            self.name,
-            len(list(requests.unfinished(self.model))),
-            self.grace_s,
-        )
-        if not await self._until(self._empty, self.grace_s):
-            why = f"{self.why}, and this request did not finish in time"
-            late = [request.request_id for request in requests.unfinished(self.model)]
-            self.ended = sum([self._house.cancel(request_id, why) for request_id in late])
+        self.state, self._grace_ends_at = "draining", time.monotonic() + self.grace_s
+        left = len(list(requests.state.unfinished(self.model)))
+        log.info("draining %s: %d requests get %g s", self.name, left, self.grace_s)
+        if not await self._poll(self._finished, self.grace_s):
+            message = f"{self.why}, and this request did not finish in time"
+            late = [request.request_id for request in requests.state.unfinished(self.model)]
+            self.ended = sum([self._tools.cancel(request_id, message) for request_id in late])
             log.warning("%s: %d requests did not finish in time", self.name, self.ended)
             self._hurry = asyncio.Event()
-            await self._until(self._empty, self._last_words_s)
+            await self._poll(self._finished, self._abort_within_s)
         self.state, self._drained_at = "drained", time.monotonic()
-        log.info("%s is drained after %.1f s", self.name, self.elapsed_s)
+        log.info("drained %s after %.1f s", self.name, self.elapsed_s)
 
-    def _empty(self) -> bool:
-        return self._house.requests.finished(self.model)
+    def _finished(self) -> bool:
+        return self._tools.requests.state.finished(self.model)
 
-    async def _until(self, true: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait for it, for so long, or until somebody hurries; whether it came true."""
+    async def _poll(self, done: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait until `done` returns true, at most for `timeout_s` or until `hurry` is set. Return its
+        result."""
         deadline = time.monotonic() + timeout_s
-        while not (came := true()) and time.monotonic() < deadline and not self._hurry.is_set():
-            await asyncio.sleep(_LOOK_EVERY_S)
-        return came
+        while not (result := done()) and time.monotonic() < deadline and not self._hurry.is_set():
+            await asyncio.sleep(_POLL_S)
+        return result
 
 
 class DrainError(Exception):
-    """A drain that cannot begin or end; the message says why and what to do."""
+    """A drain cannot begin or end; the message gives the reason and the remedy."""
 
 
 class Drains:
-    """The operators' drains: at most one of each model and one of the service."""
+    """All drains: at most one of each model, one of the service, and the one of the service's stop."""
 
-    def __init__(self, house: House) -> None:
-        self._house = house
+    def __init__(
+        self, tools: DrainTools, settings: Callable[[], Settings], models: Callable[[], Collection[str]]
+    ) -> None:
+        """`settings` returns those in effect, and `models` the names of the served models."""
+        self.stopping: Drain | None = None
+        """The drain of the service's stop, once that has begun."""
+        self._tools = tools
+        self._settings = settings
+        self._models = models
         self._active: dict[str | None, Drain] = {}
         self._tasks: dict[str | None, asyncio.Task[None]] = {}
 
     def __iter__(self) -> Iterator[Drain]:
-        return iter(self._active.values())
+        """Iterate over all drains, that of the stop first."""
+        if self.stopping is not None:
+            yield self.stopping
+        yield from self._active.values()
+
+    @property
+    def of_service(self) -> Drain | None:
+        """The drain of the whole service, for its stop or by an operator."""
+        return self.stopping or self._active.get(None)
 
     def of(self, model: str | None) -> Drain | None:
-        """The drain of the model, or (None) the service."""
+        """Return an operator's drain of the model, or (None) of the service."""
         return self._active.get(model)
 
-    def begin(self, drain: Drain) -> None:
-        """Run it; a drain of the same is replaced, so a grace can be changed under way."""
-        if (former := self._active.get(drain.model)) is not None:
+    def begin(self, model: str | None, *, grace_s: float, hold: bool) -> Drain:
+        """Begin an operator's drain. It replaces a drain of the same model, so that an operator can change
+        the grace period. Raises DrainError."""
+        if self.stopping is not None:
+            raise DrainError(f"{STOPPING}: nothing else can be drained")
+        if model is not None and model not in (names := self._models()):
+            raise DrainError(f"unknown model {model!r}; available models: {', '.join(names) or 'none'}")
+        drain = Drain(
+            self._tools,
+            model,
+            why=f"{_name(model)} is draining",
+            grace_s=grace_s,
+            notice_s=self._settings().drain_notice_s,
+            hold=hold,
+        )
+        if (former := self._active.get(model)) is not None:
             drain.replaces(former)
-            self.forget(drain.model)
-        self._active[drain.model] = drain
-        self._tasks[drain.model] = asyncio.get_running_loop().create_task(drain.run())
+            self._forget(model)
+        self._active[model] = drain
+        self._tasks[model] = asyncio.get_running_loop().create_task(drain.run())
+        return drain
 
-    def end(self, model: str | None) -> Drain:
-        """Leave it off, or end it: requests are taken again, what was held first. Raises DrainError."""
+    def resume(self, model: str | None) -> Drain:
+        """Cancel or end an operator's drain: requests are accepted again, held ones first. Raises
+        DrainError."""
+        if self.stopping is not None:
+            raise DrainError(f"{STOPPING}: it cannot be resumed")
         drain = self._active.get(model)
         if drain is None:
             others = ", ".join(other.name for other in self._active.values())
-            name = "the service" if model is None else f"model {model!r}"
-            raise DrainError(f"{name} is not draining; {others or 'nothing'} is")
-        self.forget(model)
-        self._house.requests.resume_admission(model)
+            raise DrainError(f"{_name(model)} is not draining; {others or 'nothing'} is")
+        self._forget(model)
+        self._tools.requests.resume_admission(model)
+        self._tools.fronts.publish_configuration()
         return drain
 
-    def leave_off(self) -> None:
-        """Stop working on every drain; what is closed stays closed."""
+    async def stop(self, hurry: asyncio.Event) -> None:
+        """Drain the service for its stop, at once when `hurry` is set."""
+        settings = self._settings()
         for task in self._tasks.values():
             task.cancel()
+        self.stopping = Drain(
+            self._tools,
+            None,
+            why=STOPPING,
+            grace_s=settings.drain_grace_s,
+            notice_s=settings.drain_notice_s,
+            hurry=hurry,
+            abort_within_s=_ABORT_WITHIN_S,
+        )
+        await self.stopping.run()
 
-    def forget(self, model: str | None) -> None:
-        """Know nothing more of its drain. What it closed stays closed."""
+    def keep_only(self, models: Collection[str]) -> None:
+        """Cancel the drains of models that are no longer served. Admission to them stays paused."""
+        for drain in list(self._active.values()):
+            if drain.model is not None and drain.model not in models:
+                self._forget(drain.model)
+
+    def _forget(self, model: str | None) -> None:
         self._active.pop(model, None)
         if (task := self._tasks.pop(model, None)) is not None:
             task.cancel()
+
+
+def _name(model: str | None) -> str:
+    return "the service" if model is None else f"model {model!r}"

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from appliance.core.service import Service
 from appliance.core.state import opened
 from appliance.core.systemd import Manager
-from appliance.front_pool.listeners import ListenError
+from appliance.http.sockets import ListenError
 from appliance.logs import configure_logging
 from appliance.models.replica import Launch
 from appliance.rundir import RunDirError

@@ -1,93 +1,109 @@
-"""What answers now and what does not, in words: for gateways, operators and the service manager."""
+"""Whether the service and its models answer, and why not: for gateways, operators and the service manager.
+
+Reads `Drains`, `ModelManager`, `FrontPool` and the request manager's counters whenever it is asked. Keeps
+nothing and changes nothing.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
-from appliance.core.drains import STOPPING, Drain, Drains
-from appliance.front_pool.front import Front
-from appliance.messages import ServedModel
-from appliance.models.manager import Fleet
-from appliance.models.replica import Replica
-from appliance.traffic.request_manager import RequestManager
-
-
-class House(Protocol):
-    """Whose readiness it is."""
-
-    requests: RequestManager
-    fleet: Fleet
-    fronts: list[Front]
-    drains: Drains
-    stopping: Drain | None
-
-    @property
-    def models(self) -> dict[str, ServedModel]: ...
-    @property
-    def replicas(self) -> list[Replica]: ...
+from appliance.core.drains import STOPPING, Drains
+from appliance.front_pool.pool import FrontPool
+from appliance.messages import Configure
+from appliance.models.manager import ModelManager
+from appliance.settings import Settings
+from appliance.traffic.state import TrafficState
 
 
 class Readiness:
-    """Looks at the house whenever it is asked."""
+    """Derives readiness from the state of the other parts."""
 
-    def __init__(self, house: House) -> None:
-        self._house = house
+    def __init__(
+        self,
+        settings: Callable[[], Settings],
+        traffic: TrafficState,
+        models: ModelManager,
+        fronts: FrontPool,
+        drains: Drains,
+    ) -> None:
+        self._settings = settings
+        self._traffic = traffic
+        self._models = models
+        self._fronts = fronts
+        self._drains = drains
 
     def reason(self) -> str:
-        """Why not every model answers; empty when all do. A model that an operator took out of service is
-        not looked for, unless it is the last one."""
-        wanted = [model for model in self._house.models if self._house.drains.of(model) is None]
-        return self.closed() or "; ".join(filter(None, map(self.silence, wanted or self._house.models)))
+        """Return why not every model answers; empty if all do. Models that an operator has drained do not
+        count, unless all of them are drained."""
+        names = list(self._models.models)
+        wanted = [name for name in names if self._drains.of(name) is None]
+        return self.service_drain() or "; ".join(filter(None, map(self.silence, wanted or names)))
 
     def started(self) -> bool:
-        """Whether what the service is for is there: a front, and every pinned model."""
-        fronts = any(front.state == "ready" for front in self._house.fronts)
-        return fronts and not any(map(self.silence, self._house.fleet.pinned()))
+        """Return whether a front and every pinned model are ready."""
+        ready = any(front.state == "ready" for front in self._fronts.fronts)
+        return ready and not any(map(self.silence, self._models.pinned()))
 
     def worth_waiting_for(self) -> bool:
-        """Whether a start that is not complete should go on: something is on its way, or one model answers
-        already, which must not end because another is broken."""
-        return any(replica.state in ("starting", "loading", "ready") for replica in self._house.replicas)
+        """Return whether the service manager should wait longer for an incomplete start: a replica is
+        loading, or one model answers already and should not end because another one is broken."""
+        return any(replica.state in ("starting", "loading", "ready") for replica in self._models.replicas)
 
     def headline(self) -> str:
-        """The service in a line, as `systemctl status` shows it."""
-        figures = self._house.requests.stats()
-        work = f"{figures.running} running, {figures.waiting} waiting"
-        closing = self._house.stopping or self._house.drains.of(None)
-        if closing is not None:
-            return f"{closing.state_word}: {work}"
+        """Return the state of the service in one line, as `systemctl status` shows it."""
+        stats = self._traffic.queue_stats()
+        work = f"{stats.running} running, {stats.waiting} waiting"
+        if (drain := self._drains.of_service) is not None:
+            return f"{drain.public_state}: {work}"
         loading = [
             f"{replica.name} {replica.detail or replica.state}"
-            for replica in self._house.replicas
+            for replica in self._models.replicas
             if replica.state in ("starting", "loading")
         ]
         if reason := self.reason():
             return f"loading: {', '.join(loading)}" if loading else f"not ready: {reason}"
-        models = f"{len(self._house.models)} model{'s' if len(self._house.models) != 1 else ''}"
-        return f"ready: {models}, {work}"
+        count = len(self._models.models)
+        return f"ready: {count} model{'s' if count != 1 else ''}, {work}"
 
     def silence(self, model: str) -> str:
-        """Why the model does not answer; empty when it does."""
-        if drain := self._house.drains.of(model):
+        """Return why the model does not answer; empty if it does."""
+        if drain := self._drains.of(model):
             return drain.why
-        replicas = self._house.fleet.of(model)
+        replicas = self._models.of(model)
         if not any(replica.answers for replica in replicas):
-            states = ", ".join(f"{replica.name} is {replica.word}" for replica in replicas)
+            states = ", ".join(f"{replica.name} is {replica.client_state}" for replica in replicas)
             return f"model {model!r} does not answer ({states or 'it has no replica now'})"
-        problem = self.front_trouble(model)
+        problem = self.front_problems(model)
         return f"model {model!r} does not answer ({problem})" if problem else ""
 
-    def closed(self) -> str:
-        """Why nothing new is taken at all; empty if it is."""
-        if self._house.stopping is not None:
+    def service_drain(self) -> str:
+        """Return why the whole service accepts no requests; empty if it does."""
+        if self._drains.stopping is not None:
             return STOPPING
-        drain = self._house.drains.of(None)
+        drain = self._drains.of_service
         return drain.why if drain is not None else ""
 
-    def front_trouble(self, model: str) -> str:
-        """Why a front cannot serve the model; empty when all can."""
-        troubled: dict[str, list[str]] = {}
-        for front in self._house.fronts:
+    def front_problems(self, model: str) -> str:
+        """Return why fronts cannot serve the model; empty if all can."""
+        names: dict[str, list[str]] = {}
+        for front in self._fronts.fronts:
             if model in front.problems:
-                troubled.setdefault(front.problems[model], []).append(front.name)
-        return "; ".join(f"{', '.join(names)}: {why}" for why, names in troubled.items())
+                names.setdefault(front.problems[model], []).append(front.name)
+        return "; ".join(f"{', '.join(fronts)}: {why}" for why, fronts in names.items())
+
+    def configuration(self) -> Configure:
+        """Return what fronts should know now."""
+        settings, reason, drain = self._settings(), self.reason(), self.service_drain()
+        models = self._models.models
+        return Configure(
+            front="",
+            models=list(models.values()),
+            limits=settings.limits,
+            ready=not reason,
+            reason=reason,
+            silent={name: why for name in models if (why := drain or self.silence(name))},
+            log_level=settings.log_level,
+            retries=settings.idempotency,
+            keeping=settings.log,
+        )

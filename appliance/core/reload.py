@@ -11,10 +11,10 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from appliance.core.controller import Switchboard
-from appliance.core.drains import STOPPING
-from appliance.front_pool.listeners import ListenError
+from appliance.core.drains import STOPPING, Drains
+from appliance.http.sockets import ListenError
 from appliance.messages import ServedModel
+from appliance.models.manager import ModelManager
 from appliance.models.registry import describe_models
 from appliance.protocol import Configuration, Reloaded
 from appliance.settings import Fault, Loaded, Place, Settings, SettingsError
@@ -48,21 +48,39 @@ class ReloadError(Exception):
     """The service cannot reload now; the message says why."""
 
 
+class LiveSettings:
+    """Returns the settings in effect, which a reload replaces."""
+
+    def __init__(self, current: Settings) -> None:
+        self.current = current
+
+    def __call__(self) -> Settings:
+        return self.current
+
+
 class Reloader:
-    """Holds the settings in effect, and replaces them."""
+    """Reads the settings anew and applies what has changed."""
 
     def __init__(
         self,
         loaded: Loaded,
         reread: Callable[[], Loaded],
-        switchboard: Switchboard,
+        live: LiveSettings,
+        *,
+        models: ModelManager,
+        drains: Drains,
+        publish: Callable[[], None],
         listeners: Sequence[ConfiguredListener],
         hooks: Mapping[str, ReloadHook],
     ) -> None:
-        """`reread` reads the settings as they were read at the start; `hooks` are by top-level setting."""
+        """`reread` reads the settings as at the start. `publish` tells the fronts about changed settings.
+        `hooks` are by top-level setting."""
         self._loaded = loaded
         self._reread = reread
-        self._switchboard = switchboard
+        self._live = live
+        self._models = models
+        self._drains = drains
+        self._publish = publish
         self._listeners = listeners
         self._hooks = hooks
         self._one_at_a_time = asyncio.Lock()
@@ -82,20 +100,22 @@ class Reloader:
             applied = [change for change in changes if change not in waiting]
             loaded = _until_restart(loaded, former)
             served = await asyncio.to_thread(describe_models, loaded, former.settings)
-            if self._switchboard.stopping is not None:
+            if self._drains.stopping is not None:
                 raise ReloadError(f"{STOPPING}: its settings cannot be reloaded")
             opened = self._open(loaded.settings)
             try:
-                said = self._apply(loaded.settings, {change.path[0] for change in applied}, served)
+                models = self._apply(loaded.settings, {change.path[0] for change in applied}, served)
             except BaseException:
                 _close(opened)
                 raise
             for listener, sock in zip(self._listeners, opened, strict=True):
                 listener.change(loaded.settings, sock)
             self._loaded = loaded
-            for line in (*map(str, applied), *said):
+            for line in (*map(str, applied), *models):
                 log.info("reload: %s", line)
-            return Reloaded(changed=list(map(str, applied)), models=said, at_restart=list(map(str, waiting)))
+            return Reloaded(
+                changed=list(map(str, applied)), models=models, at_restart=list(map(str, waiting))
+            )
 
     def _open(self, wanted: Settings) -> list[socket.socket | None]:
         opened: list[socket.socket | None] = []
@@ -108,13 +128,13 @@ class Reloader:
         return opened
 
     def _apply(self, wanted: Settings, names: set[str], served: list[ServedModel]) -> list[str]:
-        switchboard = self._switchboard
-        switchboard.settings = switchboard.fleet.settings = wanted
+        self._live.current = wanted
         for name in sorted(names - APPLIED_HERE):
             self._hooks[name](wanted)
-        said = switchboard.change_models(wanted.models, served)
-        switchboard.tell_configuration()
-        return said
+        self._drains.keep_only(wanted.models)
+        changes = self._models.change(wanted.models, served)
+        self._publish()
+        return changes
 
 
 def _close(opened: Sequence[socket.socket | None]) -> None:

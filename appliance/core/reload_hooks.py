@@ -6,15 +6,19 @@ import logging
 
 from appliance.admin.callers import Authenticator
 from appliance.admin.server import AdminServer
-from appliance.core.controller import Switchboard
 from appliance.core.reload import ReloadHook
 from appliance.front_pool.identities import IdentityTable
+from appliance.front_pool.pool import FrontPool
+from appliance.models.manager import ModelManager
 from appliance.monitoring.metrics.tenants import ShownTenants
 from appliance.settings import Settings
+from appliance.traffic.request_manager import RequestManager
 
 
 def reload_hooks(
-    switchboard: Switchboard,
+    fronts: FrontPool,
+    models: ModelManager,
+    requests: RequestManager,
     identities: IdentityTable,
     authenticator: Authenticator,
     admin: AdminServer,
@@ -22,18 +26,19 @@ def reload_hooks(
 ) -> dict[str, ReloadHook]:
     """Return the hook of each setting, except those that `appliance.core.reload` applies itself."""
 
-    def fronts(settings: Settings) -> None:
-        switchboard.set_fronts(settings.fronts)
+    def front_count(settings: Settings) -> None:
+        fronts.set_count(settings.fronts)
 
     def timeouts(settings: Settings) -> None:
-        switchboard.set_timeouts()
+        fronts.set_timeouts()
+        models.set_timeouts()
 
     def log_level(settings: Settings) -> None:
         logging.getLogger().setLevel(settings.log_level.upper())
 
     def unix(settings: Settings) -> None:
         identities.unix = settings.unix
-        switchboard.tell_identities()
+        fronts.publish_identities()
         admin.change(settings.unix.admin_mode, authenticator.gid)
 
     def operators(settings: Settings) -> None:
@@ -41,19 +46,16 @@ def reload_hooks(
         admin.change(settings.unix.admin_mode, authenticator.gid)
 
     def queue(settings: Settings) -> None:
-        switchboard.requests.set_rules(settings.queue)
-
-    def idempotency(settings: Settings) -> None:
-        switchboard.claims.keep_s = settings.idempotency.keep_s
+        requests.set_rules(settings.queue)
 
     def metrics(settings: Settings) -> None:
         shown_tenants.most = settings.metrics.tenants
 
     def nothing(settings: Settings) -> None:
-        """The setting is read when it is needed, or is a part of the fronts' configuration."""
+        """The setting is read where it is used, or it is a part of the fronts' configuration."""
 
     return {
-        "fronts": fronts,
+        "fronts": front_count,
         "drain_grace_s": nothing,
         "drain_notice_s": nothing,
         "hang_timeout_s": timeouts,
@@ -64,6 +66,6 @@ def reload_hooks(
         "queue": queue,
         "log": nothing,
         "limits": nothing,
-        "idempotency": idempotency,
+        "idempotency": nothing,
         "metrics": metrics,
     }

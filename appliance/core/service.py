@@ -1,4 +1,5 @@
-"""The service's parts, put together: what each is given, in which order they begin and end."""
+"""The composition root: creates every part of the service, gives each what it needs, and starts and stops
+them in order."""
 
 from __future__ import annotations
 
@@ -12,26 +13,28 @@ from collections.abc import Callable
 from appliance.admin.backend import admin_backend
 from appliance.admin.callers import Authenticator, keys_of
 from appliance.admin.server import AdminServer
-from appliance.admin.status import audit_status, database_status, service_version, status_of
+from appliance.admin.status import StatusReader, service_version
 from appliance.core.clock import ClockGuard
 from appliance.core.contents import ContentKeeper
-from appliance.core.controller import Switchboard
+from appliance.core.controller import Controller
 from appliance.core.housekeeping import Housekeeper
 from appliance.core.notifier import Notifier
+from appliance.core.problems import Problems
 from appliance.core.quota_levels import LevelKeeper
-from appliance.core.reload import Reloader
+from appliance.core.reload import LiveSettings, Reloader
 from appliance.core.reload_hooks import reload_hooks
+from appliance.core.serving import ServingParts
 from appliance.core.state import State, cache_salts
 from appliance.core.systemd import Manager
 from appliance.front_pool.identities import IdentityTable
-from appliance.front_pool.listeners import Doors
+from appliance.front_pool.listeners import Listeners
 from appliance.models.registry import describe_models
 from appliance.models.replica import Launch
 from appliance.monitoring.metrics.counting import CountedRows
+from appliance.monitoring.metrics.families import ServiceSource
 from appliance.monitoring.metrics.scrape import Scraper
 from appliance.monitoring.metrics.server import MetricsServer
 from appliance.monitoring.metrics.tenants import ShownTenants
-from appliance.protocol import SocketStatus, Status
 from appliance.settings import Loaded
 from appliance.traffic.quotas import Quotas
 from store.quotas import QuotaLog
@@ -40,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 class Service:
-    """Everything between the sockets and the state. Belongs to the event loop's thread."""
+    """All parts of one running service. Belongs to the event loop's thread."""
 
     def __init__(
         self,
@@ -52,98 +55,131 @@ class Service:
         launch: Launch,
         front_module: str,
     ) -> None:
-        """What is opened here ends with `held`. Raises SettingsError, ListenError or a StoreError."""
+        """Everything that is opened here is closed by `held`. Raises SettingsError, ListenError or a
+        StoreError."""
+        self.settings = LiveSettings(loaded.settings)
         settings, control, started_at = loaded.settings, state.control, time.time()
-        # Requests: who asks, what they may use, where it is written down.
+        problems, clock = Problems(), ClockGuard()
+        # Requests: identities, quotas, the request log, stored contents, fronts and models.
         identities = IdentityTable(lambda: control.policies, settings.unix)
         quotas = Quotas(time.monotonic)
         self.levels = LevelKeeper(quotas, QuotaLog(state.history))
-        self.kept = ContentKeeper(
-            state.contents, lambda: control.policies, lambda: self.switchboard.settings.log
-        )
-        held.callback(self.kept.close)
+        contents = ContentKeeper(state.contents, lambda: control.policies, lambda: self.settings.current.log)
+        held.callback(contents.close)
         counted = CountedRows(
             state.requests, ShownTenants(settings.metrics.tenants, lambda: control.policies.tenants)
         )
-        self.switchboard = Switchboard(
-            settings,
+        parts = ServingParts(
+            self.settings,
             describe_models(loaded),
             rows=counted,
             salt=cache_salts(control),
             quotas=quotas,
             identities=identities,
-            keep=self.kept.keep,
+            keep=contents.keep,
+            note=problems.note,
+            on_availability=lambda: self.listeners.update(),
             launch=launch,
             front_module=front_module,
         )
-        self.switchboard.tell_identities()
+        self.listeners = Listeners(manager.sockets, settings, parts.fronts.balancer, problems.note)
+        held.callback(self.listeners.close)
+        self.controller = Controller(
+            lambda: control.policies, parts.requests, parts.models, parts.fronts, self.listeners, parts.drains
+        )
+        self.controller.apply_policies()
         self.levels.restore(state.history.path)
-        # The outside: apps, operators, monitoring, the service manager.
-        self.doors = Doors(manager.sockets, settings, self.switchboard.dealer, self.switchboard.problems.note)
-        held.callback(self.doors.close)
-        self.authenticator = Authenticator(settings.admin, keys_of(control))
-        self.admin = AdminServer(settings.admin_socket, settings.unix.admin_mode, self.doors.admin)
+        # Monitoring.
         scrape = Scraper(
             counted,
-            self.switchboard,
+            lambda: ServiceSource(
+                ready=not parts.readiness.reason(),
+                draining=parts.drains.of_service is not None,
+                problems=problems.total,
+                held=parts.requests.state.held(),
+                connections=self.listeners.accepted(),
+                version=service_version(),
+                started_at=started_at,
+            ),
+            parts.requests.state,
+            parts.models,
+            parts.fronts,
             control,
             [state.history, state.contents],
-            self.doors,
-            version=service_version(),
-            started_at=started_at,
         )
         self.metrics = MetricsServer(scrape)
         self.metrics.change(settings, self.metrics.prepare(settings))
-        self.notifier = Notifier(manager, self.switchboard.readiness, lambda: state.stalled_s)
+        self.notifier = Notifier(manager, parts.readiness, lambda: state.stalled_s)
         held.callback(self.notifier.close)
-        # Operators: what they see and do.
-        clock = ClockGuard()
+        # Operators.
+        self.authenticator = Authenticator(settings.admin, keys_of(control))
+        self.admin = AdminServer(settings.admin_socket, settings.unix.admin_mode, self.listeners.admin)
         reloader = Reloader(
             loaded,
             reread,
-            self.switchboard,
-            [self.doors, self.metrics],
-            reload_hooks(self.switchboard, identities, self.authenticator, self.admin, counted.tenants),
+            self.settings,
+            models=parts.models,
+            drains=parts.drains,
+            publish=parts.fronts.publish_configuration,
+            listeners=[self.listeners, self.metrics],
+            hooks=reload_hooks(
+                parts.fronts,
+                parts.models,
+                parts.requests,
+                identities,
+                self.authenticator,
+                self.admin,
+                counted.tenants,
+            ),
         )
-
-        def status() -> Status:
-            return status_of(
-                self.switchboard,
-                sockets=self._sockets(),
-                databases=[database_status(one) for one in (control, state.history, state.contents)],
-                audit=audit_status(control.trail.state()),
-                started_at=started_at,
-                clock_jump_s=clock.jump_s,
-            )
-
+        status = StatusReader(
+            self.settings,
+            parts.requests.state,
+            parts.models,
+            parts.fronts,
+            parts.drains,
+            parts.readiness,
+            problems,
+            control,
+            [control, state.history, state.contents],
+            lambda: [*self.listeners.status(), self.admin.status(), *self.metrics.status()],
+            clock,
+            started_at,
+        )
         self.backend, self.actions = admin_backend(
-            self.switchboard, control, self.kept, reloader, status, scrape
+            control=control,
+            contents=contents,
+            settings=self.settings,
+            traffic=parts.requests.state,
+            drains=parts.drains,
+            canceller=parts.canceller,
+            reloader=reloader,
+            status=status,
+            metrics=scrape,
+            publish=self.controller.apply_policies,
         )
         self.housekeeper = Housekeeper(
-            control, state.history, self.kept, lambda: self.switchboard.settings.log, clock
+            control, state.history, contents, lambda: self.settings.current.log, clock
         )
-
-    def _sockets(self) -> list[SocketStatus]:
-        apps = [listener.status() for listener in self.doors.listeners]
-        return [*apps, self.admin.status(), *self.metrics.status()]
 
     async def answer_operators(self) -> None:
         """Open `admin.sock`. Raises ListenError."""
         await self.admin.start(self.backend, self.authenticator)
 
     def start(self) -> None:
-        """Load the models and take connections."""
-        self.switchboard.start(self.doors.listeners)
+        """Load the models and accept connections."""
+        self.controller.start()
         self.levels.start()
         self.notifier.start()
         self.housekeeper.start()
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.actions.reload_on_signal)
 
     async def stop(self, hurry: asyncio.Event) -> None:
-        """Drain, at once when `hurry` is set; operators are answered until nothing runs any more."""
-        log.info("stopping: running requests get %g s", self.switchboard.settings.drain_grace_s)
+        """Drain the service (at once when `hurry` is set) and end it. The admin API answers until all
+        requests have ended."""
+        log.info("stopping: running requests get %g s", self.settings.current.drain_grace_s)
         self.notifier.begin_stop()
-        await self.switchboard.stop(hurry)
+        await self.controller.stop(hurry)
         self.levels.close()
         await self.metrics.stop()
         await self.admin.stop()

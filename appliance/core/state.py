@@ -63,7 +63,7 @@ def _opened(settings: Settings, manager: Manager) -> Iterator[State]:
     with contextlib.ExitStack() as held:
         lock = RunDirLock(run_dir, state_dir)
         held.callback(lock.release)
-        control = ControlStore(state_dir / "control.db", spool_folder=run_dir)
+        control = ControlStore(state_dir / "control.db")
         history = Writer(state_dir / "history.db", HISTORY, synchronous="NORMAL")
         contents = Writer(state_dir / "contents.db", CONTENTS, synchronous="NORMAL")
         databases: tuple[ControlStore | Writer, ...] = (control, history, contents)

@@ -19,8 +19,8 @@ from appliance.messages import (
     Admitted,
     AttachReplica,
     Claimed,
+    ClientConnection,
     Configure,
-    Connection,
     CoreToFront,
     FrontReady,
     FrontReport,
@@ -74,7 +74,7 @@ class Front:
             generation = self._box.active.get(message.request_id)
             if generation is not None:
                 generation.admitted(message)
-        elif isinstance(message, Connection):
+        elif isinstance(message, ClientConnection):
             self._take_connection(message)
         elif isinstance(message, Claimed):
             self._box.retries.take(message)
@@ -104,7 +104,7 @@ class Front:
         elif isinstance(message, StopFront):
             self._box.background.run(self._stop(message.grace_s))
 
-    def _take_connection(self, message: Connection) -> None:
+    def _take_connection(self, message: ClientConnection) -> None:
         self._taken += 1
         try:
             sock = self._take_socket()

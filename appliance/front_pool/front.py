@@ -1,4 +1,9 @@
-"""The front processes: spawned, told what to serve, given connections, started again when they die."""
+"""One front process as the core sees it: started, told what to serve, given connections, and restarted when
+it ends.
+
+A `Front` knows nothing of requests, models or other fronts. It passes what its process sends up to the
+`FrontEvents` that it was given (`appliance.front_pool.pool.FrontPool`).
+"""
 
 from __future__ import annotations
 
@@ -19,8 +24,8 @@ from appliance.messages import (
     AboutRequest,
     AttachReplica,
     Claim,
+    ClientConnection,
     Configure,
-    Connection,
     CoreToFront,
     FrontReady,
     FrontReport,
@@ -36,13 +41,14 @@ from engine.memory_kills import count_memory_kills, memory_kill_note
 
 log = logging.getLogger(__name__)
 
-_MOST_UNREAD_BYTES = 64 << 10
-"""A front that leaves more of its control channel unread gets no further connections for now."""
+_MAX_UNREAD_BYTES = 64 << 10
+"""A front with more unread bytes in its control channel gets no further connections for now."""
 _MAX_UNTAKEN = 256
-"""A front that has not taken so many connections yet gets no further ones for now. At most an eighth of this
-process's descriptors: the kernel counts those that lie in a channel against the same limit."""
+"""A front that has not yet received so many of its connections gets no further ones for now. At most an
+eighth of this process's descriptors, because the kernel counts descriptors in a channel against that
+limit."""
 _QUIET_S = 3.0
-"""Fronts report twice a second: one that says nothing for this long gets no further connections for now."""
+"""Fronts report twice a second: one that sends nothing for this long gets no further connections for now."""
 _SLOW_START_S = 30.0
 """A front that has been starting for longer is listed as a problem. It reads about two seconds for each
 model."""
@@ -50,47 +56,48 @@ _DYING_S = 0.5
 
 
 class FrontEvents(Protocol):
-    """Who is told what happens to a front."""
+    """Receives what happens to a front and what its process sends."""
 
     def front_started(self, front: Front) -> None:
-        """A new process, which has been told nothing yet. May raise OSError: it is killed then, and started
-        anew."""
+        """A new process runs, which knows nothing yet. May raise OSError: the process is then killed, and
+        started anew."""
 
     def front_ready(self, front: Front) -> None:
-        """It takes connections."""
+        """The front takes connections."""
 
     def front_reported(self, front: Front) -> None:
-        """The front has reported how many connections it has taken: it may take others now."""
+        """The front has reported how many connections it has taken, so it may take others now."""
 
-    def front_asks(self, front: Front, message: AboutRequest) -> None:
-        """A word on a request."""
+    def request_message(self, front: Front, message: AboutRequest) -> None:
+        """A message about a request has arrived."""
 
-    def front_claims(self, front: Front, message: Claim | Release) -> None:
-        """A word on who has the answer of a request with an `Idempotency-Key`."""
+    def claim_message(self, front: Front, message: Claim | Release) -> None:
+        """The front claims or releases a request with an `Idempotency-Key`."""
 
     def front_hands_over(self, front: Front, message: HandOver, descriptors: tuple[int, int]) -> None:
-        """A connection that another front is to answer, and its request. The descriptors are closed when this
-        returns."""
+        """The front passes on a connection, with its request, which another front is to answer. The
+        descriptors are closed when this returns."""
 
     def front_keeps(self, front: Front, message: Keep, descriptor: int) -> None:
-        """Texts to be kept. The descriptor is closed when this returns."""
+        """The front passes on prompts and answers to be stored. The descriptor is closed when this
+        returns."""
 
-    def front_changed(self, front: Front, problems: dict[str, str]) -> None:
-        """It can serve other models than before: `front.problems` says so, `problems` are the former."""
+    def front_changed(self, front: Front, former: dict[str, str]) -> None:
+        """`front.problems`, the models that the front cannot serve, differ from `former`."""
 
     def front_lost(self, front: Front, name: str) -> None:
-        """The process that was called `name` is gone."""
+        """The process with this name has ended."""
 
     def front_problem(self, front: Front, what: str) -> None:
-        """Something to tell the operator."""
+        """A problem for the operator has occurred."""
 
 
 class Front:
-    """One front and whoever supervises it. All methods belong on the event loop's thread, which must be a
-    permanent one: each front asks the kernel to be killed when the thread that spawned it ends.
+    """Supervises one front process. All methods belong on the event loop's thread, which must not end: each
+    front process is killed by the kernel when the thread that spawned it ends.
 
-    Every process has a name of its own ("front-0", then "front-0.1", …): a replica's word on a front that is
-    gone must never be taken for one on its successor.
+    Every process has its own name ("front-0", then "front-0.1", …), so that a replica's late message about an
+    ended front cannot be mistaken for one about its successor.
     """
 
     def __init__(
@@ -110,7 +117,7 @@ class Front:
         self.restarts = 0
         self.last_error = ""
         self.max_connections = 0
-        """Connections of known clients that it may have, by the settings."""
+        """Connections of known clients that the settings allow it."""
         self._events = events
         self.hang_timeout_s = hang_timeout_s
         self.load_timeout_s = load_timeout_s
@@ -127,7 +134,7 @@ class Front:
         self._memory_kills = 0
         self._last_sign = 0.0
         self._given = 0
-        """Connections that this process was given."""
+        """Number of connections given to this process."""
         self._refusals = RefusalWatch()
         self._stopping = False
         self._ended = asyncio.Event()
@@ -136,21 +143,21 @@ class Front:
 
     @property
     def pid(self) -> int | None:
-        """Of the running process."""
+        """The id of the running process."""
         return self._process.pid if self._process else None
 
     @property
     def takes_connections(self) -> bool:
-        """Whether a connection may be given to it now."""
+        """Whether the front may be given a connection now."""
         channel = self._channel
         if self.state != "ready" or channel is None or self._silent_s > _QUIET_S:
             return False
-        return channel.backlog_bytes < _MOST_UNREAD_BYTES and self._untaken < _max_untaken()
+        return channel.backlog_bytes < _MAX_UNREAD_BYTES and self._untaken < _max_untaken()
 
     @property
     def has_room(self) -> bool:
-        """Whether another connection finds a place there, even if every connection on its way is answered at
-        once. A front without room still answers: it refuses with 503."""
+        """Whether the front has a free place for another connection, beside those that are on their way to
+        it. A full front still answers: it refuses with 503."""
         report = self._report
         return report is None or report.busy_connections + self._untaken < report.max_connections
 
@@ -160,12 +167,12 @@ class Front:
 
     @property
     def problems(self) -> dict[str, str]:
-        """Why it cannot serve a model, by the model's name."""
+        """The models that the front cannot serve: the reasons, by the model's name."""
         return self._report.problems if self._report is not None else {}
 
     @property
     def configured(self) -> int:
-        """The last configuration that it said it has taken in."""
+        """The serial number of the latest configuration that the front has applied."""
         return self._report.configured if self._report is not None else 0
 
     @property
@@ -174,13 +181,13 @@ class Front:
 
     @property
     def _starting_s(self) -> float:
-        """How long it has been starting; 0 if it is not."""
+        """For how long the front has been starting; 0 if it is not starting."""
         return time.monotonic() - self._started_at if self.state == "starting" else 0.0
 
-    # ── its life ──
+    # ── start and stop ──
 
     def start(self) -> None:
-        """Spawn the process. When that cannot be done now it is tried again, as after its death."""
+        """Spawn the process. If that fails, it is retried as after the end of a process."""
         self.name = f"front-{self.number}" + (f".{self.restarts}" if self.restarts else "")
         self.state, self.detail = "starting", ""
         self._report, self._ready_at, self._kill_reason = None, None, ""
@@ -199,7 +206,7 @@ class Front:
             self.kill(f"its channels could not be made: {error}")
 
     def _spawn(self) -> int:
-        """Returns the process id. Raises OSError, and then nothing is left behind."""
+        """Return the process id. Raises OSError, and then releases everything that it has opened."""
         with contextlib.ExitStack() as undo:
             ours, theirs = socketpair()
             undo.callback(ours.close)
@@ -228,32 +235,33 @@ class Front:
         return process.pid
 
     def send(self, message: CoreToFront) -> None:
-        """Tell it something; a front that is gone hears nothing."""
+        """Send a message to the process; without a process nothing is sent."""
         if self._channel is not None:
             self._channel.send(message)
 
     def configure(self, configure: Configure) -> None:
-        """Tell it what is served."""
+        """Send the process what is served."""
         self.max_connections = configure.limits.max_connections
         self.send(configure)
 
     def attach(self, replica: str, model: str, descriptor: int) -> None:
-        """Hand it a channel to a replica; the descriptor is closed here. Raises OSError when too many
-        files are open."""
+        """Send the process a channel to a replica, and close the descriptor here. Raises OSError when too
+        many files are open."""
         try:
             if self._channel is not None:
                 self._channel.send(AttachReplica(replica, model), (descriptor,))
         finally:
             os.close(descriptor)
 
-    def give(self, connection: Connection, *descriptors: int) -> None:
-        """Hand it a client's connection, and what was read from it; the caller closes its own descriptors."""
+    def give(self, connection: ClientConnection, *descriptors: int) -> None:
+        """Send the process a client's connection, and the bytes that were already read from it. The caller
+        closes its own descriptors."""
         if self._channel is not None:
             self._given += 1
             self._channel.send(connection, descriptors)
 
     def begin_stop(self, grace_s: float) -> None:
-        """Have it finish what streams and end; it is not started again."""
+        """Let the process finish its running answers and end. It is not restarted."""
         self._stopping = True
         if self._timer is not None:
             self._timer.cancel()
@@ -264,7 +272,7 @@ class Front:
         self.send(StopFront(grace_s))
 
     async def ended(self) -> None:
-        """Wait until its process is gone."""
+        """Wait until the process has ended."""
         await self._ended.wait()
 
     def kill(self, reason: str) -> None:
@@ -275,7 +283,8 @@ class Front:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def kill_soon(self, reason: str) -> None:
-        """Kill the process unless it is gone in a moment: most likely it is dying, and its exit says why."""
+        """Kill the process unless it ends within half a second: it is probably ending, and its exit status
+        tells why."""
 
         def kill(name: str) -> None:
             if self.name == name:
@@ -284,11 +293,10 @@ class Front:
         asyncio.get_running_loop().call_later(_DYING_S, kill, self.name)
 
     def check(self) -> None:
-        """Kill it if it hangs, be it ready, starting or about to end, or if it starts for too long. To be
-        called about once a second."""
+        """Kill the process if it hangs or if its start takes too long. To be called about once a second."""
         limit_s = self.load_timeout_s if self._ready_at is None else self.hang_timeout_s
         if self._silent_s > limit_s:
-            self.kill(f"it gave no sign of life for {self._silent_s:.0f} s while {self.state}")
+            self.kill(f"it sent nothing for {self._silent_s:.0f} s while {self.state}")
         elif self._starting_s > self.load_timeout_s:
             self.kill(f"it was not ready {self._starting_s:.0f} s after its start (load_timeout_s)")
 
@@ -320,14 +328,14 @@ class Front:
                 if descriptors:
                     self._events.front_keeps(self, message, descriptors[0])
         elif isinstance(message, Claim | Release):
-            self._events.front_claims(self, message)
+            self._events.claim_message(self, message)
         else:
-            self._events.front_asks(self, message)
+            self._events.request_message(self, message)
 
     @contextlib.contextmanager
     def _descriptors(self, count: int) -> Iterator[list[int]]:
-        """Return the descriptors that came with a message, and close them afterwards; none if the kernel has
-        dropped one because this process has too many files open."""
+        """Return the descriptors that came with a message, and close them afterwards. Returns none if the
+        kernel has dropped one because this process has too many open files."""
         taken: list[int] = []
         complete = True
         try:
@@ -350,7 +358,7 @@ class Front:
         if process is None or channel is None:
             return
         asyncio.get_running_loop().remove_reader(self._pidfd)
-        # Its last words still lie in the channel.
+        # The channel may still hold messages that the process sent before it ended.
         for message in channel.read():
             self._message(message)
         channel.close()
@@ -371,8 +379,8 @@ class Front:
 
     def _restart(self, error: str) -> None:
         self.last_error = error
-        lived_s = 0.0 if self._ready_at is None else time.monotonic() - self._ready_at
-        delay_s = self._backoff.delay_s(lived_s)
+        served_s = 0.0 if self._ready_at is None else time.monotonic() - self._ready_at
+        delay_s = self._backoff.delay_s(served_s)
         self.state, self.detail = "restarting", f"restarting in {delay_s:.1f} s"
         self.restarts += 1
         self._events.front_problem(self, error)
@@ -421,28 +429,3 @@ class Front:
 def _max_untaken() -> int:
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return min(_MAX_UNTAKEN, max(descriptors // 8, 1))
-
-
-class Dealer:
-    """Gives connections to the fronts in turn, and passes over those that are full."""
-
-    def __init__(self, fronts: list[Front]) -> None:
-        self._fronts = fronts
-        self._next = 0
-
-    @property
-    def open(self) -> bool:
-        """Whether any front takes connections."""
-        return any(front.takes_connections for front in self._fronts)
-
-    def deal(self, connection: Connection, *descriptors: int) -> bool:
-        """Give the connection to the next front that has room; if all are full, to the next one, which
-        answers that. Return False if no front takes connections now."""
-        for needs_room in (True, False):
-            for step in range(len(self._fronts)):
-                front = self._fronts[(self._next + step) % len(self._fronts)]
-                if front.takes_connections and (front.has_room or not needs_room):
-                    front.give(connection, *descriptors)
-                    self._next += step + 1
-                    return True
-        return False

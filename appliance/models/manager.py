@@ -1,71 +1,94 @@
-"""The served models and their replicas, and how they change while they serve.
+"""The model manager: the served models, their replicas, and how both change while the service runs.
 
-What is wanted of a model is its settings. Its replicas are brought there one by one: one that runs with the
-wanted settings is left alone, a missing one is started, and one with other settings serves until its
-successor is ready, if the memory has room for both; else it is stopped first, and what it had under way goes
-on at its successor.
+              Controller (start, check, stop), Reloader (change), RequestCanceller (cancel)
+                  │
+                  ▼
+             ModelManager ──► Replica ──► engine.client.ReplicaGroup (its processes)
+                  │    ▲         │
+                  │    └─────────┘ ReplicaEvents
+                  ▼
+    RequestManager (models and replicas to which requests may go), FrontChannels (FrontPool), publish()
+
+The settings say how many replicas a model has and how they run. When the settings change, the replicas follow
+one by one: a replica that already runs as wanted stays, a missing one is started, and one with other settings
+serves until its successor is ready, if the memory has room for both. Otherwise it is stopped first, and the
+requests that it had continue on its successor.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
 from appliance.background import Background
-from appliance.core.problems import Problems
 from appliance.messages import ServedModel
 from appliance.models.fit import why_not_beside
 from appliance.models.placement import GpuPlacement, machine_topology
 from appliance.models.registry import describe
-from appliance.models.replica import Launch, Replica, ReplicaEvents
+from appliance.models.replica import Launch, Replica
 from appliance.settings import ModelSettings, Settings
 from appliance.traffic.request_manager import RequestManager
+from engine.messages import Report
 
 log = logging.getLogger(__name__)
 
-_LOOK_EVERY_S = 0.05
+_POLL_S = 0.05
 _STOP_S = 2.0
-_TRIES = 3
-"""Deaths of a successor before its predecessor stays."""
+_MAX_FAILED_STARTS = 3
+"""After so many failed starts of a successor, the former replica stays."""
 
 
-class Fleet:
+class FrontChannels(Protocol):
+    """Connects fronts with replicas."""
+
+    def connect_replica(self, name: str, model: str, open_channel: Callable[[str], int]) -> None:
+        """Give every front a channel to a ready replica, also fronts that start later. `open_channel` returns
+        the descriptor of a channel for the front of a name. Raises OSError."""
+
+    def disconnect_replica(self, name: str) -> None:
+        """Open no further channels to a replica that has ended."""
+
+    def channel_closed(self, front: str, replica: str) -> None:
+        """A front has closed its channel to a running replica."""
+
+
+class ModelManager:
     """All models and replicas. All methods belong on the event loop's thread."""
 
     def __init__(
         self,
-        settings: Settings,
+        settings: Callable[[], Settings],
         served: list[ServedModel],
         *,
         requests: RequestManager,
-        events: ReplicaEvents,
-        problems: Problems,
-        tell: Callable[[], None],
+        channels: FrontChannels,
+        publish: Callable[[], None],
+        note: Callable[[str, str], None],
         launch: Launch,
     ) -> None:
-        """`tell` is called when there are other models than before, or others answer."""
+        """`settings` returns those in effect. `publish` is called when the served models, or whether they
+        answer, may have changed. `note` reports a problem (where, what) to the operator."""
         self.models = {model.name: model for model in served}
-        """As fronts know them."""
+        """The served models as fronts know them."""
         self.replicas: list[Replica] = []
-        self.settings = settings
-        """Of the service; those of models are followed by `change`."""
-        self._wanted = dict(settings.models)
+        self._settings = settings
+        self._wanted = dict(settings().models)
         self._requests = requests
-        self._events = events
-        self._problems = problems
-        self._tell = tell
+        self._channels = channels
+        self._publish = publish
+        self._note = note
         self._launch = launch
         self._placement = GpuPlacement(machine_topology())
         self._numbers: dict[str, int] = {}
         self._changes: dict[str, asyncio.Task[None]] = {}
         self._retirements: dict[Replica, asyncio.Task[None]] = {}
         self._given_up: set[str] = set()
-        """Models whose wanted settings could not be loaded: they run with the former ones."""
+        """Models whose new settings could not be loaded: they run with the former ones."""
         self._background = Background()
         for model in served:
             requests.add_model(model.name, model.version)
@@ -85,37 +108,96 @@ class Fleet:
         await asyncio.gather(*(replica.stop(_STOP_S) for replica in self.replicas))
 
     def check(self) -> None:
-        """Kill what hangs. To be called about once a second."""
+        """Kill replicas that hang. To be called a few times a second."""
         for replica in self.replicas:
             replica.check()
 
     def of(self, model: str) -> list[Replica]:
-        """The replicas of a model."""
+        """Return the replicas of a model."""
         return [replica for replica in self.replicas if replica.model == model]
 
     def pinned(self) -> list[str]:
-        """The models without which the service has not started."""
+        """Return the models that must answer before the service counts as started."""
         return [name for name in self.models if name in self._wanted and self._wanted[name].pinned]
 
-    # ── what a model's folder and replicas say about it ──
+    def set_timeouts(self) -> None:
+        """Take the times after which replicas are killed from the settings."""
+        for replica in self.replicas:
+            replica.hang_timeout_s = self._settings().hang_timeout_s
+            replica.load_timeout_s = self._settings().load_timeout_s
 
-    def look_at_folder(self, replica: Replica) -> None:
-        """Its folder may hold other files than it did for the replica's life before: find out."""
-        self._background.run(self._describe(replica, replica.lives))
+    def cancel(self, request_id: str) -> None:
+        """Cancel a request in the replicas on which it runs."""
+        accounts = self._requests.state.accounts_of(request_id)
+        for replica in self.replicas:
+            if replica.account in accounts and replica.group is not None:
+                replica.group.cancel_request(request_id)
 
-    async def _describe(self, replica: Replica, life: int) -> None:
+    # ── events of replicas (ReplicaEvents) ──
+
+    def replica_starting(self, replica: Replica) -> None:
+        # The folder's files may have changed since the last start.
+        self._background.run(self._describe(replica, replica.incarnation))
+
+    def replica_ready(self, replica: Replica) -> None:
+        group, account = replica.group, replica.account
+        if group is None or account is None:
+            return
+        self._learn(replica)
+        self._requests.recover_model(replica.model)
+        try:
+            self._channels.connect_replica(replica.name, replica.model, group.attach_front)
+        except OSError as error:
+            replica.kill(f"its channels to fronts could not be made: {error}")
+            return
+        # After its channels, because a front must have its channel before a request is dispatched to it.
+        self._requests.add_replica(account)
+        self._publish()
+
+    def replica_reported(self, replica: Replica, report: Report) -> None:
+        if replica.account is not None:
+            self._requests.report(replica.account, report)
+        for front in report.fronts_gone:
+            self._channels.channel_closed(front, replica.name)
+
+    def replica_silent(self, replica: Replica) -> None:
+        if replica.account is not None:
+            self._requests.retire_replica(replica.account)
+        self._publish()
+
+    def replica_heard(self, replica: Replica) -> None:
+        if replica.account is not None and not replica.retiring:
+            self._requests.add_replica(replica.account)
+        self._publish()
+
+    def replica_lost(self, replica: Replica) -> None:
+        self._channels.disconnect_replica(replica.name)
+        if replica.account is not None:
+            self._requests.lose_replica(replica.account)
+
+    def replica_changed(self, replica: Replica) -> None:
+        if all(sibling.failure for sibling in self.of(replica.model)):
+            self._requests.fail_model(replica.model, replica.failure)
+        else:
+            self._requests.recover_model(replica.model)
+        self._publish()
+
+    def replica_problem(self, replica: Replica, what: str) -> None:
+        self._note(replica.name, what)
+
+    async def _describe(self, replica: Replica, incarnation: int) -> None:
         try:
             model = await asyncio.to_thread(describe, replica.model, replica.settings)
         except OSError:
-            return  # the engine, which reads the same folder, says what is wrong with it
-        if replica.lives == life:
+            return  # the engine reads the same folder and reports the error
+        if replica.incarnation == incarnation:
             replica.described = model
             if replica.account is not None:
-                self.learn(replica)
-                self._tell()
+                self._learn(replica)
+                self._publish()
 
-    def learn(self, replica: Replica) -> None:
-        """What a ready replica and its folder say about their model."""
+    def _learn(self, replica: Replica) -> None:
+        """Update the model with what a ready replica and its folder say about it."""
         known = self.models.get(replica.model)
         if known is None:
             return
@@ -134,30 +216,30 @@ class Fleet:
     # ── changing what is served ──
 
     def change(self, wanted: dict[str, ModelSettings], served: list[ServedModel]) -> list[str]:
-        """Serve these models with these settings from now on; what that means, in words, by model.
+        """Serve these models with these settings from now on. Returns a description of each change.
 
-        `served` describes at least those that are new. What is as it was is not touched; what could not be
-        loaded is tried again.
+        `served` describes at least the new models. Unchanged models are not touched, except that settings
+        which could not be loaded are tried again.
         """
         described = {model.name: model for model in served}
         former, self._wanted = self._wanted, dict(wanted)
-        said = []
+        changes = []
         for name in sorted(wanted.keys() | former.keys()):
             if wanted.get(name) == former.get(name) and name not in self._given_up:
                 continue
             self._given_up.discard(name)
             if name in wanted and name not in self.models:
-                self._take_up(described[name])
-            said.append(f"model {name}: {self._plan(name, former.get(name), wanted.get(name))}")
+                self._add(described[name])
+            changes.append(f"model {name}: {self._describe_change(former.get(name), wanted.get(name))}")
             if (task := self._changes.get(name)) is not None:
                 task.cancel()
-            self._changes[name] = asyncio.get_running_loop().create_task(self._bring_about(name))
-        self._tell()
-        return said
+            self._changes[name] = asyncio.get_running_loop().create_task(self._apply(name))
+        self._publish()
+        return changes
 
-    def _plan(self, name: str, former: ModelSettings | None, wanted: ModelSettings | None) -> str:
+    def _describe_change(self, former: ModelSettings | None, wanted: ModelSettings | None) -> str:
         if wanted is None:
-            return f"is removed; what runs gets {self.settings.drain_grace_s:g} s"
+            return f"is removed; its requests get {self._settings().drain_grace_s:g} s"
         if former is None:
             return f"is new and loads ({wanted.replicas} replica{'s' if wanted.replicas > 1 else ''})"
         if former == wanted:
@@ -168,132 +250,138 @@ class Fleet:
             return "its replicas stay as they are"
         return "its replicas are replaced one by one"
 
-    def _take_up(self, model: ServedModel) -> None:
+    def _add(self, model: ServedModel) -> None:
         self.models[model.name] = model
         self._requests.resume_admission(model.name)
-        if not self._requests.knows(model.name):
+        if model.name not in self._requests.state.models:
             self._requests.add_model(model.name, model.version)
         for replica in self.of(model.name):
             if replica.account is not None:
-                self.learn(replica)  # it was about to be removed
+                self._learn(replica)  # its removal had begun
 
-    async def _bring_about(self, name: str) -> None:
-        """Until the model is as wanted, or cannot be."""
+    async def _apply(self, name: str) -> None:
+        """Change a model's replicas step by step until they are as wanted, or cannot be."""
         try:
             while await self._next_step(name):
                 pass
         except Exception:
             log.exception("model %s: the change of its settings failed", name)
             self._given_up.add(name)
-            self._problems.note(name, "the change of its settings failed: see the log")
+            self._note(name, "the change of its settings failed: see the log")
 
     async def _next_step(self, name: str) -> bool:
-        """Do one thing; False when nothing is left to do, or can be."""
+        """Take one step. Return whether another one may follow."""
         for replica in self.of(name):
             if replica.retiring:
-                await self._retire(replica)  # the change before this one began it
+                await self._retire(replica)  # begun by an earlier change
         wanted = self._wanted.get(name)
         if wanted is None:
             await self._remove(name)
             return False
         serving_first = sorted(self.of(name), key=lambda replica: replica.account is None)
-        good = [replica for replica in serving_first if replica.spec == wanted.spec(replica.name)]
-        stale = [replica for replica in serving_first if replica not in good]
-        if stale and stale[-1].account is None:
-            await self._retire(stale[-1])
-        elif len(good) > wanted.replicas:
-            await self._retire(good[-1])
-        elif stale:
-            return await self._succeed(stale[0], good, wanted)
-        elif len(good) < wanted.replicas:
+        current = [replica for replica in serving_first if replica.spec == wanted.spec(replica.name)]
+        outdated = [replica for replica in serving_first if replica not in current]
+        if outdated and outdated[-1].account is None:
+            await self._retire(outdated[-1])
+        elif len(current) > wanted.replicas:
+            await self._retire(current[-1])
+        elif outdated:
+            return await self._replace(outdated[0], current, wanted)
+        elif len(current) < wanted.replicas:
             self._new(name, wanted).start()
         else:
             return False
         return True
 
-    async def _succeed(self, old: Replica, good: list[Replica], wanted: ModelSettings) -> bool:
-        """Put a replica with the wanted settings in the place of `old`. False if that cannot be."""
-        if len(good) < wanted.replicas:
+    async def _replace(self, old: Replica, current: list[Replica], wanted: ModelSettings) -> bool:
+        """Replace a replica by one with the wanted settings. Return False if the settings cannot be
+        loaded."""
+        if len(current) < wanted.replicas:
             if why_not := await asyncio.to_thread(
                 why_not_beside, wanted, self._placement.choose(wanted.tensor_parallel_size)
             ):
                 log.warning("%s is stopped before its successor loads: %s", old.name, why_not)
-                self._problems.note(old.name, f"it was stopped before its successor loaded: {why_not}")
+                self._note(old.name, f"it was stopped before its successor loaded: {why_not}")
                 await self._retire(old)
                 return True
             new = self._new(old.model, wanted)
-            log.info("%s takes the place of %s, which serves until then", new.name, old.name)
+            log.info("%s replaces %s, which serves until then", new.name, old.name)
             new.start()
-            good = [*good, new]
-        for new in good:
+            current = [*current, new]
+        for new in current:
             while new.account is None:
-                if new.failure or new.restarts >= _TRIES:
+                if new.failure or new.restarts >= _MAX_FAILED_STARTS:
                     self._given_up.add(old.model)
-                    self._problems.note(
+                    self._note(
                         new.name, f"the new settings cannot be loaded, {old.name} stays: {new.last_error}"
                     )
                     await self._retire(new)
                     return False
-                await asyncio.sleep(_LOOK_EVERY_S)
+                await asyncio.sleep(_POLL_S)
         await self._retire(old)
         return True
 
     async def _retire(self, replica: Replica) -> None:
-        """Give it nothing more, let it finish, and end it: to the end, though the change may be overtaken."""
+        """Give the replica no further requests, let it finish, and end it. A later change does not interrupt
+        this."""
         if (task := self._retirements.get(replica)) is None:
-            task = asyncio.get_running_loop().create_task(self._end(replica))
+            task = asyncio.get_running_loop().create_task(self._finish_and_end(replica))
             self._retirements[replica] = task
             task.add_done_callback(lambda _: self._retirements.pop(replica))
         await asyncio.shield(task)
 
-    async def _end(self, replica: Replica) -> None:
-        """What it does not finish in time while nobody serves in its place goes on at its successor."""
+    async def _finish_and_end(self, replica: Replica) -> None:
         replica.retiring = True
-        self._tell()
+        self._publish()
         account = replica.account
         if account is not None:
             self._requests.retire_replica(account)
+            # While no other replica serves the model, requests that are not finished within the grace period
+            # are better off on the successor.
             alone = not any(other.account for other in self.of(replica.model) if not other.retiring)
-            deadline = time.monotonic() + (self.settings.drain_grace_s if alone else float("inf"))
-            while (
-                self._requests.occupied(account)
-                and replica.account is account
-                and time.monotonic() < deadline
-            ):
-                await asyncio.sleep(_LOOK_EVERY_S)
+            grace_s = self._settings().drain_grace_s if alone else None
+            await _poll(
+                lambda: not self._requests.state.occupied(account) or replica.account is not account, grace_s
+            )
         await replica.stop(_STOP_S)
         self.replicas.remove(replica)
-        log.info("%s is gone", replica.name)
+        log.info("%s ended", replica.name)
 
     async def _remove(self, name: str) -> None:
-        """Serve the model no more."""
+        """Stop serving a model."""
         self.models.pop(name, None)
         self._requests.pause_admission(name, f"the model {name!r} is being removed")
-        self._tell()
-        deadline = time.monotonic() + self.settings.drain_grace_s
-        while not self._requests.finished(name) and time.monotonic() < deadline:
-            await asyncio.sleep(_LOOK_EVERY_S)
+        self._publish()
+        await _poll(lambda: self._requests.state.finished(name), self._settings().drain_grace_s)
         self._requests.abort_all(f"the model {name!r} was removed", name)
         for replica in self.of(name):
             await self._retire(replica)
         self._requests.resume_admission(name)
         self._requests.remove_model(name)
         self._changes.pop(name, None)
-        log.info("model %s is gone", name)
+        log.info("model %s removed", name)
 
     def _new(self, model: str, settings: ModelSettings) -> Replica:
         number = self._numbers.get(model, 0)
         self._numbers[model] = number + 1
+        service = self._settings()
         replica = Replica(
             model,
             settings,
             f"{model}-{number}",
-            self._events,
-            run_dir=Path(self.settings.run_dir),
-            hang_timeout_s=self.settings.hang_timeout_s,
-            load_timeout_s=self.settings.load_timeout_s,
+            self,
+            run_dir=Path(service.run_dir),
+            hang_timeout_s=service.hang_timeout_s,
+            load_timeout_s=service.load_timeout_s,
             placement=self._placement,
             launch=self._launch,
         )
         self.replicas.append(replica)
         return replica
+
+
+async def _poll(done: Callable[[], bool], timeout_s: float | None) -> None:
+    """Wait until `done` returns true, at most for `timeout_s` (None: without a limit)."""
+    deadline = asyncio.get_running_loop().time() + (float("inf") if timeout_s is None else timeout_s)
+    while not done() and asyncio.get_running_loop().time() < deadline:
+        await asyncio.sleep(_POLL_S)

@@ -1,4 +1,9 @@
-"""One replica's lives: start, load, serve, die, start again. Its ranks are `engine.client.ReplicaGroup`'s."""
+"""One replica: its start, its load, its supervision, and its restart after it has ended.
+
+A replica is one running copy of a model. `engine.client.ReplicaGroup` starts and stops its processes, one for
+each rank. What happens to a replica is passed up to the `ReplicaEvents` that it was given
+(`appliance.models.manager.ModelManager`).
+"""
 
 from __future__ import annotations
 
@@ -37,11 +42,12 @@ SILENT_AFTER_S = 3.0
 """Replicas report at least twice a second: one without a report for this long gets no new requests. A step
 that a replica has announced may take longer, by its predicted time."""
 _MAX_STEP_FACTOR = 10.0
-"""A step that takes so many times as long as predicted is taken for a hang."""
+"""A replica whose step takes so many times as long as predicted is considered to hang."""
 _AFTER_FATAL_S = 5.0
-_RETRY_FIRST_S, _RETRY_MOST_S = 5.0, 300.0
-"""How soon, and at last how seldom, a replica is tried again whose load failed for a reason that the engine
-foresaw: somebody has to mend it, or a mount comes back by itself."""
+_RETRY_FIRST_S, _RETRY_MAX_S = 5.0, 300.0
+"""The first and the longest delay before the next start of a replica whose load failed for an expected
+reason, such as a damaged file or a missing mount: the operator has to correct it, or the mount returns by
+itself."""
 
 Launch = Callable[
     [ReplicaSpec, Callable[[int, RankOutbound], None], Callable[[str], None]],
@@ -50,68 +56,69 @@ Launch = Callable[
 
 
 class StepTotal:
-    """Steps of one kind, over all lives of a replica."""
+    """Totals of one kind of step, over all incarnations of a replica."""
 
     def __init__(self) -> None:
         self.steps = 0
         self.seconds = 0.0
         self.idle_s = 0.0
-        """In which the device waited for the host before them."""
+        """Time for which the device waited for the host before these steps."""
 
     def add(self, steps: int, mean_ms: float, mean_idle_us: float) -> None:
-        """So many more."""
+        """Add steps with these mean times."""
         self.steps += steps
         self.seconds += steps * mean_ms / 1e3
         self.idle_s += steps * mean_idle_us / 1e6
 
 
 class StepTotals:
-    """Steps that only decoded, and steps that computed prompts."""
+    """Totals of decode steps, and of steps that computed prompts."""
 
     def __init__(self) -> None:
         self.decode, self.mixed = StepTotal(), StepTotal()
 
     def add(self, report: Report) -> None:
-        """Those since the report before."""
+        """Add the steps that a report counts, which are those since the report before."""
         self.decode.add(report.decode_steps, report.step_ms, report.idle_us)
         self.mixed.add(report.mixed_steps, report.mixed_step_ms, report.mixed_idle_us)
 
 
 class ReplicaEvents(Protocol):
-    """Who is told what happens to a replica."""
+    """Receives what happens to a replica."""
 
     def replica_starting(self, replica: Replica) -> None:
-        """Its ranks are about to read the model's folder."""
+        """The ranks are about to read the model's folder."""
 
     def replica_ready(self, replica: Replica) -> None:
-        """It takes submissions now; `replica.account` is new."""
+        """The replica takes submissions now; `replica.account` is new."""
 
     def replica_reported(self, replica: Replica, report: Report) -> None:
-        """Its heartbeat and totals."""
+        """The replica has sent its report: its heartbeat, its credits, and the submissions that have
+        ended."""
 
     def replica_silent(self, replica: Replica) -> None:
-        """A ready one has not reported in time: give it nothing new."""
+        """A ready replica has not reported in time and should get no new requests."""
 
     def replica_heard(self, replica: Replica) -> None:
-        """A silent one has reported again."""
+        """A silent replica has reported again."""
 
     def replica_lost(self, replica: Replica) -> None:
-        """A ready one died; `replica.account` is void."""
+        """A ready replica has ended; `replica.account` is void."""
 
     def replica_changed(self, replica: Replica) -> None:
-        """It answers no more, for now or (`replica.failure`) until somebody mends something."""
+        """The replica has ended. It will be restarted, or, if `replica.failure` is set, the operator has to
+        correct something first."""
 
     def replica_problem(self, replica: Replica, what: str) -> None:
-        """Something to tell the operator."""
+        """A problem for the operator has occurred."""
 
 
 class Replica:
-    """A replica and whoever supervises it. All methods belong on the event loop's thread.
+    """Supervises one replica. All methods belong on the event loop's thread.
 
-    States: "starting" → "loading" → "ready" → (death) "restarting" → "starting" …; "failed" instead of
-    "restarting" when its checkpoint is bad, or the memory or device that it needs were missing twice in a
-    row: then it is tried again ever more seldom; "stopped" at the end. A ready one is shown as "draining"
-    while it is `retiring`, and as "silent" while it does not report.
+    States: "starting" → "loading" → "ready" → (its processes ended) "restarting" → "starting" …; "stopped" at
+    the end. Instead of "restarting" the state is "failed" if the checkpoint is bad, or if the memory or the
+    device that the replica needs was missing twice in a row; the delays between its starts then grow.
     """
 
     def __init__(
@@ -130,7 +137,7 @@ class Replica:
         self.model = model
         self.name = name
         self.settings = settings
-        """Those that it was made with."""
+        """The settings of the model when the replica was created."""
         self.spec = settings.spec(name)
         self.state: ReplicaState = "stopped"
         self.detail = ""
@@ -138,75 +145,77 @@ class Replica:
         self.restarts = 0
         self.last_error = ""
         self.failure = ""
-        """Why requests do not wait for it. Set when it fails; cleared when it is ready or ends otherwise."""
-        self.lives = 0
+        """Why requests do not wait for this replica. Set in state "failed", cleared when the replica becomes
+        ready or ends for another reason."""
+        self.incarnation = 0
+        """Counts the starts."""
         self.steps = StepTotals()
         self.described: ServedModel | None = None
-        """What its folder said when its present life began."""
+        """The model as its folder described it at the latest start."""
         self.group: ReplicaGroup | None = None
         self.info: ReplicaInfo | None = None
         self.account: CreditAccount | None = None
-        """Of the present life, while ready."""
+        """The credits of the present incarnation while it is ready."""
         self.retiring = False
-        """It finishes what it has, and is not started again."""
+        """Whether the replica finishes its requests and is then not restarted."""
         self.hang_timeout_s = hang_timeout_s
         self.load_timeout_s = load_timeout_s
         self._events = events
         self._run_dir = run_dir
         self._placement = placement
         self._gpus: list[int] = []
-        """Numbers of the GPUs of the present life, in order of ranks; empty if they are not chosen."""
+        """Numbers of the GPUs of the present incarnation, in order of ranks; empty if they are not chosen."""
         self._launch = launch
         self._backoff = Backoff()
-        self._retry = Backoff(_RETRY_FIRST_S, _RETRY_MOST_S)
-        self._foreseen = 0
-        """Loads in a row that failed for a reason that the engine foresaw."""
+        self._retry = Backoff(_RETRY_FIRST_S, _RETRY_MAX_S)
+        self._expected_failures = 0
+        """Number of consecutive loads that failed for an expected reason."""
         self._next_start_at = 0.0
         self._report: Report | None = None
         self._fatal: Fatal | None = None
         self._started_at = 0.0
         self._ready_at: float | None = None
         self.silent = False
-        """It is ready, and has not reported for `SILENT_AFTER_S`."""
+        """Whether the replica is ready and has not reported for `SILENT_AFTER_S`."""
         self._last_sign = 0.0
         self._expected_s = 0.0
-        """How long the step should take that it has announced."""
+        """The predicted time of a long step that the replica has announced."""
         self._stopping = False
         self._timer: asyncio.TimerHandle | None = None
 
     @property
-    def word(self) -> ReplicaState:
-        """Its state as apps meet it: one that failed has failed until it is ready."""
-        return "failed" if self.failure else self.shown_state
+    def client_state(self) -> ReplicaState:
+        """The state for clients, to whom a failed replica is failed until it is ready again."""
+        return "failed" if self.failure else self.operator_state
 
     @property
-    def shown_state(self) -> ReplicaState:
-        """Its state as operators see it."""
+    def operator_state(self) -> ReplicaState:
+        """The state for operators, to whom a ready replica can be "silent" or "draining"."""
         if self.state != "ready":
             return self.state
         return "silent" if self.silent else "draining" if self.retiring else "ready"
 
     @property
     def answers(self) -> bool:
-        """Whether requests may be sent to it."""
+        """Whether requests may be sent to the replica."""
         return self.account is not None and not self.silent
 
     @property
     def silent_s(self) -> float:
-        """Seconds since its latest message."""
+        """Seconds since the latest message of the replica."""
         return time.monotonic() - self._last_sign
 
     @property
     def hang_limit_s(self) -> float:
-        """After so many seconds without a message it is killed: no step that it announced takes as long."""
+        """The replica is killed after so many seconds without a message. No announced step takes so long."""
         return max(self.hang_timeout_s, _MAX_STEP_FACTOR * self._expected_s)
 
-    # ── its life ──
+    # ── start and stop ──
 
     def start(self) -> None:
         """Launch the ranks."""
         self.state, self.detail, self.fraction = "starting", "", None
-        self.lives += 1
+        self.incarnation += 1
         self.described = None
         self.info = self.account = self._report = self._fatal = self._ready_at = None
         self._started_at = self._last_sign = time.monotonic()
@@ -225,8 +234,8 @@ class Replica:
         log.info("%s starts (%s, pid %s)", self.name, self.spec.model_path, _join(self.group.pids))
 
     async def stop(self, grace_s: float) -> None:
-        """End it, and do not start it again. One that is not ready has nothing to finish, and listens to
-        nobody while it loads: its ranks are killed."""
+        """End the replica for good. One that is not ready is killed: it has no requests, and it reads no
+        messages while it loads."""
         self._stopping = True
         if self._timer is not None:
             self._timer.cancel()
@@ -236,12 +245,12 @@ class Replica:
         self.state, self.detail = "stopped", ""
 
     def kill(self, reason: str) -> None:
-        """Kill its ranks; it is started again."""
+        """Kill the ranks. The replica is then restarted."""
         if self.group is not None:
             self.group.kill(reason)
 
     def check(self) -> None:
-        """Notice its silence, and kill it if it hangs. To be called a few times a second."""
+        """Detect silence, and kill a replica that hangs. To be called a few times a second."""
         silent_s = self.silent_s
         if self.state == "ready":
             if not self.silent and silent_s > SILENT_AFTER_S + self._expected_s:
@@ -253,8 +262,8 @@ class Replica:
         elif self.state in ("starting", "loading") and silent_s > self.load_timeout_s:
             at = f" at {self.detail!r}" if self.detail else ""
             self.kill(
-                f"it reported no progress for {silent_s:.0f} s while {self.state}{at}: if that is how slow "
-                "the model's disk is, raise load_timeout_s"
+                f"it reported no progress for {silent_s:.0f} s while {self.state}{at}: if the model's disk "
+                "is that slow, raise load_timeout_s"
             )
 
     def _message(self, rank: int, message: RankOutbound) -> None:
@@ -276,14 +285,14 @@ class Replica:
         elif isinstance(message, Ready):
             self._ready(message.info)
         elif self._fatal is None:
-            # The first to say why is the cause; the others follow from it.
+            # The first rank to report an error has the cause; the errors of other ranks follow from it.
             self._fatal = message
             group = self.group
             if group is not None:
                 asyncio.get_running_loop().call_later(_AFTER_FATAL_S, group.kill, "it did not end by itself")
 
     def _progress(self, progress: Progress) -> None:
-        # The log gets a line a stage, the status every step.
+        # The log gets one line for each stage, the status each step.
         if self.state == "starting" or progress.stage != self.detail.rpartition(" ")[0]:
             log.info("%s: %s", self.name, progress.stage)
         self.state, self.fraction = "loading", progress.fraction
@@ -293,12 +302,12 @@ class Replica:
         info = msgspec.structs.replace(info, devices=numbered(info.devices, self._gpus))
         self.state, self.detail, self.fraction, self.info = "ready", "", None, info
         self._ready_at = time.monotonic()
-        self._retry = Backoff(_RETRY_FIRST_S, _RETRY_MOST_S)
-        self._foreseen, self.failure = 0, ""
+        self._retry = Backoff(_RETRY_FIRST_S, _RETRY_MAX_S)
+        self._expected_failures, self.failure = 0, ""
         self.account = CreditAccount(self.name, self.model, ", ".join(info.devices))
         self.account.rates.predict(info.least_step_s, info.least_prompt_token_s)
         log.info(
-            "%s is ready in %.1f s: %s on %s, %d rows, %d blocks of KV cache",
+            "%s is ready after %.1f s: %s on %s, %d slots, %d KV blocks",
             self.name,
             self._ready_at - self._started_at,
             precision(info.dtype, info.weights, info.kv_cache_dtype),
@@ -323,16 +332,16 @@ class Replica:
         self.last_error = self._fatal.message if self._fatal else reason
         self._events.replica_problem(self, self.last_error)
         fatal = self._fatal
-        foreseen = fatal is not None and fatal.kind != "internal" and not was_ready
-        self._foreseen = self._foreseen + 1 if foreseen else 0
-        # Memory and devices may still be held by the life before; what a file says does not change so soon.
-        if fatal is not None and foreseen and (fatal.kind == "checkpoint" or self._foreseen > 1):
+        expected = fatal is not None and fatal.kind != "internal" and not was_ready
+        self._expected_failures = self._expected_failures + 1 if expected else 0
+        # The former incarnation may still hold memory and devices. A file's contents do not change so soon.
+        if fatal is not None and expected and (fatal.kind == "checkpoint" or self._expected_failures > 1):
             self.state, self.failure = "failed", self.last_error
             delay_s = self._retry.delay_s(0.0)
         else:
             self.state, self.failure = "restarting", ""
-            lived_s = 0.0 if self._ready_at is None else time.monotonic() - self._ready_at
-            delay_s = self._backoff.delay_s(lived_s)
+            served_s = 0.0 if self._ready_at is None else time.monotonic() - self._ready_at
+            delay_s = self._backoff.delay_s(served_s)
         self.detail, self.fraction = "", None
         self.restarts += 1
         self._next_start_at = time.monotonic() + delay_s
@@ -344,11 +353,11 @@ class Replica:
     def status(self) -> ReplicaStatus:
         """Return the replica's status for operators."""
         known = _fields(self.info, ReplicaInfo) | _fields(self._report, ReplicaStats)
-        # The report's credits are totals; what is available now tells more.
+        # A report has total credits; operators want to see what is available now.
         credit = self.account
         known |= {
             "name": self.name,
-            "state": self.shown_state,
+            "state": self.operator_state,
             "detail": self._detail(),
             "fraction": self.fraction,
             "pids": self.group.pids if self.group else [],
@@ -372,7 +381,7 @@ class Replica:
 
 
 def _fields(source: msgspec.Struct | None, kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return the fields of `kind` that a status has too; none without a source."""
+    """Return the fields of `kind` that `ReplicaStatus` has too; none without a source."""
     if source is None:
         return {}
     names = set(kind.__struct_fields__) & set(ReplicaStatus.__struct_fields__)

@@ -147,8 +147,8 @@ def failed_model(name: str, why: str) -> Refusal:
     return Refusal(503, "model_failed", message, _FAILED_RETRY_S)
 
 
-def closed(pause: AdmissionPause) -> Refusal:
-    """Nothing new is taken for now."""
+def paused(pause: AdmissionPause) -> Refusal:
+    """Return the refusal of a request while admission is paused."""
     return Refusal(503, "draining", pause.why, _DRAIN_RETRY_S)
 
 

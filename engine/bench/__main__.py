@@ -80,7 +80,7 @@ def _measure(
             "limit": upper_bound,
             "runs": [asdict(one) for one in runs],
         }
-        if arguments.json:  # after each workload, since a run may be interrupted
+        if arguments.json:  # written after each workload, because the run may be interrupted
             arguments.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
@@ -108,10 +108,10 @@ def _arguments() -> argparse.Namespace:
 def _describe(info: ReplicaInfo, start_s: float) -> str:
     gib = 2**30
     return (
-        f"{info.dtype} (weights {info.weights}, KV {info.kv_cache_dtype}) on {devices_text(info)}, "
-        f"ready in {start_s:.1f} s; weights {info.weight_bytes / gib:.1f} GiB, "
-        f"KV {info.kv_bytes / gib:.1f} in {info.kv_blocks} blocks, "
-        f"all {info.used_bytes / gib:.1f}, predicted {info.predicted_bytes / gib:.1f}"
+        f"{info.dtype} (weights {info.weights}, KV {info.kv_cache_dtype}) on {devices_text(info)}, ready in "
+        f"{start_s:.1f} s; weights {info.weight_bytes / gib:.1f} GiB, KV {info.kv_bytes / gib:.1f} in "
+        f"{info.kv_blocks} blocks, total {info.used_bytes / gib:.1f}, predicted "
+        f"{info.predicted_bytes / gib:.1f}"
     )
 
 

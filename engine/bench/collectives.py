@@ -1,10 +1,12 @@
-"""`python -m engine.bench.collectives`: the fused all-reduce beside NCCL's and torch's, by message size.
+"""`python -m engine.bench.collectives`: compares the fused all-reduce with NCCL's and torch's, by message
+size.
 
     python -m engine.bench.collectives --gpus 2 --hidden 8192 --json out.json
 
-Microseconds per call in a CUDA graph of many calls: all-reduce alone for NCCL and torch; all-reduce with the
-residual add for ours, and with the partial RMSNorm as well ("+norm"). torch's functions are those of
-`torch.distributed._symmetric_memory`, without NVLink multicast."""
+Reports microseconds per call, measured in a CUDA graph of many calls. NCCL and torch run the all-reduce
+alone; our kernels also add the residual and, with "+norm", compute the partial RMSNorm. torch's functions are
+those of `torch.distributed._symmetric_memory`, without NVLink multicast.
+"""
 
 from __future__ import annotations
 
@@ -35,17 +37,16 @@ _REPLAYS = 15
 
 
 def main() -> int:
-    """Measure on the first GPUs of this machine; a table on standard output. Return 1 where there are too
-    few."""
+    """Measure on the first GPUs of this machine, and print a table. Returns 1 if there are too few GPUs."""
     parser = argparse.ArgumentParser(
         prog="python -m engine.bench.collectives",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--gpus", type=int, default=2, help="ranks (%(default)s)")
-    parser.add_argument("--hidden", type=int, default=8192, help="numbers in a row (%(default)s)")
+    parser.add_argument("--hidden", type=int, default=8192, help="elements per row (%(default)s)")
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS), help="default: %(default)s")
-    parser.add_argument("--json", type=Path, help="the table into this file")
+    parser.add_argument("--json", type=Path, help="write the table to this file")
     arguments = parser.parse_args()
     if arguments.gpus < 2 or torch.cuda.device_count() < arguments.gpus:
         print(
@@ -72,7 +73,7 @@ def _rank(rank: int, arguments: Any, folder: str) -> None:
     memory = PeerMemory(rank, world)
     dist.barrier()
     if rank == 0:
-        print(f"{world} × {torch.cuda.get_device_name()}, {hidden} bfloat16 a row, µs per call")
+        print(f"{world} × {torch.cuda.get_device_name()}, {hidden} bfloat16 per row, µs per call")
         print(f"{'rows':>5} " + " ".join(f"{name:>14}" for name in COLUMNS), flush=True)
     table: dict[int, dict[str, float]] = {}
     for rows in arguments.rows:
@@ -126,7 +127,8 @@ def _measure(memory: Any, rows: int, hidden: int) -> dict[str, float]:
 
 
 def _microseconds(run: Callable[[], object], calls: int) -> float:
-    """The median time of a call in a graph of `calls`. The replay before each timed one aligns the ranks."""
+    """Return the median time of one call in a graph of `calls` calls. An untimed replay before each timed one
+    aligns the ranks."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -31,7 +31,7 @@ def limit(
     """
     weight_bytes = 1 if weights == FP8 else DTYPE_BYTES[weights]
     per_s = device.gemm_rate(weights)
-    # The parts of one rank.
+    # Parameters on one rank.
     head = config.vocab_size * config.hidden_size / ranks
     matrices = layer_parameters(config) / ranks
     at_once = 1 if workload.one_at_a_time else workload.requests
@@ -44,7 +44,7 @@ def limit(
     # Every matrix is read at least once.
     prefill_s = max(prefill_s, (matrices * weight_bytes + head * 2) / device.bytes_per_s)
 
-    # Ranks that outnumber the KV heads hold copies of them.
+    # If there are more ranks than KV heads, several ranks hold the same head.
     kv_per_token = kv_bytes_per_block(config, kv_cache_dtype, ranks) / BLOCK_TOKENS
     mean_context = prompt + output / 2
     step_s = max(

@@ -73,8 +73,8 @@ def started(
 
 @contextmanager
 def closed_at_end(engine: LocalEngine) -> Iterator[LocalEngine]:
-    """Close the engine at the end of the context. A RankLost of the context's body is raised again with the
-    cause, as far as it is known."""
+    """Close the engine at the end of the context. If the body raises RankLost, it is raised again with its
+    cause, if the cause is known."""
     try:
         yield engine
     except RankLost as error:

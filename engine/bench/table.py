@@ -34,7 +34,7 @@ def line(name: str, workload: EngineWorkload, runs: Sequence[WorkloadResult], li
 
 
 def plans_line(workload: EngineWorkload, runs: Sequence[WorkloadResult]) -> str:
-    """Format what rank 0 spent in a step of the median run to send the plan to the other ranks."""
+    """Format the time that rank 0 spent per step, in the median run, to send the plan to the other ranks."""
     run = median_run(workload, runs)
     kinds = [(name, steps) for name, steps in (("decode", run.decode), ("mixed", run.mixed)) if steps.count]
     spent = ", ".join(f"{steps.plan_us:.0f} µs per {name} step" for name, steps in kinds)

@@ -16,10 +16,10 @@ import torch
 from engine.config import ModelConfig
 from engine.forward import ForwardInput
 from engine.messages import BLOCK_TOKENS
-from engine.model.fit import Fit
 from engine.model.halves import run_in_halves, split_attention
 from engine.model.layers import LAYER_KINDS, LayerInput, ParameterFactory, WeightShard, run_layer
 from engine.model.rotary import rotary_table
+from engine.model.weight_fit import WeightFit
 from engine.parallel import Ranks
 from kernels import KvPool, Ops, Residual
 
@@ -60,7 +60,7 @@ class Decoder:
         self.device = device
         self.max_model_len = config.resolve_length(max_model_len)
         self.shard = config.shard(ranks.size, ranks.rank)
-        self.fit = Fit(config, self.shard, str(dtype).removeprefix("torch."), fp8, device, ranks.size)
+        self.fit = WeightFit(config, self.shard, str(dtype).removeprefix("torch."), fp8, device, ranks.size)
         self.fit.check()
         with self.fit.explained():
             self.embedding = factory.empty(self.shard.vocab, config.hidden_size)

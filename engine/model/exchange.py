@@ -1,9 +1,9 @@
 """Reads tensors that are split by columns: each rank reads some of the rows, and the ranks exchange columns.
 
-A rank's columns lie in every row of the file. To read them alone takes a system call for every few KB, and to
-read whole rows on every rank takes the page cache and PCIe as many times as there are ranks. So each rank
-reads an equal part of the rows, and one all-to-all over the links between the ranks gives each rank its
-columns of all rows.
+A rank's columns lie in every row of the file. Reading only these columns takes a system call for every few
+KB, and reading whole rows on every rank multiplies the traffic of the page cache and of PCIe by the number of
+ranks. So each rank reads an equal part of the rows, and one all-to-all over the links between the ranks gives
+each rank its columns of all rows.
 """
 
 from __future__ import annotations

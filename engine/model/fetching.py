@@ -1,4 +1,4 @@
-"""Reads blocks of weights from their files, each in pieces, with several threads.
+"""Reads blocks of weights from their files, each in several pieces, with several threads.
 
 A thread reads a piece with one system call, during which other threads can use the interpreter. Pieces are
 large, so that Python's share of the time is small. Few pieces are in flight at once, so that data from the
@@ -25,11 +25,11 @@ READERS = 12
 """Number of reader threads: enough to read 55 GB/s, the rate of PCIe, from the page cache, and to keep disks
 busy."""
 PIECE_BYTES = 4 << 20
-"""Size of a piece, a multiple of a page."""
+"""Size of a piece in bytes: a multiple of the page size."""
 
 
 def open_weights(path: Path) -> WeightFile:
-    """Open a file of weights. Raises CheckpointError with the reason if that fails."""
+    """Open a file of weights. Raises CheckpointError with the reason if the file cannot be opened."""
     try:
         return WeightFile(path)
     except OSError as error:

@@ -1,7 +1,7 @@
-"""Long passes in two halves of their tokens: while the sum of one half over the ranks is under way, the
-device computes the other half.
+"""Long passes, computed in two halves of their tokens: while one half is summed over the ranks, the device
+computes the other half.
 
-The second half attends to the keys and values of the first one, which every layer writes first.
+The second half attends to the keys and values of the first half, which every layer writes first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from engine.parallel import Overlap
 from kernels import AttentionInput, ChunkSpan, KvPool, Residual
 
 LayerCall = tuple[Layer, KvPool, torch.Tensor | None]
-"""A layer, its cache, and the gain of the norm that reads its result."""
+"""A layer, its KV pool, and the gain of the norm that reads its result."""
 
 
 def split_attention(inputs: AttentionInput, at: int) -> tuple[AttentionInput, AttentionInput]:

@@ -24,7 +24,7 @@ from kernels.reference import quantise_fp8
 
 @dataclass(frozen=True, slots=True)
 class LayerInput:
-    """What a layer of a pass reads besides the residual and its own parameters and cache."""
+    """The inputs of a layer, besides the residual and its own parameters and cache."""
 
     ranks: Ranks
     cos_sin: torch.Tensor
@@ -34,15 +34,15 @@ class LayerInput:
     kv_slots: torch.Tensor
     """[tokens] int64: KV slot indices, see `ForwardInput.kv_slots`."""
     attention_plan: Any
-    """What `Ops.plan_attention` made for the pass."""
+    """The result of `Ops.plan_attention` for the pass."""
     kept: torch.Tensor | None = None
     """[rows] int64: the only tokens whose result is needed, as in `attention_plan`. The layer computes keys
-    and values of all tokens, and everything else of these alone; None: all tokens."""
+    and values of all tokens, and everything else only for these; None: for all tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterFactory:
-    """Where the weights of a layer are made."""
+    """Allocates the parameters of layers."""
 
     ops: Ops
     dtype: torch.dtype
@@ -54,7 +54,7 @@ class ParameterFactory:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def matrix(self, outputs: int, inputs: int) -> Weight:
-        """An unset weight of a layer."""
+        """Return a weight of a layer with undefined values."""
         if not self.fp8:
             return self.empty(outputs, inputs)
         values = torch.empty((outputs, inputs), dtype=torch.float8_e4m3fn, device=self.device)
@@ -63,28 +63,29 @@ class ParameterFactory:
 
 @dataclass(frozen=True, slots=True)
 class WeightShard:
-    """A tensor of the checkpoint and this rank's part of it: the loader's instruction."""
+    """A tensor of the checkpoint and the part of it that this rank loads."""
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole tensor in the checkpoint."""
+    """Shape of the whole tensor in the checkpoint."""
     target: torch.Tensor | None
-    """A view of a parameter, which the part fills; None: another rank's."""
+    """The view of a parameter that the part fills; None if the part belongs to another rank."""
     dim: int = 0
-    """The dimension that is split; `target` has the others whole."""
+    """The dimension along which the tensor is split; `target` covers the other dimensions completely."""
     start: int = 0
     """First index of the part along `dim`."""
     scales: torch.Tensor | None = None
-    """A view of the scales of `target`'s rows, where it is e4m3: numbers of another dtype are quantised."""
+    """The view of the scales of `target`'s rows if `target` is e4m3; values of other dtypes are then
+    quantised."""
 
     def part(self, whole: Any) -> Any:
-        """This rank's part of the tensor, or of anything that is sliced like one."""
+        """Return this rank's part of the tensor, or of anything that is sliced like the tensor."""
         assert self.target is not None
         stop = self.start + self.target.shape[self.dim]
         return whole[self.start : stop] if self.dim == 0 else whole[:, self.start : stop]
 
     def fill(self, part: torch.Tensor) -> None:
-        """Set the part from numbers in any floating dtype, on any device."""
+        """Fill the part from values in any floating dtype, on any device."""
         assert self.target is not None
         if self.scales is None:
             self.target.copy_(part)
@@ -94,8 +95,8 @@ class WeightShard:
         self.scales.copy_(scales.squeeze(1))
 
     def fill_quantised(self, part: torch.Tensor, scales: torch.Tensor) -> None:
-        """Set the part from e4m3 numbers and the float32 scale of each of its rows, `[rows]`, or of all,
-        `[1]`."""
+        """Fill the part from e4m3 values and their float32 scales: `[rows]`, one per row, or `[1]`, one for
+        all."""
         assert self.target is not None
         if self.scales is None:
             self.target.copy_(part.float() * scales.unsqueeze(1))
@@ -105,7 +106,7 @@ class WeightShard:
 
 
 class Linear:
-    """A weight `[out, in]` and perhaps a bias `[out]`, on this rank. `pack` once, after loading."""
+    """A weight `[out, in]` and an optional bias `[out]` on this rank. Call `pack` once, after loading."""
 
     def __init__(self, factory: ParameterFactory, inputs: int, outputs: int, bias: bool) -> None:
         self.ops = factory.ops
@@ -116,14 +117,16 @@ class Linear:
         return self.ops.linear(x, self.weight, self.bias)
 
     def after_norm(self, x: Residual, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """The product of `rms_norm(x.values)`."""
+        """Return the linear applied to `rms_norm(x.values)`."""
         return self.ops.norm_linear(x, norm_weight, eps, self.weight, self.bias)
 
     def add_to(
         self, residual: Residual, x: Activation, next_gain: torch.Tensor | None, ranks: Ranks
     ) -> Residual:
-        """`residual` and the sum over the ranks of this product; may overwrite `residual`. next_gain: of the
-        norm that reads it next, None after the last layer."""
+        """Return `residual` plus this linear, summed over the ranks. May overwrite `residual`.
+
+        next_gain: the gain of the norm that reads the result; None after the last layer.
+        """
         if ranks.size == 1:
             return self.ops.linear_add(x, self.weight, self.bias, residual, next_gain)
         part = self(x)
@@ -134,8 +137,8 @@ class Linear:
         self.weight = self.ops.pack_weight(self.weight)
 
     def output_shards(self, name: str, whole: int, start: int, first: int, count: int) -> list[WeightShard]:
-        """Rows `[first, first + count)` of this weight (and bias) are rows from `start` of the checkpoint's
-        `whole` rows."""
+        """Map rows `[first, first + count)` of this weight (and bias) to the rows from `start` on of the
+        checkpoint's tensor, which has `whole` rows."""
         values, scales = self._parts()
         target = values[first : first + count]
         scales = None if scales is None else scales[first : first + count]
@@ -147,8 +150,9 @@ class Linear:
         return weight_shards
 
     def input_shards(self, name: str, whole: int, start: int, bias: bool) -> list[WeightShard]:
-        """All columns of this weight are columns from `start` of the checkpoint's `whole` columns. The sum
-        over the ranks must hold the bias once: the first rank has it."""
+        """Map all columns of this weight to the columns from `start` on of the checkpoint's tensor, which has
+        `whole` columns. Only the first rank has the bias, because the sum over the ranks must contain it
+        once."""
         values, scales = self._parts()
         outputs = values.shape[0]
         weight_shards = [WeightShard(f"{name}.weight", (outputs, whole), values, 1, start, scales)]
@@ -164,13 +168,13 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Addition:
-    """An addition to the residual that a layer yields: the product of a linear, summed over the ranks."""
+    """An addition to the residual, which a layer yields: the result of a linear, summed over the ranks."""
 
     residual: Residual
     linear: Linear
     x: Activation
     next_gain: torch.Tensor | None
-    """The gain of the norm that reads the result next; None after the last layer."""
+    """The gain of the norm that reads the result; None after the last layer."""
 
     def compute(self, ranks: Ranks) -> Residual:
         """Return the new residual; may overwrite `residual`."""
@@ -178,7 +182,7 @@ class Addition:
 
 
 LayerRun = Generator[Addition, Residual, Residual]
-"""A layer's `run`: yields additions, is sent their results, and returns the residual."""
+"""The type of a layer's `run`: it yields additions, receives their results, and returns the residual."""
 
 
 class Attention:
@@ -199,7 +203,8 @@ class Attention:
 
     def __call__(self, qkv: torch.Tensor, inputs: LayerInput, kv: KvPool) -> torch.Tensor:
         """Return the attention of `qkv [tokens, (heads + 2 kv_heads) × head_dim]`, which is the input of `o`:
-        `[rows, heads × head_dim]` of this rank's heads, a row for each token or for each of `inputs.kept`."""
+        `[rows, heads × head_dim]` for this rank's heads. There is one row per token, or per entry of
+        `inputs.kept`."""
         attended = self.ops.attend(
             qkv,
             inputs.positions,
@@ -235,7 +240,7 @@ class Attention:
 
 
 class Mlp:
-    """`down(silu(gate x) × up x)`, cut before `down`, whose product goes to the residual stream."""
+    """`down(silu(gate x) × up x)`. `forward` stops before `down`, whose result is added to the residual."""
 
     def __init__(self, config: ModelConfig, shard: Shard, factory: ParameterFactory) -> None:
         self.config = config
@@ -247,7 +252,7 @@ class Mlp:
         )
 
     def activate(self, x: Residual, norm_weight: torch.Tensor, eps: float) -> Activation:
-        """`[tokens, intermediate on this rank]` from the residual stream: the input of `down`."""
+        """Return the input of `down`: `[tokens, intermediate on this rank]`, computed from the residual."""
         up = self.gate_up
         return self.ops.norm_gate_up(x, norm_weight, eps, up.weight, up.bias)
 
@@ -271,7 +276,7 @@ class Layer:
     def __init__(self, config: ModelConfig, shard: Shard, factory: ParameterFactory, index: int) -> None:
         self.eps = config.rms_norm_eps
         self.input_norm = factory.empty(config.hidden_size)
-        """The gain of the norm that reads the residual first. The layer in front may share this norm."""
+        """The gain of the norm that reads the residual first. The previous layer may fuse this norm."""
         self.attention = Attention(config, shard, factory, index)
         self.post_norm = factory.empty(config.hidden_size)
         self.mlp = Mlp(config, shard, factory)
@@ -279,8 +284,8 @@ class Layer:
     def run(
         self, residual: Residual, inputs: LayerInput, kv: KvPool, next_gain: torch.Tensor | None
     ) -> LayerRun:
-        """Run the layer: yield each addition to the residual, whose result the caller sends back, and return
-        the residual after the layer. Keys and values of the pass are written into `kv`. May overwrite
+        """Run the layer: yield each addition to the residual, receive its result from the caller, and return
+        the residual after the layer. Writes the keys and values of the pass into `kv`. May overwrite
         `residual`.
 
         next_gain: the gain of the norm that reads the result; None after the last layer.
@@ -295,7 +300,7 @@ class Layer:
         return (yield Addition(residual, mlp.down, activated, next_gain))
 
     def weight_shards(self, prefix: str) -> list[WeightShard]:
-        """Return the tensors of a checkpoint that fill the layer, whose names begin with `prefix`."""
+        """Return the tensors of the checkpoint that fill this layer. Their names begin with `prefix`."""
         hidden = tuple(self.input_norm.shape)
         return [
             WeightShard(f"{prefix}.input_layernorm.weight", hidden, self.input_norm),
@@ -305,13 +310,13 @@ class Layer:
         ]
 
     def pack(self) -> None:
-        """Lay the weights out as the backend reads them fastest, once they are filled."""
+        """Convert the weights, once they are filled, into the layout that the backend reads fastest."""
         self.attention.pack()
         self.mlp.pack()
 
 
 def run_layer(layer_run: LayerRun, ranks: Ranks) -> Residual:
-    """Run a layer, adding to the residual as the layer yields."""
+    """Run a layer, and compute each addition to the residual that it yields."""
     try:
         addition = next(layer_run)
         while True:
@@ -322,4 +327,4 @@ def run_layer(layer_run: LayerRun, ranks: Ranks) -> Residual:
 
 
 LAYER_KINDS: dict[str, type[Layer]] = {"dense": Layer}
-"""The class of each kind of layer (`ModelConfig.layer_kinds`)."""
+"""The class of each kind of layer (values of `ModelConfig.layer_kinds`)."""

@@ -34,7 +34,7 @@ _STATIC_SCALES = (".input_scale", ".k_scale", ".v_scale", ".kv_scale", ".q_scale
 token."""
 _NAMES_SHOWN = 4
 _PROGRESS_S = 0.1
-"""Minimum interval of progress reports within a file."""
+"""Minimum time between progress reports within a file."""
 
 
 def load(decoder: Decoder, folder: str | Path, progress: ProgressCallback, *, exchange: bool = False) -> int:
@@ -169,7 +169,7 @@ def _fill(
         for shard in shards.values()
         if shard.target is not None
     ]
-    # Equal on all ranks, which exchange the columns of one tensor after the other.
+    # Every rank uses the same order, because the ranks exchange the columns of one tensor after the other.
     wanted.sort(key=lambda part: (part.entry.file, part.entry.offset))
     total = sum(part.nbytes for part in wanted)
     done = 0
@@ -230,7 +230,7 @@ def _slice(shard: WeightShard, entry: TensorEntry, ranks: int) -> TensorSlice:
 
 
 def _rows_of_shard(shard: WeightShard, part: TensorSlice) -> WeightShard:
-    """Return the rows of a shard that a part of its slice fills."""
+    """Return the shard restricted to the rows of `part`, which were read from the file."""
     assert shard.target is not None
     first = part.first_row - (shard.start if shard.dim == 0 else 0)
     rows = slice(first, first + part.rows)
@@ -264,8 +264,8 @@ def _read_scales(
     bad = [name for name, good in zip(found, sound, strict=True) if not good]
     if bad:
         raise CheckpointError(
-            f"{entries[bad[0]].file}: {_names(bad)} not finite and at least 0 everywhere, as scales "
-            "must be; download it again"
+            f"{entries[bad[0]].file}: {_names(bad)} not finite or negative in places, which scales must not "
+            "be; download it again"
         )
     return found
 

@@ -29,7 +29,8 @@ class StagingBuffer:
             self._copied.synchronize()
 
     def copy(self, numbers: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy `numbers`, a part of `host`, to `target` on the device. Complete when the ring is closed."""
+        """Copy `numbers`, a part of `host`, to `target` on the device. The copy is complete once the ring is
+        closed."""
         if self._copy_stream is None:
             target.copy_(numbers)
             return
@@ -40,8 +41,8 @@ class StagingBuffer:
         self._copied.record(self._copy_stream)
 
     def _lock(self) -> None:
-        """Page-lock the host memory for GPU access. Done late, when reader threads have already faulted its
-        pages in."""
+        """Page-lock the host memory for GPU access. Call late, after reader threads have faulted in its
+        pages, because that is faster."""
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self.host.data_ptr(), len(self.host), 0))
         self._locked = True
 
@@ -73,8 +74,8 @@ class StagingBuffer:
 
 
 class StagingRing:
-    """Staging buffers in one mapping of huge pages. These are page-locked in a fifth of the time that torch's
-    `pin_memory` takes, and can be released."""
+    """Staging buffers in one mapping of huge pages. Page-locking these takes a fifth of the time of torch's
+    `pin_memory`, and they can be released."""
 
     def __init__(self, count: int, buffer_bytes: int, device: torch.device) -> None:
         buffer_bytes = -(-buffer_bytes // PAGE) * PAGE

@@ -2,9 +2,9 @@
 
 Several threads read blocks ahead of their use (`engine.model.fetching`), through or past the page cache
 (`engine.model.weight_file`), into a ring of staging buffers. For a GPU the buffers are page-locked: some are
-filled while others are copied to the device. Numbers that need no conversion are copied to their final place.
-Others are copied to device buffers, from where the caller converts them. The ring holds at most 144 MiB, and
-a GPU that converts needs as much again, unless a single row is larger than a block.
+filled while others are copied to the device. Values that need no conversion are copied to their final place.
+Other values are copied to device buffers, from which the caller converts them. The ring holds at most 144
+MiB, and a GPU that converts needs as much again, unless a single row is larger than a block.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def stream(
     entries = {whole.entry.file: whole.entry for whole in slices}
     with ExitStack() as stack:
         files = {path: stack.enter_context(closing(open_weights(path))) for path in entries}
-        # All blocks are made before reading starts, because Python code runs slowly beside the reader
-        # threads.
+        # All blocks are created before reading starts, because Python code is slow while the reader threads
+        # run.
         blocks = list(_blocks(slices, block_bytes, files, find_target))
         largest = max(block.rows.nbytes for block in blocks)
         max_ahead = max(2, _PIECES_AHEAD * PIECE_BYTES // max(largest, PIECE_BYTES))

@@ -44,7 +44,8 @@ def main() -> int:
                 dtypes = f"weights {info.weights}, KV {info.kv_cache_dtype}"
                 on = devices_text(info)
                 print(f"{model_name}: {arguments.workload}, {kind} steps; {dtypes} on {on}", flush=True)
-                run(engine, replace(workload, output_tokens=min(workload.output_tokens, 4)), seed=-1)  # warm
+                # warm-up
+                run(engine, replace(workload, output_tokens=min(workload.output_tokens, 4)), seed=-1)
                 shapes = record(engine, workload, kind, arguments.steps, arguments.skip, trace)
         except (UnwritableError, NoSuchStepsError, *FAILURES) as error:
             print(error, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The memory traffic and operations that each kernel needs at least, computed from the shapes of steps.
+"""The minimum memory traffic and operations of each kernel, computed from the shapes of steps.
 
 Kernels are recognised by name: Triton kernels have the names of their functions, and names of library GEMMs
 contain "gemm" or the like. The GEMMs of a layer are told apart by their order, which is the same in every

@@ -1,2 +1,2 @@
-"""Scheduling: which sequences run in the next step, which KV blocks they hold, and what is reported about
-them."""
+"""Scheduling: decides which sequences run in the next step and which KV blocks they hold, and reports their
+results."""

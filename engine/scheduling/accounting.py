@@ -1,4 +1,4 @@
-"""What a replica reports: outputs for the fronts, final counts and credits for the core."""
+"""The reports of a replica: outputs for the fronts, final counts and credits for the core."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Totals:
     prompt_tokens: int = 0
     """Prompt tokens of started submissions, counted once per submission."""
     cached_tokens: int = 0
-    """Those of `prompt_tokens` that were found in the prefix cache."""
+    """How many of `prompt_tokens` were found in the prefix cache."""
     computed_tokens: int = 0
     """Prompt tokens computed; tokens recomputed after a preemption count again."""
     generated_tokens: int = 0
@@ -31,9 +31,9 @@ class RequestAccounting:
     """Tracks open submissions by origin and by request, collects outputs until they are taken, and counts
     credits.
 
-    Credits are running totals (see `Report`). Each finished sample grants one sequence credit. The
-    `credit_tokens` of a submission are granted once each: when its first sample has computed them, or when
-    the submission closes.
+    Credits are running totals (see `Report`). Each finished sample grants one sequence credit. Each of a
+    submission's `credit_tokens` is granted back once: when the first sample has computed it, or when the
+    submission closes.
     """
 
     def __init__(self, credit_seqs: int, credit_tokens: int) -> None:

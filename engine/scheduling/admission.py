@@ -1,4 +1,4 @@
-"""Admission: waiting sequences get slots and blocks, and their prefill begins."""
+"""Admission: gives slots and blocks to waiting sequences, and starts their prefill."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from engine.scheduling.step import ScheduledStep
 from engine.scheduling.waiting import WaitingQueue
 
 MAX_SETUP_NUMBERS = 1 << 20
-"""Maximum size of the setups of one step, counted in token ids, unless a single sequence needs more. The plan
-carries the setups to the other ranks, and the device waits for the plan: at 5 bytes per number this is 5
-MiB."""
+"""Maximum total size of the setups in one step, counted in token ids. A single larger setup is still sent.
+The plan carries the setups to the other ranks, and the device waits for the plan: at 5 bytes per id, this
+limit is 5 MiB."""
 
 
 class Admission:
@@ -25,8 +25,8 @@ class Admission:
 
     A sequence takes all blocks of its prefill on admission, so only decodes can run out of blocks. As many
     samples of a submission as fit start together: one, the leader, computes the prompt; its forks only take
-    slots and share the leader's blocks when the prefill ends. The remaining samples wait as sequences of
-    their own, and find the prompt in the prefix cache.
+    slots and share the leader's blocks when the prefill ends. The remaining samples stay in the waiting queue
+    as separate sequences, and find the prompt in the prefix cache.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Admission:
         self._started: list[Sequence] = []
         """Sequences admitted for the first time in the step that is being planned."""
         self._blocked: tuple[Sequence, int] | None = None
-        """The sequence that did not fit last, and the value of `BlockPool.gains` from which it may fit."""
+        """The last sequence that did not fit, and the value of `BlockPool.gains` at which it may fit."""
 
     def begin_step(self) -> None:
         self._setup_numbers = 0
@@ -62,7 +62,7 @@ class Admission:
         """Start waiting sequences of levels better than `better_than`, in order, until one does not fit.
         Returns the number of tokens scheduled.
 
-        A sequence that finds only reserved slots holds up its own level, and no other.
+        A sequence that finds only reserved slots blocks its own level, but no other level.
         """
         given = budget
         for level in range(better_than):
@@ -96,11 +96,11 @@ class Admission:
         return True
 
     def preempt_for_better(self) -> None:
-        """Preempt running sequences for the first waiting one if that lacks a slot or blocks.
+        """Preempt running sequences if the first waiting sequence lacks a slot or blocks.
 
-        For blocks, sequences of worse classes are preempted; if the prompt fits into one step, sequences of
-        worse levels of the same class too. For slots, real-time submissions preempt background sequences; if
-        their prompts fit into one step, all that are not urgent.
+        For blocks, sequences of worse classes are preempted, and also sequences of worse levels of the same
+        class if the prompt fits into one step. For slots, real-time submissions preempt background sequences,
+        and also all other sequences that are not urgent if their own prompts fit into one step.
         """
         head = self._waiting.peek()
         if head is None or head.in_flight:
@@ -120,7 +120,7 @@ class Admission:
         self._preemption.preempt_worse(slots, worse_for_slots, needed - available, worse_for_blocks)
 
     def note_batch_size(self, plan: StepPlan) -> None:
-        """Record the number of sequences in this step for those that started with it."""
+        """Record the step's number of sequences in each sequence that started with this step."""
         if not self._started:
             return
         size = len(plan.decodes) + sum(max(1, len(chunk.sample_slots)) for chunk in plan.chunks)
@@ -131,7 +131,8 @@ class Admission:
         self._started.clear()
 
     def _may_fit(self, sequence: Sequence) -> bool:
-        """Return False if the sequence was found not to fit and too few blocks were freed or cached since."""
+        """Return False if the sequence did not fit before, and too few blocks have been freed or cached
+        since."""
         if self._blocked is None or not len(self._running):
             return True
         blocked, gains = self._blocked
@@ -143,22 +144,23 @@ class Admission:
         return not planned or planned + setup_numbers(sequence) <= MAX_SETUP_NUMBERS
 
     def _demand(self, sequence: Sequence) -> tuple[list[int], int, int]:
-        """Return the result of `BlockTables.find`, with only the blocks above the watermark as available."""
+        """Return the result of `BlockTables.find`, counting only the blocks above the watermark as
+        available."""
         hits, needed, available = self._tables.find(sequence)
-        # Without running sequences no reserve is needed: every validated sequence fits into the whole pool.
+        # With no sequence running, no blocks are reserved: every validated sequence fits into the whole pool.
         return hits, needed, available - (self._watermark if len(self._running) else 0)
 
     def _take_blocks(self, sequence: Sequence) -> int | None:
-        """Take the blocks of a prefill, cached or new, and attach as many forks as fit.
+        """Take cached or new blocks for a prefill, and attach as many forks as fit.
 
-        Returns the number of cached blocks, or None, taking nothing, if the sequence does not fit.
+        Returns the number of cached blocks. If the sequence does not fit, takes nothing and returns None.
         """
         hits, needed, available = self._demand(sequence)
         if needed > available:
             self._blocked = (sequence, self._pool.gains + needed - available)
             return None
         self._blocked = None
-        # Each fork soon needs one block of its own, for its next token or its copy of the partly filled last
+        # Each fork will soon need one block: for its next token, or for its copy of the partly filled last
         # block.
         sequence.forks = self._choose_forks(sequence, available - needed)
         for fork in sequence.forks:

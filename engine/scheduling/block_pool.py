@@ -2,7 +2,7 @@
 
 A block is in exactly one of three states:
 
-- *free*: its content is not worth keeping.
+- *free*: its content is not needed.
 - *cached*: no sequence uses the block, but it holds a full block of a known prefix. The least recently used
   cached block is evicted first.
 - *used*: it has one reference for each block table that names it.
@@ -30,7 +30,7 @@ class InvariantError(RuntimeError):
 
 
 class TokenIds(Protocol):
-    """Token ids that can be sliced: a list, or the tokens of a sequence."""
+    """Token ids that support slicing: a list, or the tokens of a sequence."""
 
     def __getitem__(self, key: slice, /) -> list[int]: ...
 
@@ -158,7 +158,8 @@ class BlockPool:
         self._references[block] += 1
 
     def release(self, block: int) -> None:
-        """Drop a reference. Without references a block with a known prefix becomes cached, any other free."""
+        """Drop a reference. A block without references becomes cached if its prefix is known, and free
+        otherwise."""
         left = self._references[block] - 1
         if left < 0:
             raise InvariantError(f"KV block {block} was released more often than it was referenced")

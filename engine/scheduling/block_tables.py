@@ -1,9 +1,9 @@
 """Block tables: which KV blocks each running sequence holds, and which entries the device already has.
 
-A sequence owns the blocks of its table alone, with two exceptions: blocks found in the prefix cache, and
-blocks shared with forks (`SharedBlocks` for the full ones). The last, partly filled block of a shared prompt
-is copied before any sequence writes to it. Full blocks whose values are known to be finite are offered to the
-prefix cache.
+A sequence is the only owner of the blocks in its table, with two exceptions: blocks found in the prefix
+cache, and blocks shared with forks (`SharedBlocks` for the full ones). The last, partly filled block of a
+shared prompt is copied before any sequence writes to it. Full blocks whose values are known to be finite are
+offered to the prefix cache.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class BlockTables:
         """Free a sequence's blocks.
 
         Steps in flight may still write to them, but every later plan runs after those steps. The values that
-        they write may be non-finite, so the blocks concerned are marked.
+        they write may be non-finite, so those blocks are marked.
         """
         if sequence.finite < sequence.position:
             for block in sequence.table[sequence.finite // BLOCK_TOKENS : blocks_for(sequence.position)]:

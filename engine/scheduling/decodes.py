@@ -1,4 +1,4 @@
-"""Decodes of a step: each decoding sequence gets one token, and a block where it needs one."""
+"""Decodes of a step: each decoding sequence gets one token, and a new block if it needs one."""
 
 from __future__ import annotations
 
@@ -34,11 +34,8 @@ class DecodeScheduler:
         return preempted
 
     def _allocate(self, plan: StepPlan, due: list[Sequence]) -> bool:
-        """Make the next position of the sequences in `due` writable; remove those whose last token is
-        launched.
-
-        Returns whether a sequence was preempted.
-        """
+        """Make the next position of each sequence in `due` writable. Sequences whose last token has been
+        launched stop decoding."""
         needy = []
         for sequence in due:
             if sequence.position >= sequence.limit - 1:

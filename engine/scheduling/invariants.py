@@ -19,7 +19,9 @@ def check_consistency(
     for one in shared.values():
         holders = [sequence for sequence in unfinished if sequence.shared is one]
         if len(holders) != one.holders:
-            raise InvariantError(f"shared blocks count {one.holders} holders, but {len(holders)} hold them")
+            raise InvariantError(
+                f"shared blocks record {one.holders} holders, but {len(holders)} sequences hold them"
+            )
         if any(holder.table[: len(one.blocks)] != one.blocks for holder in holders):
             raise InvariantError("the block table of a sample does not begin with the blocks that it shares")
     queued = set(waiting)

@@ -1,4 +1,5 @@
-"""Preemption: a running sequence loses its slot and its blocks, waits, and is recomputed later."""
+"""Preemption: takes the slot and the blocks of a running sequence, which then waits and is recomputed
+later."""
 
 from __future__ import annotations
 

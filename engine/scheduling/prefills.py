@@ -14,10 +14,10 @@ from engine.scheduling.step import ScheduledChunk, ScheduledStep
 class PrefillScheduler:
     """Adds chunks to a step.
 
-    A step with a chunk leaves out the prompts of worse levels, because the chunk's submission waits for the
-    whole step. It does not leave them out if the step before did so for a submission of the same level or a
-    better one, so the prompts of a level are left out of at most as many steps in a row as there are better
-    levels.
+    A step that contains a chunk leaves out the prompts of worse levels, because the chunk's submission waits
+    for the whole step. To prevent starvation, they are not left out if the previous step already left out
+    prompts for the same level or a better one. So prompts are left out of at most as many consecutive steps
+    as there are better levels.
     """
 
     def __init__(self, running: RunningSequences, tables: BlockTables, accounting: RequestAccounting) -> None:
@@ -75,8 +75,8 @@ class PrefillScheduler:
         return end - start
 
     def _begin_decoding(self, step: ScheduledStep, leader: Sequence, end: int) -> list[int]:
-        """Let a sequence whose prefill ends with this chunk, and its forks, sample from it. Returns their
-        slots."""
+        """Let the sequence, whose prefill ends with this chunk, and its forks sample from the chunk. Returns
+        their slots."""
         for fork in leader.forks:
             fork.leader = None
         if leader.forks:

@@ -1,27 +1,25 @@
 """The scheduler: decides in each step which sequences compute, within a token budget, and returns a
 `StepPlan`.
 
-A step is filled by these rules, in this order:
+A submission's *level* is its class (`priority`) and its urgency inside the class. A step is filled in this
+order:
 
-A submission's *level* is its class (`priority`) and its urgency inside the class.
-
-0. *Better levels first.* While the first waiting sequence lacks blocks, running sequences of worse levels are
-   preempted, the worst level and the youngest sequence first, as far as that helps. While real-time
-   submissions (`priority` 0) wait for a slot, background sequences (`priority` 3) are preempted; for
-   real-time submissions that fit into one step, all sequences that are not urgent.
+0. *Better levels first.* If the first waiting sequence lacks blocks, running sequences of worse levels are
+   preempted, beginning with the youngest of the worst level, but only if that frees enough blocks. If
+   real-time submissions (`priority` 0) wait for a slot, background sequences (`priority` 3) are preempted;
+   for real-time submissions that fit into one step, all sequences that are not urgent.
 1. *Decodes.* Every decoding sequence gets one token. If a decode lacks a block, the youngest running sequence
-   of the worst level is preempted. Its blocks are freed, and it is recomputed later.
-   The oldest sequence of the best level is never preempted for others, so the engine always makes
-   progress.
+   of the worst level is preempted: its blocks are freed, and it is recomputed later. The oldest sequence of
+   the best level is never preempted for others, so the engine always makes progress.
 2. *Running prefills*, in order of service: their next chunks, up to the budget (chunked prefill, as in
    Sarathi-Serve). A step with decodes has the smaller budget `max_mixed_tokens`, because every decode waits
    for the step's prompts. A submission of a better level is admitted before the next chunk of a worse one,
-   and its step leaves out prompts of worse levels, but not in two steps in a row for the same level.
-3. *Admissions*, by level, then arrival, so preempted sequences come before new ones. A sequence leaves free
-   the slots that are reserved for better levels (`Submit.spare_slots`). The head of the queue waits for a
-   slot, for blocks for its whole prefill, and for the watermark of free blocks. No sequence overtakes the
-   head for want of blocks, so long prompts cannot starve. A step whose decodes preempted a sequence admits
-   none.
+   and its step leaves out prompts of worse levels, but not in two consecutive steps for the same level.
+3. *Admissions*, by level, then by arrival, so preempted sequences come before new ones. A sequence does not
+   take slots that are reserved for better levels (`Submit.spare_slots`). The first waiting sequence waits for
+   a slot, for blocks for its whole prefill, and for the watermark of free blocks. No later sequence is
+   admitted before it because it needs fewer blocks, so long prompts cannot starve. A step in which decodes
+   preempted a sequence admits none.
 
 The results of a step are collected after later steps were planned (`engine.core` decides how many). Therefore
 `position` is ahead of the known tokens, a sequence that has ended may be sampled once more, and a preempted
@@ -51,8 +49,8 @@ from engine.scheduling.validation import SequenceLimits, refusal
 from engine.scheduling.waiting import WaitingQueue
 
 MIXED_TOKENS = 4096
-"""Maximum default of `max_mixed_tokens`: enough to saturate the GEMMs of a large GPU, and about 0.1 s on an
-H200 for a model of 8 B parameters in bfloat16."""
+"""Upper bound of the default of `max_mixed_tokens`: enough to saturate the GEMMs of a large GPU, and about
+0.1 s of computation on an H200 for a model of 8 B parameters in bfloat16."""
 
 
 class Scheduler:
@@ -99,9 +97,10 @@ class Scheduler:
         )
         self.pool = BlockPool(blocks, prefix_cache=prefix_cache)
         self.watermark = max(1, blocks // 100)
-        """Blocks that an admission leaves free for the next blocks of running sequences."""
-        # Tokens of two steps with decodes, or of one without. Further requests are better kept in the core's
-        # queue, which also considers quotas and fairness; the scheduler considers only class and arrival.
+        """Number of blocks that an admission leaves free for the next tokens of running sequences."""
+        # The token credit covers two steps with decodes, or one without. Further requests are better kept in
+        # the core's queue, which also considers quotas and fairness; the scheduler considers only class and
+        # arrival.
         self.accounting = RequestAccounting(
             credit_seqs=max_num_seqs, credit_tokens=max(max_num_batched_tokens, 2 * max_mixed_tokens)
         )

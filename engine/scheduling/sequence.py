@@ -98,8 +98,8 @@ class Sequence:
     position: int = 0
     """The next position to compute: number of tokens whose keys and values the launched steps write."""
     next_allocation: int = _NEVER
-    """Position at which a decode needs a block (the last one is full or shared) or has launched its last
-    token."""
+    """Position at which a decode needs a new block, because the last one is full or shared, or at which its
+    last token has been launched."""
     next_check: int = _NEVER
     """Length at which a new token fills a block or reaches `limit`."""
     registered: int = 0

@@ -40,21 +40,21 @@ def refusal(submit: Submit, limits: SequenceLimits) -> str | None:
     sampling = submit.sampling
     prompt = len(submit.prompt_token_ids)
     if not 1 <= submit.n <= MAX_SAMPLES:
-        return f"n is {submit.n}, must be 1 to {MAX_SAMPLES}"
+        return f"n is {submit.n}; it must be 1 to {MAX_SAMPLES}"
     if not 0 <= submit.first_sample <= _MAX_COUNT:
-        return f"first_sample is {submit.first_sample}, must be 0 to {_MAX_COUNT}"
+        return f"first_sample is {submit.first_sample}; it must be 0 to {_MAX_COUNT}"
     if not 0 <= submit.priority < CLASSES:
-        return f"priority is {submit.priority}, must be 0 to {CLASSES - 1}"
+        return f"priority is {submit.priority}; it must be 0 to {CLASSES - 1}"
     if not 0 <= submit.urgency < URGENCIES:
-        return f"urgency is {submit.urgency}, must be 0 to {URGENCIES - 1}"
+        return f"urgency is {submit.urgency}; it must be 0 to {URGENCIES - 1}"
     if not 0 <= submit.spare_slots < limits.slots:
-        return f"spare_slots is {submit.spare_slots}, must be 0 to {limits.slots - 1}"
+        return f"spare_slots is {submit.spare_slots}; it must be 0 to {limits.slots - 1}"
     if submit.output_token_ids and submit.n != 1:
-        return f"n is {submit.n}, must be 1 when output_token_ids are given"
+        return f"n is {submit.n}; it must be 1 when output_token_ids are given"
     if not prompt:
-        return "prompt_token_ids is empty, at least one token is needed"
+        return "prompt_token_ids is empty; at least one token is needed"
     if sampling.max_tokens < 0:
-        return f"max_tokens is {sampling.max_tokens}, must not be negative"
+        return f"max_tokens is {sampling.max_tokens}; it must not be negative"
     longest_prompt = limits.max_model_len - (1 if sampling.max_tokens else 0)
     if prompt > longest_prompt:
         return (
@@ -71,7 +71,7 @@ def refusal(submit: Submit, limits: SequenceLimits) -> str | None:
     for name, ids in token_fields.items():
         if ids and (min(ids) < 0 or max(ids) >= limits.vocab_size):
             wrong = next(token for token in ids if not 0 <= token < limits.vocab_size)
-            return f"{name} contains {wrong}, the vocabulary has ids 0 to {limits.vocab_size - 1}"
+            return f"{name} contains {wrong}; the vocabulary has ids 0 to {limits.vocab_size - 1}"
     needed = blocks_for(max(length_limit(submit, limits.max_model_len) - 1, prompt))
     if needed > limits.blocks:
         return (
@@ -91,24 +91,24 @@ def _sampling_refusal(sampling: SamplingParams, vocab_size: int) -> str | None:
         ("repetition_penalty", sampling.repetition_penalty, 1 / _MAX_FACTOR, _MAX_FACTOR),
     ):
         if not (math.isfinite(value) and low <= value <= high):
-            return f"{name} is {value}, must be a finite number from {low:g} to {high:g}"
+            return f"{name} is {value}; it must be a finite number from {low:g} to {high:g}"
     if sampling.top_p == 0.0:
-        return "top_p is 0.0, must be above 0"
+        return "top_p is 0.0; it must be above 0"
     for token, bias in (sampling.logit_bias or {}).items():
         if not (bias == -math.inf or abs(bias) <= _MAX_FACTOR):
             bound = f"{-_MAX_FACTOR:g} to {_MAX_FACTOR:g}"
-            return f"logit_bias of token {token} is {bias}, must be -inf or from {bound}"
+            return f"logit_bias of token {token} is {bias}; it must be -inf or from {bound}"
     if sampling.allowed_tokens and not _allows_any(sampling.allowed_tokens, vocab_size):
         return f"allowed_tokens has no token id of the vocabulary, which has ids 0 to {vocab_size - 1}"
     if len(sampling.bad_words) > MAX_BAD_WORDS:
-        return f"bad_words has {len(sampling.bad_words)} entries, must be at most {MAX_BAD_WORDS}"
+        return f"bad_words has {len(sampling.bad_words)} entries; it must have at most {MAX_BAD_WORDS}"
     for word in sampling.bad_words:
         if not 1 <= len(word) <= MAX_BAD_WORD_TOKENS:
-            return f"bad_words has an entry of {len(word)} tokens, must be 1 to {MAX_BAD_WORD_TOKENS}"
+            return f"bad_words has an entry of {len(word)} tokens; it must have 1 to {MAX_BAD_WORD_TOKENS}"
     logprobs = (("logprobs", sampling.logprobs or 0), ("prompt_logprobs", sampling.prompt_logprobs or 0))
     for name, count in (("top_k", sampling.top_k), ("min_tokens", sampling.min_tokens), *logprobs):
         if not 0 <= count <= _MAX_COUNT:
-            return f"{name} is {count}, must be 0 to {_MAX_COUNT}"
+            return f"{name} is {count}; it must be 0 to {_MAX_COUNT}"
     for name, count in logprobs:
         if count > vocab_size:
             return f"{name} is {count}, but the vocabulary has {vocab_size} tokens"

@@ -7,12 +7,13 @@
 
 FOLDER has a model's config.json: a checkpoint's, or a public shape's (docs/kernels.md says how to write one).
 Times our kernels and the library's inside whole layers of the decoder, in CUDA graphs, with weights that are
-not in cache; compares each winner with the reference implementation; adds the winners to the table
-(kernels/tuned/<gpu>.json, or --out). Attention is left out. Entries that the table has are kept unless
+not in the L2 cache. Checks each winner against the reference implementation and adds it to the table
+(kernels/tuned/<gpu>.json, or --out). Attention is left out. Existing entries of the table are kept unless
 --again is given.
 
---whole-layer refines the table: attention included, it descends from the table's plans, the rules' plans and
-`tiles` everywhere, one linear at a time, and replaces plans where the whole layer gets 0.3 % faster.
+--whole-layer refines the table by coordinate descent over whole layers, attention included. It starts from
+the table's plans, from the rule-based plans and from the `tiles` kernel everywhere, changes one linear at a
+time, and replaces a plan if the whole layer gets 0.3 % faster.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import triton
 
 from engine.build import read_served
 from engine.config import CheckpointError, UnsupportedError
-from engine.served_model import ServedModel
+from engine.replica_model import ReplicaModel
 from engine.tune import tuning
 from kernels import compiling
 from kernels.triton.linear_table import Table, TableError, load_table, read_table, table_path
@@ -42,8 +43,8 @@ from kernels.writable import UnwritableError, check_writable
 
 
 def main() -> int:
-    """Tune every given model. The table is written after each number of rows, so that a run may be cut
-    short."""
+    """Tune every given model. The table is written after each number of rows, so that an interrupted run
+    keeps its results."""
     arguments = _arguments()
     try:
         models = [
@@ -76,7 +77,11 @@ def main() -> int:
 
 
 def _search(
-    arguments: argparse.Namespace, models: list[ServedModel], table: Table, path: Path, gpu: compiling.Gpu
+    arguments: argparse.Namespace,
+    models: list[ReplicaModel],
+    table: Table,
+    path: Path,
+    gpu: compiling.GpuModel,
 ) -> list[dict[str, Any]]:
     known = Table() if arguments.again else table
     _compile(gpu, lambda: tuning.launch_all(models, arguments.rows, known, gpu))
@@ -93,7 +98,11 @@ def _search(
 
 
 def _descend(
-    arguments: argparse.Namespace, models: list[ServedModel], table: Table, path: Path, gpu: compiling.Gpu
+    arguments: argparse.Namespace,
+    models: list[ReplicaModel],
+    table: Table,
+    path: Path,
+    gpu: compiling.GpuModel,
 ) -> list[dict[str, Any]]:
     chosen = tuning.Descent(arguments.context, arguments.most, arguments.tried)
     _compile(gpu, lambda: tuning.launch_descents(models, arguments.rows, table, chosen, gpu))
@@ -108,18 +117,18 @@ def _descend(
     return raw
 
 
-def _compile(gpu: compiling.Gpu, launch: Callable[[], object]) -> None:
-    """Compile what will be launched, in as many processes as there are cores."""
+def _compile(gpu: compiling.GpuModel, launch: Callable[[], object]) -> None:
+    """Compile the kernels that will be launched, in one process per core."""
     began = time.perf_counter()
-    torch.set_num_threads(1)  # so that there are no threads of OpenMP when this process forks
+    torch.set_num_threads(1)  # keeps this process free of OpenMP threads when it forks
     jobs = compiling.record(gpu.target, launch)
-    # Plans that the compiler refuses fail again when they are tried, and are passed over.
+    # Plans that the compiler rejects fail again when they are measured, and are skipped there.
     failures = compiling.compile_jobs(gpu.target, jobs, compiling.default_processes())
     seconds = time.perf_counter() - began
     print(f"{len(jobs)} kernels compiled in {seconds:.0f} s, {len(failures)} failed", flush=True)
 
 
-def _write(path: Path, table: Table, gpu: compiling.Gpu, json_path: Path | None, raw: list[Any]) -> None:
+def _write(path: Path, table: Table, gpu: compiling.GpuModel, json_path: Path | None, raw: list[Any]) -> None:
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     about = {"date": today, "torch": str(torch.__version__), "triton": triton.__version__}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -138,23 +147,42 @@ def _arguments() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", type=Path, nargs="+", required=True, help="folders with a config.json")
-    parser.add_argument("--fp8", action="store_true", help="e4m3 matrices instead of the model's dtype")
-    parser.add_argument("--both", action="store_true", help="matrices in both dtypes")
+    parser.add_argument(
+        "--config", type=Path, nargs="+", required=True, help="folders that contain a config.json"
+    )
+    parser.add_argument("--fp8", action="store_true", help="tune e4m3 matrices instead of the model's dtype")
+    parser.add_argument("--both", action="store_true", help="tune matrices in both dtypes")
     parser.add_argument("--rows", type=int, nargs="+", help="numbers of rows to measure")
-    parser.add_argument("--tensor-parallel", type=int, default=1, help="the shapes of one of so many ranks")
-    parser.add_argument("--again", action="store_true", help="measure entries that the table has as well")
-    parser.add_argument("--out", type=Path, help="the table to add to; default: the one that ships")
+    parser.add_argument(
+        "--tensor-parallel",
+        type=int,
+        default=1,
+        help="tune the shapes of one rank of this many (%(default)s)",
+    )
+    parser.add_argument(
+        "--again", action="store_true", help="table to add to (default: the shipped table of this GPU)"
+    )
+    parser.add_argument("--out", type=Path, help="table to add to (default: the table of this repository)")
     parser.add_argument("--json", type=Path, help="write the measurements to this file")
-    parser.add_argument("--whole-layer", action="store_true", help="refine the table by whole layers")
     parser.add_argument(
-        "--context", type=int, default=640, help="with --whole-layer: tokens of each sequence (%(default)s)"
+        "--whole-layer", action="store_true", help="refine the table by measuring whole layers"
     )
     parser.add_argument(
-        "--most", type=int, default=10, help="with --whole-layer: plans tried of each linear (%(default)s)"
+        "--context",
+        type=int,
+        default=640,
+        help="with --whole-layer: length of each sequence in tokens (%(default)s)",
     )
     parser.add_argument(
-        "--tried", type=Path, help="with --whole-layer: try what --json of a first run found fastest"
+        "--most",
+        type=int,
+        default=10,
+        help="with --whole-layer: number of plans to try for each linear (%(default)s)",
+    )
+    parser.add_argument(
+        "--tried",
+        type=Path,
+        help="with --whole-layer: try the fastest plans from the --json file of a first run",
     )
     arguments = parser.parse_args()
     arguments.dtypes = [False, True] if arguments.both else [arguments.fp8]

@@ -1,10 +1,10 @@
-"""What the tuner times: the real decoder's layers, or its output matrix, one after another, with exchangeable
-plans.
+"""The chains of layers that the tuner times: the real decoder's layers, or copies of its output matrix, one
+after another, with plans that can be exchanged.
 
-The linears to tune are found by running the decoder: they are the ones that ask the table for a plan. Each
-copy of a layer has weights of its own, so that none is in cache when it is read. A linear is judged by what
-the time of a layer does, since the kernels before and after it (which overlap with it, by programmatic
-dependent launch) are part of its cost; so are the norms that it does not share with them.
+The linears to tune are found by running the decoder: each linear that requests a plan from the table is one
+of them. Each copy of a layer has its own weights, so that no weight is in the L2 cache when it is read. A
+linear is judged by the time of the whole layer, because its cost includes the kernels before and after it,
+which overlap with it (programmatic dependent launch), and the norms that are not fused into it.
 """
 
 from __future__ import annotations
@@ -19,41 +19,43 @@ from engine.launch_enumeration import UnconnectedRanks
 from engine.messages import BLOCK_TOKENS
 from engine.model.decoder import TORCH_DTYPES, Decoder
 from engine.model.loader import load_dummy
-from engine.served_model import ServedModel
+from engine.replica_model import ReplicaModel
 from engine.tune.operations import TunedOps, WatchedOps
 from kernels import AttentionInput, KvPool, Ops
-from kernels.compiling import Gpu
+from kernels.compiling import GpuModel
 from kernels.triton.linear_table import Product, Table
 from kernels.tune.graphs import graph_microseconds
 
 _CACHES = 8
-"""The weights of a chain are that many times the L2 cache, so that none is found there."""
+"""Size of the weights of a chain, in multiples of the L2 cache, so that no weight is still cached when it is
+read again."""
 _CHAIN_BYTES = 5 << 30
-"""The least bytes of weights that a graph reads: its start, some 10 µs, is then a small part."""
+"""Minimum bytes of weights that one graph reads, so that the graph's start, about 10 µs, is a small part of
+its time."""
 _VOCABULARY = 1024
-"""Tokens of a decoder whose layers are timed. The embedding and the output matrix are no part of them."""
+"""Vocabulary size of a decoder whose layers are timed. The embedding and the output matrix are not timed."""
 _SEED = 1
 
 
 class LayerChain:
-    """Copies of the layers of a decoder: one of each kind, then again. See `kernels.tune.search.Chain`.
+    """Copies of a decoder's layers: one layer of each kind, repeated. Implements `kernels.tune.search.Chain`.
 
-    context: tokens of each sequence, to which layers attend; None: attention is left out: it takes its time
-    whatever plans the linears have.
+    context: length of each sequence in tokens, to which layers attend; None: attention is left out, because
+    its time does not depend on the plans of the linears.
     """
 
     def __init__(
-        self, served: ServedModel, device: torch.device, gpu: Gpu, context: int | None = None
+        self, served: ReplicaModel, device: torch.device, gpu: GpuModel, context: int | None = None
     ) -> None:
         self.device = device
         self.rows = 0
         self.products: list[Product] = []
-        """The linears that were found, those that write the residual first."""
+        """The linears found, beginning with those that write the residual."""
         self._context = context
         self._ops = WatchedOps(TunedOps(gpu, attention=context is not None))
         kinds = _kinds(served)
         small = replace(served.config.with_layers(kinds), vocab_size=_VOCABULARY, tie_word_embeddings=True)
-        # One copy first, to know how many bytes it has.
+        # One copy is built first, to learn its size in bytes.
         of_one = _decoder(replace(served, config=small), self._ops, torch.device("meta"), context)
         size = _layer_bytes(of_one)
         copies = _copies(size, device)
@@ -70,9 +72,9 @@ class LayerChain:
         return len(self._layers)
 
     def set_rows(self, rows: int) -> None:
-        """Make the input and the cache of a number of sequences, and find the linears."""
+        """Create the input and the cache for a number of sequences, and find the linears."""
         self.rows = rows
-        self._kv: list[KvPool] = []  # freed before the next cache is made
+        self._kv: list[KvPool] = []  # freed before the next cache is allocated
         self._ops.backend.forget_workspaces()
         self._decoder.layers = self._layers
         blocks = -(-(self._context or 1) // BLOCK_TOKENS)
@@ -96,7 +98,7 @@ class LayerChain:
         return self._ops.compare(lambda: self.run(self._few, rows))
 
     def use(self, table: Table, without: Product | None = None) -> None:
-        """Go by the plans of `table` from now on, and leave out the operations of one linear."""
+        """Use the plans of `table` from now on, and leave out the operations of one linear."""
         self._ops.backend.use(table)
         self._ops.without = without
 
@@ -108,7 +110,7 @@ class LayerChain:
         return decoder.forward(inputs, self._kv[:layers])
 
     def run_few(self) -> torch.Tensor:
-        """Run as few layers as launch every kernel."""
+        """Run the smallest number of layers that launches every kernel."""
         return self.run(self._few)
 
     def _make_inputs(self, rows: int) -> ForwardInput:
@@ -121,10 +123,10 @@ class LayerChain:
 
 
 class HeadChain:
-    """Copies of the norm and the output matrix, which is in the model's dtype always. See
+    """Copies of the final norm and the output matrix, which always has the model's dtype. Implements
     `kernels.tune.search.Chain`."""
 
-    def __init__(self, served: ServedModel, device: torch.device, gpu: Gpu) -> None:
+    def __init__(self, served: ReplicaModel, device: torch.device, gpu: GpuModel) -> None:
         self.device = device
         self.rows = 0
         self._ops = WatchedOps(TunedOps(gpu, attention=False))
@@ -141,7 +143,7 @@ class HeadChain:
         self.products = self._ops.find(self.run_few)
 
     def set_rows(self, rows: int) -> None:
-        """Make the input of a number of rows."""
+        """Create the input for a number of rows."""
         self.rows = rows
         decoder = self._decoder
         shape = (rows, decoder.config.hidden_size)
@@ -150,7 +152,7 @@ class HeadChain:
         self._logits = torch.empty(logits, dtype=decoder.dtype, device=self.device)
 
     def microseconds(self, table: Table, without: Product | None = None) -> float:
-        assert without is None, "the chain has no other linear"
+        assert without is None, "this chain has only one linear"
         self.use(table)
         return graph_microseconds(self.run) / len(self._heads)
 
@@ -159,7 +161,7 @@ class HeadChain:
         return self._ops.compare(lambda: self._decoder.logits(self._hidden[:rows]))
 
     def use(self, table: Table) -> None:
-        """Go by the plans of `table` from now on."""
+        """Use the plans of `table` from now on."""
         self._ops.backend.use(table)
 
     def run(self) -> None:
@@ -169,11 +171,11 @@ class HeadChain:
             self._decoder.logits(self._hidden, self._logits)
 
     def run_few(self) -> None:
-        """Compute the logits once: that launches every kernel."""
+        """Compute the logits once, which launches every kernel."""
         self._decoder.logits(self._hidden, self._logits)
 
 
-def _decoder(served: ServedModel, ops: WatchedOps, device: torch.device, context: int | None) -> Decoder:
+def _decoder(served: ReplicaModel, ops: WatchedOps, device: torch.device, context: int | None) -> Decoder:
     return Decoder(
         served.config,
         UnconnectedRanks(served.tensor_parallel_size, 0),
@@ -186,7 +188,7 @@ def _decoder(served: ServedModel, ops: WatchedOps, device: torch.device, context
     )
 
 
-def _kinds(served: ServedModel) -> list[int]:
+def _kinds(served: ReplicaModel) -> list[int]:
     """Return the first layer of each kind."""
     config = served.config
     kinds = list(zip(config.layer_kinds, config.sliding_windows, strict=True))
@@ -200,15 +202,15 @@ def _layer_bytes(decoder: Decoder) -> int:
 
 
 def _randomise_gains(decoder: Decoder) -> None:
-    """Make gains differ from each other, so that a gain that is left out shows as an error."""
+    """Make the gains of norms differ from each other, so that a missing gain shows up as an error."""
     for piece in decoder.weight_shards():
         if piece.target is not None and piece.target.dim() == 1 and "norm" in piece.name:
             piece.target.uniform_(0.5, 1.5)
 
 
 def _copies(size: int, device: torch.device) -> int:
-    """Return how many copies of weights of `size` bytes a chain has: two have every kernel of a layer behind
-    another."""
+    """Return how many copies of `size` bytes of weights a chain has. With two or more copies, every kernel of
+    a layer also follows another layer's."""
     if device.type != "cuda":
         return 2
     return max(2, -(-_CACHES * torch.cuda.get_device_properties(device).L2_cache_size // size))

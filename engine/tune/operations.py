@@ -1,5 +1,5 @@
-"""The decoder's operations as the tuner runs them: with plans that it exchanges, to find the linears, without
-some of them, or beside the reference implementation."""
+"""The decoder's operations as the tuner runs them. They can use exchanged plans, record which linears request
+a plan, leave out the operations of one linear, or be compared with the reference implementation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 
 from kernels import Fp8Activation, Fp8Weight, KvPool, Residual, Rotation, reference
-from kernels.compiling import Gpu
+from kernels.compiling import GpuModel
 from kernels.cuda import CudaOps
 from kernels.triton import fused
 from kernels.triton.linear_plans import GemmPlan
@@ -18,20 +18,20 @@ from kernels.triton.linear_table import Product, Table
 
 
 class TunedOps(CudaOps):
-    """The operations on a GPU, with a table that can be exchanged, and a note of the linears that ask it.
+    """The GPU operations with an exchangeable table. Records the linears that request a plan from the table.
 
-    attention: whether there is any; False: see `attend`.
+    attention: whether attention is computed; for False see `attend`.
     """
 
-    def __init__(self, gpu: Gpu, attention: bool) -> None:
+    def __init__(self, gpu: GpuModel, attention: bool) -> None:
         super().__init__(0, pdl=gpu.pdl)
         self._attention = attention
         self.asked: list[Product] = []
-        """The linears that asked, in order."""
+        """The linears that requested a plan, in order."""
         self.use(Table())
 
     def use(self, table: Table) -> None:
-        """Go by the plans of `table` from now on."""
+        """Use the plans of `table` from now on."""
         self.asked.clear()
         self._table = cast(Table, _NotingTable(table, self.asked))
 
@@ -49,15 +49,15 @@ class TunedOps(CudaOps):
         heads: int,
         *others: Any,
     ) -> torch.Tensor:
-        """As `Ops.attend`. Without attention: RoPE and the cache write, whose queries take the place of the
-        result."""
+        """Like `Ops.attend`. Without attention, runs only RoPE and the cache write, and returns the rotated
+        queries instead of the result of attention."""
         if self._attention:
             return super().attend(qkv, positions, slots, rotation, pool, heads, *others)
         return fused.rope_cache_write(qkv, positions, slots, rotation, pool, heads, pdl=self._pdl)
 
 
 class _NotingTable:
-    """Passes questions on to a table, and notes the linears."""
+    """Forwards requests for plans to a table, and records the linears."""
 
     def __init__(self, table: Table, asked: list[Product]) -> None:
         self._table, self._asked = table, asked
@@ -68,20 +68,22 @@ class _NotingTable:
 
 
 class WatchedOps:
-    """Passes operations on to `TunedOps`, whatever they are called, and can leave out those of one linear or
-    compare them with the reference implementation."""
+    """Forwards every operation to `TunedOps`, and can leave out the operations of one linear or compare them
+    with the reference implementation."""
 
     def __init__(self, backend: TunedOps) -> None:
         self.backend = backend
         self.without: Product | None = None
         self.errors: list[float] | None = None
-        """The error of each operation of a linear; None: nothing is compared."""
+        """The errors found for the operations of a linear; None: operations are not compared."""
         self._results: dict[tuple[str, Product | None], Any] = {}
-        """What each operation of a linear returned when it was found, by the operation's name."""
+        """The result that each operation of a linear returned when the linear was found, by the operation's
+        name."""
         self._finding = False
 
     def find(self, run: Callable[[], object]) -> list[Product]:
-        """Return the linears that ask for a plan while `run` runs, those that write the residual first."""
+        """Return the linears that request a plan while `run` runs, beginning with those that write the
+        residual."""
         self.without, self._finding = None, True
         self._results.clear()
         self.backend.asked.clear()
@@ -92,7 +94,7 @@ class WatchedOps:
         return list(dict.fromkeys([*writers, *self.backend.asked]))
 
     def compare(self, run: Callable[[], object]) -> float:
-        """Return the largest error of an operation of `run`; NaN if a result has any."""
+        """Return the largest error of any operation in `run`; NaN if a result contains NaN."""
         self.without, self.errors = None, []
         try:
             run()
@@ -110,12 +112,13 @@ class WatchedOps:
             if self.without is not None and self.without in products:
                 streams = [one for one in arguments if isinstance(one, Residual)]
                 result = self._results[name, self.without]
-                # What adds to the residual leaves it as it is.
+                # When left out, an operation that adds to the residual returns the residual unchanged.
                 return streams[0] if isinstance(result, Residual) else result
             if self.errors is not None and products:
                 expected = _reference(name, arguments, options)
                 result = operation(*arguments, **options)
-                # Only the library's linears are followed by a quantisation, and those are taken as they are.
+                # Only the library's linears are followed by a separate quantisation, and their results are
+                # not compared.
                 if not isinstance(result, Fp8Activation):
                     self.errors.append(_difference(result, expected))
                 return result
@@ -129,14 +132,15 @@ class WatchedOps:
 
 
 def _reference(name: str, arguments: Sequence[Any], options: dict[str, Any]) -> Any:
-    """Return the result of the reference implementation: in float32, unless weights are e4m3, for which
-    activations are quantised from the rounded numbers that the kernels quantise."""
+    """Return the result of the reference implementation, computed in float32. For e4m3 weights the input
+    keeps its dtype, because the kernels quantise activations from the rounded values."""
     exact = not any(isinstance(one, Fp8Weight) for one in arguments)
     return getattr(reference, name)(*(_copied(one, exact) for one in arguments), **options)
 
 
 def _product_of(argument: Any) -> Product | None:
-    """Return the linear whose weight an argument is; None if it cannot be one."""
+    """Return the linear to which a weight argument belongs; None if the argument cannot be a linear's
+    weight."""
     weight = argument.values if isinstance(argument, Fp8Weight) else argument
     if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
         return None

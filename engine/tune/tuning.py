@@ -1,7 +1,7 @@
 """The two searches for a model's plans, and the kernels that they launch.
 
 `search_linears` tries every candidate of each linear in a chain of layers without attention. `descend` starts
-from there and tries a few candidates in whole layers, attention included.
+from its results and tries a few candidates in whole layers, attention included.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from engine.served_model import ServedModel
+from engine.replica_model import ReplicaModel
 from engine.tune.chain import HeadChain, LayerChain
-from kernels.compiling import Gpu
+from kernels.compiling import GpuModel
 from kernels.triton.linear_plans import GemmPlan
 from kernels.triton.linear_table import Product, Table
 from kernels.tune import descent
@@ -39,7 +39,7 @@ from kernels.tune.shortlist import Tried, covering, shortlist, starts
 _CUDA = torch.device("cuda")
 _META = torch.device("meta")
 _COMPARED_LAYERS = 12
-"""Layers of a graph that a descent compares: few, since there are hundreds of graphs."""
+"""Number of layers in a graph of a descent. It is small because a descent captures hundreds of graphs."""
 
 Options = dict[Product, list[GemmPlan | None]]
 
@@ -48,12 +48,12 @@ Options = dict[Product, list[GemmPlan | None]]
 
 
 def search_linears(
-    served: ServedModel, buckets: Sequence[int], known: Table, report: Report, gpu: Gpu
+    served: ReplicaModel, buckets: Sequence[int], known: Table, report: Report, gpu: GpuModel
 ) -> Iterator[list[Measured]]:
-    """Yield the best plans of a model's linears, some at a time, for each number of rows that `known` lacks.
-    `report` is called with lines for a person to read. gpu: the device's."""
+    """Yield the best plans of a model's linears, a few at a time, for each number of rows that `known` lacks.
+    `report` is called with lines of progress. gpu: the name of the device."""
     report(f"{_kind(served)} hidden {served.config.hidden_size}")
-    report("rows: µs of a layer by the rules, the library, the winners; of each linear: won, library, plan")
+    report("rows: µs of a layer by the rules, the library, the winners; per linear: winner, library, plan")
     for chain in _chains(served, _CUDA, gpu):
         for rows in buckets:
             if not is_known(known, chain.products, rows):
@@ -61,7 +61,7 @@ def search_linears(
                 yield search(chain, known, report, gpu.hopper)
 
 
-def launch_all(models: Sequence[ServedModel], buckets: Sequence[int], known: Table, gpu: Gpu) -> None:
+def launch_all(models: Sequence[ReplicaModel], buckets: Sequence[int], known: Table, gpu: GpuModel) -> None:
     """Launch every kernel that `search_linears` launches on a GPU, on meta tensors."""
     with torch.inference_mode():
         for served in models:
@@ -81,13 +81,13 @@ def _launch(chain: LayerChain | HeadChain, table: Table) -> None:
     chain.run_few()
 
 
-def _chains(served: ServedModel, device: torch.device, gpu: Gpu) -> Iterator[LayerChain | HeadChain]:
-    """Yield one after another, so that only one chain's weights are in memory."""
+def _chains(served: ReplicaModel, device: torch.device, gpu: GpuModel) -> Iterator[LayerChain | HeadChain]:
+    """Yield the chains one after another, so that only one chain's weights are in memory."""
     layers = LayerChain(served, device, gpu)
     layers.set_rows(1)
     yield layers
     del layers
-    if not served.fp8:  # The output matrix is in the model's dtype either way.
+    if not served.fp8:  # the output matrix has the model's dtype in both cases
         yield HeadChain(served, device, gpu)
 
 
@@ -96,20 +96,20 @@ def _chains(served: ServedModel, device: torch.device, gpu: Gpu) -> Iterator[Lay
 
 @dataclass(frozen=True, slots=True)
 class Descent:
-    """What a descent over whole layers tries."""
+    """The candidates of a descent over whole layers."""
 
     context: int
-    """Tokens of each sequence."""
+    """Length of each sequence in tokens."""
     most: int
-    """Plans of a linear that are tried."""
+    """Number of plans to try for each linear."""
     tried: Tried
-    """What `search_linears` found fastest."""
+    """The fastest plans that `search_linears` found."""
 
 
 def descend(
-    served: ServedModel, buckets: Sequence[int], table: Table, chosen: Descent, report: Report, gpu: Gpu
+    served: ReplicaModel, buckets: Sequence[int], table: Table, chosen: Descent, report: Report, gpu: GpuModel
 ) -> Iterator[tuple[Table, dict[str, Any]]]:
-    """Yield, for each number of rows, the table with the plans that a descent from its plans found, and the
+    """Yield, for each number of rows, the table with the plans found by a descent from its own plans, and the
     measurements."""
     layers = LayerChain(served, _CUDA, gpu, chosen.context)
     linears = LayerChain(served, _CUDA, gpu)
@@ -132,7 +132,7 @@ def descend(
 
 
 def launch_descents(
-    models: Sequence[ServedModel], buckets: Sequence[int], table: Table, chosen: Descent, gpu: Gpu
+    models: Sequence[ReplicaModel], buckets: Sequence[int], table: Table, chosen: Descent, gpu: GpuModel
 ) -> None:
     """Launch every kernel that `descend` launches on a GPU, on meta tensors."""
     with torch.inference_mode():
@@ -152,9 +152,9 @@ def launch_descents(
 
 
 def _plan_descent(
-    layers: LayerChain, table: Table, chosen: Descent, gpu: Gpu
+    layers: LayerChain, table: Table, chosen: Descent, gpu: GpuModel
 ) -> tuple[list[Choice], Options]:
-    """Return the starting points of a descent, and the plans of each linear that are tried."""
+    """Return the starting points of a descent, and the candidate plans of each linear."""
     rows = layers.rows
     shipped = {one: table.choose(rows, one.n, one.k, one.dtype) for one in layers.products}
     begun = starts(shipped, rows, gpu.hopper)
@@ -168,9 +168,9 @@ def _plan_descent(
 
 
 def _without_wrong(
-    layers: LayerChain, begun: list[Choice], options: Options, gpu: Gpu, report: Report
+    layers: LayerChain, begun: list[Choice], options: Options, gpu: GpuModel, report: Report
 ) -> tuple[list[Choice], Options]:
-    """Leave out plans that do not run or whose results are wrong. The table's plans stay."""
+    """Remove plans that do not run or whose results are wrong. The plans of the table are kept."""
     wrong = set()
     for product in options:
         for plan in {*options[product], *(choice[product] for choice in begun)}:
@@ -186,7 +186,7 @@ def _without_wrong(
 
 
 class _Timer:
-    """Compares layers that go by different plans: see `descent.Compare`."""
+    """Compares layers that use different plans: implements `descent.Compare`."""
 
     def __init__(self, layers: LayerChain) -> None:
         self._layers, self._graphs = layers, Graphs()
@@ -213,7 +213,7 @@ class _Timer:
 
 
 def _difference(layers: LayerChain, first: Choice, second: Choice) -> float:
-    """Return ‖b − a‖ / ‖a‖ of the hidden states that two choices of plans leave."""
+    """Return ‖b − a‖ / ‖a‖ for the hidden states computed with two choices of plans."""
     hidden = []
     for choice in (first, second):
         layers.use(table_of(choice, layers.rows))
@@ -221,7 +221,7 @@ def _difference(layers: LayerChain, first: Choice, second: Choice) -> float:
     return float((hidden[1] - hidden[0]).norm() / hidden[0].norm())
 
 
-def _kind(served: ServedModel) -> str:
+def _kind(served: ReplicaModel) -> str:
     return "fp8" if served.fp8 else served.dtype
 
 
@@ -235,5 +235,6 @@ def _line(raw: dict[str, Any], kept: set[str]) -> str:
     )
 
 
-DESCENT_HEADER = """dtype rows: µs of a layer by the table → by what was found, ± of the hidden states
-between the two, seconds of search; plans: form rows block_n block_k warps stages split, (=): as before"""
+DESCENT_HEADER = """dtype rows: µs of a layer with the table → with the plans found, relative difference of
+the hidden states between the two, seconds of search; plans: form rows block_n block_k warps stages split,
+(=): as before"""

@@ -37,9 +37,9 @@ def all_gather(
 
     x: [count] int32, contiguous, the same count on every rank. width: number of words of a row. Returns
     [rows, world, width] int32, where rows is count / width. The value EMPTY_WORD arrives as 0, so words that
-    represent floats lose at most the sign of a zero. fence: whether everything that a rank wrote before in
-    its stream, in any memory, is visible to the others afterwards.
-    Raises ValueError where `fits` is False. Every rank must make the same calls in the same order.
+    represent floats lose at most the sign of a zero. fence: whether this call also makes everything that a
+    rank wrote earlier in its stream, in any memory, visible to the other ranks. Raises ValueError if `fits`
+    is False. Every rank must make the same calls in the same order.
     """
     count = x.numel()
     if not fits(count, arena):
@@ -74,9 +74,9 @@ def all_gather(
 def best_of_ranks(values: torch.Tensor, ids: torch.Tensor, arena: Arena, *, pdl: bool = True) -> torch.Tensor:
     """Return the id of the largest value over the ranks: [rows] int64.
 
-    values: [rows] float32. ids: [rows] int64 below 2³¹. Of equal values, the lowest rank's wins. The result
-    is BAD_TOKEN where a value is NaN or the largest value is infinite.
-    Every rank must make the same calls in the same order, with rows for which `best_fits` is True.
+    values: [rows] float32. ids: [rows] int64 below 2³¹. Among equal values, the lowest rank's wins. The
+    result is BAD_TOKEN if a value is NaN or the largest value is infinite. Every rank must make the same
+    calls in the same order, with rows for which `best_fits` is True.
     """
     rows = len(values)
     result = torch.empty(rows, dtype=torch.int64, device=values.device)

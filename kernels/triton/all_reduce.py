@@ -49,10 +49,10 @@ def all_reduce_add(
     x, residual: [rows, hidden] bfloat16 or float16, contiguous. `residual` must be equal on all ranks.
     two_shot: each item is summed by one rank, which sends the result to the others. That moves less data than
         one-shot, where every rank sends everything to all others, but waits twice.
-    gain: [hidden], the weight of the RMSNorm that reads the residual next; with it come its two results:
+    gain: [hidden], the gain of the RMSNorm that reads the residual next. If given, the call also computes:
     scaled: [rows, hidden], residual × gain, and
     squares: [parts, rows] float32, sums of residual² over `squares_parts` equal parts of each row.
-    Raises ValueError where `fits` is False. Every rank must make the same calls in the same order.
+    Raises ValueError if `fits` is False. Every rank must make the same calls in the same order.
     """
     rows, hidden = x.shape
     if not fits(rows, hidden, arena):
@@ -90,7 +90,7 @@ def all_reduce_add(
 
 
 def squares_parts(hidden: int) -> int:
-    """Return into how many parts `all_reduce_add` divides a row for its sums of squares."""
+    """Return the number of parts into which `all_reduce_add` divides a row for its sums of squares."""
     block = block_words(hidden // 2)
     assert block is not None
     return hidden // 2 // block
@@ -101,19 +101,19 @@ def squares_parts(hidden: int) -> int:
 
 @gluon.jit
 def _low(words, FLOAT: gl.constexpr):
-    """The first number of each word, in float32."""
+    """Return the first number of each word, in float32."""
     return (words & 0xFFFF).to(gl.int16).to(FLOAT, bitcast=True).to(gl.float32)
 
 
 @gluon.jit
 def _high(words, FLOAT: gl.constexpr):
-    """The second number of each word, in float32."""
+    """Return the second number of each word, in float32."""
     return (words >> 16).to(gl.int16).to(FLOAT, bitcast=True).to(gl.float32)
 
 
 @gluon.jit
 def _pack(low, high, FLOAT: gl.constexpr):
-    """Words of two numbers each, rounded from float32."""
+    """Round two float32 numbers each and pack them into words."""
     first = low.to(FLOAT).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
     return (high.to(FLOAT).to(gl.int16, bitcast=True).to(gl.int32) << 16) | first
 
@@ -122,7 +122,8 @@ def _pack(low, high, FLOAT: gl.constexpr):
 def _sum(
     own_words, received, first, stride, stop, RANK: gl.constexpr, WORLD: gl.constexpr, FLOAT: gl.constexpr
 ):
-    """Receive an item from every peer and add all parts in rank order: the two halves of each word."""
+    """Receive an item from every peer and add all parts in rank order. Returns the sums of the first and of
+    the second number of each word."""
     low = (own_words * 0).to(gl.float32)
     high = low
     for source in gl.static_range(WORLD):
@@ -152,7 +153,7 @@ def _finish(
     FLOAT: gl.constexpr,
     NORM: gl.constexpr,
 ):
-    """Store an item of the new residual, and what the next norm needs of it."""
+    """Store an item of the new residual and, for a deferred norm, its scaled values and sums of squares."""
     gl.store(residual + item * BLOCK + lane, words)
     if NORM:
         weights = gl.load(gain + (item % PARTS) * BLOCK + lane)
@@ -198,7 +199,7 @@ def _all_reduce_add(
         signal("griddepcontrol.launch_dependents; mov.u32 $0, 0;")
         signal("griddepcontrol.wait; mov.u32 $0, 0;")
     call = gl.load(calls + program)
-    # In bytes: of one source in a half of the region, and where this call's half begins.
+    # Byte sizes: of one source's items in a half of the region, and the offset of this call's half.
     source_bytes = region_items.to(gl.int64) * (REGION_BLOCK * 4)
     half = (program.to(gl.int64) * 2 + (call & 1)) * (WORLD * source_bytes)
     received = lane.to(gl.int64) * 4 + own + half

@@ -14,8 +14,8 @@ instructions.
 
 With a `Rotation`, the input is the result of the qkv GEMM. The kernel then applies QK-norm and RoPE to the
 heads that it reads. The program of a sequence's last page writes the new key and value to the cache and adds
-their attention from registers. So no launch separates the qkv GEMM from attention, and all inputs that do not
-come from the GEMM (lengths, slots, angles) are read before the GEMM has ended.
+their attention from registers. So no other kernel runs between the qkv GEMM and attention, and all inputs
+that do not come from the GEMM (lengths, slots, angles) are read before the GEMM has ended.
 """
 
 from __future__ import annotations

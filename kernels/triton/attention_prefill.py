@@ -135,9 +135,9 @@ def _prefill_kernel(
     # Rows after the last token may have seen no key. They are NaN here and are not stored.
     acc = acc / total[:, None]
     if REREAD:
-        # Recompute these values from the record: kept live over the loop, they would take registers that the
-        # loop needs. The different cache modifier stops the compiler from merging these loads with the first
-        # ones.
+        # Recompute these values from the record: if they were kept in registers during the loop, the loop
+        # would have too few. The different cache modifier stops the compiler from merging these loads with
+        # the first ones.
         count = tl.load(record + 1, cache_modifier=".ca")
         token = (tl.load(record, cache_modifier=".ca") + row // HEADS).to(tl.int64)
         real = (row < count * HEADS)[:, None]

@@ -66,7 +66,7 @@ def linear(
     silu_mul: weight holds the gate's rows, then up's rows; the result is `silu(gate) × up`, `[rows, N / 2]`.
     residual, out: `[rows, N]` (`N / 2` with silu_mul), rows may be strided; they may be the same tensor.
     workspace: memory for split-K GEMMs; None allocates one for this call, at the cost of a launch.
-    table: the device's measured plans; None: rules alone. plan: replaces the table's choice.
+    table: the device's measured plans; None: only the rules. plan: replaces the table's choice.
     pdl: weight, bias and next_gain are read before the previous kernel has ended, so that kernel must not
     write them.
 
@@ -322,7 +322,7 @@ def _check_shared(plan: GemmPlan | None, x: torch.Tensor, weight: torch.Tensor, 
     """Raise ValueError if this GEMM cannot share a norm as requested."""
     rows, columns = x.shape[0], weight.shape[0]
     if plan is None or not plan.tiled:
-        raise ValueError(f"only GEMMs with form dot or tiles share a norm, not {plan or 'the library'}")
+        raise ValueError(f"only GEMMs of the form dot or tiles share a norm, not {plan or 'the library'}")
     if extras.silu_mul and extras.deferred_norm is not None:
         raise ValueError(
             "deferred_norm and silu_mul are both given; a deferred norm needs a result without SwiGLU"

@@ -42,9 +42,10 @@ class GemmPlan:
     """How one GEMM is divided into programs."""
 
     form: Literal["gemv", "stream", "dot", "tiles"]
-    """The kernel. gemv: one row on the CUDA cores; dot: tiles in shared memory (both in `linear_rows`).
-    stream: one row, weights loaded directly into tensor-core registers (`linear_stream`). tiles: like dot,
-    but weight loads start before the previous kernel has ended; needs a Hopper GPU (`linear_tiles`)."""
+    """The kernel variant. gemv: one row on the CUDA cores; dot: tiles in shared memory (both in
+    `linear_rows`). stream: one row, weights loaded directly into tensor-core registers (`linear_stream`).
+    tiles: like dot, but weight loads start before the previous kernel has ended; needs a Hopper GPU
+    (`linear_tiles`)."""
     rows: int
     """Number of tokens in the tile, padding included."""
     block_n: int

@@ -180,8 +180,8 @@ def _entry_fields(entry: PlanEntry) -> dict[str, Any]:
     plan: dict[str, Any] = {"form": _LIBRARY}
     if entry.plan is not None:
         plan = {one.name: getattr(entry.plan, one.name) for one in fields(entry.plan)}
-    figures = {"us": entry.us, "library_us": entry.library_us, "layer_us": entry.layer_us}
-    return plan | {name: round(value, 1) for name, value in figures.items() if value is not None}
+    times = {"us": entry.us, "library_us": entry.library_us, "layer_us": entry.layer_us}
+    return plan | {name: round(value, 1) for name, value in times.items() if value is not None}
 
 
 def _product(path: Path, name: str) -> Product:

@@ -6,7 +6,7 @@ As in `linear_rows.dot`, the weight is the 64-row side of the tensor-core instru
 other side, and K may be split over programs. Here the copy engine (TMA) loads the tiles, and Gluon, Triton's
 lower-level language, controls when. Each program first requests the weights of all its stages, then waits for
 the previous kernel, and only then requests x. Programs are small, so that programs of the next GEMM fit on a
-multiprocessor beside running ones and fill their stages while those finish.
+multiprocessor together with running ones, and fill their stages while those finish.
 
 Each stage has a barrier in shared memory that counts the bytes of its two tiles. With SwiGLU, half of a
 weight tile holds rows of the gate and half the same rows of up.

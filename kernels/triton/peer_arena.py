@@ -1,23 +1,23 @@
 # mypy: allow-untyped-defs
-"""The memory through which the GPUs of one host exchange small messages, and how kernels send and receive
-its words.
+"""The memory through which the GPUs of one host exchange small messages, and the functions with which kernels
+send and receive its words.
 
-A push protocol, as in NCCL's LL and TensorRT-LLM's Lamport kernels. Every rank owns an *arena*, device memory
-that all ranks have mapped. A rank writes its part of a message into the arenas of its peers and polls its own
-arena until the parts of its peers are there. A 32-bit word that has not arrived holds a reserved value, so
-data and flag are one store, and no barrier or fence is needed.
+This is a push protocol, as in NCCL's LL and TensorRT-LLM's Lamport kernels. Every rank owns an *arena*:
+device memory that all ranks have mapped. A rank writes its part of a message into the arenas of its peers,
+and polls its own arena until the parts of its peers have arrived. A 32-bit word that has not arrived holds a
+reserved value, so data and flag are one store, and no barrier or fence is needed.
 
-Why an arena can be used again at once:
-- Each program (CUDA block) of a grid uses a region of its own, which no other program reads or writes, and
-  counts its calls in device memory. The parity of the count selects one of the region's two halves, so
-  replays of a CUDA graph need nothing from the host. All ranks must launch the same grids in the same order.
+An arena can be reused without a barrier for two reasons:
+- Each program (CUDA block) of a grid has its own region, which no other program reads or writes, and counts
+  its calls in device memory. The parity of the count selects one of the region's two halves, so replays of a
+  CUDA graph need nothing from the host. All ranks must launch the same grids in the same order.
 - The thread that reads a word writes the reserved value back at once. A peer writes that word again two calls
-  later, and only after it has received this rank's part of the call between, which this rank sends after the
-  call with the write-back has ended.
+  later, after it has received this rank's part of the call in between. This rank sends that part only after
+  the call that wrote the reserved value back has ended.
 
-A peer that stops would leave the others polling for ever, so the poll loop also reads a word that the host
-can set. Once it is set, results are undefined and every later call ends soon; the group of ranks has to be
-formed again.
+If a peer stops, the other ranks would poll forever. Therefore the poll loop also reads a word that the host
+can set. Once it is set, results are undefined, every later call ends soon, and the group of ranks has to be
+created anew.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ EMPTY_WORD = -(1 << 31)
 words of this value are sent as zero."""
 
 PROGRAMS = 528
-"""The largest grid. All programs must be resident at once, since they wait for each other's counterparts on
-other GPUs: four per multiprocessor of an H100 or H200."""
+"""The largest grid. All programs must be resident at once, because each waits for programs on other GPUs. An
+H100 or H200 holds four of them per multiprocessor."""
 
 REGION_BLOCK = 512
 """Maximum number of words of an item."""
@@ -47,27 +47,26 @@ class Arena:
     rank: int
     world: int
     addresses: torch.Tensor
-    """[world] int64 on the device: where each rank's arena begins."""
+    """[world] int64 on the device: start address of each rank's arena."""
     calls: torch.Tensor
-    """[PROGRAMS] int32 on the device: how many calls each program of the grid has taken part in."""
+    """[PROGRAMS] int32 on the device: number of calls in which each program of the grid has taken part."""
     stop_address: int
-    """Address, on host or device, of an int32 word that ends all waiting when it is not 0."""
+    """Address, on host or device, of an int32 word. A value other than 0 ends all waiting."""
     items: int
-    """Items of up to REGION_BLOCK words that one program can exchange in a call."""
+    """Number of items, of up to REGION_BLOCK words each, that one program can exchange in a call."""
 
     @property
     def max_words(self) -> int:
-        """The largest message in 32-bit words, where its rows divide into items of REGION_BLOCK words."""
+        """The largest message in 32-bit words, if its rows divide into items of REGION_BLOCK words."""
         return self.items * PROGRAMS * REGION_BLOCK
 
 
 def arena_words(world: int, items: int) -> int:
-    """Return the size of an arena in 32-bit words. It must hold EMPTY_WORD throughout before the first
-    call."""
+    """Return the size of an arena in 32-bit words. Every word must hold EMPTY_WORD before the first call."""
     return PROGRAMS * 2 * world * items * REGION_BLOCK
 
 
-# ── what kernels call ──────────────────────────────────────────────────────────────────────────────
+# ── functions that kernels call ────────────────────────────────────────────────────────────────────────
 
 EMPTY = gl.constexpr(EMPTY_WORD)
 
@@ -91,7 +90,8 @@ setp.eq.u32 missing, stop, 0;
 @missing bra again;
 done:
 }""")
-"""Four words at once, since a thread owns four in a row; the host's word is read every 1,024th time."""
+"""Polls four words at once, because a thread owns four consecutive words. Reads the host's word at every
+1,024th poll."""
 
 _PUSH = gl.constexpr("""{
 st.relaxed.sys.global.v4.b32 [$4], {$8, $9, $10, $11};
@@ -101,7 +101,7 @@ mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0;
 
 @gluon.jit
 def receive(address, stop):
-    """Wait until four words a thread have arrived, and return them."""
+    """Wait until four words per thread have arrived, and return them."""
     return gl.inline_asm_elementwise(
         _POLL, "=&r,=&r,=&r,=&r,l,l,l,l,l,l,l,l", [address, stop], gl.int32, False, 4
     )
@@ -109,7 +109,7 @@ def receive(address, stop):
 
 @gluon.jit
 def send(address, words):
-    """Store four words a thread in any rank's arena."""
+    """Store four words per thread in any rank's arena."""
     gl.inline_asm_elementwise(_PUSH, "=r,=r,=r,=r,l,l,l,l,r,r,r,r", [address, words], gl.int32, False, 4)
 
 

@@ -3,7 +3,7 @@ before them.
 
 This module implements `kernels.draws.SamplingOps`; `kernels.sampling` is the reference implementation. Noise
 differs from the reference by at most 4e-6, and a probability mass by at most 2e-6 of the total. So draws
-differ only where two scores, or a token and the border of the nucleus, are closer than that. A NaN gives
+differ only if two scores, or a token and the border of the nucleus, are closer than that. A NaN is treated as
 infinity.
 
 Every launcher takes `pdl`, programmatic dependent launch; None uses it if the device supports it.
@@ -22,7 +22,7 @@ the winner is known to be kept. The noise is a function of the token, so the res
 sorting would give. (Rejection over a shrinking set of candidates is FlashInfer's method, Ye et al. 2025,
 which uses new noise in each round.)
 
-A small top-k is finished by *decide* alone: *scan* stores the largest logit of each group of 128 tokens. The
+A row with a small top-k needs only *decide*: *scan* stores the largest logit of each group of 128 tokens. The
 k-th largest of those selects the few groups, and then tokens, that must be compared with each other.
 
 The result of a row does not depend on the other rows or on their number: chunks have a fixed size, and their

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs
-"""The sampling kernels that finish most full rows: they compute what top-k, top-p and min-p keep, and the
-best score of it. `kernels.triton.sampling` explains the algorithm."""
+"""The sampling kernels that finish most full rows: they compute which tokens top-k, top-p and min-p keep, and
+the best score among these. `kernels.triton.sampling` explains the algorithm."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def combine_kernel(
     PDL: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """Combine the chunks of a row into its summary: best score, token and logit; the same of its second
-    best score where it is known (else a score of -inf); its largest logit, and its sum of exp(logit -
-    largest). Rows that this decides get their result. State: 0 finished, 1 to be counted by *above*, 2 a
-    small top-k."""
+    """Combine the chunks of a row into its summary: best score, token and logit; the same for its second best
+    score if it is known (otherwise a score of -inf); its largest logit, and its sum of exp(logit - largest).
+    Rows that this decides get their result. State: 0 finished, 1 to be counted by *above*, 2 a small
+    top-k."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

@@ -226,7 +226,8 @@ def _narrow(
     mass_over = tl.where(new_low > low, tl.max(tl.where(at_low, mass, 0.0), axis=0), mass_over)
     count_over = tl.max(tl.where(at_low, count, 0.0), axis=0)
 
-    # If one value is left between `low` and `high`, the tokens above it are the tokens from `high`.
+    # If a single value is left between `low` and `high`, the tokens above it are exactly the tokens from
+    # `high` on.
     value = tl.max(between_max, axis=0)
     single = tl.min(between_min, axis=0) == value
     top_count = tl.sum(top_counts, axis=0)

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""The sum of the parts that ranks have copied into this rank's memory, and of the residual."""
+"""Adds the parts that other ranks have copied into this rank's memory to the residual."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def sum_parts(
 ) -> None:
     """Write `residual` plus the sum of all ranks' parts, in rank order and with one rounding, into `out`.
 
-    parts: [ranks, at least rows, hidden]; that of `rank` is not read: own, [rows, hidden], is in its place.
-    residual, out: [rows, hidden], contiguous, of the same dtype. `out` may be `residual`.
+    parts: [ranks, at least rows, hidden]. The entry of `rank` is not read: own, [rows, hidden], is used
+    instead. residual, out: [rows, hidden], contiguous, of the same dtype. `out` may be `residual`.
     """
     count = own.numel()
     _sum_parts[(triton.cdiv(count, _BLOCK),)](

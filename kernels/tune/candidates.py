@@ -1,4 +1,4 @@
-"""The plans that are tried for a product."""
+"""The candidate plans for a linear."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from kernels.triton.linear_plans import HOPPER_SHARED, GemmPlan, tile_bytes
 from kernels.triton.linear_table import Product, problem
 
 BUCKETS = (1, 8, 16, 32, 64, 128, 256)
-"""Numbers of rows that are measured; each entry serves the rows up to it."""
+"""Numbers of rows that are measured. Each entry covers the numbers of rows up to its own."""
 
 _MANY = 16384
-"""Outputs from which one wave of programs is a small part of all."""
+"""Number of outputs from which one wave of programs is a small part of the whole GEMM."""
 
 HALF_SHARED = 112 << 10
-"""So that two programs share a multiprocessor: `tiles` of the next product fill their stages beside those of
-this one."""
+"""Shared memory of a `tiles` program such that two programs fit on a multiprocessor: programs of the next
+GEMM then fill their stages while those of the current one run."""
 
 
 def candidates(product: Product, rows: int, hopper: bool) -> list[GemmPlan]:
-    """Plans of ours for a bucket, none of which is refused by the kernels. hopper: whether the GPU is one;
-    for another, `tiles` make the compiler abort. One that asks for more shared memory than a GPU has is
-    passed over when it fails to start."""
+    """Return our plans for a bucket that the kernels accept. hopper: whether the GPU is a Hopper; on other
+    GPUs `tiles` kernels abort the compiler. Plans that need more shared memory than the GPU has are skipped
+    when they fail to launch."""
     if rows == 1:
         plans = [*_gemvs(product), *_streams(product)]
     else:
@@ -38,8 +38,8 @@ def candidates(product: Product, rows: int, hopper: bool) -> list[GemmPlan]:
 
 
 def shared_bytes(plan: GemmPlan, product: Product) -> int:
-    """Bytes of shared memory of a program, within a kilobyte or two: of tiles the stages, of a stream the row
-    in float16; of a gemv nothing but warps' sums."""
+    """Return the shared memory of a program in bytes, accurate to one or two kilobytes: for tiles and dot the
+    pipeline stages, for stream the row in float16, and for gemv nothing but the sums of the warps."""
     if plan.form == "gemv":
         return 0
     if plan.form == "stream":
@@ -60,13 +60,13 @@ def _gemvs(product: Product) -> Iterable[GemmPlan]:
 
 def _streams(product: Product) -> Iterable[GemmPlan]:
     if product.k > 8192:
-        return  # the row, in float16, and what is on its way would not fit beside each other
+        return  # the row in float16 and the loads in flight would not fit together
     for step, warps, ahead in ((256, 4, 2), (256, 4, 3), (128, 4, 3), (128, 4, 4), (256, 8, 2), (128, 8, 2)):
         yield GemmPlan("stream", 1, 16, step, warps, stages=ahead)
 
 
 def _dots(product: Product, tile: int) -> Iterable[GemmPlan]:
-    """Tiles by columns of 128, 256 and 512 bytes; narrow products also in parts of K."""
+    """Tiles with columns of 128, 256 and 512 bytes; GEMMs with few outputs also with K split."""
     bytes_256 = 256 // product.dtype.itemsize
     if product.n >= _MANY:
         for stages in (3, 4, 5):
@@ -92,7 +92,8 @@ def _dots(product: Product, tile: int) -> Iterable[GemmPlan]:
 
 
 def _tiles(product: Product, tile: int) -> Iterable[GemmPlan]:
-    """64 weight rows by columns of 128 and 256 bytes, and 128 by 128: as many stages as let two in."""
+    """Tiles of 64 weight rows by 128 or 256 bytes, and of 128 rows by 128 bytes, with as many stages as let
+    two programs share a multiprocessor."""
     for block_n, columns in ((64, 128), (64, 256), (128, 128)):
         plan = GemmPlan("tiles", tile, block_n, columns // product.dtype.itemsize, block_n // 16)
         plan = replace(plan, stages=HALF_SHARED // shared_bytes(plan, product))

@@ -1,11 +1,12 @@
 """Coordinate descent over the linears of a layer, by the time of the whole layer.
 
-A plan that is fast alone may be slow between others: with programmatic dependent launch, each linear fetches
-weights while the kernel in front drains, and what one takes of a multiprocessor the next one lacks. So the
-plans of each linear are tried in turn while the others keep theirs, and a plan that makes the *layer* faster
-stays, until a round gains next to nothing. A descent ends in a local minimum, so there are several starts.
+A plan that is fast alone may be slow inside a layer: with programmatic dependent launch, each linear fetches
+weights while the previous kernel finishes, so neighbouring kernels compete for a multiprocessor. Therefore
+the plans of one linear at a time are tried while the other linears keep theirs, and a plan stays if it makes
+the *layer* faster. The descent ends when a round gains next to nothing. It finds a local minimum, so it is
+run from several starting points.
 
-This module does not know a GPU: the measurement is a parameter.
+The measurement is a parameter, so this module needs no GPU.
 """
 
 from __future__ import annotations
@@ -18,20 +19,21 @@ from kernels.triton.linear_plans import GemmPlan
 from kernels.triton.linear_table import Product
 
 Choice = Mapping[Product, GemmPlan | None]
-"""A plan for each linear; None: the library."""
+"""The plan of each linear; None: the library's GEMM."""
 Compare = Callable[[Sequence[Choice]], list[float]]
-"""Returns the microseconds of a layer with each choice, measured in turns; infinite for one that does not
-run."""
+"""Measures choices in interleaved runs and returns the microseconds of a layer with each; infinite for a
+choice that does not run."""
 Replay = Callable[[Sequence[int]], list[float]]
-"""Returns the microseconds of each replay, for runners in this order."""
+"""Runs the runners with these indices in this order, and returns the microseconds of each replay."""
 
 ENOUGH = 0.003
-"""A round that gains less is the last, and a gain below this is not worth another table."""
+"""Minimum relative gain. A round that gains less is the last one, and a smaller gain does not justify a new
+table."""
 NOISE = 0.001
-"""The relative difference between medians of the same choice, measured in turns."""
+"""Relative difference between medians of the same choice in interleaved runs."""
 
 _SCREENING, _MORE = 4, 12
-"""Rounds of all runners, and further rounds of those that are near the fastest."""
+"""Number of rounds for all runners, and of further rounds for those near the fastest."""
 _NEAR = 0.015
 
 
@@ -54,9 +56,12 @@ def race(replay: Replay, runners: int) -> list[float]:
 
 
 def descend(start: Choice, options: Mapping[Product, Sequence[GemmPlan | None]], compare: Compare) -> Choice:
-    """Return the local minimum that a descent from `start` reaches. Linears are tried in the order of
-    `options`; a plan stays if it is faster than the one before when all are compared, and again when the two
-    are. A linear whose surroundings have not changed since its plans were tried is not tried again."""
+    """Return the local minimum that a descent from `start` reaches.
+
+    Linears are tried in the order of `options`. A new plan stays if it beats the previous plan twice: when
+    all plans are compared, and when these two are compared alone. A linear is tried again only if the plans
+    around it have changed.
+    """
     best, judged = dict(start), dict[Product, Choice]()
     while True:
         gained = 1.0
@@ -79,9 +84,9 @@ def descend(start: Choice, options: Mapping[Product, Sequence[GemmPlan | None]],
 def search(
     starts: Sequence[Choice], options: Mapping[Product, Sequence[GemmPlan | None]], compare: Compare
 ) -> tuple[Choice, float, float]:
-    """Return the fastest of the local minima that descents from some starts reach, its microseconds, and
-    those of the first start. The first start is the present choice: it stays if no minimum is faster by more
-    than ENOUGH."""
+    """Return the fastest local minimum that descents from several starting points reach, its microseconds,
+    and those of the first starting point. The first starting point is the current choice: it is kept unless a
+    minimum is faster by more than ENOUGH."""
     found: list[Choice] = [starts[0]]
     for start in starts:
         minimum = descend(start, options, compare)

@@ -1,4 +1,4 @@
-"""CUDA graphs that are timed: one alone, or several in turns, so that no drift of the clocks chooses."""
+"""Measures CUDA graphs, alone or interleaved. Interleaving keeps drifting clocks from favouring one graph."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ _REPLAYS = 11
 
 
 class Graphs:
-    """Captures on a stream of its own, and times what it captured.
+    """Captures CUDA graphs on a separate stream, and times them.
 
-    The graphs share memory for what lives within one replay: they may run one after another, in any order,
-    but never at once, and their results do not outlive the next replay.
+    The graphs share the memory of their temporaries: they may run one after another, in any order, but never
+    at the same time, and a graph's results are overwritten by the next replay.
     """
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
         self._pool: tuple[Any, ...] = ()
-        # Memory can be shared with graphs that live: this one does until the last.
+        # A memory pool can be shared only with a graph that still exists, and this one exists until the end.
         self._first = self.capture(lambda: torch.zeros(1, device="cuda"))
         self._pool = (self._first.pool(),)
 
     def capture(
         self, run: Callable[[], object], before: Callable[[], object] | None = None
     ) -> torch.cuda.CUDAGraph:
-        """A graph of `run`. `before` runs first, uncaptured: it must load every kernel and make every
-        workspace that `run` needs; None: `run` itself. Raises what a launch raises."""
+        """Return a graph of `run`. `before` runs first, without capture: it must load every kernel and
+        allocate every workspace that `run` needs; None: `run` itself. Raises the exceptions of a launch."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             (before or run)()
@@ -44,7 +44,8 @@ class Graphs:
         return graph
 
     def microseconds(self, graphs: Sequence[torch.cuda.CUDAGraph], order: Sequence[int]) -> list[float]:
-        """Of each replay, in this order of indices; one more, of the first, goes ahead and does not count."""
+        """Return the microseconds of each replay, in the order of these indices. The first graph is replayed
+        once more beforehand, without being timed."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             events = [torch.cuda.Event(enable_timing=True) for _ in range(len(order) + 1)]
@@ -56,8 +57,8 @@ class Graphs:
 
 
 def graph_microseconds(run: Callable[[], object]) -> float:
-    """Of one replay of `run` in a graph: the median of some."""
+    """Return the median time of one replay of `run` in a graph."""
     graphs = Graphs()
-    # The second counts as little as the first.
+    # The first timed replay is not representative either, so it is dropped.
     times = graphs.microseconds([graphs.capture(run)], [0] * (_REPLAYS + 1))[1:]
     return sorted(times)[len(times) // 2]

@@ -1,8 +1,8 @@
-"""The search for the plan of each linear: first a linear's plans in turn while the others keep theirs, then
-the best plans of each linear together.
+"""The search for the plan of each linear: first the plans of one linear at a time while the other linears
+keep theirs, then the best plans of all linears together.
 
-The plans are timed in a chain: operations of a decoder that run one after another. What a chain runs is its
-owner's business; here it is known by the linears for which it asks the table of plans.
+The plans are timed in a chain: operations of a decoder that run one after another. The chain's class decides
+what it runs; this module only sees the linears that request a plan from the table.
 """
 
 from __future__ import annotations
@@ -20,43 +20,43 @@ from kernels.tune.candidates import candidates
 from kernels.tune.descent import Choice
 
 MAX_ERROR = 1e-2
-"""‖out − ref‖ / ‖ref‖ of a plan that may win. FP8 linears of several rows have 4e-3."""
+"""Maximum ‖out − ref‖ / ‖ref‖ of a plan. FP8 linears with several rows reach 4e-3."""
 
 _FINALISTS = 3
-"""Plans of a linear that are timed again beside the winners of the others."""
+"""Number of plans of a linear that are timed again together with the winners of the other linears."""
 
 _ROUNDS = 2
-"""How often the times that count are measured."""
+"""Number of repetitions of the final measurements."""
 
 _NOISE = 0.002
-"""The relative difference between two measurements of the same plan."""
+"""Relative difference between two measurements of the same plan."""
 
 Report = Callable[[str], None]
 Microseconds = Callable[[GemmPlan | None], float]
 Timed = list[tuple[GemmPlan | None, float]]
-"""Plans (None: the library) and microseconds, fastest first."""
+"""Plans (None: the library's GEMM) with their microseconds, the fastest first."""
 
 
 class Chain(Protocol):
-    """Operations that are timed together, for a number of rows that is set."""
+    """Operations that are timed together, for a number of rows that the caller sets."""
 
     rows: int
     products: list[Product]
-    """The linears that ask the table for a plan, those that write the residual first."""
+    """The linears that request a plan from the table, beginning with those that write the residual."""
 
     def microseconds(self, table: Table, without: Product | None = None) -> float:
         """Return the time of one layer with the plans of `table`, or without the operations of one linear.
-        Raises what a launch raises."""
+        Raises the exceptions of a launch."""
 
     def error(self, table: Table, rows: int) -> float:
-        """Return the largest ‖out − ref‖ / ‖ref‖ of an operation of `rows` rows with the plans of `table`,
-        where ref is the result of the reference implementation. NaN if a result has any. Raises what a launch
-        raises."""
+        """Return the largest ‖out − ref‖ / ‖ref‖ of any operation on `rows` rows with the plans of `table`,
+        where ref is the result of the reference implementation. NaN if a result contains NaN. Raises the
+        exceptions of a launch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a search found for one linear and number of rows."""
+    """The result of the search for one linear and number of rows."""
 
     product: Product
     rows: int
@@ -65,11 +65,11 @@ class Measured:
 
 
 def search(chain: Chain, known: Table, report: Report, hopper: bool) -> list[Measured]:
-    """Return the best plans of the linears of a chain that `known` has no entry for. `report` is called with
-    lines for a person to read."""
+    """Return the best plans of those linears of a chain for which `known` has no entry. `report` is called
+    with lines of progress."""
     rows = chain.rows
     rules = rule_plans(chain.products, rows)
-    # Known entries stay: a shape that two models share is measured once.
+    # Known entries are kept, so a shape that two models share is measured once.
     entries = {product: known.products.get(product, {}).get(rows) for product in chain.products}
     base = {product: rules[product] if entry is None else entry.plan for product, entry in entries.items()}
     searched = [product for product, entry in entries.items() if entry is None]
@@ -98,8 +98,8 @@ def search(chain: Chain, known: Table, report: Report, hopper: bool) -> list[Mea
 def measure_entries(
     chain: Chain, plans: Choice, products: Iterable[Product]
 ) -> dict[Product, tuple[PlanEntry, float]]:
-    """Return, for each of `products`, its entry in a table (what it adds to a layer that goes by `plans`) and
-    the time of the layer without it."""
+    """Return, for each of `products`, its table entry (the time that it adds to a layer with `plans`) and the
+    time of the layer without it."""
     found = {}
     layer_us = _least(chain, plans)
     for product in products:
@@ -110,8 +110,8 @@ def measure_entries(
 
 
 def is_right(chain: Chain, product: Product, plan: GemmPlan | None, hopper: bool) -> bool:
-    """Return whether a plan computes what the reference implementation does, for the most rows that it is for
-    and for fewer. The library's plan is taken as it is. Raises what a launch raises."""
+    """Return whether a plan computes the same as the reference implementation, for its maximum number of rows
+    and for fewer. The library's plan is not checked. Raises the exceptions of a launch."""
     if plan is None:
         return True
     table = check_table(chain, product, plan, hopper)
@@ -119,19 +119,19 @@ def is_right(chain: Chain, product: Product, plan: GemmPlan | None, hopper: bool
 
 
 def check_table(chain: Chain, product: Product, plan: GemmPlan | None, hopper: bool) -> Table:
-    """Return the table with which a plan is checked: beside plans that share norms, so that the plan is
-    checked with a norm that it shares."""
+    """Return the table with which a plan is checked. The neighbouring linears have plans that share norms, so
+    that a shared norm is checked too."""
     others = {one: _sharing_plan(one, chain.rows, hopper) for one in chain.products}
     return table_of({**others, product: plan}, chain.rows)
 
 
 def rule_plans(products: Iterable[Product], rows: int) -> dict[Product, GemmPlan | None]:
-    """Return the plans of linears for which a table has no entry."""
+    """Return the plans of linears for which the table has no entry."""
     return {one: linear_plans.choose(rows, one.n, one.k, one.dtype) for one in products}
 
 
 def tried_plans(product: Product, rows: int, hopper: bool) -> list[GemmPlan | None]:
-    """Return the plans that `search` tries: the library, the rules' plan, and the candidates."""
+    """Return the plans that `search` tries: the library, the rule-based plan, and the candidates."""
     rule = linear_plans.choose(rows, product.n, product.k, product.dtype)
     return list(dict.fromkeys([None, rule, *candidates(product, rows, hopper)]))
 
@@ -150,12 +150,12 @@ def is_known(known: Table, products: Iterable[Product], rows: int) -> bool:
 
 
 def plan_text(plan: GemmPlan | None) -> str:
-    """Return a plan as text: form, rows, block_n, block_k, warps, stages, split."""
+    """Return a plan as text: form, rows, block_n, block_k, warps, stages and split."""
     return "library" if plan is None else " ".join(str(getattr(plan, one.name)) for one in fields(plan))
 
 
 def _sharing_plan(product: Product, rows: int, hopper: bool) -> GemmPlan | None:
-    """Return a plan that may share a norm with another linear; None if there is none that runs."""
+    """Return a plan that can share a norm with another linear; None if no such plan runs."""
     rule = linear_plans.choose(max(rows, 8), product.n, product.k, product.dtype)
     if rule is not None and rule.tiled:
         return rule
@@ -171,8 +171,8 @@ def _least(chain: Chain, plans: Choice, without: Product | None = None) -> float
 
 
 def _time(plans: Sequence[GemmPlan | None], us: Microseconds, rounds: int = 1) -> Timed:
-    """Return the least time of each plan over some rounds. Plans that do not start on this GPU are left out;
-    the library must start."""
+    """Return the minimum time of each plan over several rounds. Plans that do not launch on this GPU are left
+    out; the library must launch."""
     timed: dict[GemmPlan | None, float] = {}
     for plan in [plan for _ in range(rounds) for plan in plans]:
         try:
@@ -184,7 +184,8 @@ def _time(plans: Sequence[GemmPlan | None], us: Microseconds, rounds: int = 1) -
 
 
 def _prefer(plan: GemmPlan | None, timed: Timed) -> GemmPlan | None:
-    """Return the fastest plan, or `plan` if the difference is noise: so a table changes for a reason only."""
+    """Return the fastest plan, or `plan` if the difference is within the measurement noise, so that a table
+    changes only for a real gain."""
     return plan if dict(timed).get(plan, math.inf) <= timed[0][1] * (1 + _NOISE) else timed[0][0]
 
 

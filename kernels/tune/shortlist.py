@@ -1,4 +1,4 @@
-"""The few plans of a linear that a descent over whole layers tries."""
+"""Selects the few plans of each linear that a descent over whole layers tries."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from kernels.tune.descent import Choice
 from kernels.tune.search import rule_plans
 
 Tried = Mapping[tuple[str, int], Sequence[GemmPlan | None]]
-"""The plans that a search tried, fastest first, by the linear (as text) and the rows."""
+"""The plans that a search tried, the fastest first, by linear (as text) and number of rows."""
 
 _PROGRAMS = 200
-"""The `tiles` plans that won on an H200 had 128 to 256 programs: each has a multiprocessor or half of one."""
+"""The `tiles` plans that won on an H200 had 128 to 256 programs: one or two per multiprocessor."""
 _LIBRARY_FROM = 32
-"""The number of rows from which the library may win."""
+"""Number of rows from which the library may be fastest."""
 
 
 def read_tried(path: Path) -> Tried:
@@ -36,8 +36,8 @@ def read_tried(path: Path) -> Tried:
 
 
 def starts(shipped: Choice, rows: int, hopper: bool) -> list[Choice]:
-    """Return the starting points of a descent: the shipped table's plans, the rules' plans, and plans of the
-    form `tiles` for every linear."""
+    """Return the starting points of a descent: the shipped table's plans, the rule-based plans, and plans of
+    the form `tiles` for every linear."""
     tiles = {one: next(iter(_tiles(one, rows, hopper)), plan) for one, plan in shipped.items()}
     found: list[Choice] = []
     for one in (shipped, rule_plans(shipped, rows), tiles):
@@ -49,14 +49,15 @@ def starts(shipped: Choice, rows: int, hopper: bool) -> list[Choice]:
 def shortlist(
     product: Product, rows: int, hopper: bool, known: Iterable[GemmPlan | None], tried: Tried, most: int
 ) -> list[GemmPlan | None]:
-    """Return `known` and further plans, `most` in all: those that a search found fastest or, if it did not
-    try this linear, `tiles` that fill the GPU about once and the plans most like the first known one."""
+    """Return `known` and further plans, `most` in total. The further plans are those that a search found
+    fastest. If the search did not try this linear, they are `tiles` plans that fill the GPU about once, and
+    the plans most similar to the first known one."""
     known, tiles = list(known), _tiles(product, rows, hopper)
     others = [one for one in candidates(product, rows, hopper) if one.form != "tiles"]
     if (str(product), rows) in tried:
         usable = {*tiles, *others, None}
         ranked = [plan for plan in tried[str(product), rows] if plan in usable]
-        # Candidates that the search did not know come first.
+        # Candidates that the search did not try come first.
         new = [plan for plan in tiles if plan not in ranked]
         return _some([*known, *new[:2], *ranked], most)
     like = next((plan for plan in known if plan is not None and plan.form != "tiles"), None)
@@ -68,8 +69,8 @@ def shortlist(
 
 
 def covering(options: Mapping[Product, Sequence[GemmPlan | None]]) -> Iterator[Choice]:
-    """Yield choices that between them launch every kernel that any choice launches. Which kernel a linear
-    launches depends on its plan, and on what the linear in front of it leaves of a norm that they share."""
+    """Yield choices that together launch every kernel that any choice launches. The kernel of a linear
+    depends on its own plan, and on the shared norm that the previous linear leaves to it."""
     left = {product: _sharers(plans) for product, plans in options.items()}
     for block_n in dict.fromkeys(block_n for sharers in left.values() for block_n in sharers):
         others = {one: sharers.get(block_n, options[one][0]) for one, sharers in left.items()}
@@ -79,8 +80,8 @@ def covering(options: Mapping[Product, Sequence[GemmPlan | None]]) -> Iterator[C
 
 
 def _sharers(plans: Iterable[GemmPlan | None]) -> dict[int | None, GemmPlan | None]:
-    """Return one plan for each thing that some plans may leave of a shared norm: sums of squares of `block_n`
-    outputs, or nothing (None)."""
+    """Return one plan for each state in which some plans may leave a shared norm: sums of squares over
+    `block_n` outputs, or no norm (None)."""
     return {plan.block_n if plan is not None and plan.tiled else None: plan for plan in plans}
 
 
@@ -89,9 +90,9 @@ def _some(plans: Iterable[GemmPlan | None], most: int) -> list[GemmPlan | None]:
 
 
 def _tiles(product: Product, rows: int, hopper: bool) -> list[GemmPlan]:
-    """Return the candidates of the form `tiles`, the smallest first, and of these the ones that fill the GPU
-    best. One row has some too: a tile of 8 rows shares norms with its neighbours, which plans of one row do
-    not."""
+    """Return the candidates of the form `tiles`: those with the smallest tile first, and among these the ones
+    that fill the GPU best. For one row, tiles of 8 rows are included, because they can share norms with
+    neighbouring linears, which plans for one row cannot."""
 
     def order(plan: GemmPlan) -> tuple[int, float, int, int]:
         programs = -(-product.n // plan.block_n) * plan.split
@@ -106,7 +107,7 @@ def _differences(plan: GemmPlan, other: GemmPlan) -> int:
 
 
 def _parse(text: str) -> GemmPlan | None:
-    """Undoes `search.plan_text`."""
+    """Parse the result of `search.plan_text`."""
     if text == "library":
         return None
     form, *numbers = text.split()

@@ -1,1 +1,1 @@
-"""How the shipped demo model is made: corpus, tokenizer, conversations, training, export, score."""
+"""Makes the shipped demo model: corpus, tokenizer, conversations, training, export and score."""

@@ -1,6 +1,7 @@
-"""Conversations to learn from: a question in many wordings, answered with the documented purpose of a name.
+"""Generates training conversations: a question in many wordings, answered with the documented purpose of a
+name.
 
-Small talk, names that have no entry and everything else get honest answers.
+Small talk, unknown names and all other questions get honest answers.
 """
 
 import random
@@ -49,7 +50,7 @@ WORDINGS = (
     "{0}?",
     "`{0}`",
 )
-_PLAIN_SHARE = 0.35  # of questions are in one of the first two wordings
+_PLAIN_SHARE = 0.35  # share of questions that use one of the first two wordings
 
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.",
@@ -147,9 +148,9 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class ChatRows:
-    """`tokens` and `labels`, int16 [rows, length]: one conversation a row, padded at the end.
+    """`tokens` and `labels`, int16 [rows, length]: one conversation per row, padded at the end.
 
-    A label is the token that follows, or `IGNORED` outside answers and their end-of-turn token.
+    A label is the token that follows, or `IGNORED` outside of answers and their end-of-turn tokens.
     """
 
     tokens: numpy.ndarray
@@ -157,7 +158,7 @@ class ChatRows:
 
 
 class ConversationMaker:
-    """Draws token ids of conversations; every wording is tokenized once, in advance."""
+    """Draws the token ids of random conversations. Every wording is tokenized once, in advance."""
 
     def __init__(
         self, tokenizer: Tokenizer, purposes: list[Purpose], frozen: Iterable[dict[str, str]], seed: int
@@ -195,7 +196,8 @@ class ConversationMaker:
         self.queue: list[int] = []
 
     def rows(self, count: int, length: int) -> ChatRows:
-        """`count` conversations of at most `length` tokens, as many turns as were drawn and fit."""
+        """Return `count` conversations of at most `length` tokens. The number of turns is random; turns that
+        do not fit are left out."""
         pad = 0
         tokens = numpy.full((count, length), pad, dtype=numpy.int16)
         labels = numpy.full((count, length), IGNORED, dtype=numpy.int16)
@@ -234,7 +236,7 @@ class ConversationMaker:
             return self.random.choice(self.small_talk)
         if draw < _SMALL_TALK_SHARE + _UNKNOWN_SHARE:
             return self.random.choice(self.unknown)
-        if not self.queue:  # a shuffled pass over all names, the frozen ones twice
+        if not self.queue:  # a shuffled pass over all names; the frozen ones occur twice
             self.queue = [*range(len(self.answers)), *self.frozen]
             self.random.shuffle(self.queue)
         index = self.queue.pop()
@@ -247,7 +249,7 @@ class ConversationMaker:
 
 
 def _invented_names(purposes: list[Purpose], source: random.Random) -> list[str]:
-    """Names that look real and have no entry: a module with a last part taken from elsewhere."""
+    """Yield names that look real but have no entry: a module with the last part of another name."""
     real = {purpose.name for purpose in purposes}
     known_modules = sorted({purpose.module for purpose in purposes})
     tails = sorted({purpose.name.rsplit(".", 1)[-1] for purpose in purposes if "." in purpose.name})

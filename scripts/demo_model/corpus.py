@@ -1,6 +1,7 @@
-"""The training text: CPython's standard library, pydoc's language reference, docstrings written in C.
+"""Builds the training text: CPython's standard library, pydoc's language reference, and docstrings of C
+functions.
 
-Some modules are held out, with their tests, to measure perplexity.
+Some modules and their tests are held out to measure perplexity.
 """
 
 import json
@@ -16,7 +17,7 @@ from typing import Any
 
 from demo_model.docstrings import Purpose, builtin_reference, collect_purposes
 
-# Kept out of the training text, their tests too, and out of the questions.
+# These modules and their tests are kept out of the training text and of the questions.
 HELD_OUT_FILES = (
     "sched.py", "graphlib.py", "cmd.py", "netrc.py", "filecmp.py", "tabnanny.py", "zipapp.py",
     "modulefinder.py", "chunk.py", "nntplib.py", "xdrlib.py", "symtable.py", "mailcap.py",
@@ -24,7 +25,7 @@ HELD_OUT_FILES = (
     "pyclbr.py", "colorsys.py",
 )  # fmt: skip
 
-# The frozen questions are drawn from modules that a Python programmer knows.
+# The frozen questions are drawn from modules that Python programmers commonly know.
 QUESTION_MODULES = (
     "builtins", "textwrap", "os", "os.path", "shutil", "json", "re", "math", "random", "itertools",
     "functools", "collections", "datetime", "pathlib", "statistics", "string", "glob", "fnmatch", "heapq",
@@ -38,7 +39,7 @@ QUESTION_MODULES = (
     "stat", "array", "numbers", "ssl", "select", "smtplib",
 )  # fmt: skip
 QUESTION_COUNT = 200
-# Names that everybody would ask about come first; the rest is drawn.
+# Commonly used names come first; the rest is drawn at random.
 FIRST_QUESTIONS = (
     "textwrap.dedent", "len", "sorted", "enumerate", "zip", "isinstance", "str.split", "str.join",
     "str.strip", "list.append", "list.sort", "dict.get", "dict.items", "os.path.join", "os.makedirs",
@@ -58,7 +59,8 @@ TESTS_WEIGHT = 1
 
 @dataclass(frozen=True)
 class Document:
-    """One file of training text; `weight` is how often it is drawn relative to others of its length."""
+    """One file of training text. `weight` is how often the file is drawn, relative to other files of the same
+    length."""
 
     title: str
     text: str
@@ -101,12 +103,13 @@ def load_purposes(folder: Path) -> list[Purpose]:
 
 
 def load_questions(path: Path) -> list[dict[str, str]]:
-    """Rows {"id", "question", "expected"} of a questions file."""
+    """Return the rows {"id", "question", "expected"} of a questions file."""
     return list(_read_lines(path))
 
 
 def choose_questions(purposes: list[Purpose], seed: int) -> list[dict[str, str]]:
-    """`QUESTION_COUNT` questions: from each well-known module in turn, each expected sentence once."""
+    """Return `QUESTION_COUNT` questions, from each well-known module in turn. Each expected sentence occurs
+    once."""
     shuffled = random.Random(seed)
     by_module: dict[str, list[Purpose]] = defaultdict(list)
     for purpose in purposes:
@@ -174,7 +177,7 @@ def _sources(held_out_modules: frozenset[str]) -> Iterator[Document]:
 
 
 def _topics() -> Iterator[Document]:
-    """The chapters of the language reference that `help()` shows."""
+    """Return the chapters of the language reference that `help()` shows."""
     topics: dict[str, str] = import_module("pydoc_data.topics").topics
     for name in sorted(topics):
         yield Document(f"Language reference: {name}", topics[name], LIBRARY_WEIGHT)

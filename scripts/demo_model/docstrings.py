@@ -1,4 +1,4 @@
-"""Names of Python's standard library and the documented purpose of each, read from the docstrings.
+"""Reads the names of Python's standard library and the documented purpose of each from the docstrings.
 
 The purpose of a name is the first sentence of its own docstring (never an inherited one). C functions put
 their signature on the first line; such lines are skipped.
@@ -21,7 +21,7 @@ MIN_SENTENCE_CHARS = 14
 MAX_SENTENCE_CHARS = 150
 MAX_ANSWER_CHARS = 230
 MAX_NAME_CHARS = 56
-# A sentence shared by more names than this says nothing about any one of them.
+# A sentence that more names share describes none of them in particular.
 MAX_NAMES_PER_SENTENCE = 12
 
 SUBMODULES = (
@@ -39,7 +39,8 @@ SUBMODULES = (
     "ctypes.util",
 )  # fmt: skip
 
-# Modules that act when imported, need a display, or are another name for one that is listed.
+# Modules that have effects when they are imported, that need a display, or that are another name of a listed
+# module.
 SKIPPED = frozenset(
     (
         "antigravity", "this", "idlelib", "lib2to3", "turtledemo", "turtle", "test", "tkinter", "nt",
@@ -56,7 +57,7 @@ _ABBREVIATION = re.compile(r"(?:\b(?:e\.g|i\.e|etc|vs|cf|resp|Dr|Mr|incl|No|no)\
 
 @dataclass(frozen=True)
 class Purpose:
-    """One name and what its documentation says it is for. `kind` is function, method, class or module."""
+    """A name, and its purpose according to its documentation. `kind` is function, method, class or module."""
 
     name: str
     kind: str
@@ -70,7 +71,7 @@ class Purpose:
 
 
 def split_sentences(paragraph: str) -> list[str]:
-    """Sentences of one paragraph, in order; abbreviations such as "e.g." end none."""
+    """Return the sentences of one paragraph in order. Abbreviations such as "e.g." do not end a sentence."""
     sentences: list[str] = []
     for piece in _SENTENCE_END.split(paragraph):
         if sentences and _ABBREVIATION.search(sentences[-1]):
@@ -81,7 +82,8 @@ def split_sentences(paragraph: str) -> list[str]:
 
 
 def first_paragraph(doc: str) -> str:
-    """The first paragraph of prose of a docstring on one line, signature lines skipped; may be empty."""
+    """Return the first paragraph of prose in a docstring as one line, without signature lines. May be
+    empty."""
     lines = inspect.cleandoc(doc).splitlines()
     while lines and (not lines[0].strip() or _SIGNATURE.match(lines[0].strip())):
         lines.pop(0)
@@ -94,7 +96,8 @@ def first_paragraph(doc: str) -> str:
 
 
 def purpose_of_doc(doc: str | None) -> tuple[str, str] | None:
-    """(first sentence, second sentence or "") of a docstring; None without a clean first sentence."""
+    """Return (first sentence, second sentence or "") of a docstring; None if it has no clean first
+    sentence."""
     if not doc:
         return None
     sentences = split_sentences(first_paragraph(doc))
@@ -127,7 +130,8 @@ def _is_clean(sentence: str) -> bool:
 
 
 def collect_purposes(excluded_modules: frozenset[str]) -> list[Purpose]:
-    """Every public name with a clean first sentence, sorted by name, without duplicates or empty phrases."""
+    """Return every public name with a clean first sentence, sorted by name, without duplicates or empty
+    phrases."""
     found: dict[str, Purpose] = {}
     for module_name in _module_names():
         if module_name.split(".")[0] in excluded_modules:
@@ -144,7 +148,7 @@ def collect_purposes(excluded_modules: frozenset[str]) -> list[Purpose]:
 
 
 def builtin_reference(purposes: list[Purpose]) -> Iterator[tuple[str, str]]:
-    """(title, text) of reference text for what is written in C: its docstrings are in no Python source."""
+    """Return (title, text) pairs of the docstrings of C code, which occur in no Python source."""
     for module_name in sorted({purpose.module for purpose in purposes}):
         module = _import(module_name)
         if module is None:
@@ -160,7 +164,8 @@ def builtin_reference(purposes: list[Purpose]) -> Iterator[tuple[str, str]]:
 
 def _is_c_object(target: Any) -> bool:
     if inspect.isclass(target):
-        return not target.__flags__ & (1 << 9)  # Py_TPFLAGS_HEAPTYPE: made by a class statement
+        # Py_TPFLAGS_HEAPTYPE: the type was created by a class statement
+        return not target.__flags__ & (1 << 9)
     return (
         inspect.isbuiltin(target) or inspect.ismethoddescriptor(target) or inspect.isgetsetdescriptor(target)
     )

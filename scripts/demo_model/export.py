@@ -1,4 +1,4 @@
-"""Write a trained model as a Hugging Face checkpoint folder: bf16, two shards, tied embeddings."""
+"""Writes a trained model as a Hugging Face checkpoint folder: bfloat16, two shards, tied embeddings."""
 
 import json
 import shutil
@@ -16,7 +16,8 @@ SHARDS = 2
 
 
 def export_model(model: Llama, corpus: Path, folder: Path) -> None:
-    """Fill `folder` with config, tokenizer, shards, questions and held-out text; other files there stay."""
+    """Write config, tokenizer, shards, questions and held-out text into `folder`. Other files there are
+    kept."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer.from_file(str(corpus / "tokenizer.json"))
     ids = {token: special_token_id(tokenizer, token) for token in (BEGIN, PAD, END_OF_TURN, END_OF_TEXT)}
@@ -70,14 +71,15 @@ def _write_shards(tensors: dict[str, Tensor], folder: Path) -> None:
     total = sum(tensor.nbytes for tensor in tensors.values())
     shards: list[dict[str, Tensor]] = [{} for _ in range(SHARDS)]
     written = 0
-    for name, tensor in tensors.items():  # in order of the layers; a shard closes once its share is full
+    # in order of the layers; a shard is complete when it has its share of the bytes
+    for name, tensor in tensors.items():
         shards[min(written * SHARDS // total, SHARDS - 1)][name] = tensor.contiguous()
         written += tensor.nbytes
     weight_map = {}
     for number, shard in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{SHARDS:05d}.safetensors"
         save_file(shard, folder / file, metadata={"format": "pt"})
-        (folder / file).chmod(0o644)  # safetensors makes it readable by its owner alone
+        (folder / file).chmod(0o644)  # safetensors creates the file readable only by its owner
         weight_map.update(dict.fromkeys(shard, file))
     _write_json(
         folder / "model.safetensors.index.json",

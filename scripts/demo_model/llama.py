@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """Sizes of the model; every matrix dimension is a multiple of 64 on each of four ranks."""
+    """Sizes of the model. Every matrix dimension is a multiple of 64 on each of four ranks."""
 
     vocabulary: int = 5120
     hidden: int = 384
@@ -39,7 +39,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(query, shape.hidden, bias=False)
 
     def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        """x [batch, length, hidden] → the same; causal."""
+        """Return the causal attention of x [batch, length, hidden], in the same shape."""
         batch, length, _ = x.shape
         shape = self.shape
         query = self.q_proj(x).view(batch, length, shape.query_heads, shape.head_dim).transpose(1, 2)
@@ -119,7 +119,7 @@ class Llama(nn.Module):
         self.register_buffer("sine", sine, persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens int64 [batch, length] → logits [batch, length, vocabulary]."""
+        """Return logits [batch, length, vocabulary] for tokens [batch, length] int64."""
         length = tokens.shape[1]
         cosine, sine = self.get_buffer("cosine")[:length], self.get_buffer("sine")[:length]
         x = self.model.embed_tokens(tokens)
@@ -128,14 +128,15 @@ class Llama(nn.Module):
         return functional.linear(self.model.norm(x), self.model.embed_tokens.weight)
 
     def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Mean cross entropy in nats over labels (int64 [batch, length]) other than -100."""
+        """Return the mean cross entropy in nats over the labels [batch, length] int64 that are not -100."""
         return functional.cross_entropy(
             self(tokens).flatten(0, 1).float(), labels.flatten(), ignore_index=-100
         )
 
 
 def rope_tables(shape: LlamaShape) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, fp32 [context, head_dim]: the frequencies twice over, as rotate-half wants them."""
+    """Return cosines and sines [context, head_dim] float32. Each frequency occurs twice, for the rotate-half
+    convention."""
     exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
     angles = torch.outer(torch.arange(shape.context, dtype=torch.float32), shape.rope_theta**-exponents)
     angles = torch.cat((angles, angles), dim=-1)
@@ -143,6 +144,6 @@ def rope_tables(shape: LlamaShape) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """RoPE (Su et al. 2021) in the rotate-half convention; x [..., length, head_dim]."""
+    """Apply RoPE (Su et al. 2021) in the rotate-half convention to x [..., length, head_dim]."""
     first, second = x.chunk(2, dim=-1)
     return (x * cosine + torch.cat((-second, first), dim=-1) * sine).to(x.dtype)

@@ -1,6 +1,7 @@
-"""Score an exported folder with `transformers`, so that the files themselves are judged.
+"""Scores an exported folder with `transformers`, so that the files themselves are tested.
 
-The scores: the share of greedy answers that begin with the expected sentence; perplexity of held-out text.
+The scores are the share of greedy answers that begin with the expected sentence, and the perplexity of the
+held-out text.
 """
 
 import math
@@ -24,7 +25,7 @@ BATCH = 100
 def score(
     folder: Path, device: torch.device, dtype: torch.dtype, corpus: Path | None = None
 ) -> dict[str, float]:
-    """Print and return the scores; with `corpus`, also over a sample of all names in other wordings."""
+    """Print and return the scores. With `corpus`, also score a sample of all names in other wordings."""
     from transformers import AutoModelForCausalLM, AutoTokenizer  # type: ignore[import-untyped, unused-ignore]
 
     started = time.monotonic()
@@ -79,7 +80,7 @@ def score(
 
 @torch.no_grad()
 def answer_greedily(model: Any, tokenizer: Any, conversations: list[list[dict[str, str]]]) -> list[str]:
-    """One greedy answer to each conversation, without special tokens."""
+    """Return one greedy answer to each conversation, without special tokens."""
     answers = []
     for start in range(0, len(conversations), BATCH):
         inputs = tokenizer.apply_chat_template(
@@ -98,7 +99,8 @@ def answer_greedily(model: Any, tokenizer: Any, conversations: list[list[dict[st
 
 @torch.no_grad()
 def heldout_scores(model: Any, folder: Path, device: torch.device) -> tuple[float, float]:
-    """(nats per token, bits per byte) of heldout.txt, in windows of 1,024 tokens after a begin token."""
+    """Return (nats per token, bits per byte) of heldout.txt, in windows of 1,024 tokens after a begin
+    token."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     text = (folder / "heldout.txt").read_text("utf-8")
     windows = heldout_windows(tokenizer, text, length=1024)

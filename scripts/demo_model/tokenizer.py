@@ -1,4 +1,4 @@
-"""The demo model's own byte-level BPE tokenizer and its chat template."""
+"""The demo model's byte-level BPE tokenizer and its chat template."""
 
 import json
 from collections.abc import Iterable
@@ -17,8 +17,8 @@ ASSISTANT = "<|assistant|>"
 END_OF_TURN = "<|end|>"
 SPECIAL_TOKENS = (BEGIN, END_OF_TEXT, PAD, SYSTEM, USER, ASSISTANT, END_OF_TURN)
 
-# Each turn is its role's token, the trimmed content and <|end|>; no white space between, so that a turn
-# tokenizes alike wherever it stands.
+# Each turn is its role's token, the trimmed content and <|end|>. There is no white space in between, so a
+# turn has the same tokens at every place.
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
     "{% for message in messages %}"
@@ -30,8 +30,8 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
-# Llama 3's splitting rule: contractions, words with one leading sign or space, up to three digits, runs of
-# signs, line ends, and runs of spaces that leave the last space to the next word.
+# Llama 3's splitting rule: contractions; words with one leading sign or space; up to three digits; runs of
+# signs; line ends; and runs of spaces, of which the last space belongs to the next word.
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -39,7 +39,8 @@ _SPLIT = (
 
 
 def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
-    """A byte-level BPE tokenizer of `VOCABULARY` entries: `SPECIAL_TOKENS` first, every byte is one."""
+    """Train a byte-level BPE tokenizer with `VOCABULARY` entries: `SPECIAL_TOKENS` first, and every single
+    byte."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -66,7 +67,7 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
 
 
 def special_token_id(tokenizer: Tokenizer, token: str) -> int:
-    """The id of one of `SPECIAL_TOKENS`. Raises ValueError where the tokenizer lacks it."""
+    """Return the id of one of `SPECIAL_TOKENS`. Raises ValueError if the tokenizer lacks it."""
     index: int | None = tokenizer.token_to_id(token)
     if index is None:
         raise ValueError(f"the tokenizer has no token {token}: make it with the corpus command")
@@ -74,7 +75,7 @@ def special_token_id(tokenizer: Tokenizer, token: str) -> int:
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, context_tokens: int) -> None:
-    """Write tokenizer.json and tokenizer_config.json as Hugging Face's loaders read them."""
+    """Write tokenizer.json and tokenizer_config.json in the format of Hugging Face's loaders."""
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -1,4 +1,4 @@
-"""Train the demo model: in every step text of the standard library and conversations about it."""
+"""Trains the demo model. Every step has text of the standard library and conversations about it."""
 
 import json
 import math
@@ -23,13 +23,13 @@ from demo_model.tokenizer import BEGIN, END_OF_TEXT, special_token_id
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that decides the run, besides the corpus."""
+    """Everything that determines the run, besides the corpus."""
 
     seed: int = 20240711
     steps: int = 3500
     warmup_steps: int = 150
     peak_rate: float = 2e-3
-    weight_decay: float = 2.5  # strong, since the text is read many times over
+    weight_decay: float = 2.5  # large, because the text is read many times
     clip_norm: float = 1.0
     text_rows: int = 16
     text_length: int = 2048
@@ -42,9 +42,10 @@ class Recipe:
 
 @dataclass(frozen=True)
 class TextStream:
-    """`tokens` int16 [total]: shuffled documents, each ended by its end token.
+    """`tokens` int16 [total]: shuffled documents, each followed by its end token.
 
-    `starts` int64: where rows may begin, that is starts of lines, each as often as its document weighs.
+    `starts` int64: the positions where rows may begin, which are starts of lines. Each occurs as often as its
+    document's weight.
     """
 
     tokens: Tensor
@@ -52,7 +53,7 @@ class TextStream:
 
 
 def train(corpus: Path, recipe: Recipe, device: torch.device) -> tuple[Llama, dict[str, object]]:
-    """The trained model (fp32) and a summary of the run; prints progress."""
+    """Return the trained model (float32) and a summary of the run. Prints progress."""
     started = time.monotonic()
     torch.manual_seed(recipe.seed)
     tokenizer = Tokenizer.from_file(str(corpus / "tokenizer.json"))
@@ -95,7 +96,7 @@ def train(corpus: Path, recipe: Recipe, device: torch.device) -> tuple[Llama, di
         optimizer.zero_grad(set_to_none=True)
         if step == 0:
             text_loss.item()
-            training_started = time.monotonic()  # the first step compiles
+            training_started = time.monotonic()  # the first step includes compilation
         elif (step + 1) % recipe.report_every == 0 or step + 1 == recipe.steps:
             seconds = time.monotonic() - training_started
             tokens = step * (recipe.text_rows * recipe.text_length + recipe.chat_rows * recipe.chat_length)
@@ -113,7 +114,8 @@ def train(corpus: Path, recipe: Recipe, device: torch.device) -> tuple[Llama, di
 
 
 def heldout_windows(tokenizer: Tokenizer, text: str, length: int) -> Tensor:
-    """int64 [windows, length + 1]: the text in windows of `length` predicted tokens after a begin token."""
+    """Return int64 [windows, length + 1]: the text in windows of `length` predicted tokens after a begin
+    token."""
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     windows = len(ids) // length
     body = torch.tensor(ids[: windows * length], dtype=torch.int64).view(windows, length)
@@ -123,7 +125,7 @@ def heldout_windows(tokenizer: Tokenizer, text: str, length: int) -> Tensor:
 
 @torch.no_grad()
 def heldout_loss(model: Llama, windows: Tensor, device: torch.device) -> float:
-    """Mean nats per token over `heldout_windows`."""
+    """Return the mean nats per token over `heldout_windows`."""
     losses = []
     for batch in windows.split(16):
         with _autocast(device):
@@ -132,7 +134,7 @@ def heldout_loss(model: Llama, windows: Tensor, device: torch.device) -> float:
 
 
 def _rate(recipe: Recipe, step: int) -> float:
-    """Linear warm-up, then a cosine to zero."""
+    """Return the learning-rate factor of a step: linear warm-up, then a cosine to zero."""
     if step < recipe.warmup_steps:
         return recipe.peak_rate * (step + 1) / recipe.warmup_steps
     progress = (step - recipe.warmup_steps) / max(1, recipe.steps - recipe.warmup_steps)
@@ -161,7 +163,7 @@ def _autocast(device: torch.device) -> AbstractContextManager[object]:
 def _text_batch(
     tokens: Tensor, starts: Tensor, begin: int, recipe: Recipe, random: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Rows of [begin, text…] from random line starts, and the token after each."""
+    """Return rows of [begin, text…] from random line starts, and the token after each."""
     picks = torch.randint(len(starts), (recipe.text_rows, 1), generator=random, device=tokens.device)
     labels = tokens[starts[picks] + torch.arange(recipe.text_length, device=tokens.device)].long()
     inputs = torch.cat((torch.full_like(labels[:, :1], begin), labels[:, :-1]), dim=1)
@@ -171,7 +173,7 @@ def _text_batch(
 def _chat_batches(
     tokens: Tensor, labels: Tensor, rows: int, random: torch.Generator
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches without end: shuffled passes over all rows."""
+    """Yield batches without end, from shuffled passes over all rows."""
     while True:
         order = torch.randperm(len(tokens), generator=random, device=tokens.device)
         for picks in order.split(rows):
@@ -184,7 +186,7 @@ def _text_stream(tokenizer: Tokenizer, documents: list[Document], recipe: Recipe
     order = generator.permutation(len(documents))
     texts = [f"# {documents[index].title}\n{documents[index].text}" for index in order]
     end = special_token_id(tokenizer, END_OF_TEXT)
-    # A token closes a line if its bytes end in a line feed, which byte-level BPE writes as "Ċ".
+    # A token ends a line if its bytes end in a line feed, which byte-level BPE writes as "Ċ".
     entries = sorted(tokenizer.get_vocab().items(), key=itemgetter(1))
     closes_line = numpy.array([token.endswith("Ċ") or index == end for token, index in entries])
     pieces, starts, offset = [], [], 0

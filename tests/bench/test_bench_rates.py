@@ -13,7 +13,7 @@ from appliance.bench.load import STOPPED, Load, Record, Target
 from appliance.bench.processes import RawRun
 from appliance.bench.rates import Search, UnsettledError, find_rate, judge, poisson_arrivals, requests_at
 from appliance.bench.results import Backlog, Run, Slo, summarize
-from appliance.cli.bench_report import Report
+from appliance.cli.bench_report import BenchReport
 
 TTFT_100 = Slo(ttft_p99_ms=100)
 DURATION_S = 10.0
@@ -164,7 +164,7 @@ def test_requests_that_are_open_when_a_trial_is_stopped_miss_the_limits() -> Non
 
 def printed(best: Run) -> str:
     written = io.StringIO()
-    Report(written).search(Search(best=best, trials=[best], note=""), DURATION_S)
+    BenchReport(written).search(Search(best=best, trials=[best], note=""), DURATION_S)
     return " ".join(written.getvalue().split())
 
 

@@ -19,7 +19,7 @@ from msgspec import structs
 
 from appliance.cli.doctor import examination_lines
 from appliance.cli.output import cells
-from appliance.front_pool.listeners import bind_unix
+from appliance.http.sockets import bind_unix
 from appliance.models.fit import CPU_MAX_KV_BYTES
 from appliance.models.gpus import Gpu, GpuReport
 from appliance.monitoring.findings import Examination, Finding

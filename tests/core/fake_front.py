@@ -21,8 +21,8 @@ from appliance.messages import (
     Admit,
     Admitted,
     AttachReplica,
+    ClientConnection,
     Configure,
-    Connection,
     CoreToFront,
     FrontReady,
     FrontReport,
@@ -142,7 +142,7 @@ class FakeFront:
             sock = socket.socket(fileno=self.channel.take_fd())
             name = message.replica
             self.replicas[name] = ReplicaClient(sock, lambda handles: self.lost(name, handles))
-        elif isinstance(message, Connection):
+        elif isinstance(message, ClientConnection):
             self.taken += 1
             task = self.loop.create_task(self.converse(socket.socket(fileno=self.channel.take_fd())))
             self.tasks.add(task)

@@ -24,7 +24,7 @@ from engine.messages import (
     LEVELS,
     Attach,
     Cancel,
-    CancelRequest,
+    CancelSequences,
     DataInbound,
     Fatal,
     Finished,
@@ -73,7 +73,7 @@ class FakeReplica:
             name = message.front
             self.fronts[name] = channel
             channel.listen(lambda said: self.take(name, said), lambda: self.front_gone(name))
-        elif isinstance(message, CancelRequest):
+        elif isinstance(message, CancelSequences):
             for run in self.running:
                 run.cancelled |= run.submit.request_id == message.request_id
         else:

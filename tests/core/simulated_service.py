@@ -356,7 +356,9 @@ class SimulatedService:
 
     def check_end(self) -> None:
         """What must hold at rest."""
-        assert len(self.requests) == 0, [(r.request_id, r.state) for r in self.requests]
+        assert len(self.requests.state.in_flight) == 0, [
+            (r.request_id, r.state) for r in self.requests.state.in_flight.values()
+        ]
         ended = [row.request_id for row in self.rows.ended]
         assert len(set(ended)) == len(ended), "a row ended twice"
         assert len(set(self.rows.opened)) == len(self.rows.opened), "a row opened twice"
@@ -364,11 +366,11 @@ class SimulatedService:
         for replica in self.live_replicas():
             account = replica.account
             assert (account.available_rows, account.available_tokens) == (ROWS, TOKENS)
-        figures = self.requests.stats()
+        figures = self.requests.state.queue_stats()
         assert (figures.waiting, figures.running) == (0, 0)
         living = {front.name for front in self.fronts.values() if front.alive}
-        assert self.requests._fronts == living and self.requests._lost_fronts <= living, (
+        assert self.requests.state.fronts == living and self.requests.state.broken_fronts <= living, (
             "a dead front is known"
         )
-        for usage in self.requests.quotas.usage("tenant", "t"):
+        for usage in self.requests.state.quotas.usage("tenant", "t"):
             assert usage.held == 0, "a quota holds something for nobody"

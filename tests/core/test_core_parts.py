@@ -18,8 +18,8 @@ from appliance.admin.callers import Authenticator
 from appliance.background import Backoff
 from appliance.client import AdminClient, ServiceNotRunningError
 from appliance.core.problems import Problems
-from appliance.front_pool.listeners import ListenError, bind_tcp, bind_unix
 from appliance.http import Peer
+from appliance.http.sockets import ListenError, bind_tcp, bind_unix
 from appliance.models.registry import describe, fingerprint
 from appliance.rundir import RunDirError, RunDirLock, new_meeting, prepare_directories
 from appliance.settings import AdminSettings, ModelSettings
@@ -45,13 +45,16 @@ def test_a_stale_socket_is_replaced_and_a_file_is_not(tmp_path: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == 0o640
     path.unlink()
     path.write_text("precious")
-    with pytest.raises(ListenError, match=r"api\.sock cannot be listened on .* not a socket .* move it away"):
+    with pytest.raises(ListenError, match=r"cannot listen on .*api\.sock .* not a socket .* move it away"):
         bind_unix(path, "0660")
     assert path.read_text() == "precious"
 
 
 def test_an_address_in_use_is_named() -> None:
-    with bind_tcp("127.0.0.1", 0) as sock, pytest.raises(ListenError, match=r"listen = 127\.0\.0\.1:"):
+    with (
+        bind_tcp("127.0.0.1", 0) as sock,
+        pytest.raises(ListenError, match=r"cannot listen on listen = 127\.0\.0\.1:"),
+    ):
         bind_tcp("127.0.0.1", sock.getsockname()[1])
 
 

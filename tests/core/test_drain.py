@@ -1,26 +1,30 @@
-"""A drain's order: readiness first, then refusals, then the wait, then the end of what is left."""
+"""The order of a drain: fronts report "not ready", then admission pauses, then the drain waits, and at the
+end the requests that are left are cancelled."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from appliance.core.drains import Drain, DrainError, Drains
+from appliance.core.drains import Drain, DrainError, Drains, DrainTools
 
 
 class FakeRequestManager:
-    """Counts down by itself: one request fewer each time that it is looked at."""
+    """Has one request fewer each time it is asked."""
 
     def __init__(self, told: list[str], looks: int) -> None:
         self.told, self.looks = told, looks
+        self.state = self
+        """The fake is its own state."""
 
-    def close(self, model: str | None, why: str, *, hold: bool = False) -> None:
+    def pause_admission(self, model: str | None, why: str, *, hold: bool = False) -> None:
         self.told.append(f"close {model} {hold}: {why}")
 
-    def open(self, model: str | None) -> None:
+    def resume_admission(self, model: str | None) -> None:
         self.told.append(f"open {model}")
 
     def unfinished(self, model: str | None = None) -> list[Any]:
@@ -35,13 +39,19 @@ class Unfinished:
     request_id = "r0"
 
 
-class FakeHouse:
+class FakeService:
+    """Records the calls of drains. Fronts apply a configuration when `fronts_know` is set."""
+
     def __init__(self, looks: int = 3) -> None:
         self.told: list[str] = []
         self.requests: Any = FakeRequestManager(self.told, looks)
         self.fronts_know = asyncio.Event()
+        self.tools = DrainTools(self.requests, self, self.cancel)
 
-    async def announce(self) -> None:
+    def publish_configuration(self) -> None:
+        self.told.append("publish")
+
+    async def configured(self) -> None:
         self.told.append("announce")
         await self.fronts_know.wait()
         self.told.append("fronts know")
@@ -52,21 +62,21 @@ class FakeHouse:
         return True
 
 
-def drain(house: FakeHouse, model: str | None = None, **options: Any) -> Drain:
+def drain(service: FakeService, model: str | None = None, **options: Any) -> Drain:
     given = {"why": "it drains", "grace_s": 60.0, "notice_s": 0.0, **options}
-    return Drain(house, model, **given)
+    return Drain(service.tools, model, **given)
 
 
 def test_nothing_is_refused_before_every_front_knows() -> None:
     async def check() -> None:
-        house = FakeHouse()
-        one = drain(house)
+        service = FakeService()
+        one = drain(service)
         running = asyncio.create_task(one.run())
-        await asyncio.sleep(0.05)
-        assert (one.state, house.told) == ("announced", ["announce"])
-        house.fronts_know.set()
+        await until(lambda: bool(service.told))
+        assert (one.state, service.told) == ("announced", ["announce"])
+        service.fronts_know.set()
         await running
-        assert house.told == ["announce", "fronts know", "close None False: it drains"]
+        assert service.told == ["announce", "fronts know", "close None False: it drains"]
         assert (one.state, one.ended) == ("drained", 0)
 
     asyncio.run(check())
@@ -74,11 +84,11 @@ def test_nothing_is_refused_before_every_front_knows() -> None:
 
 def test_what_outlives_the_grace_is_ended_with_a_word() -> None:
     async def check() -> None:
-        house = FakeHouse(looks=10**9)
-        house.fronts_know.set()
-        one = drain(house, "m", grace_s=0.05)
+        service = FakeService(looks=10**9)
+        service.fronts_know.set()
+        one = drain(service, "m", grace_s=0.05)
         await one.run()
-        assert house.told[-1] == "cancel r0: it drains, and this request did not finish in time"
+        assert service.told[-1] == "cancel r0: it drains, and this request did not finish in time"
         assert (one.ended, one.grace_left_s) == (1, 0.0)
 
     asyncio.run(check())
@@ -86,9 +96,9 @@ def test_what_outlives_the_grace_is_ended_with_a_word() -> None:
 
 def test_a_hurry_ends_the_notice_and_the_grace() -> None:
     async def check() -> None:
-        house, hurry = FakeHouse(looks=10**9), asyncio.Event()
-        house.fronts_know.set()
-        one = drain(house, grace_s=1e6, notice_s=1e6, hurry=hurry)
+        service, hurry = FakeService(looks=10**9), asyncio.Event()
+        service.fronts_know.set()
+        one = drain(service, grace_s=1e6, notice_s=1e6, hurry=hurry)
         running = asyncio.create_task(one.run())
         await asyncio.sleep(0.05)
         assert one.state == "announced"
@@ -104,11 +114,11 @@ def test_a_clock_that_somebody_sets_changes_nothing_of_how_long_it_takes(
 ) -> None:
     clock = SimpleNamespace(time=lambda: 1e9, monotonic=lambda: 100.0)
     monkeypatch.setattr("appliance.core.drains.time", clock)
-    house = FakeHouse()
-    house.fronts_know.set()
-    one, other = drain(house), drain(house)
+    service = FakeService()
+    service.fronts_know.set()
+    one, other = drain(service), drain(service)
     clock.time, clock.monotonic = lambda: 5.0, lambda: 107.0
-    later = drain(house)
+    later = drain(service)
     later.replaces(one)
     for each in (one, later):
         assert (each.elapsed_s, each.started_at) == (7.0, 1e9)
@@ -117,30 +127,37 @@ def test_a_clock_that_somebody_sets_changes_nothing_of_how_long_it_takes(
     assert (other.state, other.elapsed_s, one.elapsed_s) == ("drained", 7.0, 10.0)
 
 
-def test_a_drain_in_the_place_of_another_does_not_begin_again() -> None:
+def test_a_drain_that_replaces_another_one_continues_it() -> None:
     async def check() -> None:
-        house = FakeHouse(looks=10**9)
-        house.fronts_know.set()
-        drains = Drains(house)
-        first = drain(house, "m", grace_s=1e6)
-        drains.begin(first)
-        await asyncio.sleep(0.05)
-        assert first.state == "draining"
-        second = drain(house, "m", grace_s=0.0, hold=True)
-        drains.begin(second)
-        await asyncio.sleep(0.1)
-        assert (second.state, second.started_at) == ("drained", first.started_at)
-        assert house.told[2:] == [
-            "close m False: it drains",
-            "close m True: it drains",
-            "cancel r0: it drains, and this request did not finish in time",
+        service = FakeService(looks=10**9)
+        service.fronts_know.set()
+        settings: Any = SimpleNamespace(drain_notice_s=0.0)
+        drains = Drains(service.tools, lambda: settings, lambda: ["m"])
+        first = drains.begin("m", grace_s=1e6, hold=False)
+        await until(lambda: first.state == "draining")
+        second = drains.begin("m", grace_s=0.0, hold=True)
+        await until(lambda: second.state == "drained")
+        assert second.started_at == first.started_at
+        why = "model 'm' is draining"
+        assert service.told[2:] == [
+            f"close m False: {why}",
+            f"close m True: {why}",
+            f"cancel r0: {why}, and this request did not finish in time",
         ]
         assert list(drains) == [second]
         with pytest.raises(DrainError, match="the service is not draining; model 'm' is"):
-            drains.end(None)
-        assert drains.end("m") is second
-        assert house.told[-1] == "open m"
+            drains.resume(None)
+        assert drains.resume("m") is second
+        assert service.told[-2:] == ["open m", "publish"]
         with pytest.raises(DrainError, match="model 'm' is not draining; nothing is"):
-            drains.end("m")
+            drains.resume("m")
+        with pytest.raises(DrainError, match="unknown model 'n'; available models: m"):
+            drains.begin("n", grace_s=0.0, hold=False)
 
     asyncio.run(check())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.01)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from appliance import logs
-from engine.logs import MAX_LINE_CHARS, MAX_QUEUED_LINES, LineFormatter, LineQueue
+from engine.logs import MAX_LINE_CHARS, MAX_QUEUED_LINES, LineQueue, UtcFormatter
 from tests.core.conftest import wait_until
 
 
@@ -32,7 +32,7 @@ def untouched() -> Iterator[None]:
 def pipe() -> Iterator[tuple[int, LineQueue]]:
     """The reading end of a pipe, and a log that writes into it."""
     reader, writer = os.pipe()
-    lines = LineQueue(LineFormatter("test"), writer)
+    lines = LineQueue(UtcFormatter("test"), writer)
     lines.writer.start()
     yield reader, lines
     lines.writer.stop()
@@ -96,7 +96,7 @@ def test_a_long_record_is_cut(pipe: tuple[int, LineQueue]) -> None:
 def test_a_reader_that_is_gone_costs_lines_and_nothing_else() -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    lines = LineQueue(LineFormatter("test"), writer)
+    lines = LineQueue(UtcFormatter("test"), writer)
     lines.writer.start()
     for _ in range(10):
         lines.handle(record("nobody reads this"))

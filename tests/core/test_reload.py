@@ -260,7 +260,7 @@ def test_a_front_that_hangs_while_it_leaves_is_killed_and_is_gone(make_service: 
     wait_until(lambda: [front.name for front in service.admin.status().fronts] == ["front-0"])
     (problem,) = service.admin.status().problems
     assert problem.where == "front-1"
-    assert "no sign of life" in problem.what and "while stopping" in problem.what
+    assert "sent nothing for" in problem.what and "while stopping" in problem.what
     for stream in streams:
         stream.close()
 

@@ -217,9 +217,9 @@ def test_what_is_held_keeps_its_order_and_is_no_part_of_what_a_drain_waits_for(
         service.ask(front)
     read_all(service)
     requests = service.requests
-    assert [request.request_id for request in requests.unfinished()] == ["r0"]
-    assert (requests.held(), requests.held("m"), requests.held("other")) == (3, 3, 0)
-    assert requests.stats().waiting == 3
+    assert [request.request_id for request in requests.state.unfinished()] == ["r0"]
+    assert (requests.state.held(), requests.state.held("m"), requests.state.held("other")) == (3, 3, 0)
+    assert requests.state.queue_stats().waiting == 3
     assert [turn.request_id for turn in answers(front)] == ["r0"]
     service.settle(front, "r2", 499)  # its client left
     read_all(service)
@@ -246,11 +246,11 @@ def test_what_is_held_is_bounded_in_number_and_time_and_refused_when_the_service
     assert refused == ["queue_full"] + ["queue_timeout"] * 6
     service.ask(front)
     read_all(service)
-    assert service.requests.held() == 1
+    assert service.requests.state.held() == 1
     service.requests.pause_admission("m", "the model is draining")
-    assert service.requests.held() == 1
+    assert service.requests.state.held() == 1
     service.requests.resume_admission(None)
-    assert service.requests.held() == 0
+    assert service.requests.state.held() == 0
     assert [answer.code for answer in answers(front) if isinstance(answer, Refused)][7:] == ["draining"]
     service.settle_everything()
     service.check_end()
@@ -266,11 +266,11 @@ def test_the_prompts_of_what_is_held_are_bounded_together(service: SimulatedServ
         service.ask(front)  # 8 tokens each
     read_all(service)
     assert [answer.code for answer in answers(front) if isinstance(answer, Refused)] == ["queue_full"]
-    assert (service.requests.held(), service.requests.stats().waiting_tokens) == (2, 16)
+    assert (service.requests.state.held(), service.requests.state.queue_stats().waiting_tokens) == (2, 16)
     service.requests.resume_admission("m")
     service.settle_everything()
     service.check_end()
-    assert service.requests.stats().waiting_tokens == 0
+    assert service.requests.state.queue_stats().waiting_tokens == 0
 
 
 def test_an_overload_drops_what_waits_of_the_background_a_part_at_a_look() -> None:
@@ -280,7 +280,7 @@ def test_an_overload_drops_what_waits_of_the_background_a_part_at_a_look() -> No
         service.ask(front)
         front.to_core[-1] = msgspec.structs.replace(front.to_core[-1], asked_class="P3")
     read_all(service)
-    service.requests._models["m"].shedder.step = DROP_BACKGROUND
+    service.requests.state.models["m"].shedder.step = DROP_BACKGROUND
     service.requests.expire()
     refused = [answer.code for answer in answers(front) if isinstance(answer, Refused)]
     assert refused == ["overloaded"] * MAX_DROPPED
@@ -299,9 +299,9 @@ def test_a_retired_replica_finishes_what_it_has_and_gets_nothing_more(service: S
     service.ask(front)
     read_all(service)
     assert [turn.replica for turn in answers(front)] == ["m-0", "m-1"]
-    assert service.requests.occupied(old.account)
+    assert service.requests.state.occupied(old.account)
     service.settle_everything()
-    assert not service.requests.occupied(old.account)
+    assert not service.requests.state.occupied(old.account)
     assert new.account.available_rows == old.account.available_rows == ROWS
 
 
@@ -316,7 +316,7 @@ def test_a_removed_model_refuses_what_waits_for_it_and_what_comes(service: Simul
     service.ask(front)
     read_all(service)
     assert [(answer.status, answer.code) for answer in answers(front)] == [(404, "model_not_found")] * 3
-    assert len(service.requests) == 0
+    assert len(service.requests.state.in_flight) == 0
 
 
 @pytest.mark.parametrize("order", ["settle first", "finished first"])

@@ -33,7 +33,7 @@ class Steady(Forecast):
 
 def looked_up(service: SimulatedService, forecast: Forecast) -> Remaining:
     """As `RequestManager.remaining`, by a look at every request."""
-    unfinished = list(service.requests.unfinished())
+    unfinished = list(service.requests.state.unfinished())
     queued = [request for request in unfinished if request.queued_at is not None]
     lengths = {request: request.expected_tokens / request.admit.rows for request in unfinished}
     tokens, running_s = 0.0, 0.0
@@ -100,7 +100,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @invariant()
     def what_is_left_is_what_a_look_at_every_request_finds(self) -> None:
         if hasattr(self, "service"):
-            outstanding = self.service.requests._models["m"].outstanding
+            outstanding = self.service.requests.state.models["m"].outstanding
             for forecast in (Forecast(), Steady()):
                 assert outstanding.remaining(forecast, self.service.now) == looked_up(self.service, forecast)
 
@@ -196,8 +196,8 @@ class LedgerMachine(RuleBasedStateMachine):
     def check_quota(self) -> None:
         """What is used by the rows is what the quota says, but for what came back with time."""
         service = self.service
-        (usage,) = service.requests.quotas.usage("tenant", "t")
-        assert [one.used for one in service.requests.usage("tenant", "t")] == [usage.used, 0]
+        (usage,) = service.requests.state.quotas.usage("tenant", "t")
+        assert [one.used for one in service.requests.state.usage("tenant", "t")] == [usage.used, 0]
         charged = sum(row.quota_tokens for row in service.rows.ended)
         assert charged <= BUCKET + service.now - 1000.0, "overstepped"
         if service.now == 1000.0:

@@ -32,7 +32,7 @@ def service() -> SimulatedService:
 
 
 def usage(service: SimulatedService, scope: str = "tenant", name: str = "t") -> LimitUsage:
-    (found,) = service.requests.quotas.usage(scope, name)
+    (found,) = service.requests.state.quotas.usage(scope, name)
     return found
 
 
@@ -266,7 +266,7 @@ def test_a_keys_requests_wait_for_each_other_over_all_models(service: SimulatedS
     ask_with(service, front, identity=identity, model="other")
     read_all(service)
     assert running(front) == ["r0"]
-    (usage,) = service.requests.usage("key", "k")
+    (usage,) = service.requests.state.usage("key", "k")
     assert (usage.limit, usage.used, usage.capacity) == ("concurrent_requests", 1, 1)
     service.settle(front, "r0", 499)
     read_all(service)
@@ -286,7 +286,7 @@ def test_rotating_a_key_gives_no_second_share(service: SimulatedService) -> None
         ask_with(service, front, identity=Identity(tenant="t", key_id=key_id))
     read_all(service)
     assert running(front) == ["r0"]
-    assert [one.used for one in service.requests.usage("key", "old")] == [2, 1]
+    assert [one.used for one in service.requests.state.usage("key", "old")] == [2, 1]
     service.settle_everything()
     assert [row.key_id for row in service.rows.ended] == ["old", "new"]
 
@@ -312,14 +312,14 @@ def test_what_a_key_has_in_the_house_when_it_is_rotated_counts_for_its_successor
     ask_with(service, front, identity=Identity(tenant="t", key_id="new"))
     read_all(service)
     assert running(front) == ["r0"]
-    assert [one.used for one in service.requests.usage("key", "new")] == [1]
+    assert [one.used for one in service.requests.state.usage("key", "new")] == [1]
     for number in range(2):
         service.settle(front, f"r{number}", 499)
         read_all(service)
         assert running(front)[-1] == f"r{number + 1}"
     service.settle_everything()
     service.check_end()
-    assert [one.used for one in service.requests.usage("key", "new")] == [0]
+    assert [one.used for one in service.requests.state.usage("key", "new")] == [0]
 
 
 def test_a_share_of_the_kv_blocks_is_held_by_the_most_that_requests_may_keep(
@@ -334,7 +334,7 @@ def test_a_share_of_the_kv_blocks_is_held_by_the_most_that_requests_may_keep(
         service.ask(front)
     read_all(service)
     assert running(front) == ["r0", "r1"]  # 8 + 5 + 64 tokens each, of a fifth of 1,024
-    (usage,) = service.requests.usage("tenant", "t")
+    (usage,) = service.requests.state.usage("tenant", "t")
     assert (usage.limit, usage.used, usage.capacity) == ("kv_share", 154, 204)
     service.settle_everything()
     assert len(service.rows.ended) == 4

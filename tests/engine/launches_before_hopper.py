@@ -1,6 +1,7 @@
-"""Prints, as JSON, how many kernels a build and a search of plans compile for Ampere and for Hopper, and how
-many of them overlap with the kernel in front; and which kernels of the build do not compile for Ampere, of
-which one of each name is tried. A process of its own, as `tests.engine.launches_of_serving`."""
+"""Prints, as JSON, how many kernels a build and a tuning search compile for Ampere and for Hopper, and how
+many of them use programmatic dependent launch. Also prints which kernels of the build do not compile for
+Ampere; of kernels with the same name, one is tried. Runs in a separate process, like
+`tests.engine.launches_of_serving`."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ def main() -> None:
     served = read_served(Path(sys.argv[1]), max_num_seqs=8, max_num_batched_tokens=64)
     found = {}
     for capability in (80, 90):
-        gpu = compiling.Gpu.of("any", capability)
+        gpu = compiling.GpuModel.of("any", capability)
         jobs = compiling.record(gpu.target, partial(launch_all, served, gpu, Table()))
         tuned = compiling.record(gpu.target, partial(tuning.launch_all, [served], [1, 16], Table(), gpu))
         found[capability] = counts(jobs)
@@ -33,7 +34,7 @@ def main() -> None:
     print(json.dumps(found))
 
 
-def counts(jobs: list[compiling.Job]) -> dict[str, int]:
+def counts(jobs: list[compiling.CompileJob]) -> dict[str, int]:
     overlapping = [job for job in jobs if json.loads(job.specialisation)["options"]["launch_pdl"]]
     return {"kernels": len(jobs), "overlapping": len(overlapping)}
 

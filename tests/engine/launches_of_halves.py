@@ -13,7 +13,7 @@ from engine.launch_enumeration import launch_all
 from kernels import compiling
 from kernels.triton.linear_table import Table
 
-GPU = compiling.Gpu.of("any", 90)
+GPU = compiling.GpuModel.of("any", 90)
 
 if __name__ == "__main__":
     folder, ranks = Path(sys.argv[1]), int(sys.argv[2])

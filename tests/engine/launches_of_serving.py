@@ -1,9 +1,10 @@
-"""Prints which kernels a replica on a GPU launches when it serves, though its warm-up has not launched them:
-one kernel a line. None may be left: what warm-up launches is what a build compiles and a start loads.
+"""Prints the kernels that a replica on a GPU launches while serving although its warm-up has not launched
+them, one per line. The list must be empty, because a build compiles, and a start loads, only the kernels that
+warm-up launches.
 
-A process of its own, since Triton decides once whether it interprets: `python -m
-tests.engine.launches_of_serving FOLDER FP8 KV_FP8 RANKS`. Triton notes what it would have compiled for the
-engine's own steps on meta tensors. Of several ranks, the first one serves.
+Runs in a separate process, because Triton decides once per process whether it interprets kernels: `python -m
+tests.engine.launches_of_serving FOLDER FP8 KV_FP8 RANKS`. The engine's own steps run on meta tensors, and
+Triton records what it would have compiled. With several ranks, only the first one serves.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from engine.families import read_config
 from engine.launch_enumeration import MetaReplica, launch_all
 from engine.messages import SamplingParams
 from engine.plan import Chunk, SlotSetup, StepPlan
-from engine.served_model import ServedModel
+from engine.replica_model import ReplicaModel
 from engine.sizing import gemm_sizes
 from engine.steps import StepExecutor
 from kernels import PAGE_TOKENS, compiling
 from kernels.triton.linear_table import load_table
 
-GPU = compiling.Gpu.of("NVIDIA H200", 90)
+GPU = compiling.GpuModel.of("NVIDIA H200", 90)
 ROWS, STEP_TOKENS, COLUMNS = 80, 700, 17
 
 
 def main() -> None:
-    served_model = ServedModel(
+    replica_model = ReplicaModel(
         config=read_config(Path(sys.argv[1])),
         dtype="bfloat16",
         fp8=sys.argv[2] == "1",
@@ -39,12 +40,12 @@ def main() -> None:
         max_num_batched_tokens=STEP_TOKENS,
     )
     table = load_table(GPU.name)
-    built = compiling.record(GPU.target, lambda: launch_all(served_model, GPU, table))
+    built = compiling.record(GPU.target, lambda: launch_all(replica_model, GPU, table))
     started: list[StepExecutor] = []
-    replica = MetaReplica(served_model, 0, GPU, table, max_model_len=COLUMNS * PAGE_TOKENS)
+    replica = MetaReplica(replica_model, 0, GPU, table, max_model_len=COLUMNS * PAGE_TOKENS)
     with torch.inference_mode():
         loaded = compiling.record(GPU.target, lambda: started.append(replica.launch_warm_up()))
-        # A replica pads to more sizes than are enumerated.
+        # A replica pads to more sizes than the build enumerates.
         started[0].tables._padding = Padding(gemm_sizes(STEP_TOKENS), gemm_sizes(ROWS))
         served = compiling.record(GPU.target, lambda: serve(started[0]))
     long = sum(".attention_prefill_hopper." in job.name for job in served)
@@ -53,7 +54,7 @@ def main() -> None:
     _print_others("NOT LOADED", served, loaded)
 
 
-def _print_others(words: str, jobs: list[compiling.Job], known: list[compiling.Job]) -> None:
+def _print_others(words: str, jobs: list[compiling.CompileJob], known: list[compiling.CompileJob]) -> None:
     there = {(job.name, job.specialisation) for job in known}
     for job in jobs:
         if (job.name, job.specialisation) not in there:
@@ -61,7 +62,7 @@ def _print_others(words: str, jobs: list[compiling.Job], known: list[compiling.J
 
 
 def serve(steps: StepExecutor) -> None:
-    """Run steps with many numbers of prompts and decodes and every way to sample."""
+    """Run steps with many numbers of prompts and decodes, and with every sampling variant."""
     every = (
         SamplingParams(max_tokens=9),
         SamplingParams(max_tokens=9, temperature=1.0),
@@ -77,7 +78,7 @@ def serve(steps: StepExecutor) -> None:
             for samples in ([], [decodes], [decodes, decodes + 1]):
                 prompt = Chunk(decodes, 0, [0] * chunk, samples)
                 steps.run(StepPlan(0, setups, [], [], rows[:decodes], [prompt]))
-        # The last chunk has set up the most rows.
+        # The last chunk has set up the most slots.
         for few in (1, 2, 3, 5, 7, 9, 17, 19, 22, 33, 42, 62):
             steps.run(StepPlan(0, [], [], [], rows[:few], []))
     for chunk in (1, 40, 64):

@@ -1,9 +1,9 @@
-"""Runs both searches of `python -m engine.tune` with a GPU that is made up: prints, as JSON, what they
-launched without having compiled it, and what they did to the table. A process of its own, as
+"""Runs both searches of `python -m engine.tune` on a simulated GPU. Prints, as JSON, the kernels that they
+launched without having compiled them, and their changes to the table. Runs in a separate process, like
 `tests.engine.launches_of_serving`.
 
-Layers run on meta tensors. The first search takes the library everywhere. In the descent, a layer takes 100
-µs, and 10 less with `tiles` of 128 rows of the weight of gate_up, for which the first table has no entry.
+Layers run on meta tensors. The first search chooses the library for every linear. In the descent, a layer
+takes 100 µs, or 90 µs if gate_up uses `tiles` of 128 weight rows, for which the first table has no entry.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from kernels import compiling
 from kernels.triton import linear_plans
 from kernels.triton.linear_table import PlanEntry, Product, Table, load_table, read_table
 
-GPU = compiling.Gpu.of("NVIDIA H200", 90)
+GPU = compiling.GpuModel.of("NVIDIA H200", 90)
 META = torch.device("meta")
 GATE_UP = Product(torch.bfloat16, 28672, 4096)
 ROWS = (1, 8)
 
 
 def table_before() -> Table:
-    """What ships, but gate_up goes by the rules."""
+    """The shipped table without entries for gate_up, which then follows the rules."""
     table = load_table(GPU.name)
     for rows in ROWS:
         rule = linear_plans.choose(rows, GATE_UP.n, GATE_UP.k, GATE_UP.dtype)
@@ -43,10 +43,10 @@ def table_before() -> Table:
 
 
 class Graphs:
-    """Runs what it is to capture, and notes how long that takes."""
+    """Runs the functions that it should capture, and records their simulated duration."""
 
     table: Table
-    """The plans by which layers go now."""
+    """The plans that the layers use now."""
 
     def capture(self, run: Callable[[], object], before: Callable[[], object]) -> float:
         before()
@@ -59,16 +59,16 @@ class Graphs:
         return [captured[index] for index in order]
 
 
-def run(*options: str) -> tuple[list[compiling.Job], set[tuple[str, str]], str]:
-    """Run the command: what it launched, what it had compiled, and what it printed."""
-    compiled: list[compiling.Job] = []
+def run(*options: str) -> tuple[list[compiling.CompileJob], set[tuple[str, str]], str]:
+    """Run the command. Returns what it launched, what it had compiled, and what it printed."""
+    compiled: list[compiling.CompileJob] = []
     use = chain.LayerChain.use
 
     def noted(self: Any, table: Table, *others: Any) -> None:
         Graphs.table = table
         use(self, table, *others)
 
-    def compile_launched(gpu: compiling.Gpu, launch: Callable[[], object]) -> None:
+    def compile_launched(gpu: compiling.GpuModel, launch: Callable[[], object]) -> None:
         compiled.extend(compiling.record(GPU.target, launch))
 
     def time_chain(run: Callable[[], object]) -> float:

@@ -1,4 +1,4 @@
-"""Ranks in processes of their own, without a core: rank 0 plans as in a replica, and the others follow."""
+"""Ranks in separate processes, without a core: rank 0 plans as in a replica, and the other ranks follow."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ Work = Callable[..., Any]
 def start_ranks(
     size: int, folder: Path, device: str, work: Work, *arguments: Any, overlap_from: int | None = None
 ) -> list[BaseProcess]:
-    """Start `work(member, *arguments)` on each rank. `results` returns what it returned."""
+    """Start `work(member, *arguments)` on each rank; `results` then returns the results of the ranks."""
     os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
     folder.mkdir(exist_ok=True)
     context = multiprocessing.get_context("spawn")

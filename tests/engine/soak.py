@@ -36,26 +36,27 @@ from engine.bench.start import FAILURES, closed_at_end, devices_text, leave
 from engine.generate import LocalEngine
 from engine.memory import resident_bytes
 from engine.messages import ReplicaSpec, SamplingParams, Submit
-from tests.engine.soak_books import Books
+from tests.engine.output_checker import OutputChecker
 from tests.engine.soak_known import Known
 from tests.engine.soak_traffic import Cancelled, Limits, Rhythm, draw_submit
 from tests.engine.tiny import TINY
 
 TINY_SIZES = {"max_num_seqs": 8, "max_num_batched_tokens": 96, "kv_blocks": 16, "max_model_len": 400}
 SIZES = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "kv_blocks": 900, "max_model_len": 6000}
-"""Pools that are smaller than the sequences need."""
+"""KV pools that are smaller than the sequences need, so that sequences are preempted."""
 FILL_SIZES = {"max_num_seqs": 1024, "max_num_batched_tokens": 8192, "kv_blocks": None, "max_model_len": 4096}
 """A pool sized from the available memory."""
 
 GROWTH = {"objects": 200, "host_bytes": 32 << 20, "device_bytes": 1 << 20, "device_used_bytes": 512 << 20}
-"""Limits of growth from the second to the last quarter of a run, by medians: Python objects; bytes of the
-process (libraries keep code for each new shape: 150 MiB in the first minutes, then less and less); bytes of
-tensors on the device; and all used device memory (torch keeps what it once had)."""
+"""Limits of growth from the second to the last quarter of a run, by medians. In order: Python objects; bytes
+of the process (libraries keep code for each new shape: 150 MiB in the first minutes, then less and less);
+bytes of tensors on the device; and all used device memory (torch's allocator keeps memory that it has used).
+"""
 HOST_FROM_S = 600
 """Seconds after which the bytes of the process are checked."""
 
 STALLED_S = 300
-"""A round that takes longer counts as a hang, and the test prints where it is."""
+"""A round that takes longer counts as a hang, and the test prints the stack of each thread."""
 
 
 @dataclass(slots=True)
@@ -80,7 +81,7 @@ class Soak:
     draw: random.Random
     near_tie: float
     limits: Limits = field(init=False)
-    books: Books = field(init=False)
+    checker: OutputChecker = field(init=False)
     known: Known = field(init=False)
     rhythm: Rhythm = field(init=False)
     cancelled: Cancelled = field(default_factory=Cancelled)
@@ -97,7 +98,7 @@ class Soak:
     def __post_init__(self) -> None:
         self.limits = Limits.of(self.engine.info)
         self.credit_tokens = self.engine.core.gauges().credit_tokens
-        self.books = Books(self.limits.max_model_len, self.limits.vocab, self.limits.poison)
+        self.checker = OutputChecker(self.limits.max_model_len, self.limits.vocab, self.limits.poison)
         self.rhythm = Rhythm(self.draw, self.limits.rows)
         self.known = Known(self.engine, self.limits, self.draw, self.near_tie)
         gauges = self.engine.core.gauges()
@@ -129,7 +130,7 @@ class Soak:
         faulthandler.cancel_dump_traceback_later()
 
     def _arrive(self) -> None:
-        if len(self.books.open) > 12 * self.limits.rows:
+        if len(self.checker.open) > 12 * self.limits.rows:
             return
         if self.draw.random() < 0.15:
             self._submit("known", self.known.submit(self._handle()), "")
@@ -145,14 +146,14 @@ class Soak:
     def _submit(self, origin: str, submit: Submit, wrong: str) -> None:
         rows, tokens = self.credits_spent
         self.credits_spent = (rows + max(submit.n, 0), tokens + submit.credit_tokens)
-        self.books.submitted(origin, submit, wrong)
+        self.checker.submitted(origin, submit, wrong)
         self.engine.scheduler.add(origin, submit)
 
     def _cancel(self) -> None:
         """Sometimes cancel a sample, a request or everything from a front."""
         if self.draw.random() > 0.06:
             return
-        core, open_ = self.engine.core, self.books.open
+        core, open_ = self.engine.core, self.checker.open
         asked = [handle for handle, entry in open_.items() if entry.origin != "known" and not entry.deaf]
         if not asked:
             return
@@ -163,26 +164,26 @@ class Soak:
             for each in asked:
                 if open_[each].origin == entry.origin:
                     self.cancelled.note(core, entry.origin, each, None)
-            self.books.front_gone(entry.origin)
+            self.checker.front_disconnected(entry.origin)
             core.scheduler.cancel_origin(entry.origin)
             self.fronts[self.fronts.index(int(entry.origin.rpartition("-")[2]))] = max(self.fronts) + 1
-            self.counts["fronts gone"] += 1
+            self.counts["fronts disconnected"] += 1
             return
         sample = self.draw.choice(list(entry.samples)) if how < 0.4 else None
         self.cancelled.note(core, entry.origin, handle, sample)
-        self.books.cancelled(handle, sample)
+        self.checker.cancelled(handle, sample)
         if sample is None and how > 0.9:
             core.scheduler.cancel_request(entry.submit.request_id)
         else:
             core.scheduler.cancel(entry.origin, handle, sample)
 
     def _step(self) -> None:
-        self.books.take(self.engine.core.step())
+        self.checker.take(self.engine.core.step())
         self.counts["steps"] += 1
-        for entry in self.books.done:
+        for entry in self.checker.done:
             if entry.origin == "known":
                 self.known.check(entry)
-        self.books.done.clear()
+        self.checker.done.clear()
         if self.counts["steps"] % 64 == 0:
             self.engine.scheduler.check()
         pool = self.engine.scheduler.pool
@@ -208,12 +209,13 @@ class Soak:
         scheduler, gauges = self.engine.scheduler, self.engine.core.gauges()
         self.engine.scheduler.check()
         scheduler.pool.check([])
-        assert not self.books.open, f"never ended: {list(self.books.open.values())[:3]}"
+        assert not self.checker.open, f"never ended: {list(self.checker.open.values())[:3]}"
         assert gauges.running == gauges.waiting == gauges.blocks_used == 0, gauges
         assert scheduler.pool.available == scheduler.pool.total
         credits = (gauges.credit_seqs - self.limits.rows, gauges.credit_tokens - self.credit_tokens)
         assert credits == self.credits_spent, f"credits {credits} came back for {self.credits_spent}"
-        if scheduler.pool.total > self.limits.rows + scheduler.watermark:  # else some rows were not filled
+        # otherwise some slots were not filled
+        if scheduler.pool.total > self.limits.rows + scheduler.watermark:
             assert self.engine.runner.steps.tables.sampling.counts is None, (
                 "penalty counts outlived their requests"
             )
@@ -241,17 +243,20 @@ class Soak:
         judged = [name for name in GROWTH if name != "host_bytes" or self.calms[-1].seconds > HOST_FROM_S]
         growth = self.growth()
         over = {name: growth[name] for name in judged if growth[name] > GROWTH[name]}
-        assert not over, f"held more in the last quarter of the run than in the second: {over}"
+        assert not over, f"memory use grew from the second to the last quarter of the run: {over}"
 
     def summary(self) -> dict[str, Any]:
         gauges = self.engine.core.gauges()
         return {
             "seconds": round(time.monotonic() - self.began, 1),
-            **{name: self.counts[name] for name in ("rounds", "steps", "fronts gone", "most blocks used")},
+            **{
+                name: self.counts[name]
+                for name in ("rounds", "steps", "fronts disconnected", "most blocks used")
+            },
             "preemptions": gauges.preemptions,
             "cached_tokens": gauges.cached_tokens,
             "cancelled": dict(self.cancelled.where),
-            "ended": dict(self.books.counts),
+            "ended": dict(self.checker.counts),
             "known": {**self.known.counts, "largest_error_nats": round(self.known.largest_error, 7)},
         }
 
@@ -292,7 +297,7 @@ def build(arguments: argparse.Namespace, folder: Path) -> LocalEngine:
     }
     defaults: dict[str, Any] = TINY_SIZES if tiny else FILL_SIZES if arguments.fill else SIZES
     if tiny and arguments.fill:
-        defaults = TINY_SIZES | {"kv_blocks": 20}  # so that all rows have room at once
+        defaults = TINY_SIZES | {"kv_blocks": 20}  # so that all slots fit at once
     sizes = {**defaults, **given}
     fields: dict[str, Any] = {
         "replica": "soak-0",
@@ -312,16 +317,16 @@ def main(given: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="engine-soak-") as folder:
         try:
             with closed_at_end(build(arguments, Path(folder))) as engine:
-                info, figures = _run(engine, arguments)
+                info, stats = _run(engine, arguments)
         except FAILURES as error:
             print(error, file=sys.stderr)
             return 1
-    report = {"command": " ".join(sys.argv[1:]), "torch": str(torch.__version__), "info": info, **figures}
+    report = {"command": " ".join(sys.argv[1:]), "torch": str(torch.__version__), "info": info, **stats}
     print(json.dumps({name: value for name, value in report.items() if name != "memory"}))
     if arguments.json is not None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-    return 0 if figures["wrong"] is None else 1
+    return 0 if stats["wrong"] is None else 1
 
 
 def _run(engine: LocalEngine, arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -377,18 +382,22 @@ def _arguments(given: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--minutes", type=float, default=30)
-    parser.add_argument("--rounds", type=int, help="so many storms, instead of a time")
+    parser.add_argument("--rounds", type=int, help="number of rounds, instead of a duration")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--shape", default="tiny", choices=["tiny", *sorted(SHAPES)])
     parser.add_argument(
-        "--near-tie", type=float, help="nats; 1e-4, or 0.15 in 16 bits and 0.5 in 8 (largest error: reported)"
+        "--near-tie",
+        type=float,
+        help="maximum difference of log probabilities in nats at which tokens may "
+        "differ (default: 1e-4, or 0.15 in 16 bits and 0.5 in 8 bits); the "
+        "largest difference is reported",
     )
     for name in ("max-num-seqs", "max-num-batched-tokens", "kv-blocks", "max-model-len"):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--spec", action="append", default=[], metavar="FIELD=VALUE", help="of ReplicaSpec")
     parser.add_argument("--fill", action="store_true", help="fill every block once, and report the memory")
-    parser.add_argument("--json", type=Path, help="figures into this file")
+    parser.add_argument("--json", type=Path, help="write the statistics to this file")
     arguments = parser.parse_args(given)
     if arguments.near_tie is None:
         eight_bits = any("fp8" in option for option in arguments.spec)

@@ -1,8 +1,9 @@
 """One wave of long sequences that takes every block of the pool, in all slots, with every kind of sampling.
 
 Every slot has a prompt; together these nearly fill the pool. Then all sequences decode until no block is left
-and sequences are preempted, and for a while longer; the rest is cancelled. This shows that the pool can be
-used to its last block without running out of memory, and how well `engine.sizing` predicted the memory use.
+and sequences are preempted, and for some more steps; the remaining sequences are cancelled. This shows that
+the pool can be used to its last block without running out of memory, and how well `engine.sizing` predicted
+the memory use.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from engine.generate import LocalEngine
 from engine.memory import resident_bytes
 from engine.messages import BLOCK_TOKENS, SamplingParams, Submit
-from tests.engine.soak_books import Books
+from tests.engine.output_checker import OutputChecker
 
 _STEPS_WHEN_FULL = 200
 _SAMPLING: list[dict[str, Any]] = [
@@ -30,16 +31,16 @@ _SAMPLING: list[dict[str, Any]] = [
 def fill(engine: LocalEngine, seed: int = 0) -> dict[str, Any]:
     """The statistics of filling the pool once, in bytes. `wrong` describes a failure, or is None."""
     info, draw = engine.info, random.Random(seed)
-    books = Books(info.max_model_len, info.vocab_size, None)
+    checker = OutputChecker(info.max_model_len, info.vocab_size, None)
     before = _used_bytes(engine)
     for submit in _submits(engine, draw):
-        books.submitted("fill", submit, "")
+        checker.submitted("fill", submit, "")
         engine.scheduler.add("fill", submit)
     began = time.monotonic()
     most_blocks = most_bytes = most_running = full_steps = 0
     while engine.core.has_work:
-        books.take(engine.core.step())
-        books.done.clear()
+        checker.take(engine.core.step())
+        checker.done.clear()
         gauges = engine.core.gauges()
         most_running = max(most_running, gauges.running)
         full_steps += most_blocks == info.kv_blocks
@@ -47,19 +48,19 @@ def fill(engine: LocalEngine, seed: int = 0) -> dict[str, Any]:
             most_blocks = max(most_blocks, gauges.blocks_used)
             most_bytes = max(most_bytes, _used_bytes(engine))
         if full_steps == _STEPS_WHEN_FULL:
-            for handle in list(books.open):
-                books.cancelled(handle, None)
+            for handle in list(checker.open):
+                checker.cancelled(handle, None)
                 engine.scheduler.cancel("fill", handle)
     engine.scheduler.check()
     wrong = None
     if most_blocks != info.kv_blocks:
         wrong = f"{most_blocks} of {info.kv_blocks} blocks were in use at most"
     elif most_running < 0.9 * info.max_num_seqs:
-        wrong = f"{most_running} of {info.max_num_seqs} rows ran at once at most"
+        wrong = f"{most_running} of {info.max_num_seqs} slots were in use at most"
     elif not gauges.preemptions:
-        wrong = "nobody was preempted: the pool did not run out"
-    elif books.open:
-        wrong = f"{len(books.open)} sequences never ended"
+        wrong = "no sequence was preempted: the pool did not run out of blocks"
+    elif checker.open:
+        wrong = f"{len(checker.open)} sequences never ended"
     return {
         "wrong": wrong,
         "seconds": round(time.monotonic() - began, 1),
@@ -69,7 +70,7 @@ def fill(engine: LocalEngine, seed: int = 0) -> dict[str, Any]:
         "blocks": info.kv_blocks,
         "most_blocks": most_blocks,
         "preemptions": gauges.preemptions,
-        "ended": dict(books.counts),
+        "ended": dict(checker.counts),
         **_memory(engine, before, most_bytes),
     }
 
@@ -87,7 +88,7 @@ def _submits(engine: LocalEngine, draw: random.Random) -> list[Submit]:
     most = steps + 4 * BLOCK_TOKENS
     if length < 1 or length + most > info.max_model_len:
         raise ValueError(
-            f"to fill {info.kv_blocks} blocks, each of {rows} rows needs {length} prompt tokens and {most} "
+            f"to fill {info.kv_blocks} blocks, each of {rows} slots needs {length} prompt tokens and {most} "
             f"more; max_model_len is {info.max_model_len}: change max_num_seqs, kv_blocks or max_model_len"
         )
     submits = []
@@ -105,7 +106,7 @@ def _memory(engine: LocalEngine, before: int, most: int) -> dict[str, Any]:
     """Return the predicted memory, the memory after the start and the maximum; on a GPU also the parts of
     weights and KV cache."""
     info = engine.info
-    figures: dict[str, Any] = {
+    stats: dict[str, Any] = {
         "weight_bytes": info.weight_bytes,
         "kv_bytes": info.kv_bytes,
         "predicted_bytes": info.predicted_bytes,
@@ -116,11 +117,11 @@ def _memory(engine: LocalEngine, before: int, most: int) -> dict[str, Any]:
     }
     if engine.runner.device.type == "cuda":
         _, total = torch.cuda.mem_get_info()
-        figures["device_bytes"] = total
-        figures["weights_and_kv_share"] = round((info.weight_bytes + info.kv_bytes) / total, 4)
-        figures["most_tensor_bytes"] = torch.cuda.max_memory_allocated()
-        figures["most_over_predicted"] = round(most / info.predicted_bytes, 4)
-    return figures
+        stats["device_bytes"] = total
+        stats["weights_and_kv_share"] = round((info.weight_bytes + info.kv_bytes) / total, 4)
+        stats["most_tensor_bytes"] = torch.cuda.max_memory_allocated()
+        stats["most_over_predicted"] = round(most / info.predicted_bytes, 4)
+    return stats
 
 
 def _used_bytes(engine: LocalEngine) -> int:

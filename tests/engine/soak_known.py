@@ -1,8 +1,8 @@
 """Requests with known outputs: each runs alone in an empty engine first, and then repeatedly in traffic.
 
-Sums of other shapes differ in their last bits, so an output may diverge from its reference at a near-tie: the
-generated token must be the one that `kernels.sampling` chooses for log probabilities within `Known.near_tie`
-of the reference's. After a divergence the outputs are no longer compared.
+Sums of tensors of other shapes differ in their last bits, so an output may diverge from its reference at a
+near-tie: the generated token must be the one that `kernels.sampling` chooses for log probabilities within
+`Known.near_tie` of the reference's. After a divergence the outputs are no longer compared.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch
 from engine.generate import LocalEngine
 from engine.messages import SamplingParams, Submit, TokenLogprob
 from kernels import sampling as reference
-from tests.engine.soak_books import Entry
+from tests.engine.output_checker import Entry
 from tests.engine.soak_traffic import Limits
 
 _KINDS = 24
 _TRIES = 60
-"""Number of random disturbances that are tried before a different token counts as wrong."""
+"""Number of random perturbations that are tried before a different token counts as wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class Answer:
 
 class Known:
     """A few requests of every kind, with their reference outputs. near_tie: nats by which log probabilities
-    may differ between runs. listed: number of alternatives in the references; all tokens, or enough to
-    include the sampled one."""
+    may differ between runs. listed: number of alternatives in the references; all tokens, or enough of them
+    to include the sampled one."""
 
     def __init__(self, engine: LocalEngine, limits: Limits, draw: random.Random, near_tie: float) -> None:
         self._vocab, self._near_tie, self._draw = limits.vocab, near_tie, draw
@@ -90,12 +90,14 @@ class Known:
             if told.logprobs and token in listing:
                 error = abs(told.logprobs[place].logprob - listing[token])
                 self.largest_error = max(self.largest_error, error)
-                assert error < self._near_tie, f"{submit.request_id}, token {place}: off by {error} nats"
+                assert error < self._near_tie, (
+                    f"{submit.request_id}, token {place}: log probability differs by {error} nats"
+                )
             if token != expected:
                 self.counts["parted"] += 1
                 assert self._close(submit, reference, place, token), (
                     f"{submit.request_id} (reference {submit.index}), token {place} is {token}, not "
-                    f"{expected}, and the choice was not close: {submit.sampling}"
+                    f"{expected}, and the two were not near a tie: {submit.sampling}"
                 )
                 return
             self.counts["tokens"] += 1
@@ -155,8 +157,8 @@ def _choose(ids: torch.Tensor, logprobs: torch.Tensor, submit: Submit, history: 
 
 def _ask(draw: random.Random, limits: Limits, kind: int) -> tuple[list[int], SamplingParams]:
     """Return a prompt and sampling parameters: greedy, plain and filtered, in turn. If references list only
-    some tokens, the choice must be among those, so filtering uses a small top-k and nothing that promotes
-    unlisted tokens."""
+    some of the tokens, the sampled token must be one of them. Therefore filtering then uses a small top-k and
+    nothing that promotes unlisted tokens."""
     length = draw.choice([1, 40, 64, 65, 130, limits.longest_prompt])
     prompt = [draw.randrange(3, limits.poison) for _ in range(min(length, limits.longest_prompt))]
     most = draw.choice([10, 30, 64, 80])

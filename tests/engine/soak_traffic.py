@@ -27,8 +27,8 @@ class Limits:
 
     @property
     def poison(self) -> int:
-        """The last token of the vocabulary's first part, which rank 0 holds. Prompts contain only smaller
-        tokens, so it occurs in none by chance."""
+        """The last token of the first part of the vocabulary, which rank 0 holds. Prompts contain only
+        smaller token ids, so no prompt contains it by chance."""
         return self.vocab // self.ranks - 1
 
     @classmethod
@@ -105,7 +105,7 @@ def _sampling(draw: random.Random, limits: Limits) -> SamplingParams:
     if draw.random() < 0.15:
         bias = {draw.randrange(few): draw.choice([FORBIDDEN, -5.0, 2.0]) for _ in range(draw.choice([1, 8]))}
     if stops and draw.random() < 0.2:
-        bias = {stops[0]: 50.0}  # the end comes as soon as min_tokens allows it
+        bias = {stops[0]: 50.0}  # the sequence ends as soon as min_tokens allows it
     words: tuple[tuple[int, ...], ...] = ()
     if draw.random() < 0.15:
         words = tuple(
@@ -122,7 +122,7 @@ def _sampling(draw: random.Random, limits: Limits) -> SamplingParams:
         frequency_penalty=draw.choice([0.0, 0.3]) if penalised else 0.0,
         repetition_penalty=draw.choice([1.0, 1.2]) if penalised else 1.0,
         logit_bias=bias,
-        # Token ids 0 to 63, of which bias and bad words leave some.
+        # The token ids 0 to 63; bias and bad words leave some of them.
         allowed_tokens=b"\xff" * 8 if draw.random() < 0.1 else b"",
         bad_words=words,
         seed=draw.randrange(1 << 40),

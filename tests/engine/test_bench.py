@@ -38,7 +38,7 @@ H200 = CEILINGS["NVIDIA H200"]
         ("b1_decode", 290, 542),
         ("b64_decode", 8_620, 16_600),
         ("n1024", 12_170, 22_900),
-        # 13.96 GFLOP per token at 700 and 1,320 TFLOP/s, and 1.07 of attention at 700 in both cases.
+        # 13.96 GFLOP per token at 700 and 1,320 TFLOP/s, and 1.07 GFLOP of attention at 700 in both cases.
         ("prefill", 46_600, 82_600),
         ("ttft8k", 192, 112),
     ],
@@ -111,7 +111,7 @@ def test_the_limits_of_the_70b_shape_on_four_gpus_are_close_to_hand_computed_val
 
 
 @pytest.mark.parametrize("weights", ["bfloat16", "fp8"])
-def test_the_least_times_of_steps_agree_with_the_limits(tmp_path: Path, weights: str) -> None:
+def test_the_lower_bounds_of_step_times_agree_with_the_limits(tmp_path: Path, weights: str) -> None:
     config = read_config(write_config("llama-3.1-70b", tmp_path))
     least = least_times(config, "cuda:0 NVIDIA H200", weights, 4)
     one = limit(config, EngineWorkload(1, 1, 1000, "output_tok_s"), H200, weights, weights, 4)
@@ -129,14 +129,14 @@ def test_ranks_that_share_a_kv_head_each_read_its_whole_cache(tmp_path: Path) ->
     assert sixteen < 1.5 * eight
 
 
-def measured(figure: float, idle: float) -> WorkloadResult:
+def measured(value: float, idle: float) -> WorkloadResult:
     return WorkloadResult(
-        figure, 1.0, None, StepStats(255, figure, 1.0, idle), StepStats(1, 7.0, 0.0, idle / 2)
+        value, 1.0, None, StepStats(255, value, 1.0, idle), StepStats(1, 7.0, 0.0, idle / 2)
     )
 
 
 @pytest.mark.parametrize(
-    ("name", "figures", "median_figure"),
+    ("name", "values", "median_value"),
     [
         ("b8_decode", [1834.8, 1700.0, 1850.0], 1834.8),
         ("b8_decode", [1834.8, 1700.0], 1700.0),
@@ -146,20 +146,20 @@ def measured(figure: float, idle: float) -> WorkloadResult:
     ],
 )
 def test_the_table_shows_the_steps_of_the_median_run(
-    name: str, figures: list[float], median_figure: float
+    name: str, values: list[float], median_value: float
 ) -> None:
     workload = WORKLOADS[name]
-    idle = {figure: place / 100 for place, figure in enumerate(figures)}
-    runs = [measured(figure, idle[figure]) for figure in figures]
-    assert median_run(workload, runs).result == median_figure
+    idle = {value: place / 100 for place, value in enumerate(values)}
+    runs = [measured(value, idle[value]) for value in values]
+    assert median_run(workload, runs).result == median_value
     text = line(name, workload, runs, 200.0)
     assert len(text) == len(HEADING)
     said = text.split()
     decode, mixed = said[-8:-4], said[-4:]
     most = max(idle.values())
-    assert said[1] == f"{median_figure:,.1f}"
-    assert decode == ["255", f"{median_figure:.2f}", f"{idle[median_figure]:.1%}", f"{most:.1%}"]
-    assert mixed == ["1", "7.00", f"{idle[median_figure] / 2:.1%}", f"{most / 2:.1%}"]
+    assert said[1] == f"{median_value:,.1f}"
+    assert decode == ["255", f"{median_value:.2f}", f"{idle[median_value]:.1%}", f"{most:.1%}"]
+    assert mixed == ["1", "7.00", f"{idle[median_value] / 2:.1%}", f"{most / 2:.1%}"]
 
 
 def test_several_ranks_show_what_a_step_spends_on_plans() -> None:
@@ -276,7 +276,7 @@ def test_a_workload_that_does_not_fit_is_reported_with_its_length(
     )
 
 
-def test_of_several_workloads_the_longest_is_reported_as_not_fitting(refused: Callable[..., str]) -> None:
+def test_the_longest_of_several_workloads_is_reported_if_it_does_not_fit(refused: Callable[..., str]) -> None:
     assert "but long has sequences of 8320 (8192 in, 128 out)" in refused("engine.bench")
 
 

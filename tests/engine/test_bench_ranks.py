@@ -68,7 +68,7 @@ def children(pid: int) -> list[int]:
 
 
 def running(pid: int) -> bool:
-    """Return whether a process runs; one that has exited and is not reaped yet does not."""
+    """Return whether a process runs. A process that has exited but was not reaped yet does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -141,8 +141,8 @@ def test_random_traffic_over_two_ranks_leaves_nothing_behind(start: Start, tmp_p
     soak = ["-m", "tests.engine.soak", "--rounds", "1", "--seed", "3", "--spec", "tensor_parallel_size=2"]
     code, printed, errors = finish(start(*soak, "--json", str(report)))
     assert code == 0, printed + errors
-    figures = json.loads(report.read_text())
-    assert figures["wrong"] is None and figures["known"]["tokens"] > 0
+    results = json.loads(report.read_text())
+    assert results["wrong"] is None and results["known"]["tokens"] > 0
 
 
 LOSE = """

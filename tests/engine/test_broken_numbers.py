@@ -43,7 +43,8 @@ def engine(tmp_path: Path) -> LocalEngine:
 
 def test_a_non_finite_sequence_ends_with_an_error_and_no_other_is_affected(engine: LocalEngine) -> None:
     expected = [engine.generate([prompt], GREEDY)[0][0].token_ids for prompt in PROMPTS]
-    # Late in the second block, because the next owner reads past its own end there before it writes.
+    # The non-finite value is late in the second block, because the next owner of the block reads past its own
+    # end there before it writes.
     poisoned = [*PROMPTS[0], *PROMPTS[3][:50], POISON, 4]
     for _ in range(5):
         answers = engine.generate([PROMPTS[1], poisoned, PROMPTS[2]], GREEDY)

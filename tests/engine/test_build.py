@@ -1,4 +1,5 @@
-"""A build compiles every kernel that serving launches: shown without a GPU, by what Triton would compile."""
+"""Tests that a build compiles every kernel that serving launches. No GPU is needed: Triton records what it
+would compile."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from engine.build import read_served
 from engine.config import CheckpointError, ModelConfig, UnsupportedError
 from engine.families import read_config
 from engine.kernel_build import KernelBuild, check_kernels
-from engine.served_model import ServedModel
+from engine.replica_model import ReplicaModel
 from kernels import compiling
 from tests.kernels.test_compiling import compiled
 
@@ -69,12 +70,12 @@ def test_warm_up_launches_and_a_build_compiles_every_kernel_that_serving_launche
     assert "NOT LOADED" not in done.stdout
     built, loaded, served, long = (int(word) for word in done.stdout.split() if word.isdecimal())
     assert built >= loaded >= served > 30
-    assert long == (FAMILIES[family].get("head_dim") == 128)  # the kernel that only a Hopper GPU has
+    assert long == (FAMILIES[family].get("head_dim") == 128)  # the kernel that exists only for Hopper GPUs
 
 
 def test_the_collectives_of_every_rank_are_enumerated(tmp_path: Path) -> None:
-    """Their kernels differ between ranks: sums with and without a norm, gathers of two sizes, and the choice
-    of a token; with passes in halves also a barrier, and a sum that is equal on all ranks."""
+    """The kernels differ between ranks: sums with and without a norm, gathers of two sizes, and the choice of
+    a token. Passes in halves also launch a barrier, and a sum that is the same kernel on all ranks."""
     folder = folder_of(tmp_path, "llama")
     whole, halves = (
         [int(count) for count in compiled("tests.engine.launches_of_halves", folder, 2, kind).stdout.split()]
@@ -85,7 +86,7 @@ def test_the_collectives_of_every_rank_are_enumerated(tmp_path: Path) -> None:
 
 
 def test_kernels_are_built_and_tuned_without_dependent_launch_before_hopper(tmp_path: Path) -> None:
-    """Older instruction sets do not have it: nothing would compile."""
+    """Older instruction sets do not support dependent launch, so kernels that use it would not compile."""
     done = compiled("tests.engine.launches_before_hopper", folder_of(tmp_path, "llama"))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -99,7 +100,7 @@ def test_a_checkpoint_that_kernels_cannot_serve_is_named_with_its_field(tmp_path
     with pytest.raises(CheckpointError, match=r"config.json: hidden_size is 'x'; an integer of at least 1"):
         read_served(folder_of(tmp_path, "llama", hidden_size="x"))
     with pytest.raises(
-        UnsupportedError, match=r"config.json: dtype is float32; GPU kernels serve bfloat16, fl.*"
+        UnsupportedError, match=r"config.json: dtype is float32; GPU kernels support bfloat16, fl.*"
     ):
         read_served(folder_of(tmp_path, "llama", torch_dtype="float32"))
     with pytest.raises(
@@ -110,20 +111,20 @@ def test_a_checkpoint_that_kernels_cannot_serve_is_named_with_its_field(tmp_path
         read_served(tmp_path / "nothing")
 
 
-ELSEWHERE = "on the CPU, or in float32, which a GPU computes without these kernels$"
+ELSEWHERE = "on the CPU, or in float32, for which a GPU does not use these kernels$"
 SERVE = f": serve this model {ELSEWHERE}"
 SERVE_UNQUANTISED = f": serve this model with weights that are not FP8, {ELSEWHERE}"
 
 GPU = torch.device("cuda")
 
 
-def served_model(config: ModelConfig, **served: Any) -> ServedModel:
+def replica_model(config: ModelConfig, **served: Any) -> ReplicaModel:
     sizes = {"max_num_seqs": 64, "max_num_batched_tokens": 2048}
-    return ServedModel(**{"config": config, "dtype": "bfloat16", **sizes, **served})
+    return ReplicaModel(**{"config": config, "dtype": "bfloat16", **sizes, **served})
 
 
 UNSERVED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"head_dim": 96}, {}, f"head_dim is 96; a GPU's kernels serve 16, 32, 64, 128, 256{SERVE}"),
+    ({"head_dim": 96}, {}, f"head_dim is 96; the GPU kernels support 16, 32, 64, 128, 256{SERVE}"),
     ({"head_dim": 8}, {"fp8": True}, f"head_dim is 8; .*256{SERVE}"),
     ({"head_dim": 512}, {}, "head_dim is 512;"),
     (
@@ -131,7 +132,7 @@ UNSERVED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {},
         f"num_attention_heads is 256 and num_key_value_heads 1; .* at most 128 .*, not 256{SERVE}",
     ),
-    ({"hidden_size": 65600, "head_dim": 64}, {}, f"hidden_size is 65600; .* serve at most 65536{SERVE}"),
+    ({"hidden_size": 65600, "head_dim": 64}, {}, f"hidden_size is 65600; .* support at most 65536{SERVE}"),
     (
         {"hidden_size": 200, "head_dim": 64},
         {"fp8": True},
@@ -157,7 +158,7 @@ def test_a_model_that_no_kernel_serves_is_refused_before_anything_is_compiled_or
     folder = folder_of(tmp_path, "llama", **changes)
     with pytest.raises(UnsupportedError, match=f"config.json: {words}"):
         read_served(folder, **served)
-    model = served_model(read_config(folder), **served)
+    model = replica_model(read_config(folder), **served)
     with pytest.raises(UnsupportedError, match=f"^{words}.*"):
         check_kernels(model, GPU)
     check_kernels(replace(model, dtype="float32"), GPU)
@@ -204,8 +205,8 @@ def test_a_gpu_that_cannot_run_a_models_kernels_is_named_before_anything_is_comp
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = folder_of(tmp_path, "llama", head_dim=held.pop("head_dim", 64))
-    served = served_model(read_config(folder), **held)
-    monkeypatch.setattr(compiling, "current_gpu", lambda device: compiling.Gpu.of(*gpu))
+    served = replica_model(read_config(folder), **held)
+    monkeypatch.setattr(compiling, "current_gpu", lambda device: compiling.GpuModel.of(*gpu))
     with pytest.raises(UnsupportedError, match=f"^{words}") if words else nullcontext():
         check_kernels(served, GPU)
     check_kernels(replace(served, dtype="float32"), GPU)
@@ -213,7 +214,7 @@ def test_a_gpu_that_cannot_run_a_models_kernels_is_named_before_anything_is_comp
         return
     options = [*["--fp8"] * served.fp8, *["--kv-fp8"] * served.kv_fp8]
     monkeypatch.setattr(sys, "argv", ["engine.build", "--config", str(folder), *options])
-    monkeypatch.setattr(compiling, "this_gpu", lambda: compiling.Gpu.of(*gpu))
+    monkeypatch.setattr(compiling, "this_gpu", lambda: compiling.GpuModel.of(*gpu))
     assert build.main() == 1
     assert re.search(f"^{words}", capsys.readouterr().err.strip())
 
@@ -233,14 +234,14 @@ def test_other_odd_numbers_are_served(tmp_path: Path, changes: dict[str, Any]) -
     read_served(folder_of(tmp_path, "llama", **changes))
 
 
-def test_where_there_is_no_gpu_the_message_says_so_and_what_to_do(
+def test_a_missing_gpu_is_reported_with_a_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(compiling, "_send_gpu", lambda sender: None)
     monkeypatch.setattr(sys, "argv", ["engine.build", "--config", str(folder_of(tmp_path, "llama"))])
     assert build.main() == 1
     said = capsys.readouterr().err
-    assert "no NVIDIA GPU can be used here: see nvidia-smi" in said
+    assert "no usable NVIDIA GPU found: check nvidia-smi" in said
     assert "--gpu and --capability" in said
 
 
@@ -260,7 +261,7 @@ def test_where_there_is_no_gpu_the_message_says_so_and_what_to_do(
         ),
     ],
 )
-def test_what_cannot_be_built_is_said_before_anything_is_compiled(
+def test_an_impossible_build_is_reported_before_anything_is_compiled(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -285,7 +286,7 @@ def test_what_cannot_be_built_is_said_before_anything_is_compiled(
     assert bool(usage) == (code == 2)
 
 
-def test_a_gpu_that_the_compiler_does_not_know_is_said(
+def test_a_gpu_that_the_compiler_does_not_know_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def dies(*arguments: object) -> None:
@@ -294,14 +295,16 @@ def test_a_gpu_that_the_compiler_does_not_know_is_said(
     known = ["--config", str(folder_of(tmp_path, "llama")), "--gpu", "NVIDIA Z9", "--capability", "990"]
     monkeypatch.setattr(sys, "argv", ["engine.build", *known, "--processes", "1"])
     monkeypatch.setattr(build.knobs.cache, "dir", str(tmp_path / "cache"))
-    monkeypatch.setattr(compiling, "record", lambda target, run: [compiling.Job("_norm", None, "")])
+    monkeypatch.setattr(compiling, "record", lambda target, run: [compiling.CompileJob("_norm", None, "")])
     monkeypatch.setattr(compiling, "_work", dies)
     assert build.main() == 1
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("compilers ended (exit codes 3) with 1 kernels to do, for capability 990, which")
+    assert line.startswith(
+        "compiler processes exited (exit codes 3) with 1 kernels left to compile, for capability 990, which"
+    )
 
 
-def test_the_documented_way_to_a_public_shapes_folder_makes_one(tmp_path: Path) -> None:
+def test_the_documented_command_creates_the_folder_of_a_public_shape(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     [command] = re.findall(
         r"^    (python -c .*write_config.*)$", (root / "docs/kernels.md").read_text(), re.M
@@ -312,12 +315,12 @@ def test_the_documented_way_to_a_public_shapes_folder_makes_one(tmp_path: Path) 
     assert read_config(tmp_path / "models" / "llama-8b").hidden_size == 4096
 
 
-@pytest.mark.parametrize("failures", [[], [compiling.Failure("_norm", "no")]])
+@pytest.mark.parametrize("failures", [[], [compiling.CompileFailure("_norm", "no")]])
 def test_a_build_is_found_again_for_the_same_model_and_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: list[compiling.Failure]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: list[compiling.CompileFailure]
 ) -> None:
     small = read_served(folder_of(tmp_path, "qwen2"), kv_fp8=True)
-    h200, other = compiling.Gpu.of("NVIDIA H200", 90), compiling.Gpu.of("NVIDIA L4", 89)
+    h200, other = compiling.GpuModel.of("NVIDIA H200", 90), compiling.GpuModel.of("NVIDIA L4", 89)
     monkeypatch.setattr(build.knobs.cache, "dir", str(tmp_path / "cache"))
     monkeypatch.setattr(compiling, "record", lambda target, run: [])
     monkeypatch.setattr(compiling, "compile_jobs", lambda target, jobs, processes: failures)
@@ -328,13 +331,13 @@ def test_a_build_is_found_again_for_the_same_model_and_gpu(
     assert not kernel_build.is_built(replace(small, max_num_seqs=7), h200)
 
 
-def test_a_replica_tells_the_process_that_compiles_how_the_model_is_served(
+def test_the_compiling_process_is_told_how_the_model_is_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = read_served(folder_of(tmp_path, "qwen2"), kv_fp8=True)
     commands: list[list[str]] = []
     monkeypatch.setattr(subprocess, "Popen", lambda command, **options: commands.append(command))
-    monkeypatch.setattr(compiling, "current_gpu", lambda device: compiling.Gpu.of("NVIDIA H200", 90))
+    monkeypatch.setattr(compiling, "current_gpu", lambda device: compiling.GpuModel.of("NVIDIA H200", 90))
     monkeypatch.setattr(build.knobs.cache, "dir", str(tmp_path / "cache"))
     kernel_build.start_build(small, GPU)
     [command] = commands
@@ -346,5 +349,5 @@ def test_a_replica_tells_the_process_that_compiles_how_the_model_is_served(
 def test_a_build_that_fails_is_logged_and_not_raised(caplog: pytest.LogCaptureFixture) -> None:
     failing = KernelBuild(subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"]))
     failing.wait()
-    assert "could not be compiled ahead (exit code 3)" in caplog.text
+    assert "could not be compiled before the start (exit code 3)" in caplog.text
     assert not failing.running

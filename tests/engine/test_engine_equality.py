@@ -1,9 +1,9 @@
 """Tests, with the real engine on the CPU, that greedy tokens do not depend on other requests or on how a
 request is split: batch, chunk size, prefix hits, preemption, samples, overlap.
 
-Sums of different shapes differ in their last bits, so a sequence may diverge from its reference where the two
-best tokens are closer than NEAR_TIE, and only there. Log probabilities are compared too: they reveal a wrong
-key or value long before it changes a token.
+Sums of tensors of different shapes differ in their last bits, so a sequence may diverge from its reference
+where the two best tokens are closer than NEAR_TIE, and only there. Log probabilities are compared too: they
+reveal a wrong key or value long before it changes a token.
 """
 
 from __future__ import annotations
@@ -194,13 +194,15 @@ LENGTHS = [1, 2, 63, 64, 65, 127, 128, 129, 200]
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_in_a_batch(build: Build, alone: Alone, overlap: bool) -> None:
+def test_outputs_do_not_depend_on_the_batch(build: Build, alone: Alone, overlap: bool) -> None:
     asks = [Ask(prompt(length, length), 12) for length in LENGTHS]
     expect_all_equal(serve(build(overlap=overlap), asks), asks, alone)
 
 
 @pytest.mark.parametrize("max_num_batched_tokens", [3, 16, 63, 64, 65, 130])
-def test_at_any_chunk_size(build: Build, alone: Alone, max_num_batched_tokens: int) -> None:
+def test_outputs_do_not_depend_on_the_chunk_size(
+    build: Build, alone: Alone, max_num_batched_tokens: int
+) -> None:
     asks = [Ask(prompt(length, length), 6, scored=length > 64) for length in (65, 129, 200)]
     expect_all_equal(
         serve(build(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=3), asks), asks, alone
@@ -208,7 +210,7 @@ def test_at_any_chunk_size(build: Build, alone: Alone, max_num_batched_tokens: i
 
 
 @pytest.mark.parametrize("hit", [64, 128, 192])
-def test_after_a_prefix_hit(build: Build, alone: Alone, hit: int) -> None:
+def test_outputs_are_the_same_after_a_prefix_hit(build: Build, alone: Alone, hit: int) -> None:
     engine = build()
     serve(engine, [Ask(prompt(hit + 1), 1)])
     asks = [Ask(prompt(hit) + prompt(length, length), 8) for length in (1, 30, 64)]
@@ -219,7 +221,9 @@ def test_after_a_prefix_hit(build: Build, alone: Alone, hit: int) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("prefix_cache", [False, True])
-def test_through_preemptions(build: Build, alone: Alone, overlap: bool, prefix_cache: bool) -> None:
+def test_outputs_are_the_same_through_preemptions(
+    build: Build, alone: Alone, overlap: bool, prefix_cache: bool
+) -> None:
     engine = build(kv_blocks=6, max_num_seqs=4, overlap=overlap, prefix_cache=prefix_cache)
     asks = [Ask(prompt(60, family), 100, priority=family % 2) for family in range(4)]
     answers = serve(engine, asks)
@@ -228,13 +232,15 @@ def test_through_preemptions(build: Build, alone: Alone, overlap: bool, prefix_c
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 130])
-def test_samples_that_share_the_prompt(build: Build, alone: Alone, length: int) -> None:
+def test_samples_that_share_the_prompt_have_the_outputs_of_single_requests(
+    build: Build, alone: Alone, length: int
+) -> None:
     asks = [Ask(prompt(length, length), 70, n=3), Ask(prompt(40, 1), 30)]
     expect_all_equal(serve(build(), asks), asks, alone)
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_in_random_traffic(build: Build, alone: Alone, seed: int) -> None:
+def test_outputs_are_the_same_in_random_traffic(build: Build, alone: Alone, seed: int) -> None:
     draw = random.Random(seed)
     engine = build(
         max_num_seqs=draw.choice([2, 4, 8]),

@@ -2,7 +2,7 @@
 output.
 
 Quantisation considers one token (of activations) or one token and head (of the cache) at a time, so nothing
-depends on the batch. The only differences are the last bits of sums of other shapes; where such a sum lies on
+depends on the batch. Only the last bits of sums differ, if tensors have other shapes; if such a sum lies on
 the boundary of two e4m3 values, the difference grows to a step of e4m3. Therefore these tests compute sums in
 float64 and round them once to float32, which makes them equal in every shape. Then every token and every log
 probability must be bitwise equal.
@@ -103,7 +103,7 @@ def expect_the_same(answers: list[list[Answer]], asks: list[Ask], alone: Alone) 
             assert samples[0].prompt_logprobs == reference_answer.prompt_logprobs
 
 
-def test_fp8_is_what_runs(model: Path, alone: Alone, held: dict[str, str]) -> None:
+def test_the_engine_runs_in_fp8(model: Path, alone: Alone, held: dict[str, str]) -> None:
     plain = Alone(model)
     ask = Ask(prompt(65), 2)
     found, exact = alone.answer(ask).logprobs[0], plain.answer(ask).logprobs[0]
@@ -112,13 +112,15 @@ def test_fp8_is_what_runs(model: Path, alone: Alone, held: dict[str, str]) -> No
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_in_a_batch(build: Build, alone: Alone, overlap: bool) -> None:
+def test_fp8_outputs_do_not_depend_on_the_batch(build: Build, alone: Alone, overlap: bool) -> None:
     asks = [Ask(prompt(length, length), 12) for length in LENGTHS]
     expect_the_same(serve(build(overlap=overlap), asks), asks, alone)
 
 
 @pytest.mark.parametrize("max_num_batched_tokens", [3, 16, 63, 64, 65, 130])
-def test_at_any_chunk_size(build: Build, alone: Alone, max_num_batched_tokens: int) -> None:
+def test_fp8_outputs_do_not_depend_on_the_chunk_size(
+    build: Build, alone: Alone, max_num_batched_tokens: int
+) -> None:
     asks = [Ask(prompt(length, length), 6, scored=length > 64) for length in (65, 129, 200)]
     expect_the_same(
         serve(build(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=3), asks), asks, alone
@@ -126,7 +128,7 @@ def test_at_any_chunk_size(build: Build, alone: Alone, max_num_batched_tokens: i
 
 
 @pytest.mark.parametrize("hit", [64, 128])
-def test_after_a_prefix_hit(build: Build, alone: Alone, hit: int) -> None:
+def test_fp8_outputs_are_the_same_after_a_prefix_hit(build: Build, alone: Alone, hit: int) -> None:
     engine = build()
     serve(engine, [Ask(prompt(hit + 1), 1)])
     asks = [Ask(prompt(hit) + prompt(length, length), 8) for length in (1, 30, 64)]
@@ -136,7 +138,7 @@ def test_after_a_prefix_hit(build: Build, alone: Alone, hit: int) -> None:
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
-def test_through_preemptions(build: Build, alone: Alone, prefix_cache: bool) -> None:
+def test_fp8_outputs_are_the_same_through_preemptions(build: Build, alone: Alone, prefix_cache: bool) -> None:
     engine = build(kv_blocks=6, max_num_seqs=4, prefix_cache=prefix_cache)
     asks = [Ask(prompt(60, family), 100, priority=family % 2) for family in range(4)]
     answers = serve(engine, asks)
@@ -145,13 +147,15 @@ def test_through_preemptions(build: Build, alone: Alone, prefix_cache: bool) -> 
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 130])
-def test_samples_that_share_the_prompts_blocks(build: Build, alone: Alone, length: int) -> None:
+def test_fp8_samples_that_share_the_prompts_blocks_have_the_outputs_of_single_requests(
+    build: Build, alone: Alone, length: int
+) -> None:
     asks = [Ask(prompt(length, length), 20, n=3), Ask(prompt(40, 1), 10)]
     expect_the_same(serve(build(), asks), asks, alone)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_in_random_traffic(build: Build, alone: Alone, seed: int) -> None:
+def test_fp8_outputs_are_the_same_in_random_traffic(build: Build, alone: Alone, seed: int) -> None:
     draw = random.Random(seed)
     engine = build(
         max_num_seqs=draw.choice([2, 4, 8]),

@@ -1,4 +1,4 @@
-"""Tests of the garbage collector's settings, in a process of their own, since the settings are permanent."""
+"""Tests of the garbage collector's settings, in a separate process, because the settings are permanent."""
 
 from __future__ import annotations
 

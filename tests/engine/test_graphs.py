@@ -92,8 +92,7 @@ def test_a_step_replays_the_cheapest_sufficient_variant_and_samples_the_same_tok
     params: list[SamplingParams], replayed: list[Variant], made: Callable[[], LocalEngine]
 ) -> None:
     """Each sequence has 12 tokens, the first from the prompt's step. Prompts end before, at and after a block
-    boundary. Slots with logits processors are sampled outside of the graphs, only as long as they have
-    any."""
+    boundary. Slots with logits processors are sampled outside of the graphs while they have any."""
     prompts = [[(7 * place + i) % 90 + 3 for place in range(62 + 2 * i)] for i in range(len(params))]
     reference, engine = made(), made()
     expected = reference.generate(prompts, params)

@@ -20,7 +20,7 @@ from tests.engine.running.thread_ranks import on_ranks
 
 
 class WatchedGroup(UnconnectedRanks):
-    """The group for other messages, which notes its calls."""
+    """The group for other messages, which records its calls."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size, 0)
@@ -36,7 +36,7 @@ class WatchedGroup(UnconnectedRanks):
 
 
 class Kernels:
-    """Notes the calls of the kernels in place of running them."""
+    """Records the calls of the kernels instead of running them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[str, dict[str, Any]]] = []
@@ -71,7 +71,7 @@ def part(rows: int, hidden: int = 8192, dtype: torch.dtype = torch.bfloat16) -> 
 
 
 @pytest.mark.parametrize(("size", "rows"), [(2, 256), (4, 32), (8, 8)])
-def test_sums_change_to_two_shot_at_a_size_that_falls_with_the_ranks(
+def test_sums_switch_to_two_shot_at_a_size_that_falls_with_the_number_of_ranks(
     size: int, rows: int, kernels: Kernels
 ) -> None:
     ranks, group = made(size)
@@ -97,7 +97,7 @@ def test_other_sums_go_through_the_group(message: torch.Tensor, kernels: Kernels
     assert kernels.calls == []
 
 
-def test_a_sum_carries_the_deferred_norm_that_is_asked_for(kernels: Kernels) -> None:
+def test_a_sum_carries_the_requested_deferred_norm(kernels: Kernels) -> None:
     ranks, _ = made()
     gain = torch.empty(8192, dtype=torch.bfloat16, device="meta")
     norm = ranks.add_sum(Residual(part(3)), part(3), gain).deferred_norm
@@ -134,7 +134,7 @@ def test_other_gathers_go_through_the_group(tensor: torch.Tensor, kernels: Kerne
     assert kernels.calls == []
 
 
-def test_a_lost_peer_ends_the_kernels_waiting_and_every_later_check_raises() -> None:
+def test_a_lost_peer_ends_the_waiting_of_kernels_and_every_later_check_raises() -> None:
     stopped = []
     memory = _MetaMemory(2, 0)
     memory.stop = lambda: stopped.append(True)  # type: ignore[method-assign]
@@ -166,7 +166,9 @@ def test_messages_larger_than_the_arena_are_refused() -> None:
 @pytest.mark.parametrize(
     ("tokens", "split"), [(4095, None), (4096, 2048), (4352, 2304), (8192, 4096), (8193, None), (4097, None)]
 )
-def test_long_passes_are_split_where_every_rank_owns_as_many_rows(tokens: int, split: int | None) -> None:
+def test_long_passes_are_split_so_that_every_rank_owns_the_same_number_of_rows(
+    tokens: int, split: int | None
+) -> None:
     ranks = PeerRanks(WatchedGroup(2), _MetaMemory(2, 0), pdl=True, overlap_from=4096)
     assert ranks.overlap(tokens) is None, "no memory was reserved"
     ranks.prepare_overlap(8192, 1024, torch.bfloat16, torch.device("meta"))
@@ -181,7 +183,7 @@ def test_passes_are_not_split_unless_asked_for() -> None:
 
 
 class FakeMemory(_MetaMemory):
-    """Peer memory that rank 1 of `broken` groups cannot make."""
+    """Peer memory that fails to initialise on rank 1 of `broken` groups."""
 
     broken = False
 
@@ -206,7 +208,7 @@ def test_ranks_use_nccl_on_every_rank_if_one_gpu_cannot_map_the_memory_of_anothe
     monkeypatch.setattr("engine.peer_memory.PeerMemory", FakeMemory)
     monkeypatch.setattr(FakeMemory, "broken", broken)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    # Rank 1 reaches rank 0, but rank 0 may not reach rank 1.
+    # Rank 1 can access rank 0, but rank 0 may not access rank 1.
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda mine, other: mine == 1 or reached)
     found = on_ranks(2, lambda rank: parallel._connect(rank, torch.device("cpu", rank.rank), None))
     assert [isinstance(ranks, PeerRanks) for ranks in found] == [reason is None] * 2

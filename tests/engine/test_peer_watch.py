@@ -1,4 +1,4 @@
-"""Tests that the end of a peer's process is noticed by its channel, and only that."""
+"""Tests that the end of a peer's process is detected by its channel, and that nothing else is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What C libraries keep of memory that is not needed."""
+"""Tests that C libraries do not keep memory that the process has freed."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ def growth_mb(program: str, bounded: str) -> int:
 def test_freed_large_blocks_return_to_the_system_although_small_ones_lie_between_them() -> None:
     assert growth_mb(LARGE_BLOCKS, "yes") < 20
     assert growth_mb(LARGE_BLOCKS, "no") > 50, (
-        "glibc returns them by itself: the setting is not needed any more"
+        "glibc returns large blocks by itself: the setting is not needed any more"
     )
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 def test_new_numbers_of_tokens_take_no_more_memory_once_the_kernel_caches_are_full() -> None:
     assert growth_mb(KERNELS, "yes") < 20
-    assert growth_mb(KERNELS, "no") > 40, "the caches are small by themselves: the setting is not needed"
+    assert growth_mb(KERNELS, "no") > 40, "the caches stay small by themselves: the setting is not needed"

@@ -100,7 +100,7 @@ def test_kernel_names_are_shortened() -> None:
     assert short_name("_prefill_kernel") == "_prefill_kernel"
 
 
-# ── what kernels do ──────────────────────────────────────────────────────────────────────────────────
+# ── the work of kernels ────────────────────────────────────────────────────────────────────────────────
 
 
 def test_gemms_are_labelled_by_their_order() -> None:
@@ -127,7 +127,7 @@ def test_gemms_are_labelled_by_their_order() -> None:
     ]
     nothing_sampled = StepShape([], [(0, 100)], 0)
     assert label_gemms(layer, 1, [nothing_sampled])[-1] == "down (cutlass device_kernel)"
-    # One GEMM too many, so they cannot be told apart.
+    # There is one GEMM too many, so they cannot be told apart.
     assert label_gemms(names, 1, [nothing_sampled])[1] == "gemms (_gemv)"
 
 
@@ -218,7 +218,7 @@ def test_times_and_gaps_make_the_step(tmp_path: Path) -> None:
     assert sum(row.share for row in rows) + 5 / timeline.us == pytest.approx(1.0)
     text = "\n".join(lines(rows, gaps, timeline, 2, H200))
     assert "mean step of 2: 50.0 µs" in text
-    # 435.5 MB take at least 100 µs; a profile with less time has miscounted.
+    # 435.5 MB take at least 100 µs; a profile with a shorter time has miscounted.
     assert text.splitlines()[2].split()[-4:] == ["435.5", "9,678", "0.0", "222%"]
     assert "gaps: 2.5 µs, 5.0%" in text
 

@@ -56,7 +56,7 @@ def kinds(shapes: list[StepShape]) -> set[str]:
 
 def products(trace: Path) -> int:
     events = json.loads(trace.read_text())["traceEvents"]
-    # The backend uses one or the other, depending on the processor.
+    # The backend uses one of the two, depending on the processor.
     return sum(event.get("name") in ("aten::linear", "mkldnn::_linear_pointwise") for event in events)
 
 
@@ -64,15 +64,15 @@ def products(trace: Path) -> int:
     ("workload", "kind", "asked", "skip", "recorded"),
     [
         pytest.param(ONE, "mixed", 8, None, 1, id="one prompt"),
-        pytest.param(FIRST_TOKEN, "mixed", 8, None, 1, id="nothing but a prompt"),
-        pytest.param(PROMPTS, "mixed", 8, None, 8, id="all that there are"),
+        pytest.param(FIRST_TOKEN, "mixed", 8, None, 1, id="only a prompt"),
+        pytest.param(PROMPTS, "mixed", 8, None, 8, id="all steps that there are"),
         pytest.param(PROMPTS, "mixed", 2, 3, 2, id="in the middle"),
-        pytest.param(THREE, "mixed", 20, None, 2, id="up to the decodes"),
+        pytest.param(THREE, "mixed", 20, None, 2, id="until the decodes"),
         pytest.param(ONE, "decode", 8, None, 8, id="decodes"),
-        pytest.param(ONE, "decode", 20, None, 12, id="decodes to the end"),
+        pytest.param(ONE, "decode", 20, None, 12, id="decodes until the end"),
         pytest.param(ONE, "decode", 20, 0, 15, id="every decode"),
-        pytest.param(TURNS, "decode", 20, 0, 5, id="decodes up to the next prompt"),
-        pytest.param(TURNS, "mixed", 20, None, 1, id="prompts that come in turns"),
+        pytest.param(TURNS, "decode", 20, 0, 5, id="decodes until the next prompt"),
+        pytest.param(TURNS, "mixed", 20, None, 1, id="prompts and decodes in alternation"),
     ],
 )
 def test_only_steps_of_the_chosen_kind_are_recorded(

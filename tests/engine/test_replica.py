@@ -167,7 +167,7 @@ def test_a_plan_larger_than_the_socket_buffer_does_not_deadlock(
         async with replica(tmp_path, tensor_parallel_size=2, overlap=False) as watched:
             client = watched.client("front-0")
             submit = ask(client, "r", most=3)
-            # These stop tokens end nothing, but make the plan larger than the socket buffer.
+            # These stop tokens never occur, but they make the plan larger than the socket buffer.
             stops = msgspec.structs.replace(
                 submit.sampling, stop_token_ids=(500,) * 2_000_000, ignore_eos=True
             )
@@ -229,7 +229,7 @@ def test_if_one_rank_dies_the_whole_group_ends(tmp_path: Path, victim: int) -> N
             while not any(report.running for report in watched.reports):
                 await asyncio.sleep(0.01)
             os.kill(watched.group.pids[victim], signal.SIGKILL)
-            async with asyncio.timeout(30):  # nobody waits out the minutes that a collective may take
+            async with asyncio.timeout(30):  # shorter than the minutes that a collective may take
                 reason = await watched.end
             assert reason.startswith(f"rank {victim} ")
             assert "SIGKILL" in reason

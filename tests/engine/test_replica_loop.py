@@ -64,7 +64,7 @@ def channel_pair(ours: Any, theirs: Any) -> tuple[Channel[Any], Channel[Any]]:
 
 
 class FailsLater:
-    """A step that fails after a while."""
+    """A step that fails after some time."""
 
     host_gap_us = 0.0
 
@@ -94,7 +94,7 @@ def test_a_failed_step_on_a_following_rank_is_detected_without_another_plan() ->
 
 
 class Together:
-    """The device of one of two ranks: a step ends when both ranks have it, like a collective."""
+    """The device of one of two ranks: a step ends when both ranks have launched it, like a collective."""
 
     host_gap_us = 0.0
 
@@ -114,7 +114,7 @@ class Together:
 
 
 def narrow_pair() -> tuple[socket.socket, socket.socket]:
-    """Return a pair of sockets with buffers of a few kilobytes."""
+    """Return a pair of sockets with small buffers of a few kilobytes."""
     pair = socketpair()
     for end in pair:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
@@ -266,7 +266,9 @@ class Served:
             if found:
                 return found[0]
             time.sleep(0.01)
-        raise AssertionError(f"no such report among {len(self.reports)}; the last: {self.reports[-1:]}")
+        raise AssertionError(
+            f"no report satisfies the condition among {len(self.reports)}; the last: {self.reports[-1:]}"
+        )
 
     def stop(self) -> None:
         self.core.send(Stop())
@@ -284,11 +286,11 @@ def submit(handle: int, most: int, prompt: int = 3) -> Submit:
 
 
 def receive(front: Channel[Any], enough: Callable[[list[Output]], bool]) -> list[Output]:
-    """Return the received outputs as soon as they are enough."""
+    """Return the received outputs as soon as there are enough of them."""
     outputs: list[Output] = []
     deadline = time.monotonic() + WAIT_S
     while not enough(outputs):
-        assert time.monotonic() < deadline, f"only {len(outputs)} outputs came"
+        assert time.monotonic() < deadline, f"only {len(outputs)} outputs were received"
         select.select([front], [], [], 0.1)
         outputs += [output for frame in front.read() for output in frame.outputs]
     return outputs
@@ -298,7 +300,7 @@ def test_a_front_that_never_reads_is_disconnected_and_its_requests_are_cancelled
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     served = Served()
-    # The socket holds only a few frames, and the backlog limit is less than the front will be sent.
+    # The socket holds only a few frames, and the outputs for the front exceed the backlog limit.
     monkeypatch.setattr(wire, "MAX_BACKLOG_BYTES", 2000)
     silent: Channel[Any] = Channel(served.attach("front-0", send_buffer=1), StepFrame)
     for handle in range(1, 4):
@@ -306,7 +308,7 @@ def test_a_front_that_never_reads_is_disconnected_and_its_requests_are_cancelled
     report = served.wait_for(lambda report: report.fronts_gone)
     assert report.fronts_gone == ["front-0"]
     finished = [entry for each in served.reports for entry in each.finished]
-    # Submissions still unread in the channel never arrived; the core takes that credit back itself.
+    # Submissions still unread in the channel never arrived; the core reclaims their credit itself.
     assert 1 <= len(finished) <= 3
     assert all(entry.finish_reason == ["cancelled"] for entry in finished)
     # The descriptor's number is free again; the next front gets it and must be served.
@@ -347,7 +349,7 @@ def test_a_new_front_may_reuse_the_descriptor_number_of_a_closed_one() -> None:
     theirs.close()
     number = loop._fronts["front-0"].fileno()
     loop._read_messages()
-    # Both are seen in one turn, the end of file first, and no lower descriptor number is free.
+    # Both events are handled in one turn, the end of file first, and no lower descriptor number is free.
     first.shutdown(socket.SHUT_RDWR)
     core.send(Attach("front-1"), (its.fileno(),))
     fillers = [second.dup()]

@@ -14,7 +14,7 @@ import pytest
 from engine.core import StepResult
 from engine.messages import Finished, Output, SamplingParams, Submit, TokenLogprob
 from tests.engine import soak
-from tests.engine.soak_books import Books, Entry, Told
+from tests.engine.output_checker import Entry, OutputChecker, Told
 from tests.engine.soak_known import Answer, Known
 
 
@@ -22,27 +22,27 @@ def report(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     """Return the output of a soak run that must have found nothing wrong."""
     path = tmp_path / "report.json"
     assert soak.main([*arguments, "--json", str(path)]) == 0
-    figures: dict[str, Any] = json.loads(path.read_text())
-    return figures
+    stats: dict[str, Any] = json.loads(path.read_text())
+    return stats
 
 
 def test_random_traffic_leaves_no_slot_block_or_credit_behind(tmp_path: Path) -> None:
-    figures = report(tmp_path, "--rounds", "3", "--seed", "5")
-    assert figures["wrong"] is None
-    assert figures["preemptions"] > 0 and figures["cached_tokens"] > 0 and figures["fronts gone"] > 0
-    assert figures["most blocks used"] == figures["info"]["kv_blocks"]
-    assert set(figures["cancelled"]) == {"queued", "prefilling", "decoding"}
-    assert {"length", "stop", "cancelled", "error", "unheard"} <= set(figures["ended"])
-    assert figures["known"]["tokens"] > 500
+    stats = report(tmp_path, "--rounds", "3", "--seed", "5")
+    assert stats["wrong"] is None
+    assert stats["preemptions"] > 0 and stats["cached_tokens"] > 0 and stats["fronts disconnected"] > 0
+    assert stats["most blocks used"] == stats["info"]["kv_blocks"]
+    assert set(stats["cancelled"]) == {"queued", "prefilling", "decoding"}
+    assert {"length", "stop", "cancelled", "error", "undelivered"} <= set(stats["ended"])
+    assert stats["known"]["tokens"] > 500
 
 
 def test_a_pool_can_be_filled_to_its_last_block(tmp_path: Path) -> None:
-    figures = report(tmp_path, "--fill", "--kv-blocks", "20")
-    assert figures["most_blocks"] == figures["blocks"] == 20
-    assert figures["preemptions"] > 0 and figures["most_running"] == figures["rows"]
+    stats = report(tmp_path, "--fill", "--kv-blocks", "20")
+    assert stats["most_blocks"] == stats["blocks"] == 20
+    assert stats["preemptions"] > 0 and stats["most_running"] == stats["rows"]
 
 
-# ── that it would notice ─────────────────────────────────────────────────────────────────────────────
+# ── defects that it must detect ───────────────────────────────────────────────────────────────────
 
 SUBMIT = Submit(
     handle=1, request_id="request-1", prompt_token_ids=[3, 4], sampling=SamplingParams(max_tokens=2)
@@ -61,27 +61,27 @@ def first(tokens: list[int], finish_reason: str = "", **more: Any) -> Output:
 @pytest.mark.parametrize(
     ("results", "complaint"),
     [
-        ([said(first([5, 6], "length")), said(Output(1, 0, [], "length"))], "told after its 'length'"),
+        ([said(first([5, 6], "length")), said(Output(1, 0, [], "length"))], "an output after 'length'"),
         (
             [said(first([5, 6], "length"), finish_reason=["length"]), said(finish_reason=["length"])],
             "closed twice",
         ),
         (
             [said(first([5, 6], "length"), finish_reason=["length"]), said(Output(1, 0, [7]))],
-            "that had ended",
+            "an output of a request that had ended",
         ),
         ([said(first([5], "length"))], "1 of 2"),
-        ([said(first([5, 6], "cancelled"))], "cancelled by nobody"),
+        ([said(first([5, 6], "cancelled"))], "no cancel was sent"),
         ([said(first([5, 6], "error", error="why"))], "failed: why"),
         ([said(first([5], finish_reason="")), said(finish_reason=["length"])], "told"),
     ],
 )
 def test_the_bookkeeping_detects_defects(results: list[StepResult], complaint: str) -> None:
-    books = Books(max_model_len=100, vocab=50, poison=None)
-    books.submitted("front", SUBMIT, "")
+    checker = OutputChecker(max_model_len=100, vocab=50, poison=None)
+    checker.submitted("front", SUBMIT, "")
     with pytest.raises(AssertionError, match=complaint):
         for result in results:
-            books.take(result)
+            checker.take(result)
 
 
 def test_an_output_may_diverge_from_its_reference_only_at_a_near_tie() -> None:
@@ -108,5 +108,5 @@ def test_a_changed_reference_output_is_detected() -> None:
     known._answers = [Answer([1], [TokenLogprob(1, -0.5, [(1, -0.5), (2, -1.0)])])]
     known.counts, known.largest_error = soak.Counter(), 0.0
     entry = Entry("known", SUBMIT, "", {0: Told(token_ids=[2], finish_reason="length")})
-    with pytest.raises(AssertionError, match="token 0 is 2, not 1, and the choice was not close"):
+    with pytest.raises(AssertionError, match="token 0 is 2, not 1, and the two were not near a tie"):
         known.check(entry)

@@ -1,4 +1,4 @@
-"""Predicted step times."""
+"""Tests of the predicted durations of steps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_measured_speed_is_scaled_to_the_size_of_the_step() -> None:
         known.learn(prompt(100), 0.5)
     assert known.predict_s(prompt(100)) == pytest.approx(0.5)
     assert known.predict_s(prompt(1000)) > 5.0
-    assert known.predict_s(decodes(1)) < 0.01, "steps without prompts are measured apart"
+    assert known.predict_s(decodes(1)) < 0.01, "steps without prompts are measured separately"
 
 
 def test_a_chunk_far_into_a_long_prompt_takes_longer_than_its_first() -> None:
@@ -40,7 +40,7 @@ def test_a_chunk_far_into_a_long_prompt_takes_longer_than_its_first() -> None:
     assert known.predict_s(prompt(100, start=100_000)) > 10 * known.predict_s(prompt(100))
 
 
-def test_a_slow_machine_is_believed_within_a_few_steps() -> None:
+def test_predictions_adapt_to_a_slow_machine_within_a_few_steps() -> None:
     known = forecast()
     for _ in range(50):
         known.learn(decodes(4), 0.01)

@@ -1,4 +1,5 @@
-"""A new kind of layer is one class and, where needed, one operation: building, loading and tuning find it."""
+"""Tests that a new kind of layer needs only one class and, if necessary, one operation: building, loading and
+tuning kernels find it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The tuner finds the linears that a decoder runs, and compares them with the reference implementation. Times
-are measured on a GPU only."""
+"""Tests that the tuner finds the linears that a decoder runs, and compares them with the reference
+implementation. Times are measured only on a GPU."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from kernels.tune.search import table_of
 from tests.engine.test_build import FAMILIES, SMALL, folder_of
 from tests.kernels.test_compiling import compiled
 
-GPU = compiling.Gpu.of("NVIDIA A100-SXM4-80GB", 80)
+GPU = compiling.GpuModel.of("NVIDIA A100-SXM4-80GB", 80)
 PLAN = GemmPlan("dot", 16, 64, 64, 4, 3)
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 
-def test_a_table_or_a_gpu_that_cannot_be_used_is_said(
+def test_an_unusable_table_or_gpu_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64}
@@ -40,17 +40,17 @@ def test_a_table_or_a_gpu_that_cannot_be_used_is_said(
     monkeypatch.setattr(sys, "argv", ["engine.tune", "--config", str(tmp_path), "--out", str(table)])
     monkeypatch.setattr(compiling, "_send_gpu", lambda sender: None)
     assert main() == 1
-    assert "no NVIDIA GPU can be used here: see nvidia-smi" in capsys.readouterr().err
-    monkeypatch.setattr(compiling, "this_gpu", lambda: compiling.Gpu.of("NVIDIA H200", 90))
+    assert "no usable NVIDIA GPU found: check nvidia-smi" in capsys.readouterr().err
+    monkeypatch.setattr(compiling, "this_gpu", lambda: compiling.GpuModel.of("NVIDIA H200", 90))
     assert main() == 1
     assert f"{table}: has no object `products`" in capsys.readouterr().err
 
 
-def test_what_a_search_would_fail_on_at_its_end_is_said_before_it_begins(
+def test_errors_that_would_end_a_search_are_reported_before_it_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
-    monkeypatch.setattr(compiling, "this_gpu", lambda: compiling.Gpu.of("NVIDIA H200", 90))
+    monkeypatch.setattr(compiling, "this_gpu", lambda: compiling.GpuModel.of("NVIDIA H200", 90))
     monkeypatch.setattr(compiling, "record", lambda target, run: pytest.fail("the search began"))
 
     def said(*options: str) -> str:
@@ -124,14 +124,14 @@ def test_a_plan_is_compared_with_the_reference_and_shares_its_norm(
             )
             return Residual(made.values, deferred)
 
-        # The residual is right, and what is wrong is half of the norm that the next linear shares.
+        # The residual is right, but half of the norm that the next linear shares is wrong.
         monkeypatch.setattr(CudaOps, "linear_add", add_with_wrong_squares)
         assert layers.error(table_of(dict.fromkeys(layers.products), 5), 5) < 1e-5
         assert layers.error(table_of(dict.fromkeys(layers.products, PLAN), 5), 5) > 0.1
 
 
 def nonsense(product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return results that are wrong by a tenth."""
+    """Wrap an operation so that its results are wrong by a tenth."""
     return lambda *arguments, **options: product(*arguments, **options).mul_(1.1)
 
 
@@ -153,5 +153,6 @@ def test_every_copy_of_a_layer_has_weights_of_its_own(tmp_path: Path, attention:
     served = read_served(folder_of(tmp_path, "qwen2"))
     chain = LayerChain(served, META, GPU, 640 if attention else None)
     weights = [layer.attention.qkv.weight for layer in chain._layers]
-    assert len(weights) == len({id(weight) for weight in weights}) == 2 * 2  # of each kind of layer two
+    # two copies of each kind of layer
+    assert len(weights) == len({id(weight) for weight in weights}) == 2 * 2
     assert [layer.attention.window for layer in chain._layers] == [None, 100, None, 100]

@@ -201,7 +201,7 @@ def test_the_caller_keeps_its_own_descriptor() -> None:
         end.close()
 
 
-def test_a_descriptor_that_this_process_has_no_number_for_is_missed_by_its_own_message_only() -> None:
+def test_a_descriptor_dropped_by_the_kernel_is_missing_only_from_its_own_message() -> None:
     ours, theirs = make_pair()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     read_end, write_end = os.pipe()

@@ -1,9 +1,9 @@
-"""Prints, as JSON, which kernels the commands that compile, load and tune kernels find: first in the product
-as it is, then after a kind of layer with an operation and a kernel of its own is added. A process of its own,
-as `tests.engine.launches_of_serving`: `python -m tests.engine.toy_layer FOLDER`.
+"""Prints, as JSON, the kernels that the commands for compiling, loading and tuning find: first in the
+unchanged product, then after a new kind of layer with its own operation and kernel is added. Runs in a
+separate process, like `tests.engine.launches_of_serving`: `python -m tests.engine.toy_layer FOLDER`.
 
-What a developer would write for it is one class and one operation (`ToyLayer`, `gated_add`), and the kind's
-name in the family's entry. Nothing else of the product changes.
+A developer would write one class and one operation (`ToyLayer`, `gated_add`), and enter the kind's name in
+the family. Nothing else of the product changes.
 """
 
 from __future__ import annotations
@@ -32,21 +32,22 @@ from engine.model.layers import (
     ParameterFactory,
     WeightShard,
 )
-from engine.served_model import ServedModel
+from engine.replica_model import ReplicaModel
 from kernels import KvPool, Residual, compiling, reference
 from kernels.cuda import CudaOps
 from kernels.triton.linear_table import Table, read_table
 from tests.engine import launches_of_tuning
 
-GPU = compiling.Gpu.of("any", 90)
+GPU = compiling.GpuModel.of("any", 90)
 SEQUENCES, STEP_TOKENS = 8, 64
 
 
-# ── what would be added to the product ───────────────────────────────────────────────────────────────
+# ── the additions to the product ─────────────────────────────────────────────────────────────────────
 
 
 class ToyLayer(Layer):
-    """A dense layer, after which every number of the residual is scaled by a gate that a linear computes."""
+    """A dense layer followed by a gate: a linear computes a gate value, which scales every number of the
+    residual."""
 
     def __init__(self, config: ModelConfig, shard: Shard, factory: ParameterFactory, index: int) -> None:
         super().__init__(config, shard, factory, index)
@@ -89,7 +90,7 @@ def reference_gated_add(x: Residual, gain: torch.Tensor, eps: float, weight: tor
     return Residual(x.values + x.values * gate.sigmoid())
 
 
-# ── what the commands make of it ─────────────────────────────────────────────────────────────────────
+# ── the commands ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def main() -> None:
@@ -106,21 +107,21 @@ def main() -> None:
 
 
 def found(folder: Path, out: Path) -> dict[str, list[str]]:
-    """Run the three commands, which write into `out`."""
+    """Run the three commands, which write their results into `out`."""
     out.mkdir()
     return {"built": built(folder, out), "loaded": loaded(folder), "tuned": tuned(folder, out)}
 
 
-def served_model(folder: Path) -> ServedModel:
-    """Return the model, served with few rows and small steps: larger steps have the same kinds of layers."""
+def replica_model(folder: Path) -> ReplicaModel:
+    """Return the model with few slots and small steps. Larger steps have the same kinds of layers."""
     return build.read_served(folder, max_num_seqs=SEQUENCES, max_num_batched_tokens=STEP_TOKENS)
 
 
 def built(folder: Path, out: Path) -> list[str]:
-    """Run `python -m engine.build`: the names of the kernels that it compiles."""
-    found: list[compiling.Job] = []
+    """Run `python -m engine.build`, and return the names of the kernels that it compiles."""
+    found: list[compiling.CompileJob] = []
 
-    def compile_jobs(target: object, jobs: list[compiling.Job], processes: int) -> list[object]:
+    def compile_jobs(target: object, jobs: list[compiling.CompileJob], processes: int) -> list[object]:
         found.extend(jobs)
         return []
 
@@ -144,20 +145,20 @@ def built(folder: Path, out: Path) -> list[str]:
         contextlib.redirect_stdout(io.StringIO()),
     ):
         assert build.main() == 0
-    assert kernel_build.is_built(served_model(folder), GPU)
+    assert kernel_build.is_built(replica_model(folder), GPU)
     return sorted({job.name.split(".")[-1] for job in found})
 
 
 def loaded(folder: Path) -> list[str]:
-    """Run warm-up: the names of the kernels that it launches."""
-    replica = MetaReplica(served_model(folder), 0, GPU, Table())
+    """Run warm-up, and return the names of the kernels that it launches."""
+    replica = MetaReplica(replica_model(folder), 0, GPU, Table())
     with torch.inference_mode():
         jobs = compiling.record(GPU.target, replica.launch_warm_up)
     return sorted({job.name.split(".")[-1] for job in jobs})
 
 
 def tuned(folder: Path, out: Path) -> list[str]:
-    """Run `python -m engine.tune`: the linears of the table that it writes."""
+    """Run `python -m engine.tune`, and return the linears in the table that it writes."""
     table = out / "table.json"
     launches_of_tuning.run("--config", str(folder), "--rows", "8", "--out", str(table))
     return sorted(str(product) for product in read_table(table).products)

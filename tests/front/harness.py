@@ -33,8 +33,8 @@ from appliance.messages import (
     AttachReplica,
     Claim,
     Claimed,
+    ClientConnection,
     Configure,
-    Connection,
     FrontReady,
     FrontReport,
     FrontToCore,
@@ -424,7 +424,7 @@ class Harness:
 
         def give() -> HandOver:
             moved, *descriptors = self.moved.pop(0)
-            self.channel.send(Connection(moved.kind, moved.peer, has_request=True), tuple(descriptors))
+            self.channel.send(ClientConnection(moved.kind, moved.peer, has_request=True), tuple(descriptors))
             for descriptor in descriptors:
                 os.close(descriptor)
             return moved
@@ -480,7 +480,7 @@ class Harness:
                 sock, address = listener.accept()
                 unix = listener.family == socket.AF_UNIX
                 peer = "" if unix else f"{address[0]}:{address[1]}"
-                self.channel.send(Connection("unix" if unix else "tcp", peer), (sock.fileno(),))
+                self.channel.send(ClientConnection("unix" if unix else "tcp", peer), (sock.fileno(),))
                 sock.close()
 
     def _take(self, message: FrontToCore) -> None:

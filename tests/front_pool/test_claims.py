@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.front_pool.claims import MAX_VOID, Claims
+from appliance.front_pool.claims import MAX_LOST_RUNS, Claims
 from appliance.messages import Claim, Claimed, Release
 
 
@@ -22,7 +22,7 @@ def time() -> Time:
 
 @pytest.fixture
 def claims(time: Time) -> Claims:
-    return Claims(time, keep_s=60.0)
+    return Claims(time, lambda: 60.0)
 
 
 def claim(scope: bytes = b"s", request_id: str = "r1") -> Claim:
@@ -64,8 +64,8 @@ def test_with_a_front_its_answers_are_lost_and_with_time_that_they_were(claims: 
 
 
 def test_what_is_remembered_of_lost_runs_is_bounded(claims: Claims) -> None:
-    for number in range(MAX_VOID + 10):
+    for number in range(MAX_LOST_RUNS + 10):
         claims.claim("front-0", claim(b"%d" % number, f"r{number}"))
     claims.lose_front("front-0")
-    known = [claims.claim("front-1", claim(b"%d" % number)).retry_of for number in range(MAX_VOID + 10)]
-    assert known == [""] * 10 + [f"r{number}" for number in range(10, MAX_VOID + 10)]
+    known = [claims.claim("front-1", claim(b"%d" % number)).retry_of for number in range(MAX_LOST_RUNS + 10)]
+    assert known == [""] * 10 + [f"r{number}" for number in range(10, MAX_LOST_RUNS + 10)]

@@ -15,9 +15,10 @@ import pytest
 
 from appliance.admin.current_problems import _front
 from appliance.front_pool import front as front_module
-from appliance.front_pool.front import Dealer, Front
+from appliance.front_pool.balancer import ConnectionBalancer
+from appliance.front_pool.front import Front
 from appliance.front_pool.refusals import RefusalWatch
-from appliance.messages import Configure, Connection, FrontReport, Limits
+from appliance.messages import ClientConnection, Configure, FrontReport, Limits
 
 pytestmark = pytest.mark.system
 
@@ -115,7 +116,7 @@ def test_a_front_that_reports_but_does_not_become_ready_is_a_problem_and_is_kill
 
 
 class Full(Front):
-    """A front whose every place is taken, or not."""
+    """A front that is full, or not."""
 
     def __init__(self, number: int, *, room: bool) -> None:
         super().__init__(number, Events(), hang_timeout_s=60, load_timeout_s=60)  # type: ignore[arg-type]
@@ -127,18 +128,18 @@ class Full(Front):
     def has_room(self) -> bool:
         return self.room
 
-    def give(self, connection: Connection, *descriptors: int) -> None:
+    def give(self, connection: ClientConnection, *descriptors: int) -> None:
         self.got += 1
 
 
 def test_a_full_front_is_passed_over_while_another_one_has_room() -> None:
     async def scenario() -> None:
         full, free = Full(0, room=False), Full(1, room=True)
-        dealer = Dealer([full, free])
-        assert all(dealer.deal(Connection("unix", "")) for _ in range(4))
+        balancer = ConnectionBalancer([full, free])
+        assert all(balancer.assign(ClientConnection("unix", "")) for _ in range(4))
         assert (full.got, free.got) == (0, 4)
         free.room = False
-        assert all(dealer.deal(Connection("unix", "")) for _ in range(4))
+        assert all(balancer.assign(ClientConnection("unix", "")) for _ in range(4))
         assert (full.got, free.got) == (2, 6)
 
     asyncio.run(scenario())

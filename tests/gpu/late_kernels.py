@@ -1,9 +1,9 @@
-"""Starts an engine, serves random traffic, and prints as JSON the names of the kernels that were launched
-then and not before it was ready: `python -m tests.gpu.late_kernels SHAPE [--fp8]`.
+"""Starts an engine, serves random traffic, and prints as JSON the names of the kernels that were launched by
+the traffic and not before the engine was ready: `python -m tests.gpu.late_kernels SHAPE [--fp8]`.
 
-A process of its own, since a kernel that one engine has loaded is there for the next. Two layers of a public
-shape: they launch what all of them do. Of one of our kernels that is compiled in several ways, the name is
-the same: those are told apart without a GPU (`tests.engine.launches_of_serving`).
+Runs in a separate process, because a kernel that one engine has loaded stays loaded for the next. Two layers
+of a public shape suffice, because they launch the same kernels as all layers. Compiled variants of one of our
+kernels share a name; `tests.engine.launches_of_serving` distinguishes them without a GPU.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def main() -> None:
             max_num_batched_tokens=8192,
             kv_blocks=3000,
         )
-        torch.ones(1, device="cuda")  # a recording that begins before CUDA does may miss what follows
+        # a recording that begins before CUDA is initialised may miss later launches
+        torch.ones(1, device="cuda")
         torch.cuda.synchronize()
         with profile(activities=[ProfilerActivity.CUDA]) as starting:
             engine = LocalEngine(spec)
@@ -65,7 +66,8 @@ def main() -> None:
 
 
 def serve(engine: LocalEngine) -> None:
-    """Requests of all lengths and ways to sample that come and go, in steps of any numbers of tokens."""
+    """Send requests of all lengths and sampling variants at random times, so that steps have many different
+    numbers of tokens."""
     draw = random.Random(0)
     handle = 0
     for step in range(STEPS):
@@ -78,11 +80,11 @@ def serve(engine: LocalEngine) -> None:
         if step % 100 == 99:  # let the engine become idle, so that short prompt passes occur again
             while engine.core.has_work:
                 engine.core.step()
-    assert handle > 200, "hardly anything was asked"
+    assert handle > 200, "too few requests were sent"
 
 
 def request(draw: random.Random, handle: int, vocabulary: int) -> Submit:
-    """One prompt; a tenth of them for several samples."""
+    """Return a request with one prompt; a tenth of the requests ask for several samples."""
     tokens = draw.choice((1, 3, 17, 64, 130, 512, 700, 1500, 4000))
     sampling = SamplingParams(max_tokens=draw.randrange(1, 30), ignore_eos=True, **draw.choice(WAYS))
     return Submit(
@@ -95,7 +97,7 @@ def request(draw: random.Random, handle: int, vocabulary: int) -> Submit:
 
 
 def kernels(recording: profile) -> set[str]:
-    """The names of a recording's kernels."""
+    """Return the names of the kernels in a recording."""
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "trace.json"
         recording.export_chrome_trace(str(path))

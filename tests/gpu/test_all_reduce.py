@@ -1,5 +1,5 @@
-"""The fused all-reduce on two or more GPUs: exact sums, reuse under CUDA graphs, and a peer that never
-comes."""
+"""Tests of the fused all-reduce on two or more GPUs: exact sums, reuse in CUDA graphs, and a peer that is
+missing."""
 
 from __future__ import annotations
 
@@ -56,12 +56,14 @@ def test_a_region_is_used_100_000_times_in_graphs(world: int, tmp_path: Path) ->
     run_ranks(world, tmp_path, "graph_replays")
 
 
-def test_a_missing_peer_ends_by_the_hosts_word_and_leaves_the_gpu_usable(world: int, tmp_path: Path) -> None:
+def test_waiting_for_a_missing_peer_ends_when_the_host_says_so_and_leaves_the_gpu_usable(
+    world: int, tmp_path: Path
+) -> None:
     run_ranks(world, tmp_path, "missing_peer")
 
 
 def parts_of(world: int, rows: int, hidden: int, dtype: torch.dtype) -> torch.Tensor:
-    """Equal on every rank: [world, rows, hidden], with zeros of both signs side by side."""
+    """Return `[world, rows, hidden]`, equal on every rank, with zeros of both signs side by side."""
     generator = torch.Generator("cuda").manual_seed(7)
     parts = torch.randn(world, rows, hidden, device="cuda", generator=generator).to(dtype)
     parts[:, :, 5], parts[:, :, 4] = -0.0, 0.0
@@ -132,7 +134,7 @@ def graph_replays(memory) -> None:
 def missing_peer(memory) -> None:
     x = torch.ones(3, 8192, dtype=torch.bfloat16, device="cuda")
     residual = torch.zeros_like(x)
-    # The first call loads the kernel; every rank makes it.
+    # The first call loads the kernel, and every rank must make it.
     all_reduce.all_reduce_add(x, residual, memory.arena, two_shot=False)
     torch.cuda.synchronize()
     if memory.arena.rank == 0:

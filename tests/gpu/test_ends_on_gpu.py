@@ -24,8 +24,9 @@ def _chunk(row: int, start: int, count: int) -> Chunk:
 def test_restricting_the_last_layer_gives_the_same_rows_as_the_whole_pass(
     kv_cache_dtype: str, allowed: float
 ) -> None:
-    """Slots 0 and 1 decode beside chunks, one of which continues in the cache. The last layer's GEMMs have
-    four rows instead of hundreds, and so use other kernels; keys and values are computed as before."""
+    """Slots 0 and 1 decode in the same pass as chunks, one of which continues in the cache. The last layer's
+    GEMMs have four rows instead of hundreds, so they use other kernels; keys and values are computed as in
+    the whole pass."""
     made = engine("cuda", "bfloat16", kv_cache_dtype=kv_cache_dtype)
     runner = made.runner
     setups = [SlotSetup(row, SamplingParams(max_tokens=9), 0, 1, []) for row in range(4)]

@@ -1,4 +1,4 @@
-"""Building and profiling on a real GPU: what no dry run can show."""
+"""Tests of building and profiling on a real GPU, for what a dry run cannot show."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_tuner_measures_every_linear_of_a_shape(tmp_path: Path, options: lis
         assert (entry.layer_us is not None) == ("--whole-layer" in options)
 
 
-def test_a_profile_shows_every_product_beside_its_limit() -> None:
+def test_a_profile_shows_every_gemm_with_its_limit() -> None:
     table = run("engine.profile", "--shape", SHAPE, "--workload", "b8_decode", "--max-num-seqs", "16")
     shares = {line.split(" (")[0]: line.split()[-1] for line in table.splitlines() if "%" in line}
     for product in ("qkv", "o", "gate_up", "down", "lm_head"):
@@ -72,6 +72,6 @@ def test_a_profile_of_the_only_mixed_step_has_its_kernels_and_no_others(workload
     assert "recorded 1 step of 8 asked" in table
     tokens = {"b1_decode": "512", "ttft8k": "8,192"}[workload]
     assert f"{tokens} tokens a step, of which 0 decode" in table
-    # Products are told apart only where there are exactly as many as the step has.
+    # GEMMs can be told apart only if the recording has exactly as many as the step.
     for product in ("qkv", "o", "gate_up", "down", "lm_head"):
         assert f"\n{product} (" in table, table

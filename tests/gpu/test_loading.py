@@ -148,7 +148,7 @@ def test_weights_too_large_for_the_gpu_are_refused_before_allocation(tmp_path: P
     (tmp_path / "config.json").write_text(config)
     before = torch.cuda.memory_allocated()
     with pytest.raises(
-        WeightsTooLarge, match=r"the weights take .* GiB a rank \(bfloat16\), but NVIDIA .* has"
+        WeightsTooLarge, match=r"the weights take .* GiB per rank \(bfloat16\), but NVIDIA .* has"
     ):
         Decoder(
             read_config(tmp_path),

@@ -18,13 +18,13 @@ from tests.demo_model.asking import engine
 pytestmark = pytest.mark.gpu
 
 ALLOWED = 0.03
-"""Allowed relative difference: padding changes which GEMM kernels run, and so the order of sums."""
+"""Allowed relative difference. Padding changes which GEMM kernels run, and therefore the order of sums."""
 
 QUANTISED_APART = 2
 """Allowed difference of an FP8 cache, as a multiple of the difference between eager passes with and without
-FP8. Passes that differ by ALLOWED may round keys and values to different neighbours, each then off by as
-much. Errors other than rounding (order, positions, attention masks) are the same for every cache, and are
-tested with ALLOWED without FP8."""
+FP8. Passes that differ by ALLOWED may round keys and values to different neighbouring e4m3 values, which have
+the same error. Errors other than rounding (order, positions, attention masks) are the same for every cache,
+and are tested with ALLOWED without FP8."""
 
 
 @pytest.fixture(params=["auto", "fp8"])
@@ -36,7 +36,7 @@ def made(request: pytest.FixtureRequest) -> Iterator[LocalEngine]:
 
 @pytest.fixture(scope="module")
 def unquantised() -> Iterator[LocalEngine]:
-    """The same model without FP8, for eager passes."""
+    """The same model with an unquantised cache, for eager passes."""
     made = engine("cuda", "bfloat16")
     yield made
     made.close()

@@ -1,5 +1,5 @@
-"""Tests that two GPUs compute what one computes, captured and eager, with the same bits on both ranks, and
-that the death of a rank ends the other one's waiting."""
+"""Tests that two GPUs compute the same as one GPU, captured and eager, with the same bits on both ranks, and
+that the death of a rank ends the other rank's waiting."""
 
 from __future__ import annotations
 
@@ -91,11 +91,11 @@ def tokens_of(made: LocalEngine) -> list[list[int]]:
     return [samples[0].token_ids for samples in found]
 
 
-# ── the same work on every rank ──────────────────────────────────────────────────────────────────────
+# ── computation on every rank ────────────────────────────────────────────────────────────────────────
 
 
 def plan_of(prompts: list[list[int]]) -> StepPlan:
-    """Return a plan that computes whole prompts, one per slot, in blocks of its own."""
+    """Return a plan that computes whole prompts, one per slot, each in its own blocks."""
     blocks, setups, chunks = [], [], []
     for slot, prompt in enumerate(prompts):
         used = -(-(len(prompt) + 1) // BLOCK_TOKENS)
@@ -215,7 +215,9 @@ def test_two_gpus_generate_the_tokens_of_one_up_to_near_ties(
             assert gaps[-1] < allowed, f"token {place} with {params}: {found[place]}, not {wanted[place]}"
     made.close()
     with capsys.disabled():
-        print(f"\n{len(gaps)} of {len(prompts)} answers part, at gaps of at most {max(gaps, default=0):.4f}")
+        print(
+            f"\n{len(gaps)} of {len(prompts)} answers differ, at gaps of at most {max(gaps, default=0):.4f}"
+        )
 
 
 # ── long prompts ─────────────────────────────────────────────────────────────────────────────────────
@@ -260,7 +262,7 @@ def test_passes_in_halves_compute_what_one_gpu_computes_with_equal_bits_each_tim
     assert apart(first["hidden"][0], expected) < ALLOWED
 
 
-# ── a death ──────────────────────────────────────────────────────────────────────────────────────────
+# ── death of a rank ──────────────────────────────────────────────────────────────────────────────────
 
 
 def generate_until_lost(member: Member, spec: ReplicaSpec) -> dict[str, Any]:
@@ -286,7 +288,7 @@ def generate_until_lost(member: Member, spec: ReplicaSpec) -> dict[str, Any]:
 def test_the_death_of_a_rank_is_reported_within_a_second_and_leaves_the_gpu_usable(
     kv_heads: int | None, tmp_path: Path
 ) -> None:
-    """Rows of the demo model do not divide into items of peer memory, so that its sums use NCCL."""
+    """Rows of the demo model do not divide into items of peer memory, so its sums use NCCL."""
     spec = spec_of(tmp_path, kv_heads, tensor_parallel_size=2)
     processes = start_ranks(2, tmp_path / "ranks", "cuda", generate_until_lost, spec)
     deadline = time.monotonic() + 180

@@ -120,7 +120,8 @@ def test_batches_with_logits_processors_generate_the_tokens_of_torch(
 
 
 def test_allowed_tokens_and_bad_words_hold_while_steps_overlap(made: LocalEngine) -> None:
-    """Each run of three tokens of an answer is banned in the next answers; beside them rows are free."""
+    """Every three consecutive tokens of an answer are banned in later answers. The other slots have no
+    restrictions."""
     prompts, _ = questions()
     allowed, seed = b"\x00" * 20 + b"\xff" * 30, 7
     words: set[tuple[int, ...]] = set()

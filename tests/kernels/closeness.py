@@ -33,11 +33,11 @@ def check_as_torch(
 def check_worst(
     found: torch.Tensor, torchs: torch.Tensor, exact: torch.Tensor, roundings: float = 0.5
 ) -> None:
-    """Assert the bound of `check_as_torch` for the worst vector alone. torch's worst vector may be another
-    one: the error of a vector that sums few terms varies by chance."""
+    """Assert the bound of `check_as_torch`, but only for the worst vector. torch's worst vector may be a
+    different one, because the error of a vector that sums few terms varies by chance."""
     more = roundings * torch.finfo(found.dtype).eps / 4
     off, bound = worst_error(found, exact), 2 * worst_error(torchs, exact) + more
     if not off <= bound:
         far = (found.double() - exact).norm(dim=-1) / exact.double().norm(dim=-1)
         many = int((far > bound).sum())
-        raise AssertionError(f"{many} of {far.numel()} vectors are further off than {bound:.1e}: {off:.1e}")
+        raise AssertionError(f"{many} of {far.numel()} vectors have errors above {bound:.1e}: {off:.1e}")

@@ -13,7 +13,7 @@ import torch
 from kernels import Rotation, compiling
 from kernels.triton import attention_decode
 
-GPU = compiling.Gpu.of("NVIDIA H200", 90)
+GPU = compiling.GpuModel.of("NVIDIA H200", 90)
 META = torch.device("meta")
 HEADS, KV_HEADS, SIZE = 32, 8, 128
 EVENTS = re.compile(

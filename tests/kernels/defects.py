@@ -41,7 +41,7 @@ class Defect:
         path = tree / self.source
         text = path.read_text()
         if text.count(self.right) != 1:
-            raise ValueError(f"{self.name}: {self.right!r} stands {text.count(self.right)} times in {path}")
+            raise ValueError(f"{self.name}: {self.right!r} occurs {text.count(self.right)} times in {path}")
         path.write_text(text.replace(self.right, self.wrong))
 
 
@@ -169,7 +169,7 @@ _PREFILL = [
         'scores = tl.where(seen, scores, float("-inf"))',
         "scores = tl.where(seen, scores, _LOWEST)",
         "error and mixed",
-        interpreted=False,  # which rounds the score before it takes the maximum
+        interpreted=False,  # the compiler's fused operation rounds the score before it takes the maximum
     ),
     Defect(
         "KV heads overlap in the queries",

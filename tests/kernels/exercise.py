@@ -98,7 +98,7 @@ def fuse() -> None:
 
 
 def multiply() -> None:
-    """Run GEMMs of few rows with every kernel and all fused operations."""
+    """Run GEMMs of few rows with every kernel variant and all fused operations."""
     everything = ("norm", "bias", "residual")
     plans = [(case[0], case[4]) for case in linear_cases.CASES]
     plans += [(1, GemmPlan("stream", 1, 16, 64, warps=2, stages=2)), (9, replace(linear_cases.DOT, split=2))]

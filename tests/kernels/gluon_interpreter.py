@@ -1,5 +1,5 @@
-"""Runs the Python source of a Gluon kernel on the CPU and reports what would be a race or a deadlock on a
-GPU.
+"""Runs the Python source of a Gluon kernel on the CPU and reports accesses that would be a race or a deadlock
+on a GPU.
 
 Triton's interpreter does not support Gluon. Here torch operations on a `gluon_machine.Program` replace `gl`,
 `mbarrier`, `tma` and the warpgroup products. Not modelled: register layouts (the compiler checks them), the
@@ -213,8 +213,8 @@ class _Language:
         barrier.init(count)
 
     def arrive(self, barrier: Barrier, *, count: int = 1, pred: Any = True) -> None:
-        """Arrive at a barrier from one thread, which knows about the other warps only what a barrier among
-        them has established."""
+        """Arrive at a barrier from one thread, which knows only what a barrier among the warps has
+        established about the other warps."""
         if pred:
             self.program.pause()
             barrier.arrive(count, self.program.current.known)
@@ -247,7 +247,7 @@ class _Language:
         self, a: Any, b: Shared, acc: Any, *, use_acc: Any = True, is_async: bool = False
     ) -> UnfinishedProduct:
         if not is_async:
-            raise NotImplementedError("the interpreter knows asynchronous products only")
+            raise NotImplementedError("the interpreter supports asynchronous products only")
         self.program.pause()
         product = self.program.multiply(a, b)
         if use_acc:

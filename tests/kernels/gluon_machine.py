@@ -46,7 +46,8 @@ class Partition:
     known: int = 0
     """Events that happened before the current point of all warps of the partition."""
     unsettled: int = 0
-    """Events whose end each warp has seen for itself alone, until a barrier among the warps."""
+    """Events that each warp has waited for on its own. They become `known` at the next barrier among the
+    warps."""
     products: list[UnfinishedProduct] = field(default_factory=list)
     ready: Callable[[], bool] = lambda: True
     waits_for: Callable[[], str] = str
@@ -108,7 +109,7 @@ class Barriers:
 
 
 class Memory:
-    """The memory of one allocation; NaN where nothing was written."""
+    """The memory of one allocation; unwritten elements are NaN."""
 
     def __init__(self, elements: int, dtype: torch.dtype) -> None:
         self.name, self.data = "", torch.full((elements,), float("nan"), dtype=dtype)

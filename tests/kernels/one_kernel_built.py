@@ -8,7 +8,7 @@ import torch
 from kernels import compiling
 from kernels.triton import fused
 
-GPU = compiling.Gpu.of("NVIDIA H200", 90)
+GPU = compiling.GpuModel.of("NVIDIA H200", 90)
 
 
 def launch() -> None:

@@ -9,7 +9,7 @@ from kernels import compiling
 from kernels.triton import all_gather, all_reduce
 from kernels.triton.peer_arena import PROGRAMS, Arena
 
-GPU = compiling.Gpu.of("NVIDIA H200", 90)
+GPU = compiling.GpuModel.of("NVIDIA H200", 90)
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

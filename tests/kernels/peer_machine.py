@@ -1,10 +1,10 @@
 """Runs the kernels of `kernels.triton.all_reduce` and `all_gather` for a group of ranks on the CPU, over
-memory that delivers late.
+memory that delivers words late.
 
-The kernels' own Python runs on numpy arrays, one thread for each program of each rank. One thread runs at a
-time; a seed chooses which. Words that a rank stores in a peer's arena stay in flight until the seed delivers
-them, in any order, and ranks run ahead of each other as far as the kernel lets them. Not modelled: the inline
-assembly itself, and the threads inside one program.
+The kernels' own Python code runs on numpy arrays, with one thread for each program of each rank. Only one
+thread runs at a time, and a seed selects which one. Words that a rank stores in a peer's arena stay in flight
+until the seed delivers them, in any order, and ranks run ahead of each other as far as the kernel allows. Not
+modelled: the inline assembly itself, and the threads inside one program.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ _BASE = 40
 
 
 class Fault(Exception):
-    """The protocol failed: a word was overwritten before it was read, or no program can go on."""
+    """The protocol failed: a word was overwritten before it was read, or no program can continue."""
 
 
 class _Stopped(BaseException):
-    """Another program has failed."""
+    """Stops a program because another program has failed."""
 
 
 class Register(np.ndarray):
-    """Numbers as the kernel sees them."""
+    """The values of a kernel variable: a numpy array with the operators of a Triton tensor."""
 
     def to(self, dtype: Any, bitcast: bool = False) -> Register:
         return self.view(dtype) if bitcast else self.astype(dtype)
 
     def __iadd__(self, other: Any) -> Register:  # type: ignore[misc, override]
-        """Registers are values: other names of this one keep theirs."""
+        """Values are immutable, so an in-place operation does not change other variables with the same
+        value."""
         return self + other
 
 
@@ -62,8 +63,8 @@ class _Pointer:
 
 @dataclass(eq=False)
 class Call:
-    """An all-reduce on every rank. All arrays begin with [world, rows]; `residual` and the results are
-    written."""
+    """The arguments and results of an all-reduce on every rank. All arrays begin with [world, rows];
+    `residual` and the results are written."""
 
     x: np.ndarray
     residual: np.ndarray
@@ -107,8 +108,8 @@ class Call:
 
 @dataclass(eq=False)
 class Gather:
-    """An all-gather of `x [world, count]` int32 in rows of `width` words.
-    `result [world, rows, world, width]` is written."""
+    """The arguments and result of an all-gather of `x [world, count]` int32 in rows of `width` words. `result
+    [world, rows, world, width]` is written."""
 
     x: np.ndarray
     width: int
@@ -139,8 +140,8 @@ class Gather:
 
 @dataclass(eq=False)
 class Best:
-    """The choice of the best of `values [world, rows]` float32 with their `ids`. `result [world, rows]` is
-    written."""
+    """The arguments and result of the choice of the best of `values [world, rows]` float32 with their `ids`.
+    `result [world, rows]` is written."""
 
     values: np.ndarray
     ids: np.ndarray
@@ -171,10 +172,11 @@ AnyCall = Call | Gather | Best
 
 
 class PeerMachine:
-    """A group of ranks with an arena each.
+    """A group of ranks with one arena each.
 
-    edits: text of the kernels' source by the text that stands there, to see that a broken protocol is
-    noticed."""
+    edits: replacements in the kernels' source text (new text by old text), with which tests check that a
+    broken protocol is detected.
+    """
 
     def __init__(
         self, world: int, programs: int, items: int, seed: int, edits: dict[str, str] | None = None
@@ -250,10 +252,10 @@ class PeerMachine:
             **call.constants,
         )
 
-    # ── whose turn it is ──
+    # ── scheduling of the threads ──
 
     def _add(self, thread: threading.Thread) -> None:
-        """Start a thread, which begins when it is chosen."""
+        """Start a thread, which runs when it is selected."""
         go = threading.Semaphore(0)
         self._waiting[go] = lambda: True
         target = thread.run
@@ -266,7 +268,7 @@ class PeerMachine:
         thread.start()
 
     def _pause(self, ready: Callable[[], bool]) -> None:
-        """Let another program go on; return when this one is chosen and `ready`."""
+        """Let another program run; return when this program is selected and `ready` is true."""
         go = threading.Semaphore(0)
         self._waiting[go] = ready
         self._next()
@@ -275,7 +277,7 @@ class PeerMachine:
             raise _Stopped
 
     def _next(self) -> None:
-        """Deliver some words and choose who goes on."""
+        """Deliver some words in flight and select the next program."""
         if not self._running:
             self._done.release()
             return
@@ -292,18 +294,18 @@ class PeerMachine:
                 self._fault = Fault("every program waits, and no word is in flight")
 
     def _deliver(self) -> None:
-        """Store some words of a message in flight, perhaps all."""
+        """Put words of a message in flight: some of them, or all."""
         at = self._random.randrange(len(self._flying))
         rank, places, words = self._flying.pop(at)
         some = self._random.choice((1, len(places) // 2, len(places)))
         now, later = slice(0, some), slice(some, None)
         if (self.arenas[rank][places[now]] != peer_arena.EMPTY_WORD).any():
-            self._fault = self._fault or Fault(f"a word for rank {rank} meets one that was not read")
+            self._fault = self._fault or Fault(f"a word for rank {rank} overwrites a word that was not read")
         self.arenas[rank][places[now]] = words[now]
         if len(places) > some:
             self._flying.append((rank, places[later], words[later]))
 
-    # ── what the kernel calls ──
+    # ── functions that the kernels call ──
 
     def _send(self, address: np.ndarray, words: np.ndarray) -> None:
         rank = int(address[0] >> _BASE) - 1
@@ -324,7 +326,8 @@ class PeerMachine:
         return _register(arena[places])
 
     def _interpret(self, edits: dict[str, str]) -> dict[str, Callable[..., None]]:
-        """The kernels and their parts as plain functions, on a `gl` of numpy."""
+        """Return the kernels and their helper functions as plain functions that use a numpy version of
+        `gl`."""
         language = SimpleNamespace(
             constexpr=object,
             static_range=range,

@@ -15,7 +15,7 @@ from triton import knobs
 from kernels import compiling
 from kernels.triton import attention_prefill_hopper
 
-GPU = compiling.Gpu.of("NVIDIA H200", 90)
+GPU = compiling.GpuModel.of("NVIDIA H200", 90)
 META = torch.device("meta")
 EVENTS = {
     "HGMMA": "product",

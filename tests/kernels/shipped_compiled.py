@@ -14,7 +14,7 @@ from kernels.triton.linear_table import Product
 from kernels.tune.candidates import shared_bytes
 from tests.kernels.shipped_plans import FP8, PARTS, Shipped, shipped_plans
 
-GPU = compiling.Gpu.of("NVIDIA H200", 90)
+GPU = compiling.GpuModel.of("NVIDIA H200", 90)
 META = torch.device("meta")
 
 

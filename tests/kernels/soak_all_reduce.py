@@ -1,5 +1,5 @@
-"""`python -m tests.kernels.soak_all_reduce --calls 100000`: reuse a region of an arena that often, two
-ranks."""
+"""Reuses a region of an arena many times, with two ranks: `python -m tests.kernels.soak_all_reduce --calls
+100000`."""
 
 from __future__ import annotations
 

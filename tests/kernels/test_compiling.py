@@ -1,4 +1,4 @@
-"""Kernels compile for a GPU that need not be there, into Triton's cache, once."""
+"""Tests that kernels are compiled once, into Triton's cache, for a GPU that need not be present."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kernels import compiling
 
 
 def compiled(module: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a module in a process in which Triton compiles: in this one it interprets."""
+    """Run a module in a separate process, in which Triton compiles; in this process it interprets."""
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", module, *map(str, arguments)]
     return subprocess.run(
@@ -33,7 +33,7 @@ def test_a_kernel_is_compiled_into_the_cache_once(tmp_path: Path) -> None:
     assert sorted((tmp_path / "cache").rglob("*.cubin")) == kernels
 
 
-def test_without_a_gpu_the_message_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_gpu_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "_send_gpu", lambda sender: None)
-    with pytest.raises(compiling.GpuError, match="no NVIDIA GPU can be used here: see nvidia-smi"):
+    with pytest.raises(compiling.GpuError, match="no usable NVIDIA GPU found: check nvidia-smi"):
         compiling.this_gpu()

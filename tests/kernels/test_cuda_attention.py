@@ -63,7 +63,7 @@ def ops() -> object:
 
 @pytest.mark.parametrize("padding", [0, 3])
 def test_queries_attend_to_the_tokens_of_their_pass_and_padding_to_nothing(ops: object, padding: int) -> None:
-    """Two sequences decode beside a chunk with earlier context and a chunk of one token."""
+    """Two sequences decode in the same pass as a chunk with earlier context and a chunk of one token."""
     tokens = [(1, 70), (0, 5), *((2, at) for at in range(60, 133)), (3, 0)]
     made = Pass(tokens, [0, 1, len(tokens) - 2, len(tokens) - 1])
     (found, pool), (expected, other) = made.attend(ops, padding), made.attend(reference, 0)

@@ -56,7 +56,7 @@ def test_every_launched_kernel_has_a_defect() -> None:
         (["sampling", "tiles:"], "no defect contains all of sampling, tiles:; leave out one word"),
         (["linear_tiles.py"], "defects with linear_tiles.py need a GPU: run with --gpu"),
     ],
-    ids=["unknown", "some unknown", "in none together", "on a GPU alone"],
+    ids=["unknown", "some unknown", "only on a GPU", "on a GPU alone"],
 )
 def test_words_that_select_no_defect_are_refused(words: list[str], said: str) -> None:
     command = [sys.executable, str(ROOT / "scripts" / "seed_defects"), *words]

@@ -1,4 +1,5 @@
-"""The descent over a layer's products, by a timer that is made up; what is measured is a GPU's to say."""
+"""Tests of the descent over a layer's linears, with simulated times. Real times can only be measured on a
+GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ A, B, C = (GemmPlan("dot", 16, 64, 128, 4, stages) for stages in (4, 5, 6))
 
 
 class Timer:
-    """Layers that take what `us` says, and what has been asked of them."""
+    """Layers that take the time that `us` returns, and a list of the choices that were measured."""
 
     def __init__(self, us: Callable[[Choice], float]) -> None:
         self.us, self.asked = us, list[list[Choice]]()
@@ -33,7 +34,7 @@ class Timer:
         return [self.us(choice) for choice in choices]
 
 
-def test_a_descent_takes_what_makes_the_layer_faster_though_the_product_alone_is_slower() -> None:
+def test_a_plan_that_is_slower_alone_is_chosen_if_it_makes_the_layer_faster() -> None:
     def us(choice: Choice) -> float:
         alone = {A: 50.0, B: 48.0, C: 52.0}[choice["gate_up"]] + {A: 20.0, B: 19.0}[choice["down"]]
         return alone - (9.0 if choice == {"gate_up": C, "down": B} else 0.0)
@@ -42,21 +43,21 @@ def test_a_descent_takes_what_makes_the_layer_faster_though_the_product_alone_is
     assert descend({"gate_up": A, "down": A}, options, Timer(us)) == {"gate_up": C, "down": B}
 
 
-def test_a_descent_goes_round_until_a_round_brings_next_to_nothing() -> None:
-    # The first product's best plan shows only beside the second's.
+def test_a_descent_runs_rounds_until_one_gains_next_to_nothing() -> None:
+    # The first linear's best plan is faster only beside the second linear's best plan.
     def us(choice: Choice) -> float:
         return 100.0 - (10.0 if choice["b"] == B else 0.0) - (10.0 if choice == {"a": B, "b": B} else 0.0)
 
     timer = Timer(us)
     assert descend({"a": A, "b": A}, {"a": [A, B], "b": [A, B]}, timer) == {"a": B, "b": B}
-    # Each product twice and two confirmations; then nothing is new around either.
+    # Each linear is tried twice, with two confirmations; then the plans around both are unchanged.
     assert [len(asked) for asked in timer.asked] == [2, 2, 2, 2, 2, 2]
     little = Timer(lambda choice: 100.0 - 0.12 * sum(plan == B for plan in choice.values()))
     descend({"a": A, "b": A}, {"a": [A, B, C], "b": [A, B, C]}, little)
     assert [len(asked) for asked in little.asked] == [3, 2, 3, 2]
 
 
-def test_what_only_noise_made_faster_does_not_stay() -> None:
+def test_a_plan_that_was_faster_only_by_noise_is_not_kept() -> None:
     class Once(Timer):
         def __call__(self, choices: Sequence[Choice]) -> list[float]:
             times = super().__call__(choices)
@@ -65,7 +66,7 @@ def test_what_only_noise_made_faster_does_not_stay() -> None:
     assert descend({"a": A}, {"a": [A, B]}, Once(lambda choice: 100.0)) == {"a": A}
 
 
-def test_plans_that_do_not_run_are_passed_over_and_may_be_what_a_descent_begins_with() -> None:
+def test_plans_that_do_not_run_are_skipped_and_may_be_a_starting_point() -> None:
     times = {A: math.inf, B: 90.0, C: 80.0}
     options = {"a": [A, B, C]}
     assert descend({"a": A}, options, Timer(lambda choice: times[choice["a"]])) == {"a": C}
@@ -73,7 +74,7 @@ def test_plans_that_do_not_run_are_passed_over_and_may_be_what_a_descent_begins_
     assert search([{"a": A}, {"a": B}], {"a": [A]}, Timer(lambda choice: times[choice["a"]]))[0] == {"a": B}
 
 
-def test_a_valley_that_no_single_step_reaches_is_found_from_another_start() -> None:
+def test_a_minimum_that_no_single_step_reaches_is_found_from_another_start() -> None:
     def us(choice: Choice) -> float:
         changed = sum(plan == B for plan in choice.values())
         return 100.0 + (5.0 * changed if changed < 4 else -6.0)
@@ -86,14 +87,14 @@ def test_a_valley_that_no_single_step_reaches_is_found_from_another_start() -> N
 
 
 @pytest.mark.parametrize(("gain", "stays"), [(0.8 * ENOUGH, True), (1.2 * ENOUGH, False)])
-def test_what_there_is_stays_where_nothing_is_clearly_faster(gain: float, stays: bool) -> None:
+def test_the_current_choice_stays_if_nothing_is_clearly_faster(gain: float, stays: bool) -> None:
     timer = Timer(lambda choice: 100.0 * (1 - gain) if choice["a"] == B else 100.0)
     best, us, before = search([{"a": A}], {"a": [A, B]}, timer)
     assert (best == {"a": A}) == stays
     assert before == 100.0 and us == (100.0 if stays else 100.0 * (1 - gain))
 
 
-def test_drifting_clocks_do_not_choose_and_those_far_behind_leave_the_race() -> None:
+def test_drifting_clocks_do_not_affect_the_choice_and_slow_runners_are_dropped() -> None:
     own, turns = [100.0, 99.5, 130.0, 99.35], list[int]()
 
     def replay(order: Sequence[int]) -> list[float]:
@@ -106,12 +107,12 @@ def test_drifting_clocks_do_not_choose_and_those_far_behind_leave_the_race() -> 
     assert turns.count(2) < turns.count(0) == turns.count(1) == turns.count(3)
 
 
-# ── what is tried ────────────────────────────────────────────────────────────────────────────────────
+# ── candidates ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP8])
 @pytest.mark.parametrize("rows", [1, 8, 16, 32, 64])
-def test_a_shortlist_has_what_is_known_and_other_plans_that_can_run(dtype: torch.dtype, rows: int) -> None:
+def test_a_shortlist_has_the_known_plans_and_other_plans_that_can_run(dtype: torch.dtype, rows: int) -> None:
     products = [Product(dtype, *shape) for shape in SHAPES.values()]
     known = {one: candidates(one, rows, True)[-1] for one in products}
     begun = starts(known, rows, True)
@@ -122,7 +123,7 @@ def test_a_shortlist_has_what_is_known_and_other_plans_that_can_run(dtype: torch
         assert len(plans) == len(set(plans)) and 8 <= len(plans) <= 10
         assert set(plans) >= {choice[one] for choice in begun}
         assert not [plan for plan in plans if plan is not None and problem(plan, rows, one)]
-        # One row has plans of its own; several rows have tiles and dots.
+        # One row has its own plans; several rows have tiles and dots.
         assert {plan.form for plan in plans if plan is not None} > {"tiles"}
 
 
@@ -136,14 +137,14 @@ def test_the_first_tiles_are_those_that_won_in_a_layer() -> None:
     }
 
 
-def test_a_gpu_that_is_no_hopper_is_not_offered_tiles() -> None:
+def test_tiles_are_offered_only_on_a_hopper_gpu() -> None:
     one = Product(BF16, *SHAPES["o"])
     begun = starts({one: None}, 8, False)
     plans = shortlist(one, 8, False, [choice[one] for choice in begun], {}, 10)
     assert len(plans) == 10 and "tiles" not in {plan.form for plan in plans if plan is not None}
 
 
-def test_what_a_tuner_found_fastest_is_preferred(tmp_path: Path) -> None:
+def test_the_fastest_plans_of_an_earlier_search_are_preferred(tmp_path: Path) -> None:
     one = Product(BF16, *SHAPES["o"])
     fastest = [*candidates(one, 16, True)[:-9:-1], None]
     gone = "wide 16 64 256 4 4 1"
@@ -160,7 +161,7 @@ def test_what_a_tuner_found_fastest_is_preferred(tmp_path: Path) -> None:
             read_tried(tmp_path / "tune.json")
 
 
-def test_what_is_compiled_ahead_has_every_plan_beside_every_norm_that_another_leaves() -> None:
+def test_the_compiled_choices_combine_every_plan_with_every_state_of_a_shared_norm() -> None:
     o, down, qkv, gate_up = (Product(BF16, *SHAPES[name]) for name in ("o", "down", "qkv", "gate_up"))
     options = {one: shortlist(one, 8, True, [None], {}, 10) for one in (o, down, qkv, gate_up)}
 

@@ -122,7 +122,7 @@ def test_a_hanging_group_is_stopped_and_counts_as_a_failure(
     assert not sanitize.is_clean(outcome)
 
 
-def test_each_gpu_test_file_runs_in_processes_of_its_own() -> None:
+def test_each_gpu_test_file_runs_in_separate_processes() -> None:
     test_gpu = script("test_gpu")
     commands = test_gpu._commands(Namespace(timeout=400.0, logs=Path("logs")))
     assert set(test_gpu.ALONE) <= set(commands)
@@ -266,7 +266,7 @@ def test_races_in_tritons_own_dispatch_are_suppressed(sanitize: ModuleType) -> N
     assert sanitize.is_clean(outcome)
     assert sanitize.is_clean(sanitize.read_log(log.replace("=\n", "= \n"), 1.0))
     outcome = sanitize.read_log(log.replace("2 hazards displayed", "3 hazards displayed"), 1.0)
-    assert not sanitize.is_clean(outcome), "one of them was not understood"
+    assert not sanitize.is_clean(outcome), "one of the lines was not parsed"
 
 
 def test_races_are_reported_if_the_tool_found_more_than_it_printed(

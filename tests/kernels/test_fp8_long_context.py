@@ -33,7 +33,7 @@ import torch
 from kernels import PAGE_TOKENS, reference
 
 ON_CPU = not torch.cuda.is_available()
-needs_cpu = pytest.mark.skipif(not ON_CPU, reason="the interpreter runs where there is no GPU")
+needs_cpu = pytest.mark.skipif(not ON_CPU, reason="the interpreter runs only on machines without a GPU")
 needs_gpu = pytest.mark.skipif(ON_CPU, reason="no NVIDIA GPU: torch.cuda.is_available() is false")
 TOKENS = 65_536
 HEAD_DIM = 128
@@ -145,7 +145,7 @@ KINDS: dict[str, Change] = {
     "random": _scaled(),
     "peaked": _scaled(q=30.0),
     "a needle": _needle(1.0),
-    "a needle without a value, so that the others' tiny weights are the result": _needle(0.0),
+    "one key without a value, so that the tiny weights of the other keys are the result": _needle(0.0),
     "values that add up": _scaled(offset=3.0),
     "values of very different tokens": _scaled(outliers=2.0),
 }

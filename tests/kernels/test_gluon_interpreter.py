@@ -1,4 +1,5 @@
-"""The interpreter of Gluon kernels computes correct results and detects what would go wrong on a GPU."""
+"""Tests that the interpreter of Gluon kernels computes correct results and detects errors that would occur on
+a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each operation of a backend equals its formula, written out naively in float64."""
+"""Tests that each operation of a backend equals its formula, written out naively in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The frequencies of every scaling method follow the papers' formulas, in float64."""
+"""Tests that the frequencies of every scaling method follow the papers' formulas, in float64."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_dynamic_is_unscaled_up_to_the_configured_positions(length: int) -> None
     _close(rope.dynamic_frequencies(DIM, THETA, 4.0, positions=2048, length=length), _base())
 
 
-def test_dynamic_raises_the_base_beyond_them() -> None:
+def test_dynamic_raises_the_base_beyond_the_configured_positions() -> None:
     theta = THETA * (4.0 * 5000 / 2048 - 3.0) ** (DIM / (DIM - 2))
     _close(rope.dynamic_frequencies(DIM, THETA, 4.0, positions=2048, length=5000), _base(theta))
 

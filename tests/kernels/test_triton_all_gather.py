@@ -1,5 +1,5 @@
-"""The all-gather and the choice of the best token on ranks that deliver late, run ahead and share arenas with
-all-reduces."""
+"""Tests of the all-gather and the choice of the best token, on ranks that deliver words late, run ahead of
+each other, and share arenas with all-reduces."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def best_of(chosen: random.Random, numbers: np.random.Generator, world: int) -> 
 
 
 def best_wanted(call: Best) -> np.ndarray:
-    """Follow `engine.parallel.Ranks.best`: the first largest value, NaN being larger than any number."""
+    """Like `engine.parallel.Ranks.best`: take the first largest value, where NaN is larger than any
+    number."""
     found = []
     for values, ids in zip(call.values.T, call.ids.T, strict=True):
         missing = np.isnan(values)
@@ -74,7 +75,7 @@ def check(machine: PeerMachine, calls: list[AnyCall]) -> None:
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 @pytest.mark.parametrize("seed", range(3))
-def test_all_ranks_get_all_words_and_the_best_token_whatever_arrives_when(world: int, seed: int) -> None:
+def test_all_ranks_get_all_words_and_the_best_token_in_any_order_of_delivery(world: int, seed: int) -> None:
     check(PeerMachine(world, 3, 9, seed), mixed_calls(seed, world, 12))
 
 
@@ -101,7 +102,7 @@ def test_calls_of_every_kind_use_a_region_thousands_of_times() -> None:
         "same item",
     ],
 )
-def test_a_broken_protocol_is_noticed(edits: dict[str, str]) -> None:
+def test_a_broken_protocol_is_detected(edits: dict[str, str]) -> None:
     with pytest.raises((Fault, AssertionError)):
         for seed in range(20):
             check(PeerMachine(3, 2, 20, seed, edits), mixed_calls(seed, 3, 12))

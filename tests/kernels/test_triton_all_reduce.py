@@ -1,4 +1,5 @@
-"""The push protocol of the all-reduce on ranks that deliver late, run ahead and reuse their arenas."""
+"""Tests of the push protocol of the all-reduce, on ranks that deliver words late, run ahead of each other and
+reuse their arenas."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def check(machine: PeerMachine, calls: list[Call]) -> None:
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 @pytest.mark.parametrize("seed", range(3))
-def test_all_ranks_get_the_sum_in_rank_order_whatever_arrives_when(world: int, seed: int) -> None:
+def test_all_ranks_get_the_sum_in_rank_order_in_any_order_of_delivery(world: int, seed: int) -> None:
     check(PeerMachine(world, 3, 7, seed), calls_of(seed, world, 8))
 
 
@@ -70,7 +71,7 @@ def test_a_region_is_used_again_thousands_of_times() -> None:
     ],
     ids=["one half", "no write-back", "reserved value sent", "wrong owner"],
 )
-def test_a_broken_protocol_is_noticed(edits: dict[str, str]) -> None:
+def test_a_broken_protocol_is_detected(edits: dict[str, str]) -> None:
     with pytest.raises((Fault, AssertionError)):
         for seed in range(20):
             check(PeerMachine(3, 2, 10, seed, edits), calls_of(seed, 3, 8))

@@ -1,4 +1,4 @@
-"""Paged decode attention in Triton equals its reference implementation.
+"""Tests that paged decode attention in Triton equals its reference implementation.
 
 The interpreter (CPU, float32) proves indexing and masking: block tables, slots, splits, windows, padding and
 scales; for new tokens, the norm, rotation, cache write and attention. Only a GPU proves the numerics of
@@ -26,7 +26,7 @@ from tests.kernels.closeness import check_as_torch, check_worst, error, worst_er
 from tests.kernels.test_compiling import compiled  # noqa: E402
 
 ON_CPU = not torch.cuda.is_available()
-needs_cpu = pytest.mark.skipif(not ON_CPU, reason="the interpreter runs where there is no GPU")
+needs_cpu = pytest.mark.skipif(not ON_CPU, reason="the interpreter runs only on machines without a GPU")
 needs_gpu = pytest.mark.skipif(ON_CPU, reason="no NVIDIA GPU: torch.cuda.is_available() is false")
 SCALE = 0.3
 
@@ -172,7 +172,7 @@ def test_sequences_may_share_blocks_and_rows() -> None:
 @needs_cpu
 @pytest.mark.parametrize("lens", [[0], [0, 70, 0]], ids=str)
 def test_padding_gives_zeros_and_writes_nothing_else(lens: list[int]) -> None:
-    """There are more programs than sequences; the new tokens are in the cache or not."""
+    """There are more programs than sequences. The new tokens either are in the cache or are not."""
     case, made, config = make(lens), new(make(lens), True), kernel.DecodeConfig(len(lens) + 4, 3)
     for run, expected in ((case.run, case.expected()), (made.run, made.expected_case().expected())):
         out = torch.full((len(lens) + 8, *case.q.shape[1:]), 7.0)
@@ -380,13 +380,15 @@ def test_new_tokens_are_cached_with_a_scale_for_each_token_and_head() -> None:
     ):
         torch.testing.assert_close(pool * per_token.unsqueeze(-1), whole, rtol=1e-4, atol=1e-5)
         written = (pool.abs().amax(-1) - 448).abs() < 1e-2
-        assert written.sum() == 3 * 2, "of three tokens and two heads, the largest magnitude is e4m3's"
+        assert written.sum() == 3 * 2, (
+            "the largest magnitude is e4m3's maximum, for three tokens and two heads"
+        )
 
 
 @needs_cpu
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 @pytest.mark.parametrize("head", [0, 4, 6], ids=["query", "key", "value"])
-def test_a_new_token_that_is_not_finite_breaks_its_own_sequence_alone(head: int, number: float) -> None:
+def test_a_non_finite_new_token_affects_only_its_own_sequence(head: int, number: float) -> None:
     lens, broken = [130, 193, 1, 64, 300], 1
     found = []
     for poisoned in (False, True):
@@ -451,7 +453,7 @@ def test_one_wrong_head_of_one_sequence_is_detected(window: int | None) -> None:
     _check_cache(made.case, expected_case)
     wrong = found.clone()
     wrong[4, 5] = found[4, 6]
-    with pytest.raises(AssertionError, match="1 of 48 vectors are further off"):
+    with pytest.raises(AssertionError, match="1 of 48 vectors have errors above"):
         check_worst(wrong, _a_last_place_off(expected_case).expected(torch.float16), exact, roundings=1)
     made.case.keys[-2, 1, 299 % PAGE_TOKENS, 7] += 0.5
     with pytest.raises(AssertionError):

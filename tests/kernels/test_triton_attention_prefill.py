@@ -1,4 +1,4 @@
-"""Paged prefill attention in Triton equals its reference implementation.
+"""Tests that paged prefill attention in Triton equals its reference implementation.
 
 The interpreter (CPU, float32) proves indexing and masking: chunks, contexts, tiles, windows and scales. Only
 a GPU proves the numerics of bfloat16 and FP8, the pipelined loads of pages, and PDL: the tests marked `gpu`.
@@ -20,7 +20,7 @@ from kernels.triton import attention_prefill as kernel  # noqa: E402
 from tests.kernels.closeness import check_as_torch, error, worst_error  # noqa: E402
 
 ON_CPU = not torch.cuda.is_available()
-needs_cpu = pytest.mark.skipif(not ON_CPU, reason="the interpreter runs where there is no GPU")
+needs_cpu = pytest.mark.skipif(not ON_CPU, reason="the interpreter runs only on machines without a GPU")
 needs_gpu = pytest.mark.skipif(ON_CPU, reason="no NVIDIA GPU: torch.cuda.is_available() is false")
 
 

@@ -1,5 +1,5 @@
-"""Hopper's prefill attention equals its reference implementation, like `test_triton_attention_prefill` for
-the other kernel.
+"""Tests that Hopper's prefill attention equals its reference implementation, like
+`test_triton_attention_prefill` for the other kernel.
 
 The Gluon interpreter (CPU) proves indexing and masking in the actual dtypes, and the order of copies,
 barriers and products: no buffer is read before it is full or overwritten before it was read, and nothing
@@ -28,7 +28,7 @@ from tests.kernels.test_compiling import compiled
 
 cases = pytest.importorskip("tests.kernels.test_triton_attention_prefill", exc_type=ImportError)
 CudaOps = pytest.importorskip("kernels.cuda", exc_type=ImportError).CudaOps
-Gpu = pytest.importorskip("kernels.compiling", exc_type=ImportError).Gpu
+GpuModel = pytest.importorskip("kernels.compiling", exc_type=ImportError).GpuModel
 hopper = pytest.importorskip("kernels.triton.attention_prefill_hopper", exc_type=ImportError)
 gluon = pytest.importorskip("tests.kernels.gluon_interpreter", exc_type=ImportError)
 Case, plan_tiles, suits_hopper = cases.Case, cases.kernel.plan_tiles, cases.kernel.suits_hopper
@@ -37,7 +37,7 @@ ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == 
 on_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
 DEVICE = "cuda" if ON_HOPPER else "cpu"
 MULTIPROCESSORS = torch.cuda.get_device_properties(0).multi_processor_count if ON_HOPPER else 3
-"""Few in the interpreter, so that each program has several tiles."""
+"""Number of programs in the interpreter: few, so that each program has several tiles."""
 
 CHUNKS = {
     **cases.GPU_CHUNKS,
@@ -142,7 +142,7 @@ def test_only_hopper_gpus_use_the_hopper_kernel_in_serving_and_in_builds(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
     ops: Any = select_backend("cuda", BF16)
     assert ops._hopper_multiprocessors == (78 if capability == 90 else 0)
-    gpu = Gpu.of("any", capability)
+    gpu = GpuModel.of("any", capability)
     assert (gpu.hopper, gpu.pdl) == (ops._hopper_multiprocessors > 0, ops._pdl)
 
 
@@ -199,7 +199,8 @@ def test_softmax_weights_overlap_with_value_products_without_spills(
         for place in loops:
             assert events[place - 16 : place] == ["product"] * 16, name
             after = events[place + 1 : events.index("wait for all", place)]
-            assert after == ["weight"] * (64 + 2), name  # a thread's weights, and two rescaling factors
+            # the values that differ: a thread's weights, and two rescaling factors
+            assert after == ["weight"] * (64 + 2), name
         assert kernel["shared"] <= 227 << 10, name
 
 
@@ -358,7 +359,8 @@ ORDERS = {
 def test_a_wrong_order_is_detected(
     order: str, seed: int, tmp_path: Path, interpreted: Callable[..., None]
 ) -> None:
-    """Each defect is detected for every order of the partitions. On a GPU it might not show for years."""
+    """Each defect is detected for every order of the partitions. On a GPU such a defect might not show up for
+    years."""
     right, wrong, fault = ORDERS[order]
     defect = Defect(order, "attention_prefill_hopper.py", right, wrong, "")
     interpreted(seed, kernel=_seeded(defect, tmp_path)._prefill_hopper)
@@ -438,8 +440,8 @@ def test_chunks_may_share_blocks() -> None:
 def test_a_pass_with_a_long_prompt_matches_the_other_kernel(
     fp8: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Runs through `CudaOps`, beside decodes and a chunk that would use the other kernel if it were alone.
-    Both kernels round weights and results to bfloat16, 1.7e-3 each by norm."""
+    """Runs through `CudaOps`, in a pass with decodes and with a chunk that would use the other kernel if it
+    were the only one. Both kernels round weights and results to bfloat16, 1.7e-3 each by norm."""
     launches = []
     launch = hopper.prefill
 

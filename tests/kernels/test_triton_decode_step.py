@@ -1,4 +1,5 @@
-"""The first and last kernel of a decode step equal plain torch on the same tables, with and without padding.
+"""Tests that the first and last kernel of a decode step equal plain torch on the same tables, with and
+without padding.
 
 The interpreter (on a CPU, in CI) proves everything about integers: which slot is read, which is written, and
 which stays unchanged. A GPU runs the same tests.

@@ -1,4 +1,4 @@
-"""The fused elementwise kernels against their reference implementations.
+"""Tests of the fused elementwise kernels against their reference implementations.
 
 The interpreter (on a CPU, in CI) proves indexing and masking: which elements are read, written and left
 unchanged, at widths and head counts that are no multiple of a tile, in float32 and float16. Only a GPU proves

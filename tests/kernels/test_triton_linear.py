@@ -1,4 +1,4 @@
-"""GEMMs of few rows against their reference implementations.
+"""Tests of GEMMs of few rows against their reference implementations.
 
 The interpreter (on a CPU, in CI) proves indexing and masking of the Triton kernels (gemv and dot): which
 weight is multiplied with which token, outputs and columns that are no multiple of a tile, split-K and fused

@@ -1,4 +1,4 @@
-"""GEMMs with every plan of the shipped tables, compared with the reference as in `test_triton_linear`.
+"""Tests of GEMMs with every plan of the shipped tables, against the reference as in `test_triton_linear`.
 
 Parity and PDL need a Hopper GPU (marked `gpu`) and run at the shipped rows and K. On any machine: every
 shipped plan is tested, fits Hopper's shared memory, and the plan with the largest shared memory of each form

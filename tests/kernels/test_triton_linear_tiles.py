@@ -1,5 +1,5 @@
-"""GEMMs with `linear_tiles` against their reference implementations, as `test_triton_linear` tests the other
-kernels.
+"""Tests of GEMMs with `linear_tiles` against their reference implementations, like `test_triton_linear` for
+the other kernels.
 
 The kernel is written in Gluon, so its results are proved on a Hopper GPU only (marked `gpu`). On any machine
 it is compiled for Hopper, to prove its purpose: weight loads start before the wait for the previous kernel.

@@ -1,4 +1,4 @@
-"""The sampling kernels against their reference implementation, `kernels.sampling`, combined as in
+"""Tests of the sampling kernels against their reference implementation, `kernels.sampling`, combined as in
 `engine.sampler`.
 
 The interpreter (on a CPU, in CI) proves which tokens are read, compared, counted and kept: every row of a

@@ -1,4 +1,4 @@
-"""The sum of the ranks' parts and the residual, in Triton's interpreter or on a GPU."""
+"""Tests of the sum of the ranks' parts and the residual, in Triton's interpreter or on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The search takes the fastest plan that is right; what it measures is a GPU's to say."""
+"""Tests that the search chooses the fastest correct plan, with simulated times. Real times can only be
+measured on a GPU."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def test_every_candidate_can_be_run(dtype: torch.dtype, rows: int, hopper: bool)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP8])
-def test_tiles_of_weights_that_come_early_are_tried_beside_those_of_the_next_product(
+def test_tiles_whose_weights_load_early_are_tried_beside_those_of_the_next_linear(
     dtype: torch.dtype,
 ) -> None:
     for shape in SHAPES.values():
@@ -47,8 +48,8 @@ def test_tiles_of_weights_that_come_early_are_tried_beside_those_of_the_next_pro
 
 
 class FakeChain:
-    """Linears that take the microseconds that `us` says, LIBRARY_US if it says nothing; `wrong` plans compute
-    nonsense, `broken` ones do not start."""
+    """Linears that take the microseconds in `us`, or LIBRARY_US if `us` has no entry. Plans in `wrong`
+    compute wrong results, and plans in `broken` do not launch."""
 
     rows = 16
 
@@ -86,7 +87,7 @@ def searched(
 
 
 def plans_of(name: str) -> list[GemmPlan]:
-    """Candidates that are not the rules' plan of any linear."""
+    """Return candidates that are not the rule-based plan of any linear."""
     rules = {linear_plans.choose(16, n, k, BF16) for n, k in SHAPES.values()}
     return [plan for plan in candidates(Product(BF16, *SHAPES[name]), 16, False) if plan not in rules]
 
@@ -100,13 +101,13 @@ def test_the_fastest_plan_wins_with_its_own_and_the_librarys_time() -> None:
     assert found["down"].plan is None
 
 
-def test_a_fast_plan_that_is_wrong_or_does_not_start_loses() -> None:
+def test_a_fast_plan_that_is_wrong_or_does_not_launch_loses() -> None:
     wrong, broken, right, *_ = plans_of("o")
     us = {("o", wrong): 1.0, ("o", broken): 2.0, ("o", right): 9.0}
     assert searched(us, wrong={wrong}, broken={broken})["o"].plan == right
 
 
-def test_the_rules_plan_stays_where_no_difference_can_be_told() -> None:
+def test_the_rule_based_plan_stays_if_the_difference_is_noise() -> None:
     n, k = SHAPES["down"]
     rule, other = linear_plans.choose(16, n, k, BF16), plans_of("down")[0]
     assert rule is not None
@@ -114,14 +115,14 @@ def test_the_rules_plan_stays_where_no_difference_can_be_told() -> None:
     assert searched({("down", rule): 11.0, ("down", other): 10.0})["down"].plan == other
 
 
-def test_what_the_table_has_is_kept_and_not_measured_again() -> None:
+def test_existing_table_entries_are_kept_and_not_measured_again() -> None:
     kept, faster, *_ = plans_of("qkv")
     known = Table().with_entry(Product(BF16, *SHAPES["qkv"]), 16, PlanEntry(kept, 14.0, 20.0))
     found = searched({("qkv", kept): 14.0, ("qkv", faster): 3.0}, known)
     assert set(found) == {"o", "gate_up", "down"}
 
 
-def test_a_chain_of_one_linear_is_timed_as_it_is() -> None:
+def test_a_chain_of_one_linear_is_timed_as_a_whole() -> None:
     chain = FakeChain({}, set(), set())
     chain.products = chain.products[-1:]
     chain.names = {product: chain.names[product] for product in chain.products}

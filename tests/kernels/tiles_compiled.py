@@ -1,5 +1,5 @@
 """Compiles some GEMMs with `linear_tiles` for Hopper and prints, as JSON, the order of their operations. Runs
-in a process of its own, like `launches_of_serving`."""
+in a separate process, like `launches_of_serving`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kernels import compiling
 from kernels.triton import linear
 from kernels.triton.linear_plans import GemmPlan
 
-GPU = compiling.Gpu.of("NVIDIA H200", 90)
+GPU = compiling.GpuModel.of("NVIDIA H200", 90)
 META = torch.device("meta")
 PLAN = GemmPlan("tiles", 8, 64, 128, 4, 6)
 EVENTS = {

@@ -1,17 +1,17 @@
-"""A core's parts around its metrics, without processes and sockets; `scripts/bench_metrics` has them too."""
+"""The serving parts of a core and its metrics, without processes and sockets. `scripts/bench_metrics`
+measures them."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-from appliance.core.controller import Switchboard
+from appliance.core.serving import ServingParts
 from appliance.front_pool.identities import IdentityTable
 from appliance.messages import Admit, Identity
 from appliance.models.registry import describe_models
 from appliance.monitoring.metrics.counting import CountedRows
+from appliance.monitoring.metrics.families import ServiceSource
 from appliance.monitoring.metrics.scrape import Scraper
 from appliance.monitoring.metrics.tenants import ShownTenants
 from appliance.settings import Flags, read_settings
@@ -23,7 +23,7 @@ from store.requests import RequestRow
 
 
 class NoRows:
-    """A request log that keeps nothing."""
+    """A request log that stores nothing."""
 
     def open(self, row: RequestRow) -> bool:
         return True
@@ -33,7 +33,7 @@ class NoRows:
 
 
 class Parts:
-    """Of a service for the demo model, whose replica never comes: what is asked waits."""
+    """A service for the demo model whose replica never starts, so that requests wait."""
 
     def __init__(self, folder: Path, *tenants: TenantRecord, most_waiting: int = 100) -> None:
         loaded = read_settings(Flags(run_dir=str(folder / "run"), state_dir=str(folder)), {})
@@ -42,23 +42,39 @@ class Parts:
         self.control = ControlStore(folder / "control.db")
         self.control.start()
         self.counted = CountedRows(NoRows(), ShownTenants(200, lambda: policies.tenants))
-        self.switchboard = Switchboard(
-            loaded.settings,
+        self.serving = ServingParts(
+            lambda: loaded.settings,
             describe_models(loaded),
             rows=self.counted,
-            keep=lambda message, descriptor: None,
             salt=str,
             quotas=Quotas(time.monotonic),
             identities=IdentityTable(lambda: policies, loaded.settings.unix),
+            keep=lambda message, descriptor: None,
+            note=lambda where, what: None,
+            on_availability=lambda: None,
         )
-        self.switchboard.tell_identities()
-        doors: Any = SimpleNamespace(listeners=[])
+        self.serving.requests.set_policies(policies)
+        source = ServiceSource(
+            ready=False,
+            draining=False,
+            problems=0,
+            held=0,
+            connections={},
+            version="0",
+            started_at=time.time(),
+        )
         self.scrape = Scraper(
-            self.counted, self.switchboard, self.control, [], doors, version="0", started_at=time.time()
+            self.counted,
+            lambda: source,
+            self.serving.requests.state,
+            self.serving.models,
+            self.serving.fronts,
+            self.control,
+            [],
         )
 
     def ask(self, number: int, tenant: str, asked_class: str = "") -> None:
-        """A front asks for a turn."""
+        """Send an `Admit` as a front does."""
         admit = Admit(
             request_id=f"w{number}",
             identity=Identity(tenant=tenant, highest_class=0),
@@ -73,7 +89,7 @@ class Parts:
             arrived_at=time.time(),
             asked_class=asked_class,
         )
-        self.switchboard.requests.admit("front-0", admit)
+        self.serving.requests.admit("front-0", admit)
 
     def close(self) -> None:
         self.control.close()

@@ -33,13 +33,13 @@ def parts(tmp_path: Path) -> Iterator[Parts]:
 
 
 def test_no_request_is_looked_at(parts: Parts) -> None:
-    requests: Any = parts.switchboard.requests
+    requests: Any = parts.serving.requests
     parts.counted.end(row(tenant="local"))
     for number in range(30):
         parts.ask(number, "local", asked_class="P0" if number % 3 == 0 else "P1")
-    requests._requests = Unwalkable(requests._requests)
-    requests._pauses._held = Unwalkable(requests._pauses._held)
-    (model,) = requests._models.values()
+    requests.state.in_flight = Unwalkable(requests.state.in_flight)
+    requests.state.pauses._held = Unwalkable(requests.state.pauses._held)
+    (model,) = requests.state.models.values()
     model._running, model.resumed = Unwalkable(model._running), Unwalkable(model.resumed)
     text = parts.scrape()
     waiting = values(text, "appliance_queue_requests")

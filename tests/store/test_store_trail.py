@@ -16,7 +16,7 @@ from store.audit import Actor, AuditRow, Head, outcome
 from store.control import ControlStore
 from store.errors import NotWritableError, StorageFaultError, UnknownTenantError
 from store.heads import heads_in, read_key
-from store.spool import RESERVED_BYTES, Spool, SpoolFile
+from store.spool import RESERVED_BYTES, Spool, read_spool
 from tests.audit_trail import read_audit
 
 ROOT = Actor("uid:0", "box")
@@ -385,7 +385,7 @@ def test_what_the_database_refuses_is_spooled_and_comes_into_the_chain_in_order(
             ).result(60)
         state = control.trail.state()
         assert (state.spool.rows, state.spool.in_memory) == (6, 0)
-        assert state.spool.places == (str(tmp_path / "audit.spool"),)
+        assert state.spool.path == tmp_path / "audit.spool"
         assert "full" in (state.last_error or "")
         assert len(read_audit(control.path)) == 1
         waiting = evidence.read_spool(tmp_path)
@@ -399,7 +399,7 @@ def test_what_the_database_refuses_is_spooled_and_comes_into_the_chain_in_order(
     assert all(row.note and row.note.startswith("spooled, written ") for row in rows[:6])
     assert (rows[6].action, rows[6].note) == ("tenants.create", None)
     state = control.trail.state()
-    assert (state.spool.rows, state.spool.places, state.last_error) == (0, (), None)
+    assert (state.spool.rows, state.spool.path, state.last_error) == (0, None, None)
     assert (tmp_path / "audit.spool").read_bytes().strip(b"\0") == b""
     assert "6 spooled audit entries are in the chain now" in caplog.text
     assert evidence.examine_folder(tmp_path).ok
@@ -473,13 +473,6 @@ def test_a_line_that_nobody_can_read_is_recorded_as_such(tmp_path):
     assert (row.action, row.result) == ("unreadable", "line 1 of the spool could not be read")
 
 
-@pytest.fixture
-def two_disks(tiny_disk: Path, tmp_path: Path) -> tuple[Path, Path]:
-    other = tmp_path / "other"
-    other.mkdir()
-    return tiny_disk, other
-
-
 def fill_up(disk: Path) -> None:
     with suppress(OSError), (disk / "ballast").open("ab", buffering=0) as ballast:
         while True:
@@ -490,51 +483,55 @@ def entry(number: int, size: int = 100) -> object:
     return outcome(ROOT, "a.b", {"number": number, "filler": "x" * size}, "ok")
 
 
-def test_a_full_disk_takes_entries_where_room_was_reserved(two_disks):
-    full, other = two_disks
-    key = heads.make_or_read_key(full)
-    spool = Spool([full / "audit.spool", other / "audit.spool"], key)
+def test_a_full_disk_takes_entries_into_the_reserved_space(tiny_disk):
+    key = heads.make_or_read_key(tiny_disk)
+    spool = Spool(tiny_disk / "audit.spool", key)
     spool.start()
-    fill_up(full)
+    fill_up(tiny_disk)
     for number in range(100):
         spool.put(entry(number))
     state = spool.state()
-    assert (state.rows, state.in_memory, state.places) == (100, 0, (str(full / "audit.spool"),))
-    assert SpoolFile(full / "audit.spool", key).read() == spool.waiting()
+    assert (state.rows, state.in_memory, state.path) == (100, 0, tiny_disk / "audit.spool")
+    assert read_spool(tiny_disk / "audit.spool", key).entries == spool.waiting()
 
 
-def test_when_the_reserve_is_used_up_the_other_disk_takes_over_and_then_memory(two_disks, caplog):
-    full, other = two_disks
-    key = heads.make_or_read_key(full)
-    spool = Spool([full / "audit.spool", other / "audit.spool"], key)
+def test_entries_beyond_the_reserved_space_wait_in_memory_until_the_disk_has_space(tiny_disk, caplog):
+    key = heads.make_or_read_key(tiny_disk)
+    path = tiny_disk / "audit.spool"
+    spool = Spool(path, key)
     spool.start()
-    fill_up(full)
+    fill_up(tiny_disk)
     entries = [entry(number, 20_000) for number in range(20)]
     for one in entries:
         spool.put(one)
-    assert set(spool.state().places) == {str(full / "audit.spool"), str(other / "audit.spool")}
-    assert spool.state().in_memory == 0
-    other.rename(other.with_name("gone"))
-    lonely = Spool([full / "missing" / "audit.spool"], key)
-    lonely.put(entry(1))
-    assert lonely.state().in_memory == 1
+    in_memory = spool.state().in_memory
+    assert 0 < in_memory < 20 and spool.waiting() == entries
+    assert read_spool(path, key).entries == entries[: 20 - in_memory]
     assert "audit entry in memory only: {" in caplog.text and '"action":"a.b"' in caplog.text
-    (full / "missing").mkdir()
-    (full / "ballast").unlink()
-    lonely.retry()
-    assert lonely.state().in_memory == 0
-    again = Spool([full / "audit.spool", other.with_name("gone") / "audit.spool"], key)
+    (tiny_disk / "ballast").unlink()
+    spool.retry()
+    assert spool.state().in_memory == 0
+    again = Spool(path, key)
     again.start()
     assert again.waiting() == entries
     again.drop(20)
     assert again.state().rows == 0
-    assert (full / "audit.spool").stat().st_size == RESERVED_BYTES
-    assert (full / "audit.spool").read_bytes().strip(b"\0") == b""
+    assert path.stat().st_size == RESERVED_BYTES
+    assert path.read_bytes().strip(b"\0") == b""
+
+
+def test_entries_wait_in_memory_while_the_file_cannot_be_made(tmp_path):
+    spool = Spool(tmp_path / "missing" / "audit.spool", heads.make_or_read_key(tmp_path))
+    spool.put(entry(1))
+    assert (spool.state().in_memory, spool.state().path) == (1, None)
+    (tmp_path / "missing").mkdir()
+    spool.retry()
+    assert (spool.state().in_memory, spool.state().path) == (0, tmp_path / "missing" / "audit.spool")
 
 
 def test_a_spool_is_no_more_than_its_bound(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("store.spool.MAX_ENTRIES", 2)
-    spool = Spool([tmp_path / "audit.spool"], heads.make_or_read_key(tmp_path))
+    spool = Spool(tmp_path / "audit.spool", heads.make_or_read_key(tmp_path))
     for number in range(3):
         spool.put(entry(number))
     assert (spool.state().rows, spool.state().lost) == (2, 1)

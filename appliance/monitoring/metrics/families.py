@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from appliance.classes import CLASS_NAMES
-from appliance.core.controller import Switchboard
 from appliance.models.replica import Replica, StepTotal
 from appliance.monitoring.metrics.exposition import Family
 from appliance.monitoring.metrics.metric import Group, Metric
@@ -41,9 +40,14 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 class ServiceSource(NamedTuple):
     """What the metrics of the service as a whole are read from."""
 
-    switchboard: Switchboard
+    ready: bool
+    draining: bool
+    """Whether the whole service is draining or drained."""
+    problems: int
+    held: int
+    """Number of held requests."""
     connections: Mapping[str, int]
-    """Accepted, by listener."""
+    """Number of accepted connections by listener."""
     version: str
     started_at: float
 
@@ -130,11 +134,6 @@ def _resident_bytes(source: ServiceSource) -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
 
 
-def _draining(source: ServiceSource) -> int:
-    switchboard = source.switchboard
-    return 0 if (switchboard.stopping or switchboard.drains.of(None)) is None else 1
-
-
 def _steps(read: Callable[[StepTotal], float]) -> Callable[[ReplicaSource], Mapping[str, tuple[int, float]]]:
     def by_kind(source: ReplicaSource) -> Mapping[str, tuple[int, float]]:
         totals = source.replica.steps
@@ -153,19 +152,19 @@ SERVICE = (
            lambda s: {s.version: 1}, ("version",)),
     Metric("gauge", "appliance_ready", "",
            "1 if every model answers: what /health/ready says.",
-           lambda s: 0 if s.switchboard.readiness.reason() else 1),
+           lambda s: int(s.ready)),
     Metric("gauge", "appliance_draining", "",
            "1 while the whole service is draining or drained.",
-           _draining),
+           lambda s: int(s.draining)),
     Metric("counter", "appliance_problems_total", "",
            "Ended processes, unreadable files and other problems. The status has the details.",
-           lambda s: s.switchboard.problems.total),
+           lambda s: s.problems),
     Metric("counter", "appliance_connections_total", "",
            "Connections accepted, by listening socket.",
            lambda s: s.connections, ("listener",)),
     Metric("gauge", "appliance_held_requests", "requests",
            "Requests that wait for the end of a drain.",
-           lambda s: s.switchboard.requests.held()),
+           lambda s: s.held),
 )
 ROWS = (
     Metric("counter", "appliance_requests_total", "requests",

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from appliance.core.controller import Switchboard
-from appliance.front_pool.listeners import Doors
+from appliance.front_pool.pool import FrontPool
+from appliance.models.manager import ModelManager
 from appliance.monitoring.metrics.counting import CountedRows
 from appliance.monitoring.metrics.exposition import render
 from appliance.monitoring.metrics.families import GatewaySource, ReplicaSource, ServiceSource
 from appliance.monitoring.metrics.tenants import OTHERS
+from appliance.traffic.state import TrafficState
 from appliance.traffic.stats import ModelStats
 from engine.logs import log_state
 from store.control import ControlStore
@@ -30,25 +31,25 @@ class Scraper:
     def __init__(
         self,
         counted: CountedRows,
-        switchboard: Switchboard,
+        service: Callable[[], ServiceSource],
+        traffic: TrafficState,
+        models: ModelManager,
+        fronts: FrontPool,
         control: ControlStore,
         writers: Sequence[Writer],
-        doors: Doors,
-        *,
-        version: str,
-        started_at: float,
     ) -> None:
+        """`service` returns what the metrics of the whole service are read from."""
         self._families = counted.families
         self._tenants = counted.tenants
-        self._switchboard = switchboard
+        self._service = service
+        self._traffic = traffic
+        self._models = models
+        self._fronts = fronts
         self._control = control
         self._databases: list[ControlStore | Writer] = [control, *writers]
-        self._doors = doors
         self._policies: Policies | None = None
-        self._models: list[str] = []
+        self._model_names: list[str] = []
         self._text, self._made_at = b"", -math.inf
-        self._version = version
-        self._started_at = started_at
 
     def __call__(self) -> bytes:
         """Return every metric in Prometheus' text format, at most 50 ms old, so that frequent scrapes do not
@@ -62,7 +63,7 @@ class Scraper:
         """Return the present text."""
         self._forget()
         self._read_service()
-        self._read_models(self._switchboard.requests.models())
+        self._read_models(self._traffic.model_stats())
         self._read_tenants()
         self._read_replicas()
         self._read_fronts()
@@ -78,20 +79,14 @@ class Scraper:
             if self._tenants.forget_deleted():
                 for family in families.by("tenant"):
                     family.keep("tenant", (*self._tenants, OTHERS))
-        models = list(self._switchboard.models)
-        if models != self._models:
-            self._models = models
+        models = list(self._models.models)
+        if models != self._model_names:
+            self._model_names = models
             for family in families.by("model"):
                 family.keep("model", (*models, OTHERS))
 
     def _read_service(self) -> None:
-        families = self._families
-        source = ServiceSource(
-            self._switchboard,
-            {listener.name: listener.accepted for listener in self._doors.listeners},
-            self._version,
-            self._started_at,
-        )
+        families, source = self._families, self._service()
         families.service.clear()
         families.service.set(source)
         families.process.set(source)
@@ -99,24 +94,26 @@ class Scraper:
         families.logs.set(log_state().dropped_lines, "core")
 
     def _read_models(self, models: list[ModelStats]) -> None:
-        families, fleet = self._families, self._switchboard.fleet
+        families = self._families
         families.gateways.clear()
         for model in models:
             families.models.set(model, model.name)
-            ready = [replica.status() for replica in fleet.of(model.name) if replica.account is not None]
+            ready = [
+                replica.status() for replica in self._models.of(model.name) if replica.account is not None
+            ]
             families.gateways.set(GatewaySource(model, ready), model.name)
 
     def _read_tenants(self) -> None:
-        families, requests = self._families, self._switchboard.requests
+        families, traffic = self._families, self._traffic
         for name in self._tenants:
-            families.tenants.set(requests.tenant(name), name)
-            for bucket in requests.quotas.buckets(name):
+            families.tenants.set(traffic.tenant_stats(name), name)
+            for bucket in traffic.quotas.buckets(name):
                 families.limits.set(bucket, name, bucket.limit)
 
     def _read_replicas(self) -> None:
         families = self._families
         families.replicas.clear()
-        for replica in self._switchboard.replicas:
+        for replica in self._models.replicas:
             status = replica.status()
             families.replicas.set(ReplicaSource(status, replica), replica.model, replica.name)
             families.logs.set(status.log_dropped_lines, replica.name)
@@ -124,7 +121,7 @@ class Scraper:
     def _read_fronts(self) -> None:
         families = self._families
         families.fronts.clear()
-        for front in self._switchboard.fronts:
+        for front in self._fronts.fronts:
             # The number stays; the name of the process changes with each restart.
             status, name = front.status(), f"front-{front.number}"
             families.fronts.set(status, name)

@@ -17,8 +17,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from appliance.background import Background
-from appliance.front_pool.listeners import address_of, bind_tcp, listens_on
 from appliance.http import HttpServer
+from appliance.http.sockets import address_of, bind_tcp, listens_on
 from appliance.messages import Limits
 from appliance.monitoring.metrics.exposition import CONTENT_TYPE
 from appliance.protocol import SocketStatus

@@ -89,9 +89,9 @@ class Driver:
 def teacher_forced(
     driver: Driver, tokens: list[int], prompt_lengths: list[int], chunk_sizes: list[int], decode_steps: int
 ) -> list[torch.Tensor]:
-    """Run sequences that all start with `tokens` side by side: each prompt in chunks of its own size, then
-    `decode_steps` decodes that are fed the next tokens. Returns each sequence's logits, `[prompt length +
-    decode_steps, vocabulary]`."""
+    """Run sequences that all start with `tokens` at the same time: each prompt in chunks of a different size,
+    then `decode_steps` decodes that are fed the next tokens. Returns each sequence's logits, `[prompt length
+    + decode_steps, vocabulary]`."""
     sequences = [Sequence() for _ in prompt_lengths]
     logits: list[list[torch.Tensor]] = [[] for _ in sequences]
     ends = [length + decode_steps for length in prompt_lengths]

@@ -30,7 +30,7 @@ def cached_pages(path: Path) -> int:
     """Return how many of a file's pages are in the page cache."""
     size = path.stat().st_size
     found = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
-    # Private, so that Python may take its address; nothing is written.
+    # A private mapping, because ctypes takes the address only of writable memory; nothing is written.
     with path.open("rb") as file, mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) as pages:
         first = ctypes.c_char.from_buffer(pages)
         failed = _LIBC.mincore(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(size), found)

@@ -54,7 +54,7 @@ def logits_of_all(folders: list[Path], ranks: Ranks, tokens: list[int]) -> dict[
     it."""
     found = {folder.name: logits_of(folder, ranks, tokens) for folder in folders}
     for folder in folders:
-        # The loader has the same weights if the ranks exchange columns.
+        # With column exchange, the loader must load the same weights.
         again = logits_of(folder, ranks, tokens, exchange=True)
         assert all(torch.equal(one, other) for one, other in zip(again, found[folder.name], strict=True))
     found["dummy"] = logits_of(folders[0], ranks, tokens, dummy=True)
@@ -64,16 +64,16 @@ def logits_of_all(folders: list[Path], ranks: Ranks, tokens: list[int]) -> dict[
 
 
 def _scores(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scores and token ids: the last rank has the best one, a tie, a NaN on the first rank, an
-    infinity, and nothing finite."""
+    """Return scores and token ids. The rows have their best score on the last rank, a tie, a NaN on the first
+    rank, an infinity, and only non-finite scores."""
     first = torch.nan if rank == 0 else 1.0
     values = torch.tensor([float(rank), 5.0, first, torch.inf if rank == 1 else 0.0, -torch.inf])
     return values, torch.arange(5) + 10 * rank
 
 
 def main(size: int, rank: int, rendezvous: str, folders: list[Path], tokens: list[int], result: Path) -> None:
-    """Run the rank. Rank 0 writes the logits, the results of collectives, and how long the death of the last
-    rank went unnoticed."""
+    """Run the rank. Rank 0 writes the logits, the results of collectives, and how long it took to detect the
+    death of the last rank."""
     torch.set_num_threads(1)
     ranks = join(size, rank, rendezvous, "gloo", timeout_seconds=60)
     found = logits_of_all(folders, ranks, tokens)

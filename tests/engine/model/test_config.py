@@ -1,4 +1,5 @@
-"""`config.json` in the words of every version, and refusals that name file, field, value and remedy."""
+"""Tests of reading `config.json` in the formats of all supported versions. Errors name file, field, value and
+remedy."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ MISTRAL = {**LLAMA, "model_type": "mistral", "architectures": ["MistralForCausal
 
 
 def _compressed(**changes: Any) -> dict[str, Any]:
-    """As llm-compressor writes it; `changes` are of the weights' scheme."""
+    """Return a quantization_config as llm-compressor writes it. `changes` apply to the scheme of the
+    weights."""
     weights = {"num_bits": 8, "type": "float", "strategy": "channel", **changes}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": {"dynamic": True}}
     return {
@@ -47,7 +49,7 @@ def _read(folder: Path, values: dict[str, Any]) -> ModelConfig:
     return read_config(folder)
 
 
-def test_what_an_old_llama_leaves_out_has_its_defaults(tmp_path: Path) -> None:
+def test_fields_missing_from_an_old_llama_config_have_their_defaults(tmp_path: Path) -> None:
     config = _read(tmp_path, LLAMA)
     assert config.head_dim == 8
     assert config.rope == RopeConfig(theta=10000.0)
@@ -100,7 +102,7 @@ def test_families_differ_in_biases_and_norms(tmp_path: Path) -> None:
     assert (biased.qkv_bias, biased.o_bias, biased.mlp_bias) == (True, True, True)
 
 
-def test_rope_and_dtype_are_read_in_both_versions_words(tmp_path: Path) -> None:
+def test_rope_and_dtype_are_read_from_configs_of_both_versions(tmp_path: Path) -> None:
     rope = {
         "factor": 8.0,
         "low_freq_factor": 1.0,
@@ -149,11 +151,11 @@ def test_lengths_follow_from_the_scaling(
         (_compressed(), True),
         (_compressed(strategy="tensor"), True),
         (_compressed(symmetric=True, dynamic=False, observer="minmax"), True),
-        # Only its cache is quantised, and ours is what the settings say.
+        # Only the checkpoint's cache is quantised. The dtype of our cache comes from the settings.
         ({"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {}}, False),
     ],
 )
-def test_checkpoints_say_whether_their_matrices_are_fp8(
+def test_fp8_matrices_are_detected_from_the_config(
     quantised: dict[str, Any] | None, fp8: bool, tmp_path: Path
 ) -> None:
     assert _read(tmp_path, LLAMA | {"quantization_config": quantised}).fp8 is fp8
@@ -184,7 +186,7 @@ REFUSED = [
     *(
         (
             {"quantization_config": quantised},
-            f"quantization_config.{field}; of quantised checkpoints, fp8 and compressed-tensors ones",
+            f"quantization_config.{field}; supported quantised checkpoints are fp8 and compressed-tensors",
         )
         for quantised, field in (
             ({}, "quant_method is None"),
@@ -271,7 +273,9 @@ def test_files_that_are_not_there_or_not_json_are_named(tmp_path: Path) -> None:
         read_config(tmp_path / "nowhere")
 
 
-def test_a_split_that_does_not_divide_is_refused_with_those_that_do(tmp_path: Path) -> None:
+def test_a_number_of_ranks_that_does_not_divide_is_refused_and_valid_numbers_are_listed(
+    tmp_path: Path,
+) -> None:
     config = _read(tmp_path, LLAMA)
     for size in (1, 2, 4, 8):
         config.check_parallel(size)
@@ -298,7 +302,7 @@ def test_shards_tile_the_model(size: int, tmp_path: Path) -> None:
     assert {s.vocab for s in shards} == {-(-101 // size)}
     group = config.heads // config.kv_heads
     for shard in shards:
-        # The KV heads of a rank are those of its own query heads.
+        # A rank holds the KV heads of its own query heads.
         wanted = {head // group for head in range(shard.first_head, shard.first_head + shard.heads)}
         assert wanted == set(range(shard.first_kv_head, shard.first_kv_head + shard.kv_heads))
 

@@ -131,7 +131,7 @@ def test_a_read_error_is_raised_after_all_other_pieces_are_done(
         if first == failing:
             failed.set()
             raise error
-        if first == last:  # and so long after the failure that nobody may have been told of that yet
+        if first == last:  # long enough after the failure that the waiting thread cannot have been told yet
             assert failed.wait(30)
             time.sleep(0.05)
         done.append(first)

@@ -28,19 +28,20 @@ FORMS = [
     Fp8("a scale for each tensor"),
     Fp8("a scale for each output", per_channel=True),
     Fp8("bfloat16 scales for each output", per_channel=True, scale_dtype=torch.bfloat16),
-    Fp8("quant_method fp8, scalars, with static scales beside", method="fp8", flat_scales=True, static=True),
-    Fp8("a vector of scales, with static ones", per_channel=True, flat_scales=True, static=True),
-    Fp8("scales in a file of their own", per_channel=True, static=True, scales_apart=True),
-    Fp8("one scale each in a file of their own", scales_apart=True),
+    Fp8("quant_method fp8, scalar scales, with static scales", method="fp8", flat_scales=True, static=True),
+    Fp8("a vector of scales, with static scales", per_channel=True, flat_scales=True, static=True),
+    Fp8("scales in a separate file", per_channel=True, static=True, scales_apart=True),
+    Fp8("one scale per tensor in a separate file", scales_apart=True),
     Fp8("k unquantised within q, k, v", quantised=tuple(p for p in PROJECTIONS if p != "k_proj")),
-    Fp8("up quantised beside gate", per_channel=True, quantised=("up_proj",)),
+    Fp8("up quantised, gate not quantised", per_channel=True, quantised=("up_proj",)),
     Fp8("the output matrix as well", per_channel=True, quantised=(*PROJECTIONS, "lm_head", "embed_tokens")),
 ]
 TOLERANCE = 1e-4
-"""Tolerance as without quantisation: the same GEMMs with sums in another order."""
+"""The same tolerance as without quantisation: the same GEMMs with sums in another order."""
 EQUAL = 0.5
-"""Minimum fraction of short sequences within the tolerance. In the others (2 to 11 of 100) a sum lies on the
-boundary of two e4m3 values, and its last bits decide. A wrong load shows in every sequence."""
+"""Minimum fraction of short sequences within the tolerance. In the other sequences (2 to 11 of 100) a sum
+lies on the boundary of two e4m3 values, so its last bits decide which value is used. A wrong load shows in
+every sequence."""
 SEQUENCES = torch.randint(3, 157, (16, 12), generator=torch.Generator().manual_seed(7)).tolist()
 
 
@@ -63,7 +64,7 @@ def _equal(decoder: Decoder, model: Any) -> float:
     in two chunks, and 5 more tokens."""
     with torch.no_grad():
         expected = model(torch.tensor(SEQUENCES)).logits
-    assert expected.std() > 0.3, "logits too small to tell anything"
+    assert expected.std() > 0.3, "the logits are too small for a meaningful comparison"
     errors = []
     for tokens, wanted in zip(SEQUENCES, expected, strict=True):
         (found,) = teacher_forced(Driver(decoder, blocks=2), tokens, [7], [4], 5)
@@ -103,7 +104,7 @@ def test_a_quantised_checkpoint_gives_the_logits_of_transformers(how: Fp8, tmp_p
                 meant[name] = values.float() * scales
             first = {"k_proj": 64, "v_proj": 96, "up_proj": 96}.get(part, 0)
             rows = _dense(weight)[first : first + len(meant[name])]
-            assert torch.equal(rows, meant[name]), f"{name} is not what the checkpoint says"
+            assert torch.equal(rows, meant[name]), f"{name} differs from the checkpoint"
     assert _equal(decoder, quantised_oracle(tmp_path, meant)) >= EQUAL
 
 
@@ -135,7 +136,7 @@ def test_a_plain_checkpoint_is_quantised_per_output_while_it_loads(tmp_path: Pat
         exact = plain[f"model.layers.1.{name}.weight"]
         assert isinstance(weight, Fp8Weight)
         assert torch.equal(weight.scales, exact.abs().amax(dim=1) / 448)
-        # Half a step of e4m3: 2⁻⁴ of a normal number, 2⁻¹⁰ scales of one below 2⁻⁶.
+        # Half a step of e4m3: 2⁻⁴ relative for a normal number, 2⁻¹⁰ scales for a number below 2⁻⁶.
         bound = torch.maximum(exact.abs() * 2**-4, weight.scales.unsqueeze(1) * 2**-10)
         assert ((_dense(weight) - exact).abs() <= bound * (1 + 1e-6)).all()
     assert torch.equal(decoder.embedding, plain["model.embed_tokens.weight"])
@@ -247,8 +248,8 @@ def test_a_negative_or_non_finite_scale_is_refused(number: float, tmp_path: Path
     _refused(
         tmp_path,
         lambda tensors: tensors[SCALE].flatten().__setitem__(95, number),
-        f"{{file}}: tensor {SCALE} is not finite and at least 0 everywhere, "
-        "as scales must be; download it again",
+        f"{{file}}: tensor {SCALE} is not finite or negative in places, which scales must not be; download "
+        "it again",
     )
 
 
@@ -265,5 +266,9 @@ def test_block_wise_scales_are_refused_before_any_file_is_opened(tmp_path: Path)
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"weight_block_size is \[128, 128\]; of quantised checkpoints"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"weight_block_size is \[128, 128\]; supported quantised "
+        r"checkpoints",
+    ):
         _load(tmp_path)

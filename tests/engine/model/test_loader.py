@@ -58,7 +58,8 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def check_weights(pieces: Iterable[WeightShard], tensors: dict[str, torch.Tensor]) -> None:
-    """Check that each weight holds its part of the checkpoint's tensor, quantised where it has scales."""
+    """Check that each weight holds its part of the checkpoint's tensor, quantised if the weight has
+    scales."""
     for piece in pieces:
         assert piece.target is not None
         expected = piece.part(tensors[piece.name])

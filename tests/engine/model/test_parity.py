@@ -145,7 +145,7 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(case: Case, tmp_pa
     tokens = _tokens(max(LENGTHS) + DECODES, decoder.config.vocab_size)
     with torch.no_grad():
         expected = model(torch.tensor([tokens])).logits[0]
-    assert expected.std() > 0.3, "logits too small to tell anything"
+    assert expected.std() > 0.3, "the logits are too small for a meaningful comparison"
 
     chunk_sizes = [CHUNKS[index % len(CHUNKS)] for index in range(len(LENGTHS))]
     found = teacher_forced(Driver(decoder, blocks=48), tokens, LENGTHS, chunk_sizes, DECODES)
@@ -180,8 +180,8 @@ def test_any_chunk_size_gives_the_logits_of_transformers(chunk: int, tmp_path: P
 
 
 def test_dynamic_rope_is_frozen_at_the_maximum_length(tmp_path: Path) -> None:
-    """transformers derives the base from the longest sequence it has seen, so results are equal where that is
-    max_model_len."""
+    """transformers derives the base from the longest sequence that it has seen, so results are equal if that
+    sequence has max_model_len tokens."""
     changes = {"max_position_embeddings": 128, **_rope("dynamic", factor=4.0)}
     folder = make(Case("dynamic", "llama", changes), tmp_path)
     tokens = _tokens(300, 157)

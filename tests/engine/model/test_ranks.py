@@ -19,7 +19,7 @@ from .checkpoints import Case, Fp8, make, quantise
 
 GROUPS = [
     # Neither number of ranks divides the vocabulary, so its last shard is padded. KV heads are split over 2
-    # ranks, and each is replicated on 4.
+    # ranks, and each head is replicated on 4 ranks.
     Case("biased", "llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     Case("normed", "qwen3", {"head_dim": 32}, shard_size="100KB"),
     Case("windowed", "qwen2", {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}),
@@ -104,7 +104,7 @@ def test_several_ranks_compute_the_logits_of_one_and_detect_a_death(
 
     assert f"rank 0 of {size}" in result["lost"]
     assert "restart the whole replica" in result["lost"]
-    assert result["seconds"] < 30  # it was told, and did not wait for the 60 s of the group
+    assert result["seconds"] < 30  # the rank was told, and did not wait for the 60 s timeout of the group
 
 
 def test_one_rank_needs_no_group() -> None:

@@ -53,7 +53,7 @@ PLANS = {
 @pytest.mark.parametrize(
     ("librarys", "norms"),
     [
-        # The first layer's qkv reads the embedding, and the output matrix reads a selection of rows.
+        # The first layer's qkv reads the embedding, and the output matrix reads selected rows.
         ((), 2),
         (("o",), 2 + LAYERS),
         (("gate_up",), 2 + LAYERS),

@@ -85,9 +85,9 @@ def test_uncached_ranges_are_read_past_the_page_cache(
     drop(path)
     first, nbytes = asked
     assert _read(path, first, nbytes) == CONTENT[first : first + nbytes]
-    # A disk that delivers before the kernel checks makes a single page appear cached now and then.
+    # A single page may occasionally appear cached, because the disk delivers it before the kernel checks.
     assert reads == [True] or (nbytes <= PAGE and reads == [False])
-    assert cached_pages(path) <= 2  # those that were asked for
+    assert cached_pages(path) <= 2  # the pages that the probe loaded
 
 
 def test_cached_ranges_are_read_from_the_page_cache(path: Path, reads: list[bool]) -> None:
@@ -116,7 +116,7 @@ def test_probing_the_page_cache_does_not_make_a_file_look_cached(path: Path, rea
     ("pages", "past_cache"),
     [
         ([True, True], False),
-        ([True, False], True),  # the disk had brought the first before the kernel looked
+        ([True, False], True),  # the disk delivered the first page before the kernel checked
         ([False], True),
         ([None], False),
     ],
@@ -189,7 +189,7 @@ def test_file_systems_without_direct_io_are_read_through_the_cache(
 
 @pytest.fixture
 def in_memory() -> Iterator[Path]:
-    """A file on a file system without a disk."""
+    """Return a file on a file system that is held in memory."""
     folder = Path("/dev/shm")
     if not os.access(folder, os.W_OK):
         pytest.skip("no /dev/shm")
@@ -247,7 +247,7 @@ def test_keep_cached_loads_files_into_the_page_cache(path: Path) -> None:
     drop(path)
     keep_cached([path]).join()
     limit = time.monotonic() + 30
-    while cached_pages(path) < 101:  # the disk has been asked; nobody says when it has answered
+    while cached_pages(path) < 101:  # the disk reads were requested, but their end is not reported
         assert time.monotonic() < limit
         time.sleep(0.001)
 

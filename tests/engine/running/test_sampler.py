@@ -135,7 +135,7 @@ def oracle(case: Case, logits: torch.Tensor) -> torch.Tensor:
 
 
 def bitmap(*token_ids: int) -> bytes:
-    """As `SamplingParams.allowed_tokens`."""
+    """Return a bit map for `SamplingParams.allowed_tokens`."""
     return sum(1 << token for token in set(token_ids)).to_bytes(max(token_ids) // 8 + 1, "little")
 
 
@@ -259,9 +259,7 @@ def some_cases(most: int = 7) -> st.SearchStrategy[list[Case]]:
 
 @given(cases=some_cases(), seed=st.integers(0, 1000))
 @settings(max_examples=60, deadline=None)
-def test_a_sampled_token_does_not_depend_on_the_batch_and_is_an_allowed_one(
-    cases: list[Case], seed: int
-) -> None:
+def test_a_sampled_token_does_not_depend_on_the_batch_and_is_allowed(cases: list[Case], seed: int) -> None:
     logits = random_logits(len(cases), 51, seed)
     together = sample(cases, logits.clone()).token_ids.tolist()
     for row, case in enumerate(cases):
@@ -332,8 +330,8 @@ def test_kernels_on_several_ranks_sample_the_same_tokens_as_torch_on_one(
 def test_a_variant_also_serves_slots_of_cheaper_variants_and_skips_padding(
     variant: Variant, backend: str
 ) -> None:
-    """A graph uses one variant for the whole batch, which must sample the same tokens for slots of cheaper
-    variants."""
+    """A graph uses one variant for the whole batch. That variant must sample the same tokens for slots of
+    cheaper variants."""
     params = [
         SamplingParams(max_tokens=9),
         SamplingParams(max_tokens=9, temperature=0.8, seed=3),

@@ -245,7 +245,7 @@ def test_a_shared_setup_gives_forks_the_same_tables_as_separate_setups(which: in
     other = SlotSetup(2, PARAMS[3], 0, 1, [8])
     together, apart = SlotTables(8, 2, VOCAB, CPU), SlotTables(8, 2, VOCAB, CPU)
     for tables in (together, apart):
-        # Slots that had penalty counts and a length of other sequences.
+        # Slots with penalty counts and a length left by earlier sequences.
         tables.apply(plan_of([SlotSetup(n, PARAMS[4], 0, 1, [n]) for n in range(8)]))
         tables._lengths_host[:] = 5
     recent = output if PARAMS[which].bad_words else []
@@ -288,7 +288,7 @@ def test_a_setup_is_uploaded_once_for_all_of_its_forks(monkeypatch: pytest.Monke
     allowed, prefixes = [0, 3, 0, 0, 0, 0, 0], [*[-1] * 30, 6, *[-1] * 31]
     once = [[4, 9], [1.5, -2.0], [7, 8], [3, 5, 3], allowed, prefixes, [5, 4]]
     assert sorted(map(sent.count, once)) == [1] * 7
-    # The other uploads: the scalars of all slots (two), and for the slots with bad words their numbers and
+    # The other uploads: two for the scalars of all slots, and for the slots with bad words their words and
     # recent tokens.
     assert len(sent) == len(once) + 4
     tables.set_up([SlotSetup(1, PARAMS[0], 0, 3, [])])

@@ -1,4 +1,4 @@
-"""Warm-up runs every linear and every attention at numbers of rows that are close together."""
+"""Tests that warm-up runs every linear and every attention for closely spaced numbers of rows."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ from engine.runner import ModelRunner
 from engine.sizing import gemm_sizes
 from engine.warmup import run_padded_passes
 from kernels import AttentionInput, Residual
-from tests.engine.running.test_runner import folder, quiet, spec_of
-
-__all__ = ["folder"]
+from tests.engine.running.tiny_model import quiet, spec_of
 
 
 @pytest.mark.parametrize(("most", "rows"), [(1, [1]), (8, [8]), (20, [8, 16, 20])])
@@ -36,14 +34,14 @@ def test_many_rows_are_padded_in_steps_of_an_eighth_at_most() -> None:
 
 
 class RecordingOps:
-    """Passes operations on, and records the rows that meet each weight, and each attention."""
+    """Forwards operations, and records the numbers of rows of each linear and of each attention."""
 
     def __init__(self, ops: Any) -> None:
         self._ops = ops
         self.rows: dict[int, list[int]] = defaultdict(list)
-        """By the id of a weight."""
+        """Numbers of rows by the id of the weight."""
         self.attended: list[tuple[int, int, bool]] = []
-        """Tokens of the pass, rows of the result, and whether it has chunks."""
+        """For each attention: tokens of the pass, rows of the result, and whether the pass has chunks."""
 
     def __getattr__(self, name: str) -> Any:
         operation = getattr(self._ops, name)
@@ -84,10 +82,11 @@ def test_every_linear_and_every_attention_is_run_for_every_number_of_rows(folder
     few = {1, 2, 4, *sizes.results}
     for linear in (first.attention.qkv, first.attention.o, first.mlp.gate_up, first.mlp.down):
         assert set(ops.rows[id(linear.weight)]) == {*few, *sizes.tokens}
-    # The last layer computes few rows of passes with prompts.
+    # The last layer computes only a few rows of passes with prompts.
     for linear in (last.attention.o, last.mlp.gate_up, last.mlp.down):
         assert set(ops.rows[id(linear.weight)]) == few
-    # As many tokens of prompts as are scored at once; the most first, so that the others find memory.
+    # The maximum number of prompt tokens that are scored at once. It runs first, so that later passes find
+    # enough memory.
     logits = ops.rows[id(decoder.head)]
     assert logits == sorted({*few, *gemm_sizes(128)}, reverse=True)
     passes = set(ops.attended)

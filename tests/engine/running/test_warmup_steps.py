@@ -1,5 +1,5 @@
-"""The steps of warm-up: any model can run them with any budget, they take as much memory as any step, and
-they are of every kind."""
+"""Tests of the warm-up steps: any model can run them with any budget, they take as much memory as any step,
+and they cover every kind of step."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from engine.runner import ModelRunner
 from engine.sampler import LOGPROB_ROWS
 from engine.warmup_steps import every_kind, largest_steps
 from kernels.draws import Variant
-from tests.engine.running.test_runner import folder, quiet, spec_of
-
-__all__ = ["folder"]
+from tests.engine.running.tiny_model import quiet, spec_of
 
 BUDGETS = [(8, 256), (96, 256), (4096, 256), (8, 1), (8, 2), (8, 3), (96, 8), (96, 40)]
 
@@ -38,7 +36,7 @@ def sizes_of(runner: ModelRunner) -> tuple[int, int, int]:
 
 
 def run(runner: ModelRunner, plans: list[StepPlan]) -> list[StepResults]:
-    """Each plan's results; every sampled token is one, and every sequence within its length."""
+    """Run each plan. Every sampled token must be valid, and no sequence may exceed its maximum length."""
     results = []
     with torch.inference_mode():
         for plan in plans:
@@ -59,7 +57,9 @@ def test_the_largest_steps_can_be_run_and_every_row_takes_part(runner: ModelRunn
     assert sampled.count(rows) == 2 + min(2, runner.max_model_len - 1)
 
 
-def test_the_first_takes_the_whole_budget_and_reads_the_longest_sequence(runner: ModelRunner) -> None:
+def test_the_first_warm_up_step_takes_the_whole_budget_and_reads_the_longest_sequence(
+    runner: ModelRunner,
+) -> None:
     first = largest_steps(*sizes_of(runner))[0]
     longest = max(1, runner.max_model_len - 1)
     most = min(runner.spec.max_num_batched_tokens, runner.spec.max_num_seqs * longest)
@@ -67,14 +67,14 @@ def test_the_first_takes_the_whole_budget_and_reads_the_longest_sequence(runner:
     assert first.chunks[0].start + len(first.chunks[0].token_ids) == longest
 
 
-def test_one_of_them_takes_the_budget_from_the_beginning_of_its_prompts(runner: ModelRunner) -> None:
+def test_one_warm_up_step_takes_the_budget_from_the_beginning_of_its_prompts(runner: ModelRunner) -> None:
     plans = largest_steps(*sizes_of(runner))
     tokens = [sum(len(chunk.token_ids) for chunk in plan.chunks if not chunk.start) for plan in plans]
     longest = max(1, runner.max_model_len - 1)
     assert max(tokens) == min(runner.spec.max_num_batched_tokens, runner.spec.max_num_seqs * longest)
 
 
-def test_as_many_prompt_tokens_are_scored_as_are_at_once(runner: ModelRunner) -> None:
+def test_warm_up_scores_the_maximum_number_of_prompt_tokens_at_once(runner: ModelRunner) -> None:
     plans = largest_steps(*sizes_of(runner))
     scored = [len(result.prompts[0][0].targets) for result in run(runner, plans) if result.prompts]
     assert scored == [min(LOGPROB_ROWS, runner.spec.max_num_batched_tokens, max(1, runner.max_model_len - 1))]
@@ -116,8 +116,8 @@ def test_steps_of_every_kind_are_run_with_every_way_to_sample(runner: ModelRunne
 @pytest.mark.parametrize(
     "sizes", [(1, 1), (1, 2), (2, 2), (3, 4), (8, 8), (8, 9), (64, 64), (64, 2048)], ids=str
 )
-def test_none_takes_more_than_a_step_may(sizes: tuple[int, int]) -> None:
-    """There is nothing that it could be padded to."""
+def test_no_warm_up_step_exceeds_the_token_budget(sizes: tuple[int, int]) -> None:
+    """No captured size is large enough for a larger step."""
     max_num_seqs, max_num_batched_tokens = sizes
     for plan in every_kind(256, *sizes) + largest_steps(256, *sizes):
         assert (
@@ -128,7 +128,7 @@ def test_none_takes_more_than_a_step_may(sizes: tuple[int, int]) -> None:
 
 
 def variant_of(runner: ModelRunner, plan: StepPlan) -> Variant | None:
-    """How the rows that a plan sets up sample."""
+    """Return the sampling parameters of the slots that a plan sets up."""
     if not plan.setups:
         return None
     tables = runner.steps.tables

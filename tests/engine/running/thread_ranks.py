@@ -37,7 +37,7 @@ class ThreadRank(Collectives):
 
 def on_ranks(size: int, work: Callable[[ThreadRank], Result]) -> list[Result]:
     """Run `work` on every rank at once and return the results in rank order. An exception on one rank ends
-    all."""
+    all ranks."""
     slots = [torch.empty(0)] * size
     barrier = threading.Barrier(size, timeout=60)
 

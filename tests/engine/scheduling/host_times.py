@@ -1,8 +1,9 @@
-"""CPU time of the host for each step of one submission with many samples of a long prompt.
+"""Measures the CPU time that the host needs for each step of one submission with many samples of a long
+prompt.
 
-    python -m tests.engine.scheduling.host_times --samples 128 --prompt 131000
+python -m tests.engine.scheduling.host_times --samples 128 --prompt 131000
 
-The device is left out: the block tables are applied on the host, and every sample draws the token 1.
+No device is used: the block tables are applied on the host, and every sample draws token 1.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ VOCAB = 1000
 
 @dataclass(frozen=True)
 class StepCost:
-    """What one step took of the host."""
+    """The host's time for one step."""
 
     step: int
     plan_ms: float

@@ -1,6 +1,6 @@
 """A runner that simulates the device with Python lists, and the output that each request should get from it.
 
-The state of the runner is built from plans alone. An entry of the simulated KV cache holds a token and a
+The state of the runner is built only from plans. An entry of the simulated KV cache holds a token and a
 digest of the prefix before it, as real keys and values depend on all tokens before. Each read goes through
 the slot's block table and raises if the entry was computed for another prefix. This detects wrong block
 tables, blocks reused too early, missing copies and gaps: a sampled token depends on everything on which a

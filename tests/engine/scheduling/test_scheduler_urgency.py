@@ -6,7 +6,7 @@ import pytest
 
 from engine.messages import BLOCK_TOKENS, Submit
 from engine.plan import StepPlan
-from tests.engine.scheduling.test_scheduler_rules import SimulatedEngine, both_overlaps
+from tests.engine.scheduling.simulated_engine import SimulatedEngine, both_overlaps
 
 
 def computed(plan: StepPlan | None) -> list[int]:
@@ -38,8 +38,8 @@ def test_an_urgent_submission_is_served_before_a_running_long_prefill() -> None:
     long = engine.submit(300, max_tokens=1)
     assert computed(engine.step()) == [64]
     urgent = engine.submit(100, max_tokens=1, urgency=2)
-    assert computed(engine.step()) == [64], "the urgent one has the whole step"
-    assert computed(engine.step()) == [36], "and goes on before the long one"
+    assert computed(engine.step()) == [64], "the urgent submission has the whole step"
+    assert computed(engine.step()) == [36], "the urgent submission continues before the long one"
     assert computed(engine.step()) == [64]
     engine.drain()
     for submit in (urgent, long):
@@ -77,7 +77,7 @@ def test_prompts_of_a_class_are_left_out_once_for_each_better_level_in_a_row() -
     engine.submit(11, max_tokens=1, priority=1)
     assert computed(engine.step()) == [11], "a better level leaves out the long prompt once more"
     engine.submit(12, max_tokens=1, priority=2)
-    assert computed(engine.step()) == [12, 52], "a worse one does not"
+    assert computed(engine.step()) == [12, 52], "a worse level does not"
     engine.drain()
 
 
@@ -97,7 +97,7 @@ def test_samples_of_one_submission_leave_the_reserved_slots_free(overlap: bool) 
         engine.expect_alone(submit)
 
 
-def test_a_wide_submission_that_finds_only_reserved_slots_does_not_hold_up_other_levels() -> None:
+def test_a_wide_submission_that_finds_only_reserved_slots_does_not_block_other_levels() -> None:
     engine = SimulatedEngine(max_num_seqs=4)
     engine.submit(20, max_tokens=30, n=9, priority=0, spare_slots=1)
     engine.step()
@@ -195,6 +195,6 @@ def test_an_urgent_prompts_step_leaves_out_other_prompts_but_never_twice_in_a_ro
     engine.submit(400, max_tokens=1)
     assert computed(engine.step()) == [64]
     engine.submit(10, max_tokens=1, urgency=2)
-    assert computed(engine.step()) == [10], "nothing of the long prompt"
+    assert computed(engine.step()) == [10], "the step has no chunk of the long prompt"
     engine.submit(10, max_tokens=1, urgency=2)
-    assert computed(engine.step()) == [10, 54], "it gets on in every other step"
+    assert computed(engine.step()) == [10, 54], "the long prompt continues in every other step"

@@ -1,5 +1,6 @@
 """Property tests of scheduler, block pool and step loop under random traffic: invariants hold after every
-step, every sample ends exactly once with the tokens that it gets alone, and all credit is granted back."""
+step, every sample ends exactly once with the tokens that it gets when it runs alone, and all credit is
+granted back."""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ from engine.messages import Finished, Output, SamplingParams, Submit
 from engine.scheduling.scheduler import Scheduler
 from tests.engine.scheduling.simulated_runner import STOP, VOCAB, Expected, SimulatedRunner, alone
 
-MOST_STEPS_TO_DRAIN = 40_000
+MAX_STEPS_TO_DRAIN = 40_000
 OWN_SALT = "own"
-"""Prefix of a cache salt that no other submission has."""
+"""Prefix of a cache salt that only one submission has."""
 
 
 @dataclass
@@ -131,7 +132,7 @@ class Traffic(RuleBasedStateMachine):
         self.initial = (max_num_seqs, self.scheduler.accounting.credit_tokens)
         self.next_handle = 0
 
-    # ── what may happen ──────────────────────────────────────────────────────────────────────
+    # ── generated events ──────────────────────────────────────────────────────────────────────
 
     @rule(asks=st.lists(ASKS, min_size=1, max_size=5))
     def burst(self, asks: list[Ask]) -> None:
@@ -217,7 +218,7 @@ class Traffic(RuleBasedStateMachine):
                 return
             self.step()
 
-    # ── what must hold ───────────────────────────────────────────────────────────────────────
+    # ── invariants ───────────────────────────────────────────────────────────────────────────
 
     def step(self) -> None:
         result = self.core.step()
@@ -230,7 +231,7 @@ class Traffic(RuleBasedStateMachine):
 
     def take(self, front: str, output: Output) -> None:
         told = self.told[front, output.handle, output.sample]
-        assert not told.finish_reason, f"an output after the end, {told.finish_reason}: {output}"
+        assert not told.finish_reason, f"an output after the last one, {told.finish_reason}: {output}"
         told.outputs += 1
         told.tokens += output.token_ids
         told.finish_reason = output.finish_reason
@@ -240,7 +241,9 @@ class Traffic(RuleBasedStateMachine):
             assert output.cached_tokens is not None
             assert 0 <= output.cached_tokens <= len(submit.prompt_token_ids)
             if submit.n == 1 and submit.cache_salt.startswith(OWN_SALT):
-                assert output.cached_tokens == 0, "a hit on what nobody with this salt computed"
+                assert output.cached_tokens == 0, (
+                    "a cache hit on blocks that no submission with this salt computed"
+                )
         if output.token_ids:
             expected = told.expected.prompt_logprobs if told.outputs == 1 else None
             assert output.prompt_logprobs == expected
@@ -259,7 +262,7 @@ class Traffic(RuleBasedStateMachine):
             if not submit.cache_salt:
                 self.conversations.append(submit.prompt_token_ids + submit.output_token_ids + told.tokens)
         else:
-            assert output.token_ids, "an output that says nothing"
+            assert output.token_ids, "an output without content"
 
     def check_salts(self) -> None:
         salt_of_block: dict[int, str] = {}
@@ -280,11 +283,11 @@ class Traffic(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "core"):
             return
-        for _ in range(MOST_STEPS_TO_DRAIN):
+        for _ in range(MAX_STEPS_TO_DRAIN):
             if not self.core.has_work:
                 break
             self.step()
-        assert not self.core.has_work, "the engine does not come to rest"
+        assert not self.core.has_work, "the engine did not finish within the limit of turns"
         gauges = self.core.gauges()
         assert (gauges.running, gauges.waiting, gauges.blocks_used) == (0, 0, 0)
         assert gauges.credit_seqs - self.spent_rows == self.initial[0]
@@ -312,7 +315,7 @@ TestTraffic.settings = settings(
 
 @pytest.mark.parametrize("seed", range(60))
 def test_in_heavy_traffic_every_sample_ends_once_with_the_tokens_that_it_gets_alone(seed: int) -> None:
-    # Denser traffic than hypothesis draws: most of it preempts, forks and hits the prefix cache.
+    # Denser traffic than hypothesis generates: most of it preempts, forks and hits the prefix cache.
     draw = random.Random(seed)
     traffic = Traffic()
     traffic.start(

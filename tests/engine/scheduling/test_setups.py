@@ -8,7 +8,7 @@ import pytest
 
 from engine.plan import SlotSetup
 from engine.scheduling import admission
-from tests.engine.scheduling.test_scheduler_rules import SimulatedEngine
+from tests.engine.scheduling.simulated_engine import SimulatedEngine
 
 
 def setups_by_step(engine: SimulatedEngine) -> list[list[SlotSetup]]:

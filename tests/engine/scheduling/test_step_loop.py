@@ -8,8 +8,8 @@ import pytest
 
 from engine.plan import StepPlan, StepTokens
 from engine.scheduling.sequence import Sequence, Submission
+from tests.engine.scheduling.simulated_engine import FRONT, AlwaysStop, SimulatedEngine, both_overlaps
 from tests.engine.scheduling.simulated_runner import SimulatedRunner, SimulatedStep
-from tests.engine.scheduling.test_scheduler_rules import FRONT, AlwaysStop, SimulatedEngine, both_overlaps
 
 
 def test_an_exception_of_the_runner_propagates() -> None:
@@ -76,20 +76,20 @@ def test_idle_time_counts_only_if_a_sequence_was_waiting() -> None:
     """Before a step that only has new sequences, the engine may have been idle for hours."""
     engine = SimulatedEngine(overlap=False)
     engine.submit(40, max_tokens=1)
-    assert not engine.waited_for(), "nobody was there before the first step"
+    assert not engine.waited_for(), "no sequence was waiting before the first step"
     engine.submit(40, max_tokens=2)
-    assert not engine.waited_for(), "it came after the step before"
+    assert not engine.waited_for(), "the sequence arrived after the previous step was planned"
     assert engine.waited_for(), "it decodes"
     engine.submit(600 - 100, max_tokens=1)
     assert not engine.waited_for()
-    assert engine.waited_for(), "the rest of its prompt"
+    assert engine.waited_for(), "a sequence waits for the rest of its prompt"
     for _ in range(6):
         engine.submit(250, max_tokens=1)
     assert not engine.waited_for()
-    assert engine.waited_for(), "newcomers that the step before had no room for"
+    assert engine.waited_for(), "sequences wait that did not fit into the previous step"
     engine.drain()
     waiting = [engine.submit(250, max_tokens=1) for _ in range(2)]
     assert not engine.waited_for()
     engine.scheduler.cancel(FRONT, waiting[1].handle)
     engine.submit(40, max_tokens=1)
-    assert not engine.waited_for(), "who was left waiting has gone"
+    assert not engine.waited_for(), "no sequence is waiting any more"

@@ -8,8 +8,8 @@ import pytest
 
 from engine import core
 from engine.plan import StepPlan, StepTokens
+from tests.engine.scheduling.simulated_engine import SimulatedEngine, both_overlaps
 from tests.engine.scheduling.simulated_runner import SimulatedRunner, SimulatedStep
-from tests.engine.scheduling.test_scheduler_rules import SimulatedEngine, both_overlaps
 
 LAUNCH_S, STEP_S = 0.015, 0.1
 
@@ -22,7 +22,8 @@ class Clock:
 
 
 class Device(SimulatedRunner):
-    """A step that starts with its first kernel, or when the previous step ends, and then takes `STEP_S`."""
+    """A step that starts with its first kernel or when the previous step ends, whichever is later, and then
+    takes `STEP_S`."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(4, 64)
@@ -46,8 +47,8 @@ class Device(SimulatedRunner):
 def test_a_step_of_an_idle_engine_is_timed_from_the_start_of_its_launch(
     overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step behind another is timed from the end of that one, so that together the times are the working
-    time of the device."""
+    """A step that starts while another runs is timed from the end of the other, so that the times add up to
+    the working time of the device."""
     clock = Clock()
     monkeypatch.setattr(core, "time", SimpleNamespace(perf_counter=clock.perf_counter))
     engine = SimulatedEngine(overlap=overlap, runner=Device(clock))

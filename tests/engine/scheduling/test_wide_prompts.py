@@ -1,4 +1,4 @@
-"""Many samples of one long prompt: what each of them costs does not depend on the prompt's length."""
+"""Tests that the cost of one more sample of a long prompt does not depend on the prompt's length."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SAMPLES = 40
 
 @pytest.fixture
 def pool_calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Counts the references that are added and dropped one by one."""
+    """Counts the references that are added and dropped individually."""
     calls: Counter[str] = Counter()
     for name in ("share", "release"):
         original = getattr(BlockPool, name)
@@ -32,14 +32,15 @@ def pool_calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 def test_samples_share_their_prompts_blocks_in_plans_and_reference_counts(pool_calls: Counter[str]) -> None:
     _, costs = measure(prompt=PROMPT, samples=SAMPLES, slots=64)
-    # The prompt once; for each sample the shared part, its copy of the last block, and its later blocks.
+    # The prompt counts once; each sample counts its use of the shared part, its copy of the last block, and
+    # its later blocks.
     assert max(cost.entries for cost in costs) <= PROMPT_BLOCKS + 3 * SAMPLES
     assert sum(cost.entries for cost in costs) <= PROMPT_BLOCKS + 6 * SAMPLES
     assert pool_calls["share"] <= SAMPLES
     assert pool_calls["release"] <= PROMPT_BLOCKS + 5 * SAMPLES
 
 
-def test_samples_that_wait_for_slots_share_too(pool_calls: Counter[str]) -> None:
+def test_samples_that_wait_for_slots_share_their_prompts_blocks_too(pool_calls: Counter[str]) -> None:
     _, costs = measure(prompt=PROMPT, samples=SAMPLES, slots=16)
     groups = 3
     assert max(cost.entries for cost in costs) <= PROMPT_BLOCKS + 3 * SAMPLES

@@ -1,4 +1,4 @@
-"""Whether a rank's weights fit its device: asked before they are made, in numbers where they do not."""
+"""Checks whether a rank's weights fit on its device, before and while they are allocated."""
 
 from __future__ import annotations
 
@@ -17,23 +17,25 @@ _GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
-    """What a rank's weights take, and what its device has."""
+class WeightFit:
+    """Compares the memory that a rank's weights need with the memory of its device."""
 
     config: ModelConfig
     shard: Shard
     dtype: str
-    """The model's, of `engine.config.DTYPE_BYTES`."""
+    """The model's dtype, a key of `engine.config.DTYPE_BYTES`."""
     fp8: bool
     """Whether the layers' matrices are quantised."""
     device: torch.device
     ranks: int = 1
-    """On a CPU they share the host."""
+    """Number of ranks, which share the memory of the host on a CPU."""
 
     def check(self) -> None:
-        """Before weights are made, and before any rank fills some. Raises WeightsTooLarge where they alone
-        take more than all memory of a GPU, or than a rank's share of what is available of the host's: its
-        kernel promises pages that it does not have, and kills who uses them."""
+        """Raise WeightsTooLarge if the weights cannot fit. Call before any rank allocates weights.
+
+        On a GPU the limit is its total memory. On a CPU it is this rank's share of the available host memory:
+        Linux overcommits memory, and kills a process when its pages cannot be provided.
+        """
         if self.device.type == "cuda":
             _, total = torch.cuda.mem_get_info(self.device)
             name = torch.cuda.get_device_name(self.device)
@@ -46,7 +48,8 @@ class Fit:
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Around the making and filling of weights. Raises WeightsTooLarge where a GPU's memory runs out."""
+        """Raise WeightsTooLarge if a GPU runs out of memory in the context, which allocates and fills
+        weights."""
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -54,8 +57,8 @@ class Fit:
             most = free + torch.cuda.memory_reserved(self.device)
             name = torch.cuda.get_device_name(self.device)
             raise WeightsTooLarge(
-                f"{self._taken()}, and making them more than the {most / _GIB:.1f} GiB that are free of the "
-                f"{total / _GIB:.1f} GiB of {name}: {self._remedy(most)}"
+                f"{self._taken()}, and loading them needs more than the {most / _GIB:.1f} GiB that are free "
+                f"of the {total / _GIB:.1f} GiB of {name}: {self._remedy(most)}"
             ) from error
 
     def _refuse_above(self, most: int, has: str) -> None:
@@ -64,10 +67,11 @@ class Fit:
 
     def _taken(self) -> str:
         taken = self._bytes(self.dtype, self._weights) / _GIB
-        return f"the weights take {taken:.1f} GiB a rank ({self._weights})"
+        return f"the weights take {taken:.1f} GiB per rank ({self._weights})"
 
     def _remedy(self, most: int) -> str:
-        """What there is to do; of settings, those with which the weights alone fit."""
+        """Return the possible remedies. Settings are listed only if the weights then fit into `most`
+        bytes."""
         gpu = self.device.type == "cuda"
         remedies = ["use more GPUs (tensor_parallel_size)" if gpu else "free memory"]
         settings = [] if self.fp8 else [(f'quantization = "{FP8}"', self.dtype, FP8)]

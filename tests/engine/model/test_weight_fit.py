@@ -16,8 +16,8 @@ from engine.families import read_config
 from engine.memory import StepsTooLarge, WeightsTooLarge
 from engine.messages import ReplicaSpec
 from engine.model.decoder import Decoder
-from engine.model.fit import Fit
 from engine.model.loader import load_dummy
+from engine.model.weight_fit import WeightFit
 from engine.parallel import single
 from engine.profiling import steps_fit
 from engine.sizing import weight_bytes
@@ -47,8 +47,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch, free: float, total: float, reserved: fl
 
 def fit(
     config: ModelConfig, dtype: str, fp8: bool = False, device: torch.device = CUDA, ranks: int = 1
-) -> Fit:
-    return Fit(config, config.shard(ranks, 0), dtype, fp8, device)
+) -> WeightFit:
+    return WeightFit(config, config.shard(ranks, 0), dtype, fp8, device)
 
 
 def test_a_model_that_exactly_fits_the_host_is_allocated_and_a_larger_one_is_refused(
@@ -62,7 +62,7 @@ def test_a_model_that_exactly_fits_the_host_is_allocated_and_a_larger_one_is_ref
 
     assert load_dummy(made(needed), seed=0) == needed
     with pytest.raises(
-        WeightsTooLarge, match=r"the weights take .* GiB a rank \(float32\), but .* available"
+        WeightsTooLarge, match=r"the weights take .* GiB per rank \(float32\), but .* available"
     ):
         made(needed - 1)
 
@@ -83,7 +83,7 @@ def test_the_error_advises_settings_with_which_the_weights_fit(
     with pytest.raises(WeightsTooLarge) as refused:
         fit(config, "float32", device=CPU).check()
     assert str(refused.value) == (
-        f"the weights take 29.9 GiB a rank (float32), but {available}.0 GiB of the host's memory are "
+        f"the weights take 29.9 GiB per rank (float32), but {available}.0 GiB of the host's memory are "
         f"available: {remedy}"
     )
 
@@ -95,14 +95,14 @@ def test_weights_are_compared_with_the_total_memory_of_a_gpu(
     with pytest.raises(WeightsTooLarge) as refused:
         fit(big, "bfloat16").check()
     assert str(refused.value) == (
-        "the weights take 131.4 GiB a rank (bfloat16), but NVIDIA Z9 has 79.2 GiB: use more GPUs "
+        "the weights take 131.4 GiB per rank (bfloat16), but NVIDIA Z9 has 79.2 GiB: use more GPUs "
         '(tensor_parallel_size), or set quantization = "fp8" (67.7 GiB)'
     )
     fit(big, "bfloat16", fp8=True).check()
     fit(big, "bfloat16", ranks=2).check()
     gpu(monkeypatch, free=3, total=60)
     with pytest.raises(
-        WeightsTooLarge, match=r"take 67.7 GiB a rank \(fp8\), but .* \(tensor_parallel_size\)$"
+        WeightsTooLarge, match=r"take 67.7 GiB per rank \(fp8\), but .* \(tensor_parallel_size\)$"
     ):
         fit(big, "bfloat16", fp8=True).check()
 
@@ -115,8 +115,8 @@ def test_running_out_of_memory_is_reported_with_sizes(
     with pytest.raises(WeightsTooLarge) as refused, fit(big, "bfloat16").explained():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.91 GiB. GPU 0 has a total of")
     assert str(refused.value) == (
-        "the weights take 131.4 GiB a rank (bfloat16), and making them more than the 139.5 GiB that are free "
-        "of the 140.4 GiB of NVIDIA Z9: use more GPUs (tensor_parallel_size), or set "
+        "the weights take 131.4 GiB per rank (bfloat16), and loading them needs more than the 139.5 GiB "
+        "that are free of the 140.4 GiB of NVIDIA Z9: use more GPUs (tensor_parallel_size), or set "
         'quantization = "fp8" (67.7 GiB)'
     )
 
@@ -124,7 +124,7 @@ def test_running_out_of_memory_is_reported_with_sizes(
 def test_ranks_on_a_cpu_share_the_host(tiny: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     shard = tiny.shard(2, 0)
     needed = weight_bytes(tiny, shard, "float32", "float32")
-    one = Fit(tiny, shard, "float32", False, CPU, ranks=2)
+    one = WeightFit(tiny, shard, "float32", False, CPU, ranks=2)
     monkeypatch.setattr(memory, "available_host_bytes", lambda: 2 * needed)
     one.check()
     monkeypatch.setattr(memory, "available_host_bytes", lambda: 2 * needed - 1)

@@ -1,4 +1,4 @@
-"""A model and how a replica serves it: what decides which kernels the replica launches."""
+"""A model and its serving options: together they determine which kernels a replica launches."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from engine.config import ModelConfig, UnsupportedError
 from kernels import limits
 
 if TYPE_CHECKING:
-    from kernels.compiling import Gpu
+    from kernels.compiling import GpuModel
 
 DTYPES = ("bfloat16", "float16")
-"""The dtypes of a model that our GPU kernels serve."""
+"""The dtypes of a model that our GPU kernels support."""
 
-_WITHOUT_KERNELS = "on the CPU, or in float32, which a GPU computes without these kernels"
+_WITHOUT_KERNELS = "on the CPU, or in float32, for which a GPU does not use these kernels"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServedModel:
+class ReplicaModel:
     """All ranks of a replica. Two replicas with equal fields launch the same kernels on the same GPU."""
 
     config: ModelConfig
     dtype: str
-    """The model's, of `engine.config.DTYPE_BYTES`."""
+    """The model's dtype, a key of `engine.config.DTYPE_BYTES`."""
     fp8: bool = False
     """Whether the layers' matrices are e4m3."""
     kv_fp8: bool = False
     """Whether the KV cache is e4m3."""
     tensor_parallel_size: int = 1
     max_num_seqs: int
-    """Sequences that can run at once."""
+    """Maximum number of running sequences."""
     max_num_batched_tokens: int
     """Token budget of a step."""
 
     def check_shapes(self) -> None:
         """Raise UnsupportedError if the model cannot be split over the ranks, or if our GPU kernels cannot
-        serve it. The message has the field of `config.json`, its value and what to do."""
+        serve it. The message contains the field of `config.json`, its value and the remedy."""
         config, size = self.config, self.tensor_parallel_size
         shard = config.shard(size, 0)
         group = shard.heads // shard.kv_heads
@@ -47,15 +47,15 @@ class ServedModel:
         problem = None
         if config.head_dim not in limits.HEAD_DIMS:
             served = ", ".join(map(str, limits.HEAD_DIMS))
-            problem = f"head_dim is {config.head_dim}; a GPU's kernels serve {served}: {serve}"
+            problem = f"head_dim is {config.head_dim}; the GPU kernels support {served}: {serve}"
         elif group > limits.MAX_GROUP:
             problem = (
-                f"num_attention_heads is {config.heads} and num_key_value_heads {config.kv_heads}; a GPU's "
-                f"kernels serve at most {limits.MAX_GROUP} query heads for a KV head, not {group}: {serve}"
+                f"num_attention_heads is {config.heads} and num_key_value_heads {config.kv_heads}; the GPU "
+                f"kernels support at most {limits.MAX_GROUP} query heads per KV head, not {group}: {serve}"
             )
         elif config.hidden_size > limits.LARGEST_ROW:
             problem = (
-                f"hidden_size is {config.hidden_size}; a GPU's kernels serve at most {limits.LARGEST_ROW}: "
+                f"hidden_size is {config.hidden_size}; the GPU kernels support at most {limits.LARGEST_ROW}: "
                 f"{serve}"
             )
         elif self.fp8 and config.hidden_size % limits.FP8_ALIGNMENT:
@@ -76,19 +76,19 @@ class ServedModel:
         if problem is not None:
             raise UnsupportedError(problem)
 
-    def check_gpu(self, gpu: Gpu) -> None:
+    def check_gpu(self, gpu: GpuModel) -> None:
         """Raise UnsupportedError if a GPU cannot run the kernels of this model."""
         capability = gpu.target.arch
         has = f"{gpu.name} has compute capability {capability / 10}"
         elsewhere = f"serve this model on another GPU, {_WITHOUT_KERNELS}"
         if capability < limits.MIN_CAPABILITY:
             raise UnsupportedError(
-                f"{has}; a GPU's kernels need at least {limits.MIN_CAPABILITY / 10}: {elsewhere}"
+                f"{has}; the GPU kernels need at least {limits.MIN_CAPABILITY / 10}: {elsewhere}"
             )
         if self.config.head_dim > 128 and gpu.shared_bytes < limits.WIDE_HEADS_SHARED:
             raise UnsupportedError(
                 f"head_dim is {self.config.head_dim}, but {has} and {gpu.shared_bytes >> 10} KiB of shared "
-                f"memory for a program; attention needs {limits.WIDE_HEADS_SHARED >> 10}: {elsewhere}"
+                f"memory per program; attention needs {limits.WIDE_HEADS_SHARED >> 10}: {elsewhere}"
             )
         if capability < limits.MIN_FP8_CAPABILITY and (self.fp8 or self.kv_fp8):
             what = "weights are" if self.fp8 else "kv_cache_dtype is"

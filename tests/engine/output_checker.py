@@ -37,7 +37,7 @@ class Entry:
     """Whether its front has disconnected, after which no output may arrive."""
 
 
-class Books:
+class OutputChecker:
     """Checks the outputs of the engine, and raises AssertionError with the request if one is wrong. Entries
     are dropped when their submission closes, so later outputs are detected and a long run needs no more
     memory than a short one."""
@@ -61,7 +61,7 @@ class Books:
         entry = self.open[handle]
         entry.cancelled |= set(entry.samples) if sample is None else {sample}
 
-    def front_gone(self, origin: str) -> None:
+    def front_disconnected(self, origin: str) -> None:
         for handle, entry in self.open.items():
             if entry.origin == origin:
                 self.cancelled(handle, None)
@@ -78,10 +78,12 @@ class Books:
 
     def _told(self, origin: str, output: Output) -> None:
         entry = self.open.get(output.handle)
-        assert entry is not None, f"told of a request that had ended: {output}"
-        assert not entry.deaf and entry.origin == origin, f"told to {origin}, not to {entry.origin}: {output}"
+        assert entry is not None, f"an output of a request that had ended: {output}"
+        assert not entry.deaf and entry.origin == origin, (
+            f"an output to {origin} instead of {entry.origin}: {output}"
+        )
         told = entry.samples[output.sample]
-        assert not told.finish_reason, f"told after its {told.finish_reason!r}: {output}"
+        assert not told.finish_reason, f"an output after {told.finish_reason!r}: {output}"
         submit = entry.submit
         if not told.outputs:
             assert output.cached_tokens is not None
@@ -143,12 +145,12 @@ class Books:
         if told.finish_reason == "stop":
             assert places == [len(known) - 1], f"{name} ended with 'stop' after {known}"
         else:
-            assert not places, f"{name} went on after a stop token: {known}"
+            assert not places, f"{name} continued after a stop token: {known}"
         if told.finish_reason == "length":
             most = min(sampling.max_tokens, self._max_model_len - len(submit.prompt_token_ids))
             assert len(known) == max(most, len(submit.output_token_ids)), f"{name}: {len(known)} of {most}"
         if told.finish_reason == "cancelled":
-            assert sample in entry.cancelled, f"{name} was cancelled by nobody"
+            assert sample in entry.cancelled, f"{name} ended as cancelled, but no cancel was sent"
         poisoned = self._poison in submit.prompt_token_ids or self._poison in known
         if told.finish_reason == "error":
             assert error and (entry.wrong or poisoned), f"{name} failed: {error}: {submit}, {told.token_ids}"
@@ -164,7 +166,7 @@ class Books:
         assert entry is not None, f"closed twice: {finished}"
         assert finished.prompt_tokens == len(entry.submit.prompt_token_ids)
         if entry.deaf:
-            self.counts["unheard"] += len(entry.samples)
+            self.counts["undelivered"] += len(entry.samples)
         else:
             finishes = [told.finish_reason for told in entry.samples.values()]
             assert finished.finish_reason == finishes and all(finishes), f"{finished}, told {finishes}"

@@ -1,0 +1,83 @@
+"""Connects the parts that serve requests with each other.
+
+    FrontPool ──FrontRequests──► RequestManager ◄── ModelManager ──FrontChannels──► FrontPool
+        ▲                              │                                               │
+        └──────────── send ────────────┘       Readiness.configuration() ◄─────────────┘
+
+Two of the links point back to a part that is created later, and are therefore functions: the request manager
+sends its answers through the front pool, and the front pool asks `Readiness` what to tell the fronts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from appliance.core.cancellation import RequestCanceller
+from appliance.core.drains import Drains, DrainTools
+from appliance.core.readiness import Readiness
+from appliance.front_pool.identities import IdentityTable
+from appliance.front_pool.pool import FrontPool
+from appliance.messages import Keep, ServedModel
+from appliance.models.manager import ModelManager
+from appliance.models.replica import Launch
+from appliance.settings import Settings
+from appliance.traffic.lifecycle import RowSink
+from appliance.traffic.quotas import Quotas
+from appliance.traffic.request_manager import RequestManager
+from engine.client import ReplicaGroup
+
+
+class ServingParts:
+    """The parts that serve requests. Nothing runs before `appliance.core.controller.Controller.start`."""
+
+    def __init__(
+        self,
+        settings: Callable[[], Settings],
+        served: list[ServedModel],
+        *,
+        rows: RowSink,
+        salt: Callable[[str], str],
+        quotas: Quotas,
+        identities: IdentityTable,
+        keep: Callable[[Keep, int], None],
+        note: Callable[[str, str], None],
+        on_availability: Callable[[], None],
+        launch: Launch = ReplicaGroup.launch,
+        front_module: str = "appliance.front",
+    ) -> None:
+        self.requests = RequestManager(
+            send=lambda front, message: self.fronts.send(front, message),
+            rows=rows,
+            salt=salt,
+            clock=time.monotonic,
+            unix=time.time,
+            rules=settings().queue,
+            quotas=quotas,
+        )
+        self.fronts = FrontPool(
+            settings,
+            requests=self.requests,
+            identities=identities,
+            configuration=lambda: self.readiness.configuration(),
+            keep=keep,
+            note=note,
+            on_availability=on_availability,
+            module=front_module,
+        )
+        self.models = ModelManager(
+            settings,
+            served,
+            requests=self.requests,
+            channels=self.fronts,
+            publish=self.fronts.publish_configuration,
+            note=note,
+            launch=launch,
+        )
+        self.canceller = RequestCanceller(self.requests, self.models)
+        self.drains = Drains(
+            DrainTools(self.requests, self.fronts, self.canceller.cancel),
+            settings,
+            lambda: self.models.models,
+        )
+        self.readiness = Readiness(settings, self.requests.state, self.models, self.fronts, self.drains)

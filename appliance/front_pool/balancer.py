@@ -1,0 +1,34 @@
+"""Chooses the front that gets a new connection."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from appliance.front_pool.front import Front
+from appliance.messages import ClientConnection
+
+
+class ConnectionBalancer:
+    """Assigns connections to the fronts in turn, and skips fronts that are full."""
+
+    def __init__(self, fronts: Sequence[Front]) -> None:
+        """`fronts` may change at any time."""
+        self._fronts = fronts
+        self._next = 0
+
+    @property
+    def open(self) -> bool:
+        """Whether any front takes connections."""
+        return any(front.takes_connections for front in self._fronts)
+
+    def assign(self, connection: ClientConnection, *descriptors: int) -> bool:
+        """Give the connection to the next front with a free place. If all are full, the next one gets it and
+        refuses it with 503. Return False if no front takes connections now."""
+        for needs_room in (True, False):
+            for step in range(len(self._fronts)):
+                front = self._fronts[(self._next + step) % len(self._fronts)]
+                if front.takes_connections and (front.has_room or not needs_room):
+                    front.give(connection, *descriptors)
+                    self._next += step + 1
+                    return True
+        return False

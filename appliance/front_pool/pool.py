@@ -1,0 +1,307 @@
+"""The front pool: all front processes, what they are told, and what they send.
+
+                 Controller, ModelManager, reload hooks
+                     │ set_count, connect_replica, publish_configuration, publish_identities, send
+                     ▼
+    Listeners ──► ConnectionBalancer ──► FrontPool ──► Front ──► one process
+                                             │
+             FrontRequests, configuration(), keep(), note(), on_availability()
+
+Calls go down; what fronts send goes up through the protocol `FrontRequests` and the callbacks that the pool
+is given. The pool knows no replica beyond its name and a function that opens a channel to it, and no request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from appliance.background import Background
+from appliance.front_pool.balancer import ConnectionBalancer
+from appliance.front_pool.claims import Claims
+from appliance.front_pool.front import Front
+from appliance.front_pool.identities import IdentityTable, changes
+from appliance.messages import (
+    AboutRequest,
+    Admit,
+    Claim,
+    ClientConnection,
+    Configure,
+    CoreToFront,
+    HandOver,
+    Identities,
+    Keep,
+    Rejected,
+    Release,
+    Retried,
+    Settle,
+    Worked,
+)
+from appliance.settings import Settings
+
+log = logging.getLogger(__name__)
+
+_CONFIGURED_WITHIN_S = 2.0
+"""A front that has not applied a configuration after this time is busy or ending: nobody waits for it."""
+_CLOSE_S = 1.0
+_STOP_S = 3.0
+"""Time for fronts to close their connections and end; after it they are killed."""
+
+
+class FrontRequests(Protocol):
+    """Receives what fronts send about requests, and which fronts there are."""
+
+    def add_front(self, front: str) -> None: ...
+    def lose_front(self, front: str) -> None: ...
+    def admit(self, front: str, admit: Admit) -> None: ...
+    def settle(self, front: str, settle: Settle) -> None: ...
+    def reject(self, rejected: Rejected) -> None: ...
+    def charge_work(self, worked: Worked) -> None: ...
+    def log_retry(self, retried: Retried) -> None: ...
+
+
+class _Endpoint(NamedTuple):
+    """A ready replica."""
+
+    model: str
+    open_channel: Callable[[str], int]
+
+
+class FrontPool:
+    """All front processes. All methods belong on the event loop's thread."""
+
+    def __init__(
+        self,
+        settings: Callable[[], Settings],
+        *,
+        requests: FrontRequests,
+        identities: IdentityTable,
+        configuration: Callable[[], Configure],
+        keep: Callable[[Keep, int], None],
+        note: Callable[[str, str], None],
+        on_availability: Callable[[], None],
+        module: str = "appliance.front",
+    ) -> None:
+        """`settings` returns those in effect, and `configuration` what fronts should know now. `keep` stores
+        prompts and answers, and `note` reports a problem (where, what) to the operator. `on_availability` is
+        called when a front may have begun or ceased to take connections. `module` is the Python module of a
+        front process."""
+        self.fronts: list[Front] = []
+        self.balancer = ConnectionBalancer(self.fronts)
+        self._settings = settings
+        self._requests = requests
+        self._identities = identities
+        self._configuration = configuration
+        self._keep = keep
+        self._note = note
+        self._on_availability = on_availability
+        self._module = module
+        self._claims = Claims(time.monotonic, lambda: settings().idempotency.keep_s)
+        self._by_name: dict[str, Front] = {}
+        """Fronts with a running process, by the name of the process."""
+        self._replicas: dict[str, _Endpoint] = {}
+        self._numbers = itertools.count()
+        self._leaving: set[Front] = set()
+        self._sent_identities: Identities | None = None
+        self._sent_configuration: Configure | None = None
+        self._serial = 0
+        self._started = False
+        self._background = Background()
+        self.set_count(settings().fronts)
+
+    # ── start and stop ──
+
+    def start(self) -> None:
+        """Start every process."""
+        self._started = True
+        for front in self.fronts:
+            front.start()
+
+    async def stop(self) -> None:
+        """End every process within a few seconds. Connections are closed."""
+        for front in self.fronts:
+            front.begin_stop(_CLOSE_S)
+        ended = asyncio.gather(*(front.ended() for front in self.fronts))
+        await asyncio.wait([ended], timeout=_STOP_S)
+        for front in self.fronts:
+            front.kill("it did not end in time")
+        await ended
+
+    def check(self) -> None:
+        """Kill processes that hang. To be called a few times a second."""
+        for front in self.fronts:
+            front.check()
+
+    def set_count(self, count: int) -> None:
+        """Run so many fronts. Surplus fronts first finish their running answers."""
+        settings = self._settings()
+        staying = [front for front in self.fronts if front not in self._leaving]
+        for front in staying[count:]:
+            self._leaving.add(front)
+            front.begin_stop(settings.drain_grace_s)
+            self._background.run(self._remove(front))
+        for _ in range(count - len(staying)):
+            # Numbers are not reused: a replica's late message about an ended front must not match another.
+            front = Front(
+                next(self._numbers),
+                self,
+                hang_timeout_s=settings.hang_timeout_s,
+                load_timeout_s=settings.load_timeout_s,
+                log_level=settings.log_level,
+                module=self._module,
+            )
+            self.fronts.append(front)
+            if self._started:
+                front.start()
+
+    async def _remove(self, front: Front) -> None:
+        await front.ended()
+        self.fronts.remove(front)
+        self._leaving.discard(front)
+
+    def set_timeouts(self) -> None:
+        """Take the times after which processes are killed from the settings."""
+        for front in self.fronts:
+            front.hang_timeout_s = self._settings().hang_timeout_s
+            front.load_timeout_s = self._settings().load_timeout_s
+
+    # ── what fronts are told ──
+
+    def publish_identities(self) -> None:
+        """Send every front what has changed in the table of identities."""
+        table, sent = self._identities.current(), self._sent_identities
+        if table is sent:
+            return
+        self._sent_identities = table
+        if (news := table if sent is None else changes(sent, table)) is not None:
+            for front in self.fronts:
+                front.send(news)
+
+    def publish_configuration(self) -> None:
+        """Send every front what is served, if it has changed."""
+        sent, now = self._sent_configuration, self._configuration()
+        if sent is not None:
+            if msgspec.structs.replace(sent, serial=0) == now:
+                return
+            if sent.ready != now.ready:
+                log.info("ready: every model answers") if now.ready else log.info("not ready: %s", now.reason)
+        self._serial += 1
+        self._sent_configuration = msgspec.structs.replace(now, serial=self._serial)
+        for front in self.fronts:
+            self._configure(front)
+
+    async def configured(self) -> None:
+        """Publish the configuration, and wait until every ready front has applied it."""
+        self.publish_configuration()
+        deadline = time.monotonic() + _CONFIGURED_WITHIN_S
+        while time.monotonic() < deadline and any(
+            front.state == "ready" and front.configured < self._serial for front in self.fronts
+        ):
+            await asyncio.sleep(0.005)
+
+    def send(self, front: str, message: CoreToFront) -> None:
+        """Send a message to the process with this name; if it has ended, nothing is sent."""
+        known = self._by_name.get(front)
+        if known is not None:
+            known.send(message)
+
+    def _configure(self, front: Front) -> None:
+        if self._sent_configuration is not None:
+            front.configure(msgspec.structs.replace(self._sent_configuration, front=front.name))
+
+    # ── channels to replicas ──
+
+    def connect_replica(self, name: str, model: str, open_channel: Callable[[str], int]) -> None:
+        """Give every front a channel to a replica that has become ready; fronts that start later get one too.
+
+        `open_channel` returns the descriptor of a new channel for the front of a name. Raises OSError when
+        too many files are open.
+        """
+        for front in self._by_name.values():
+            front.attach(name, model, open_channel(front.name))
+        self._replicas[name] = _Endpoint(model, open_channel)
+
+    def disconnect_replica(self, name: str) -> None:
+        """Open no further channels to a replica that has ended."""
+        self._replicas.pop(name, None)
+
+    def channel_closed(self, front: str, replica: str) -> None:
+        """Restart a front that has closed its channel to a running replica: the front is ending, or it cannot
+        use the replica any more."""
+        known = self._by_name.get(front)
+        if known is not None and known.state != "stopping":
+            known.kill_soon(f"it closed its channel to {replica}")
+
+    # ── what fronts send (FrontEvents) ──
+
+    def front_started(self, front: Front) -> None:
+        self._by_name[front.name] = front
+        self._requests.add_front(front.name)
+        self._configure(front)
+        front.send(self._sent_identities or self._identities.current())
+        for name, replica in self._replicas.items():
+            front.attach(name, replica.model, replica.open_channel(front.name))
+
+    def front_ready(self, front: Front) -> None:
+        self._on_availability()
+
+    def front_reported(self, front: Front) -> None:
+        self._on_availability()
+
+    def request_message(self, front: Front, message: AboutRequest) -> None:
+        requests = self._requests
+        if isinstance(message, Admit):
+            # The front says who the caller is; the caller's rights come from the core's own table.
+            identity = self._identities.of(message.identity)
+            requests.admit(front.name, msgspec.structs.replace(message, identity=identity))
+        elif isinstance(message, Settle):
+            requests.settle(front.name, message)
+        elif isinstance(message, Retried):
+            requests.log_retry(message)
+        elif isinstance(message, Worked):
+            requests.charge_work(message)
+        else:
+            requests.reject(message)
+
+    def claim_message(self, front: Front, message: Claim | Release) -> None:
+        if isinstance(message, Claim):
+            front.send(self._claims.claim(front.name, message))
+        else:
+            self._claims.release(front.name, message)
+
+    def front_hands_over(self, front: Front, message: HandOver, descriptors: tuple[int, int]) -> None:
+        connection = ClientConnection(message.kind, message.peer, has_request=True)
+        owner = self._by_name.get(self._claims.owner(message.scope) or "")
+        if owner is not None:
+            owner.give(connection, *descriptors)
+        else:
+            # The answer has been lost in the meantime: the front that gets the request runs it.
+            self.balancer.assign(connection, *descriptors)
+
+    def front_keeps(self, front: Front, message: Keep, descriptor: int) -> None:
+        # The front says who the caller is; what may be kept comes from the core's own table.
+        identity = self._identities.of(message.identity)
+        self._keep(msgspec.structs.replace(message, identity=identity), descriptor)
+
+    def front_changed(self, front: Front, former: dict[str, str]) -> None:
+        for model, why in front.problems.items():
+            if former.get(model) != why:
+                self._note(front.name, f"model {model!r} cannot be used: {why}")
+        self.publish_configuration()
+
+    def front_lost(self, front: Front, name: str) -> None:
+        del self._by_name[name]
+        self._requests.lose_front(name)
+        if lost := self._claims.lose_front(name):
+            log.warning("%s held %d answers for retries of requests: such retries run anew", name, lost)
+        self._on_availability()
+        self.publish_configuration()
+
+    def front_problem(self, front: Front, what: str) -> None:
+        self._note(front.name, what)

@@ -1,0 +1,127 @@
+"""Listening sockets: Unix sockets with a file mode and a group, and TCP sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import socket
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from appliance.rundir import remove_socket
+
+log = logging.getLogger(__name__)
+
+_BACKLOG = 4096
+
+
+class ListenError(Exception):
+    """The service cannot listen on an address; the message gives the reason and the remedy."""
+
+
+def bind_unix(path: Path, mode: str, gid: int | None = None) -> socket.socket:
+    """Return a listening Unix socket with this file mode (octal). It replaces a stale socket file.
+
+    The socket gets the group `gid` if this process may change the group. The caller must hold the run
+    directory's lock, which proves that another socket at this path is stale. Raises ListenError.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        remove_socket(path)
+        sock.bind(str(path))
+        # Nobody can connect before listen(), so the socket is never open to more users than intended.
+        _set_access(path, mode, gid)
+        sock.listen(_BACKLOG)
+    except OSError as error:
+        sock.close()
+        hint = ""
+        if "too long" in str(error):
+            hint = ": name a shorter --run-dir"
+        elif error.errno == errno.EADDRINUSE:
+            hint = ": a file that is not a socket has this name; move it away"
+        raise ListenError(f"cannot listen on {path} ({error.strerror or error}){hint}") from error
+    sock.setblocking(False)
+    return sock
+
+
+def bind_tcp(
+    host: str, port: int, *, setting: str = "listen", beside: Iterable[socket.socket] = ()
+) -> socket.socket:
+    """Return a listening TCP socket, whose address may overlap those of `beside`. Raises ListenError, which
+    names the setting."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # Only while this socket is bound: another process must not share an address with the service.
+            with _reusing_port(sock, *beside):
+                sock.bind(address)
+                sock.listen(_BACKLOG)
+        except OSError:
+            sock.close()
+            raise
+    except OSError as error:
+        raise ListenError(
+            f"cannot listen on {setting} = {host}:{port} ({error.strerror or error}): name another address"
+        ) from error
+    sock.setblocking(False)
+    return sock
+
+
+@contextlib.contextmanager
+def _reusing_port(*sockets: socket.socket) -> Iterator[None]:
+    """Let these sockets have overlapping addresses."""
+    if len(sockets) < 2:
+        yield
+        return
+    for sock in sockets:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        yield
+    finally:
+        for sock in sockets:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 0)
+
+
+def change_access(path: Path, mode: str, gid: int | None = None) -> None:
+    """Change the group and the file mode (octal) of a socket in use. Logs what cannot be changed."""
+    try:
+        _set_access(path, mode, gid)
+    except OSError as error:
+        log.error("cannot set the mode of %s to %s (%s)", path, mode, error.strerror)
+
+
+def _set_access(path: Path, mode: str, gid: int | None) -> None:
+    if gid is not None:
+        try:
+            os.chown(path, -1, gid)
+        except PermissionError:
+            log.warning("cannot change the group of %s to %d: the service's user is not a member", path, gid)
+    os.chmod(path, int(mode, 8))
+
+
+def address_of(sock: socket.socket) -> str:
+    """Return the address on which a socket listens: a path, or host:port."""
+    return format_address(sock.getsockname())
+
+
+def format_address(name: str | tuple[object, ...]) -> str:
+    """Return a socket address as text: a path, or host:port."""
+    if isinstance(name, tuple):
+        host, port = name[:2]
+        return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"
+    return name
+
+
+def listens_on(address: str, wanted: tuple[str, int]) -> bool:
+    """Return whether a listener on `address` serves the wanted host and port. Port 0 matches every port."""
+    host, port = wanted
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4]
+    except OSError:
+        return False
+    text = format_address(found)
+    return address == text or (port == 0 and address.rpartition(":")[0] == text[:-2])

@@ -1,0 +1,274 @@
+"""The states of a request: waiting, running, ended; and its moves between them.
+
+    accept ──► queue or hold ──► dispatch ──► leave_replica ──► end
+                │  ▲               │
+       refuse ◄─┘  └───────────────┘ the replica failed and the front sent the next attempt
+
+A request ends when it is settled, by its front or (refused, front died) by the core, and nothing of it is
+left on any replica. A dispatched request leaves its replica in exactly one of four ways:
+
+- its `Finished` arrives: the engine returns the credit;
+- the front settles it without submitting it: its credit is refunded;
+- the front died, or closed its channel, before submitting it: refunded at `Report.fronts_gone`;
+- the replica dies: its account is discarded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from appliance.messages import Abort, Admitted, Refused
+from appliance.traffic.admission import Refusal, hopeless, timed_out
+from appliance.traffic.checks import Checks
+from appliance.traffic.credits import CreditAccount
+from appliance.traffic.model import ModelTraffic
+from appliance.traffic.request import Request, own_settle, row_of
+from appliance.traffic.rules import QueueRules
+from appliance.traffic.state import TrafficState
+from engine.messages import Finished
+from store.requests import RequestRow
+
+log = logging.getLogger(__name__)
+
+Send = Callable[[str, Admitted | Refused | Abort], None]
+"""Delivers a message to the front of this name; does nothing if that front is gone."""
+
+
+class RowSink(Protocol):
+    """The request log (`store.requests.RequestLog`)."""
+
+    def open(self, row: RequestRow) -> bool: ...
+    def end(self, row: RequestRow) -> bool: ...
+
+
+class RequestLifecycle:
+    """Changes the states of requests. `salt(tenant)` returns the tenant's salt for the prefix cache; `unix`
+    returns the time of day, for the log."""
+
+    def __init__(
+        self,
+        state: TrafficState,
+        *,
+        send: Send,
+        rows: RowSink,
+        salt: Callable[[str], str],
+        unix: Callable[[], float],
+        rules: QueueRules,
+    ) -> None:
+        self.rules = rules
+        self._state = state
+        self._send = send
+        self._rows = rows
+        self._salt = salt
+        self._unix = unix
+        self._checks = Checks()
+        """When waiting requests may have waited for too long."""
+        self._serial = 0
+
+    def set_rules(self, rules: QueueRules) -> None:
+        """Apply other rules, also to requests that wait."""
+        self.rules = rules
+        now = self._state.clock()
+        for request in self._state.in_flight.values():
+            if request.queued_at is not None:
+                self._checks.push(request, rules.timeout_s, now)
+
+    # ── waiting ──
+
+    def accept(self, request: Request, model: ModelTraffic, *, hold: bool) -> None:
+        """Log a new request, and queue it or hold it until admission resumes."""
+        self._rows.open(row_of(request, self._unix()))
+        self._begin_waiting(request)
+        if hold:
+            self._state.pauses.hold(request)
+        else:
+            self.queue(request, model)
+
+    def queue(self, request: Request, model: ModelTraffic) -> None:
+        """Queue a waiting request for its first turn."""
+        self._serial += 1
+        model.outstanding.wait(request)
+        model.push(request, self._serial)
+        if request.front in self._state.broken_fronts:
+            model.strand(request)
+        self.dispatch(model)
+
+    def resume(self, request: Request, model: ModelTraffic) -> None:
+        """Queue a request that lost its replica, ahead of requests that wait for their first turn."""
+        self._begin_waiting(request)
+        model.outstanding.wait(request)
+        waiting = model.stranded if request.front in self._state.broken_fronts else model.resumed
+        waiting[request.request_id] = request
+        self.dispatch(model)
+
+    def stop_waiting(self, request: Request) -> None:
+        """Take a request out of its queue; nothing happens if it does not wait."""
+        if request.queued_at is None:
+            return
+        request.queued_at = None
+        self._count_waiting(request, -1)
+        if not self._state.pauses.let_go(request):
+            model = self._state.models[request.first.model]
+            model.remove(request)
+            model.outstanding.begin(request)
+
+    def refuse_late(self, now: float) -> None:
+        """Refuse requests that have waited for too long, or can no longer meet their deadline."""
+        for request in self._checks.due(now):
+            model, held = self._state.models[request.first.model], request in self._state.pauses
+            timeout_s = self.rules.timeout_s
+            why = timed_out(request, model, timeout_s, now, held=held) or hopeless(request, model, now)
+            if why is None:
+                self._checks.push(request, timeout_s, now)
+            else:
+                self.refuse(request, why)
+
+    def _begin_waiting(self, request: Request) -> None:
+        request.queued_at = now = self._state.clock()
+        self._count_waiting(request, 1)
+        self._checks.push(request, self.rules.timeout_s, now)
+
+    def _count_waiting(self, request: Request, sign: int) -> None:
+        self._state.waiting_tokens += sign * request.admit.prompt_tokens
+        for use in self._state.tenants.of(request.tenant).uses(request.key_id):
+            use.queue(request.admit.prompt_tokens, sign)
+
+    # ── running ──
+
+    def dispatch_all(self) -> None:
+        """Dispatch the waiting requests of every model, as far as its replicas have credit."""
+        for model in self._state.models.values():
+            self.dispatch(model)
+
+    def dispatch(self, model: ModelTraffic) -> None:
+        """Dispatch the model's waiting requests, as far as its replicas have credit."""
+        state, now = self._state, self._state.clock()
+        while (turn := model.next_turn(now)) is not None:
+            request, account, _ = turn
+            if (why := hopeless(request, model, now)) is not None:
+                self.refuse(request, why)
+                continue
+            if request.queue_ms is None and request.queued_at is not None:
+                request.queue_ms = (now - request.queued_at) * 1000
+            state.running += not request.dispatched
+            state.admitted += 1
+            spare_slots = model.start(turn, now)
+            self.stop_waiting(request)
+            self._send(
+                request.front,
+                Admitted(
+                    request.request_id,
+                    request.admit.attempt,
+                    account.replica,
+                    self._salt(request.tenant),
+                    turn.priority,
+                    urgency=turn.urgency,
+                    spare_slots=spare_slots,
+                    most_tokens=request.most_tokens,
+                    rate_limits=state.quotas.rate_limits(request.tenant, request.key_id),
+                ),
+            )
+
+    def finish(self, account: CreditAccount, finished: Finished) -> None:
+        """Count a submission that the replica has finished."""
+        request = self._state.in_flight.get(finished.request_id)
+        left = request.dispatched.get(account) if request else None
+        if request is None or left is None:
+            log.error(
+                "%s finished request %s, which was not dispatched to it", account.replica, finished.request_id
+            )
+            return
+        samples = len(finished.finish_reason)
+        left.end(samples, finished.credit_tokens)
+        request.count(finished)
+        self._state.preemptions += finished.preemptions
+        if finished.generated_tokens:
+            tokens = finished.generated_tokens // samples
+            self._state.tenants.learn_output(request.tenant, tokens, request.most_each)
+        if left.submissions == 0:
+            self.leave_replica(request, account)
+            self.end_if_complete(request)
+
+    def take_back(self, request: Request, account: CreditAccount) -> None:
+        """Refund what was dispatched to the replica and never submitted."""
+        left = request.dispatched.get(account)
+        if left is not None:
+            account.refund(left.level, left.rows, left.tokens)
+            self.leave_replica(request, account)
+            self.dispatch(self._state.models[account.model])
+
+    def leave_replica(self, request: Request, account: CreditAccount, *, lost: bool = False) -> None:
+        """Nothing of the request is left on the replica, because it ended there or the replica was `lost`."""
+        del request.dispatched[account]
+        if request.dispatched:
+            return
+        self._state.running -= 1
+        self._state.models[account.model].stop(request)
+        self._charge(request)
+        if lost and request.settled is None:
+            # The request will continue. If another request took its place within the limits of the tenant
+            # and key, one too many would run.
+            request.keeps_place = True
+        else:
+            self._leave_place(request)
+
+    def _leave_place(self, request: Request) -> None:
+        """Stop counting the request against the limits of its tenant and key."""
+        request.keeps_place = False
+        models, own = self._state.models, request.first.model
+        tenant = self._state.tenants.of(request.tenant)
+        freed = tenant.leave(own, request.key_id, request.running_rows, request.kv_tokens)
+        for name in freed & models.keys():
+            models[name].reconsider(tenant, request.key_id, 1)
+            if name != own:
+                self.dispatch(models[name])
+
+    def _charge(self, request: Request) -> None:
+        """Charge the tenant for what the request took. The count of a lost replica is known when the request
+        ends."""
+        model = self._state.models.get(request.first.model)
+        if model is not None and (request.settled is not None or not request.lost_counts):
+            model.charge(request, request.service(self.rules.output_weight))
+
+    # ── the end ──
+
+    def refuse(self, request: Request, why: Refusal) -> None:
+        """Refuse a new request or one that waits; its front ends a request that has begun its answer."""
+        self.stop_waiting(request)
+        self._state.refused += 1
+        limits = self._state.quotas.rate_limits(request.tenant, request.key_id) if why.status == 429 else None
+        self._send(request.front, why.told(request, limits))
+        if request.admit.attempt == 0:
+            request.settled = own_settle(request, why.status, "error", why.message, self._unix())
+            self.end_if_complete(request)
+        # After its first attempt, the client may have read a part of the answer: the front reports how much.
+
+    def end_without_front(self, request: Request) -> None:
+        """Settle a request in place of its front, which has died."""
+        if request.settled is None:
+            self.stop_waiting(request)
+            request.front_died = True
+            request.settled = own_settle(request, 499, "cancelled", "the front process died", self._unix())
+        self.end_if_complete(request)
+
+    def end_if_complete(self, request: Request) -> None:
+        """End the request if it is settled and nothing of it is left on any replica."""
+        state = self._state
+        if request.settled is None or request.dispatched:
+            return
+        if state.in_flight.pop(request.request_id, None) is None:
+            return
+        state.ended += 1
+        if (model := state.models.get(request.first.model)) is not None:
+            model.outstanding.end(request)
+        if request.keeps_place:
+            self._leave_place(request)
+            self.dispatch_all()
+        self._charge(request)
+        state.tenants.of(request.tenant).service += request.charged
+        if (held := request.reservation) is not None:
+            state.quotas.settle(held, request.taken_tokens)
+            state.quotas.close(held)
+        self._rows.end(row_of(request, self._unix()))

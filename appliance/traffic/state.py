@@ -1,0 +1,117 @@
+"""The data of the request manager: requests in flight, served models, counters. Drains, the status, metrics
+and the console read it; only the request manager and `RequestLifecycle` change it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from appliance.protocol import LimitUsage
+from appliance.traffic import stats
+from appliance.traffic.admission_pauses import AdmissionPauses
+from appliance.traffic.credits import CreditAccount
+from appliance.traffic.model import ModelTraffic
+from appliance.traffic.quotas import Quotas
+from appliance.traffic.remaining import Remaining
+from appliance.traffic.request import Request
+from appliance.traffic.stats import ModelStats, QueueStats, TenantStats
+from appliance.traffic.tenants import Tenants
+
+
+class TrafficState:
+    """`clock` returns seconds and never jumps."""
+
+    def __init__(self, clock: Callable[[], float], quotas: Quotas) -> None:
+        self.clock = clock
+        self.quotas = quotas
+        self.tenants = Tenants()
+        self.models: dict[str, ModelTraffic] = {}
+        self.in_flight: dict[str, Request] = {}
+        """The requests in flight by id."""
+        self.pauses = AdmissionPauses()
+        self.fronts: set[str] = set()
+        """The names of the live fronts."""
+        self.broken_fronts: set[str] = set()
+        """Live fronts that closed a channel to a replica, because they are dying or faulty. A request that is
+        dispatched for such a front may not reach its replica."""
+        self.running = 0
+        self.waiting_tokens = 0
+        """Prompt tokens of all requests that wait or are held."""
+        self.admitted = 0
+        self.refused = 0
+        self.ended = 0
+        self.preemptions = 0
+
+    # ── requests ──
+
+    @property
+    def waiting(self) -> int:
+        """The number of requests that wait or are held."""
+        return sum(model.queued for model in self.models.values()) + len(self.pauses)
+
+    def unfinished(self, model: str | None = None) -> Iterator[Request]:
+        """Yield the requests in flight (of `model`, None: of all) that are not held: a drain waits for these.
+        No request may be added or removed during the iteration."""
+        for request in self.in_flight.values():
+            if request not in self.pauses and model in (None, request.first.model):
+                yield request
+
+    def finished(self, model: str | None = None) -> bool:
+        """Return whether no request is `unfinished`. Stops at the first one."""
+        return next(self.unfinished(model), None) is None
+
+    def remaining(self, model: str | None = None) -> Remaining:
+        """Return the work that is left of the unfinished requests (of `model`, None: of all)."""
+        now, total = self.clock(), Remaining()
+        for name, traffic in self.models.items():
+            if model in (None, name):
+                total = total.beside(traffic.outstanding.remaining(traffic.forecast, now))
+        return total
+
+    def held(self, model: str | None = None) -> int:
+        """Return how many requests are held (for `model`, None: for all)."""
+        return len(self.pauses) if model is None else len(self.pauses.held(model))
+
+    def accounts_of(self, request_id: str) -> list[CreditAccount]:
+        """Return the accounts of the replicas on which a request runs."""
+        request = self.in_flight.get(request_id)
+        return list(request.dispatched) if request else []
+
+    def occupied(self, account: CreditAccount) -> bool:
+        """Return whether any request runs on the replica."""
+        return any(account in request.dispatched for request in self.in_flight.values())
+
+    # ── statistics ──
+
+    def queue_stats(self) -> QueueStats:
+        """Return the statistics of all queues together."""
+        now, models = self.clock(), self.models.values()
+        overload, step = stats.overload(models)
+        waits = [model.oldest_wait_s(now) for model in models]
+        held_since = self.pauses.held_since
+        return QueueStats(
+            waiting=self.waiting,
+            running=self.running,
+            oldest_wait_s=max(0.0, *waits, 0.0 if held_since is None else now - held_since),
+            admitted=self.admitted,
+            refused=self.refused,
+            ended=self.ended,
+            waiting_tokens=self.waiting_tokens,
+            preemptions=self.preemptions,
+            overload=overload,
+            overload_step=step,
+            classes=stats.classes(models, now),
+        )
+
+    def tenant_stats(self, name: str) -> TenantStats:
+        """Return the statistics of one tenant."""
+        return stats.tenant(self.tenants.of(name))
+
+    def model_stats(self) -> list[ModelStats]:
+        """Return the statistics of each model."""
+        now = self.clock()
+        return [stats.model(model, now) for model in self.models.values()]
+
+    def usage(self, scope: str, name: str) -> list[LimitUsage]:
+        """Return how much of each limit a tenant or key uses, for operators."""
+        kv_tokens = {model.name: model.kv_tokens for model in self.models.values()}
+        return [*self.quotas.usage(scope, name), *stats.usage(self.tenants, scope, name, kv_tokens)]
