@@ -12,14 +12,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from appliance.front.app_state import AppState
 from appliance.front.body import ClientLeft
-from appliance.front.box import Box
-from appliance.front.call import Call, call_of
 from appliance.front.cors import Cors
 from appliance.front.errors import ApiError, forbidden
 from appliance.front.gate import Gate
 from appliance.front.generation import CLIENT_LEFT
 from appliance.front.health import health_routes
+from appliance.front.request_context import RequestContext, context_of
 from appliance.front.routes import api_routes
 from appliance.front.schemas import ChatMessage, ChatRequest, CompletionRequest
 from appliance.front.validation import ParsedType
@@ -36,12 +36,12 @@ _MAX_CHARS_SHOWN = 100
 """Characters of a path or method in an error message."""
 
 
-def build_app(box: Box) -> tuple[Starlette, ASGIApp]:
+def build_app(state: AppState) -> tuple[Starlette, ASGIApp]:
     """Return the application with the routes, whose table tests walk, and the application to serve, which
     authenticates callers first."""
 
     async def refuse(request: Request, error: Exception) -> Response:
-        return _refuse(box, request, error)
+        return _refuse(state, request, error)
 
     @functools.cache
     def describe() -> dict[str, Any]:
@@ -49,15 +49,15 @@ def build_app(box: Box) -> tuple[Starlette, ASGIApp]:
 
     errors = (ApiError, HTTPException, InsufficientScopeError, ClientLeft, Exception)
     app = Starlette(
-        routes=[*api_routes(box, describe), *health_routes(box)],
+        routes=[*api_routes(state, describe), *health_routes(state)],
         exception_handlers=dict.fromkeys(errors, refuse),
     )
     app.router.redirect_slashes = False
     open_paths = frozenset(route.path for route in check_routes(app) if route.wanted == OPEN)
-    return app, Cors(Gate(app, box, open_paths), box)
+    return app, Cors(Gate(app, state, open_paths), state)
 
 
-def _refuse(box: Box, request: Request, error: Exception) -> Response:
+def _refuse(state: AppState, request: Request, error: Exception) -> Response:
     if isinstance(error, ApiError):
         refusal = error
     elif isinstance(error, HTTPException):
@@ -71,9 +71,9 @@ def _refuse(box: Box, request: Request, error: Exception) -> Response:
         refusal = ApiError(500, "the front failed to answer; its log says why", code="internal")
     if isinstance(error, ApiError | ClientLeft):
         drop_frames(error)
-    call: Call | None = request.scope["state"].get("call")
-    if call is not None and not call.admitted:
-        box.reject(call_of(request), refusal)
+    context: RequestContext | None = request.scope["state"].get("context")
+    if context is not None and not context.admitted:
+        state.reject(context_of(request), refusal)
     return refusal.response()
 
 

@@ -8,8 +8,8 @@ import msgspec
 from starlette.requests import Request
 
 from appliance.front.body_budget import BodyReservation
-from appliance.front.call import Call, call_of
 from appliance.front.errors import ApiError, invalid
+from appliance.front.request_context import RequestContext, context_of
 from appliance.front.validation import Body, FieldError, parse_struct
 
 _BYTES_PER_VALUE = 8
@@ -28,25 +28,25 @@ class ClientLeft(Exception):
     """The client closed the connection before its request was whole."""
 
 
-async def read_body(request: Request, model: type[Body], most_bytes: int) -> Body:
+async def read_body(request: Request, model: type[Body], max_bytes: int) -> Body:
     """The validated body. Raises `ApiError` (400, 413, 415), or `ClientLeft`."""
-    return parse_body(await receive_body(request, most_bytes), model, most_bytes, call_of(request))
+    return parse_body(await receive_body(request, max_bytes), model, max_bytes, context_of(request))
 
 
-async def receive_body(request: Request, most_bytes: int) -> bytearray:
+async def receive_body(request: Request, max_bytes: int) -> bytearray:
     """Return the bytes of a body that is declared as JSON. Raises `ApiError` (413, 415), or `ClientLeft`."""
     _check_content_type(request)
-    return await _read_bytes(request, most_bytes, call_of(request).body)
+    return await _read_bytes(request, max_bytes, context_of(request).body)
 
 
-def parse_body(data: bytearray, model: type[Body], most_bytes: int, call: Call) -> Body:
+def parse_body(data: bytearray, model: type[Body], max_bytes: int, context: RequestContext) -> Body:
     """Return the validated body. Raises `ApiError` (400, 413)."""
-    call.work_tokens = max(0, len(data) - _FREE_BYTES) // _BYTES_PER_TOKEN
-    most_values, most_containers = most_bytes // _BYTES_PER_VALUE, most_bytes // _BYTES_PER_CONTAINER
-    if data.count(b",") > most_values or data.count(b"{") + data.count(b"[") > most_containers:
+    context.work_tokens = max(0, len(data) - _FREE_BYTES) // _BYTES_PER_TOKEN
+    max_values, max_containers = max_bytes // _BYTES_PER_VALUE, max_bytes // _BYTES_PER_CONTAINER
+    if data.count(b",") > max_values or data.count(b"{") + data.count(b"[") > max_containers:
         raise ApiError(
             413,
-            f"the body has more than {most_values} values, or {most_containers} lists and objects; "
+            f"the body has more than {max_values} values, or {max_containers} lists and objects; "
             "send less in a request",
             code="body_too_large",
         )
@@ -74,11 +74,11 @@ def _check_content_type(request: Request) -> None:
             raise ApiError(415, "send the body in UTF-8", code="unsupported_charset")
 
 
-async def _read_bytes(request: Request, most_bytes: int, reservation: BodyReservation) -> bytearray:
-    too_large = ApiError(413, f"the body is larger than {most_bytes} bytes", code="body_too_large")
+async def _read_bytes(request: Request, max_bytes: int, reservation: BodyReservation) -> bytearray:
+    too_large = ApiError(413, f"the body is larger than {max_bytes} bytes", code="body_too_large")
     # The HTTP parser has made sure that this is a number.
     length = int(request.headers.get("content-length", 0))
-    if length > most_bytes:
+    if length > max_bytes:
         raise too_large
     # The whole length before the first byte: a client learns at once that there is no room.
     reservation.grow_to(length)
@@ -88,7 +88,7 @@ async def _read_bytes(request: Request, most_bytes: int, reservation: BodyReserv
         if message["type"] == "http.disconnect":
             raise ClientLeft
         received += message.get("body", b"")
-        if len(received) > most_bytes:
+        if len(received) > max_bytes:
             raise too_large
         reservation.grow_to(len(received))
         if not message.get("more_body", False):

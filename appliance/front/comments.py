@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from appliance.front.call import Client
+from appliance.front.request_context import ResponseSink
 
 HEAD_DELAY_S = 0.5
 """The headers of a stream wait this long for the first token: a refusal until then has its own status."""
@@ -21,7 +21,7 @@ async def happens_within(event: asyncio.Event, timeout_s: float) -> bool:
     return True
 
 
-async def send_comments(client: Client, until: asyncio.Event, interval_s: float) -> None:
+async def send_comments(client: ResponseSink, until: asyncio.Event, interval_s: float) -> None:
     """Write a comment whenever nothing was written for `interval_s` seconds, until the event is set. The
     response's header has been written."""
     silent_since = time.monotonic()

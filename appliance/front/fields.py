@@ -47,7 +47,7 @@ class PositiveOrMinusOne(int):
         return number
 
 
-class TextFormat:
+class TextFormatField:
     """`response_format`: only text."""
 
     json_schema: ClassVar[dict[str, Any]] = {
@@ -68,7 +68,7 @@ class TextFormat:
             )
 
 
-class NoToolChoice:
+class NoToolChoiceField:
     """`tool_choice` and `function_call`: only "none"."""
 
     json_schema: ClassVar[dict[str, Any]] = {"const": "none"}
@@ -83,7 +83,7 @@ class NoToolChoice:
             )
 
 
-class Content(str):
+class ContentField(str):
     """The content of a message: a string, or text parts."""
 
     json_schema: ClassVar[dict[str, Any]] = {
@@ -121,7 +121,7 @@ class Content(str):
         return "\n".join(texts)
 
 
-class Stops(tuple[str, ...]):
+class StopsField(tuple[str, ...]):
     """`stop`: a string, or a list of strings."""
 
     json_schema: ClassVar[dict[str, Any]] = {
@@ -142,7 +142,7 @@ class Stops(tuple[str, ...]):
         return _strings(strings, "must be a string or a list of strings", "strings", MAX_STOPS)
 
 
-class BadWords(tuple[str, ...]):
+class BadWordsField(tuple[str, ...]):
     """`bad_words`: a list of strings."""
 
     json_schema: ClassVar[dict[str, Any]] = {
@@ -169,7 +169,7 @@ def _strings(value: Any, kind: str, unit: str, max_count: int) -> tuple[str, ...
     return tuple(value)
 
 
-class LogitBias(dict[int, float]):
+class LogitBiasField(dict[int, float]):
     """`logit_bias`: an object from token ids to numbers."""
 
     json_schema: ClassVar[dict[str, Any]] = {
@@ -196,7 +196,7 @@ class LogitBias(dict[int, float]):
         return biases
 
 
-class TokenIds(list[int]):
+class TokenIdsField(list[int]):
     """A list of token ids, which can be empty."""
 
     json_schema: ClassVar[dict[str, Any]] = _TOKEN_IDS
@@ -210,7 +210,7 @@ class TokenIds(list[int]):
         return ids
 
 
-class AllowedTokenIds(list[int]):
+class AllowedTokenIdsField(list[int]):
     """`allowed_token_ids`: a list of token ids that is not empty."""
 
     json_schema: ClassVar[dict[str, Any]] = {**_TOKEN_IDS, "minItems": 1, "maxItems": MAX_ALLOWED_TOKEN_IDS}
@@ -230,7 +230,7 @@ class AllowedTokenIds(list[int]):
         return ids
 
 
-class Prompts(list[str | list[int]]):
+class PromptsField(list[str | list[int]]):
     """`prompt`: one text, the token ids of one prompt, or a list of either."""
 
     json_schema: ClassVar[dict[str, Any]] = {
@@ -271,7 +271,7 @@ class Prompts(list[str | list[int]]):
         raise FieldError("mixes types or has an empty list: give strings only, or lists of token ids only")
 
 
-class TemplateVariables(dict[str, Any]):
+class TemplateVariablesField(dict[str, Any]):
     """`chat_template_kwargs`: any JSON object."""
 
     json_schema: ClassVar[dict[str, Any]] = {"type": "object", "maxProperties": MAX_TEMPLATE_VARIABLES}

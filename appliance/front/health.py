@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from appliance.front.box import Box
+from appliance.front.app_state import AppState
 from appliance.front.documents import ErrorDocument, HealthDocument
 from appliance.front.errors import unauthorized
 from appliance.front.models import allows
@@ -23,9 +23,9 @@ _MAX_NAME_SHOWN = 80
 _MODEL = {"name": "model", "in": "query", "required": False, "schema": {"type": "string"}}
 
 
-def health_routes(box: Box) -> list[ScopedRoute]:
+def health_routes(state: AppState) -> list[ScopedRoute]:
     """Return the health routes."""
-    health = _Health(box)
+    health = _Health(state)
     live = Operation("Whether this front answers at all", HealthDocument, tags=("health",), security=())
     simple = live._replace(summary="Whether requests are answered now", errors={503: HealthDocument})
     ready = live._replace(
@@ -42,8 +42,8 @@ def health_routes(box: Box) -> list[ScopedRoute]:
 
 
 class _Health:
-    def __init__(self, box: Box) -> None:
-        self._box = box
+    def __init__(self, state: AppState) -> None:
+        self._state = state
 
     async def live(self, request: Request) -> Response:
         """Report that this front answers."""
@@ -52,34 +52,34 @@ class _Health:
     async def simple(self, request: Request) -> Response:
         """Report readiness as /health/ready does, without the reason, which names models. Other servers have
         this path."""
-        is_ready = self._box.ready and not self._box.catalog.problem
+        is_ready = self._state.ready and not self._state.catalog.problem
         return _answer(200, "ready", None) if is_ready else _answer(503, "not_ready", None)
 
     async def ready(self, request: Request) -> Response:
         """Report readiness of one model, which needs a key, or of all models that are not drained. The reason
         is for clients with a key or a user that the service knows."""
-        box = self._box
+        state = self._state
         identity: Identity | None = request.scope["state"].get("identity")
         model = request.query_params.get("model")
         if model is not None:
             return self._ready_model(model, identity)
-        if box.ready and not box.catalog.problem:
+        if state.ready and not state.catalog.problem:
             return _answer(200, "ready", None)
-        reason = box.catalog.problem if box.ready else box.not_ready_reason or "no reason was given"
+        reason = state.catalog.problem if state.ready else state.not_ready_reason or "no reason was given"
         if identity is None or identity.models is not None:
             reason = "not ready; the reason is told with a key for all models"
         return _answer(503, "not_ready", reason)
 
     def _ready_model(self, model: str, identity: Identity | None) -> Response:
-        box = self._box
+        state = self._state
         if identity is None:
             raise unauthorized(
                 "whether one model is ready is told with a key only: send 'Authorization: Bearer KEY', "
                 "or ask for /health/ready",
                 "missing_api_key",
             )
-        reason = box.silent_models.get(model) or box.catalog.problems.get(model, "")
-        if not allows(identity, model) or not (reason or box.catalog.serves(model)):
+        reason = state.silent_models.get(model) or state.catalog.problems.get(model, "")
+        if not allows(identity, model) or not (reason or state.catalog.serves(model)):
             return _answer(404, "not_ready", f"there is no model {model[:_MAX_NAME_SHOWN]!r}")
         return _answer(503, "not_ready", reason) if reason else _answer(200, "ready", None)
 

@@ -17,14 +17,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from appliance.front.app_state import AppState
 from appliance.front.body_budget import BodyReservation
-from appliance.front.box import Box
-from appliance.front.call import Call
 from appliance.front.comments import COMMENT
 from appliance.front.errors import ApiError
 from appliance.front.generation import CLIENT_LEFT
-from appliance.front.job import Job
+from appliance.front.generation_task import GenerationTask
 from appliance.front.recording import Follower
+from appliance.front.request_context import RequestContext
 from appliance.front.respond import GenerationResponse
 from appliance.front.retries import KeyedRun
 from appliance.http import Connection, drop_frames
@@ -41,7 +41,7 @@ _FRAMING = frozenset([b"content-length", b"transfer-encoding", b"expect"])
 _RATE_LIMITS = b"x-ratelimit-"
 """Headers that do not hold any more when an answer is repeated."""
 
-PrepareJob = Callable[[], Awaitable[Job]]
+PrepareTask = Callable[[], Awaitable[GenerationTask]]
 
 
 def has_key(request: Request) -> bool:
@@ -49,20 +49,22 @@ def has_key(request: Request) -> bool:
     return any(name == HEADER for name, _ in request.scope["headers"])
 
 
-async def answer(box: Box, request: Request, call: Call, body: bytearray, prepare: PrepareJob) -> Response:
+async def answer(
+    state: AppState, request: Request, context: RequestContext, body: bytearray, prepare: PrepareTask
+) -> Response:
     """Return the response to a generation request. `prepare` is called if the request is to run. Raises
     `ApiError`."""
     key = _key(request)
     if key is None:
-        return GenerationResponse(box, call, await prepare())
-    scope = _digest(call.identity.tenant, call.identity.key_id or call.peer, call.endpoint, key)
+        return GenerationResponse(state, context, await prepare())
+    scope = _digest(context.identity.tenant, context.identity.key_id or context.peer, context.endpoint, key)
     # Azure's routes have the model in their path.
-    fingerprint = _digest(call.model, body)
-    known = box.retries.find(scope)
-    run = known or box.retries.claim(scope, fingerprint, call.request_id)
+    fingerprint = _digest(context.model, body)
+    known = state.retries.find(scope)
+    run = known or state.retries.claim(scope, fingerprint, context.request_id)
     await run.claimed.wait()
     if run.is_elsewhere:
-        await _hand_over(box, request, scope, body)
+        await _hand_over(state, request, scope, body)
         return Response()
     if run.fingerprint != fingerprint:
         raise ApiError(
@@ -74,23 +76,25 @@ async def answer(box: Box, request: Request, call: Call, body: bytearray, prepar
         )
     if known is None:
         # The run may outlast this client, after which the caller releases the body.
-        box.background.run(_run(box, call, call.body.moved(), run, prepare))
-    return RecordedResponse(box, call, run, is_first=known is None)
+        state.background.run(_run(state, context, context.body.moved(), run, prepare))
+    return RecordedResponse(state, context, run, is_first=known is None)
 
 
-async def _run(box: Box, call: Call, body: BodyReservation, run: KeyedRun, prepare: PrepareJob) -> None:
+async def _run(
+    state: AppState, context: RequestContext, body: BodyReservation, run: KeyedRun, prepare: PrepareTask
+) -> None:
     """Run the request with the recording as its client. Releases `body`, which `prepare` holds."""
     recording, good = run.recording, False
     scope: Scope = {"type": "http"}
     try:
         try:
-            job = await prepare()
+            task = await prepare()
         finally:
             # It holds the parsed body, which can be much longer than the prompts that were made of it.
             del prepare
-            run.request_class = call.request_class
-        as_client = dataclasses.replace(call, connection=recording, body=body, retry_of=run.retry_of)
-        response = GenerationResponse(box, as_client, job, comments=False)
+            run.request_class = context.request_class
+        as_client = dataclasses.replace(context, connection=recording, body=body, retry_of=run.retry_of)
+        response = GenerationResponse(state, as_client, task, comments=False)
         recording.counter = response.generation
         await response(scope, _receive_nothing, recording.send)
         run.status = response.status
@@ -99,33 +103,33 @@ async def _run(box: Box, call: Call, body: BodyReservation, run: KeyedRun, prepa
     except ApiError as error:
         drop_frames(error)
         run.status = error.status
-        box.reject(call, error)
+        state.reject(context, error)
         await error.response()(scope, _receive_nothing, recording.send)
     except Exception as error:
-        log.exception("request %s failed", call.request_id)
+        log.exception("request %s failed", context.request_id)
         drop_frames(error)
         recording.abort()
     finally:
         body.release()
-        box.retries.ended(run, good)
+        state.retries.ended(run, good)
         recording.end()
 
 
 class RecordedResponse(Response):
     """The response to the first request with a key, or to a retry: the recording from its beginning."""
 
-    def __init__(self, box: Box, call: Call, run: KeyedRun, is_first: bool) -> None:
+    def __init__(self, state: AppState, context: RequestContext, run: KeyedRun, is_first: bool) -> None:
         super().__init__()
-        self._box = box
-        self._call = call
+        self._state = state
+        self._context = context
         self._run = run
         self._retry = "" if is_first else "repeated" if run.recording.ended else "joined"
         # The run, or the row of the retry, ends this request in the log.
-        call.admitted = True
+        context.admitted = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._box.retries.joined(self._run)
-        follower = Follower(self._run.recording, self._call.connection)
+        self._state.retries.joined(self._run)
+        follower = Follower(self._run.recording, self._context.connection)
         try:
             await self._play(follower, send)
         finally:
@@ -143,10 +147,10 @@ class RecordedResponse(Response):
             error = ApiError(500, "the front failed to answer; its log says why", code="internal")
             await error.response()({"type": "http"}, _receive_nothing, send)
             return
-        self._box.streams += recording.streamed
+        self._state.streams += recording.streamed
         try:
             await send({**recording.head, "headers": self._replayed_headers(recording.head["headers"])})
-            interval_s = self._box.limits.stream_comment_interval_s or None
+            interval_s = self._state.limits.stream_comment_interval_s or None
             while not follower.left:
                 if data := follower.read():
                     await send({"type": "http.response.body", "body": data, "more_body": True})
@@ -155,7 +159,7 @@ class RecordedResponse(Response):
                 elif not await follower.changed(interval_s):
                     await send({"type": "http.response.body", "body": COMMENT, "more_body": True})
         finally:
-            self._box.streams -= recording.streamed
+            self._state.streams -= recording.streamed
         if recording.broken:
             follower.connection.abort()
         else:
@@ -164,7 +168,7 @@ class RecordedResponse(Response):
     def _replayed_headers(self, recorded: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
         if not self._retry:
             return recorded
-        self._call.request_class = self._run.request_class
+        self._context.request_class = self._run.request_class
         return [
             *((name, value) for name, value in recorded if not name.startswith(_RATE_LIMITS)),
             (b"idempotent-replayed", b"true"),
@@ -172,30 +176,32 @@ class RecordedResponse(Response):
         ]
 
     def _log(self, follower: Follower) -> None:
-        call, run = self._call, self._run
-        self._box.to_core(
+        context, run = self._context, self._run
+        self._state.to_core(
             Retried(
-                request_id=call.request_id,
-                identity=call.identity,
-                peer=call.peer,
-                endpoint=call.endpoint,
-                model=call.model,
-                stream=call.stream,
+                request_id=context.request_id,
+                identity=context.identity,
+                peer=context.peer,
+                endpoint=context.endpoint,
+                model=context.model,
+                stream=context.stream,
                 retry=self._retry,
                 retry_of=run.request_id,
                 request_class=INTERACTIVE if run.request_class is None else run.request_class,
                 status=CLIENT_LEFT if follower.left else run.status,
                 finish_reason="cancelled" if follower.left else run.finish_reason or "error",
                 error="the client left" if follower.left else "",
-                arrived_at=call.arrived_at,
-                ttft_ms=None if follower.first_bytes_at is None else call.elapsed_ms(follower.first_bytes_at),
-                e2e_ms=call.elapsed_ms(),
-                user=call.user,
+                arrived_at=context.arrived_at,
+                ttft_ms=None
+                if follower.first_bytes_at is None
+                else context.elapsed_ms(follower.first_bytes_at),
+                e2e_ms=context.elapsed_ms(),
+                user=context.user,
             )
         )
 
 
-async def _hand_over(box: Box, request: Request, key_scope: bytes, body: bytearray) -> None:
+async def _hand_over(state: AppState, request: Request, key_scope: bytes, body: bytearray) -> None:
     """Move the client's connection, with the request, to the front that has the run. Raises a 409 if further
     requests are already on the connection."""
     connection: Connection = request.scope["state"]["connection"]
@@ -214,7 +220,7 @@ async def _hand_over(box: Box, request: Request, key_scope: bytes, body: bytearr
     memory = new_memory("request", _serialized(request.scope, body))
     try:
         peer = request.scope["state"]["peer"]
-        box.hand_over(HandOver(key_scope, peer.kind, peer.address), (descriptor, memory))
+        state.hand_over(HandOver(key_scope, peer.kind, peer.address), (descriptor, memory))
     finally:
         os.close(memory)
     await connection.abandon()

@@ -1,4 +1,4 @@
-"""From a request's body to a job: template, tokens, limits of the model, sampling parameters."""
+"""From a request's body to a task: template, tokens, limits of the model, sampling parameters."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from appliance.classes import service_class
-from appliance.front.box import Box
-from appliance.front.call import Call
+from appliance.front.app_state import AppState
 from appliance.front.encoding import do_work, text_bytes, text_memory, too_much_work
 from appliance.front.errors import ApiError, invalid
-from appliance.front.job import Job, Prompt
+from appliance.front.generation_task import GenerationTask, Prompt
 from appliance.front.keeping import Message, Text
 from appliance.front.models import LoadedModel
+from appliance.front.request_context import RequestContext
 from appliance.front.sampling import check_token_ids, sampling_params
 from appliance.front.schemas import (
     DEFAULT_COMPLETION_TOKENS,
@@ -30,7 +30,7 @@ from appliance.text.fair_queue import TooMuchWorkError
 from appliance.text.stop import StopSet, StopStringsError
 from appliance.text.template_messages import ChatTemplateError, TemplateBoundError
 
-MOST_SEQUENCES = 1024
+MAX_SEQUENCES = 1024
 """Prompts times samples in one request."""
 MAX_PROMPT_LOGPROBS = 131_072
 """Log probabilities of prompts in one answer with `prompt_logprobs`: to decode so many takes the event loop
@@ -68,42 +68,44 @@ _NO_LIMIT = 1 << 20
 _RESERVED_VARIABLES = frozenset(["messages", "tools", "documents", "add_generation_prompt"])
 
 
-def named_model(box: Box, call: Call, body: GenerationRequest) -> LoadedModel:
+def named_model(state: AppState, context: RequestContext, body: GenerationRequest) -> LoadedModel:
     """The model that the request names. Raises `ApiError` if there is none, or it is not for this caller."""
-    call.model = body.model[:200]
-    call.stream = bool(body.stream)
-    call.user = body.user or ""
-    return box.catalog.get(body.model, call.identity)
+    context.model = body.model[:200]
+    context.stream = bool(body.stream)
+    context.user = body.user or ""
+    return state.catalog.get(body.model, context.identity)
 
 
-async def chat_job(box: Box, model: LoadedModel, call: Call, body: ChatRequest) -> Job:
+async def chat_task(
+    state: AppState, model: LoadedModel, context: RequestContext, body: ChatRequest
+) -> GenerationTask:
     """Raises `ApiError`."""
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs", "needs logprobs: true")
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
         raise invalid("continue_final_message", "cannot be true together with add_generation_prompt")
-    context = _context(call.identity, model)
+    length_limit = _length_limit(context.identity, model)
     token_ids = await chat_tokens(
-        box,
+        state,
         model,
-        call,
+        context,
         body.messages,
         body.add_generation_prompt is not False and not continues,
         variables=body.chat_template_kwargs,
         continue_final_message=continues,
-        context=_encoded_context(body, context),
+        length_limit=_encoded_limit(body, length_limit),
     )
     field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    limit, default = _limits(call.identity, asked, None)
-    _count(call, len(token_ids))
-    token_ids = _truncated(body, context, token_ids, limit)
-    call.prompt_tokens = len(token_ids)
-    prompt = Prompt(0, token_ids, _room(context, token_ids, limit, default, "messages", field))
-    return await _job(
-        box,
-        call,
+    limit, default = _limits(context.identity, asked, None)
+    _count(context, len(token_ids))
+    token_ids = _truncated(body, length_limit, token_ids, limit)
+    context.prompt_tokens = len(token_ids)
+    prompt = Prompt(0, token_ids, _room(length_limit, token_ids, limit, default, "messages", field))
+    return await _make_task(
+        state,
+        context,
         body,
         model,
         [prompt],
@@ -115,7 +117,9 @@ async def chat_job(box: Box, model: LoadedModel, call: Call, body: ChatRequest) 
     )
 
 
-async def completion_job(box: Box, model: LoadedModel, call: Call, body: CompletionRequest) -> Job:
+async def completion_task(
+    state: AppState, model: LoadedModel, context: RequestContext, body: CompletionRequest
+) -> GenerationTask:
     """Raises `ApiError`."""
     n = body.n or 1
     best_of = body.best_of or n
@@ -128,10 +132,10 @@ async def completion_job(box: Box, model: LoadedModel, call: Call, body: Complet
         )
     if body.max_tokens == 0 and not body.echo:
         raise invalid("max_tokens", "must be at least 1 without echo")
-    if len(body.prompt) * best_of > MOST_SEQUENCES:
+    if len(body.prompt) * best_of > MAX_SEQUENCES:
         field, times = ("best_of", "best_of") if body.best_of else ("n", "n")
         raise invalid(
-            field, f"{len(body.prompt)} prompts times {times} make more than {MOST_SEQUENCES} answers"
+            field, f"{len(body.prompt)} prompts times {times} make more than {MAX_SEQUENCES} answers"
         )
     biases = len(body.logit_bias or ())
     if len(body.prompt) * biases > MAX_SENT_BIASES:
@@ -140,34 +144,34 @@ async def completion_job(box: Box, model: LoadedModel, call: Call, body: Complet
             f"has {biases} tokens for {len(body.prompt)} prompts: the product may be at most "
             f"{MAX_SENT_BIASES}; send fewer prompts in a request",
         )
-    context = _context(call.identity, model, 0 if body.max_tokens == 0 else 1)
+    length_limit = _length_limit(context.identity, model, 0 if body.max_tokens == 0 else 1)
     texts = [text for text in body.prompt if isinstance(text, str)]
     if texts:
-        tokens = await _encode_texts(box, model, call, texts, _encoded_context(body, context))
+        tokens = await _encode_texts(state, model, context, texts, _encoded_limit(body, length_limit))
     else:
         tokens = [check_token_ids(model, ids, "prompt") for ids in body.prompt if isinstance(ids, list)]
-    _count(call, sum(map(len, tokens)))
-    limit, default = _limits(call.identity, body.max_tokens, DEFAULT_COMPLETION_TOKENS)
+    _count(context, sum(map(len, tokens)))
+    limit, default = _limits(context.identity, body.max_tokens, DEFAULT_COMPLETION_TOKENS)
     whole = tokens
     keeps_bos = bool(texts) and model.tokenizer.adds_bos
-    tokens = [_truncated(body, context, ids, limit, keeps_bos) for ids in whole]
-    call.prompt_tokens = sum(map(len, tokens))
+    tokens = [_truncated(body, length_limit, ids, limit, keeps_bos) for ids in whole]
+    context.prompt_tokens = sum(map(len, tokens))
     if body.echo:
         _check_echo(tokens, body.logprobs, n)
     prompts = []
     for index, token_ids in enumerate(tokens):
-        room = _room(context, token_ids, limit, default, _prompt_param(index, tokens), "max_tokens")
+        room = _room(length_limit, token_ids, limit, default, _prompt_param(index, tokens), "max_tokens")
         prompt = Prompt(index, token_ids, room)
         if body.echo:
             if texts and len(token_ids) == len(whole[index]):
                 prompt.echo_text = texts[index]
             else:
                 skips = body.skip_special_tokens is not False
-                prompt.echo_text = await decode(box, model, call, token_ids, skips)
+                prompt.echo_text = await decode(state, model, context, token_ids, skips)
         prompts.append(prompt)
-    return await _job(
-        box,
-        call,
+    return await _make_task(
+        state,
+        context,
         body,
         model,
         prompts,
@@ -183,13 +187,13 @@ async def completion_job(box: Box, model: LoadedModel, call: Call, body: Complet
 
 
 async def text_tokens(
-    box: Box, model: LoadedModel, call: Call, text: str, add_special_tokens: bool
+    state: AppState, model: LoadedModel, context: RequestContext, text: str, add_special_tokens: bool
 ) -> list[int]:
     """The tokens of a text that is not to be answered. Raises `ApiError`."""
     try:
-        with text_memory(box, call, text_bytes([text])):
+        with text_memory(state, context, text_bytes([text])):
             steps = model.tokenizer.encode_steps([text], add_special_tokens, MAX_TOKENS_SHOWN)
-            return (await do_work(box, call, steps, len(text)))[0]
+            return (await do_work(state, context, steps, len(text)))[0]
     except (LoneSurrogateError, UncuttableTextError) as error:
         raise invalid("prompt", str(error)) from None
     except TooManyTokensError:
@@ -197,27 +201,31 @@ async def text_tokens(
 
 
 async def decode(
-    box: Box, model: LoadedModel, call: Call, token_ids: list[int], skip_special: bool = True
+    state: AppState,
+    model: LoadedModel,
+    context: RequestContext,
+    token_ids: list[int],
+    skip_special: bool = True,
 ) -> str:
     """The text of token ids, which the model knows."""
     steps = model.tokenizer.decode_steps(token_ids, skip_special)
-    return await do_work(box, call, steps, len(token_ids), inline=PIECE_CHARACTERS)
+    return await do_work(state, context, steps, len(token_ids), inline=PIECE_CHARACTERS)
 
 
 async def chat_tokens(
-    box: Box,
+    state: AppState,
     model: LoadedModel,
-    call: Call,
+    context: RequestContext,
     messages: Sequence[ChatMessage],
     add_generation_prompt: bool = True,
     add_special_tokens: bool = False,
     variables: dict[str, Any] | None = None,
     continue_final_message: bool = False,
-    context: Context | None = None,
+    length_limit: LengthLimit | None = None,
 ) -> list[int]:
     """The prompt of a conversation, in which only the template makes control tokens. With
     `continue_final_message` it ends with the last message's text. It may be longer than `MAX_TOKENS_SHOWN`
-    only where `context` allows it. Raises `ApiError`."""
+    only where `length_limit` allows it. Raises `ApiError`."""
     for name in variables or ():
         if name in _RESERVED_VARIABLES:
             raise invalid("chat_template_kwargs", f"{name!r} cannot be set here")
@@ -237,16 +245,18 @@ async def chat_tokens(
         size, memory = size + variables_size, memory + variables_size
     shield = model.tokenizer.shield()
     try:
-        with text_memory(box, call, memory):
+        with text_memory(state, context, memory):
             shown, variables = await do_work(
-                box, call, shield.hide([shown, variables]), size, inline=HIDE_INLINE_CHARACTERS
+                state, context, shield.hide([shown, variables]), size, inline=HIDE_INLINE_CHARACTERS
             )
-            text = await model.template.render(call.identity.tenant, shown, add_generation_prompt, variables)
+            text = await model.template.render(
+                context.identity.tenant, shown, add_generation_prompt, variables
+            )
             if mark:
                 text = _before_mark(text, mark)
-            max_tokens = MAX_TOKENS_SHOWN if context is None else context.max_prompt_tokens
+            max_tokens = MAX_TOKENS_SHOWN if length_limit is None else length_limit.max_prompt_tokens
             steps = model.tokenizer.encode_rendered_steps(text, shield, add_special_tokens, max_tokens)
-            return (await do_work(box, call, steps, len(text)))[0]
+            return (await do_work(state, context, steps, len(text)))[0]
     except TooMuchWorkError as error:
         raise too_much_work(error) from None
     except TemplateBoundError as error:
@@ -254,29 +264,33 @@ async def chat_tokens(
     except (ChatTemplateError, LoneSurrogateError, UncuttableTextError) as error:
         raise invalid("messages", shield.restore(str(error))) from None
     except TooManyTokensError as error:
-        if context is None:
+        if length_limit is None:
             raise _too_many_to_show("messages") from None
-        raise _too_long(context, "messages", error.tokens) from None
+        raise _too_long(length_limit, "messages", error.tokens) from None
 
 
 async def _encode_texts(
-    box: Box, model: LoadedModel, call: Call, texts: list[str], context: Context | None
+    state: AppState,
+    model: LoadedModel,
+    context: RequestContext,
+    texts: list[str],
+    length_limit: LengthLimit | None,
 ) -> list[list[int]]:
     size = sum(map(len, texts))
     try:
-        with text_memory(box, call, text_bytes(texts)):
-            max_tokens = MAX_TOKENS_SHOWN if context is None else context.max_prompt_tokens
+        with text_memory(state, context, text_bytes(texts)):
+            max_tokens = MAX_TOKENS_SHOWN if length_limit is None else length_limit.max_prompt_tokens
             steps = model.tokenizer.encode_steps(texts, True, max_tokens)
-            return await do_work(box, call, steps, size)
+            return await do_work(state, context, steps, size)
     except LoneSurrogateError as error:
         raise invalid("prompt", str(error)) from None
     except UncuttableTextError as error:
         raise invalid(_prompt_param(error.index, texts), str(error)) from None
     except TooManyTokensError as error:
         param = _prompt_param(error.index, texts)
-        if context is None:
+        if length_limit is None:
             raise _too_many_to_show(param) from None
-        raise _too_long(context, param, error.tokens) from None
+        raise _too_long(length_limit, param, error.tokens) from None
 
 
 def conversation_size(messages: Sequence[ChatMessage]) -> tuple[int, int]:
@@ -307,9 +321,9 @@ def _check_echo(tokens: list[list[int]], logprobs: int | None, n: int) -> None:
         )
 
 
-def _count(call: Call, prompt_tokens: int) -> None:
-    call.prompt_tokens = call.encoded_tokens = prompt_tokens
-    call.work_tokens = max(call.work_tokens, prompt_tokens)
+def _count(context: RequestContext, prompt_tokens: int) -> None:
+    context.prompt_tokens = context.encoded_tokens = prompt_tokens
+    context.work_tokens = max(context.work_tokens, prompt_tokens)
 
 
 def _prompt_param(index: int, prompts: Sequence[object]) -> str:
@@ -336,7 +350,7 @@ def _conversation(messages: Sequence[ChatMessage]) -> list[Message]:
     ]
 
 
-class Context(NamedTuple):
+class LengthLimit(NamedTuple):
     """How long a request may be, prompt and output together."""
 
     owner: str
@@ -354,19 +368,19 @@ class Context(NamedTuple):
         return self.tokens - self.answer_tokens if self.tokens else None
 
 
-def _context(identity: Identity, model: LoadedModel, answer_tokens: int = 1) -> Context:
+def _length_limit(identity: Identity, model: LoadedModel, answer_tokens: int = 1) -> LengthLimit:
     longest, allowed = model.served.max_model_len, identity.context_tokens
     if allowed is not None and (not longest or allowed < longest):
-        return Context(f"tenant {identity.tenant!r}'s", allowed, answer_tokens)
-    return Context("this model's", longest, answer_tokens)
+        return LengthLimit(f"tenant {identity.tenant!r}'s", allowed, answer_tokens)
+    return LengthLimit("this model's", longest, answer_tokens)
 
 
-def _too_long(context: Context, param: str, tokens: int | None) -> ApiError:
-    count = f"more than {context.max_prompt_tokens}" if tokens is None else str(tokens)
+def _too_long(length_limit: LengthLimit, param: str, tokens: int | None) -> ApiError:
+    count = f"more than {length_limit.max_prompt_tokens}" if tokens is None else str(tokens)
     return ApiError(
         400,
-        f"{context.owner} maximum context length is {context.tokens} tokens, prompt and answer together, but "
-        f"{param} has {count} tokens; shorten it",
+        f"{length_limit.owner} maximum context length is {length_limit.tokens} tokens, prompt and answer "
+        f"together, but {param} has {count} tokens; shorten it",
         param=param,
         code="context_length_exceeded",
     )
@@ -376,9 +390,9 @@ def _too_many_to_show(param: str) -> ApiError:
     return invalid(param, f"has more than {MAX_TOKENS_SHOWN} tokens; send it in parts")
 
 
-def _encoded_context(body: GenerationRequest, context: Context) -> Context | None:
+def _encoded_limit(body: GenerationRequest, length_limit: LengthLimit) -> LengthLimit | None:
     """What bounds the prompt as it was sent: None where only its end is wanted."""
-    return context if body.truncate_prompt_tokens is None else None
+    return length_limit if body.truncate_prompt_tokens is None else None
 
 
 def _limits(identity: Identity, asked: int | None, default: int | None) -> tuple[int | None, int | None]:
@@ -391,7 +405,7 @@ def _limits(identity: Identity, asked: int | None, default: int | None) -> tuple
 
 def _truncated(
     body: GenerationRequest,
-    context: Context,
+    length_limit: LengthLimit,
     token_ids: list[int],
     limit: int | None,
     keeps_first: bool = False,
@@ -400,7 +414,7 @@ def _truncated(
     stay."""
     most: int | None = body.truncate_prompt_tokens
     if most == -1:
-        most = max(1, context.tokens - (1 if limit is None else limit)) if context.tokens else None
+        most = max(1, length_limit.tokens - (1 if limit is None else limit)) if length_limit.tokens else None
     if most is None or len(token_ids) <= most:
         return token_ids
     if keeps_first:
@@ -409,30 +423,35 @@ def _truncated(
 
 
 def _room(
-    context: Context, token_ids: list[int], asked: int | None, default: int | None, param: str, field: str
+    length_limit: LengthLimit,
+    token_ids: list[int],
+    asked: int | None,
+    default: int | None,
+    param: str,
+    field: str,
 ) -> int:
     """The most tokens to generate after a prompt."""
     if not token_ids:
         raise invalid(param, "is empty: there is nothing to continue")
-    if not context.tokens:
-        return (default or _NO_LIMIT) if asked is None else max(asked, context.answer_tokens)
-    left = context.tokens - len(token_ids)
-    if left < context.answer_tokens:
-        raise _too_long(context, param, len(token_ids))
+    if not length_limit.tokens:
+        return (default or _NO_LIMIT) if asked is None else max(asked, length_limit.answer_tokens)
+    left = length_limit.tokens - len(token_ids)
+    if left < length_limit.answer_tokens:
+        raise _too_long(length_limit, param, len(token_ids))
     if asked is not None and asked > left:
         raise ApiError(
             400,
-            f"{context.owner} maximum context length is {context.tokens} tokens; {param} has "
+            f"{length_limit.owner} maximum context length is {length_limit.tokens} tokens; {param} has "
             f"{len(token_ids)} tokens, which leaves {left}, but {field} asks for {asked}",
             param=field,
             code="context_length_exceeded",
         )
-    return min(left, default or left) if asked is None else max(asked, context.answer_tokens)
+    return min(left, default or left) if asked is None else max(asked, length_limit.answer_tokens)
 
 
-async def _job(
-    box: Box,
-    call: Call,
+async def _make_task(
+    state: AppState,
+    context: RequestContext,
     body: GenerationRequest,
     model: LoadedModel,
     prompts: list[Prompt],
@@ -445,7 +464,7 @@ async def _job(
     continues_text: bool = False,
     echo: bool = False,
     discard_output: bool = False,
-) -> Job:
+) -> GenerationTask:
     n = body.n or 1
     best_of = best_of or n
     prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
@@ -464,8 +483,8 @@ async def _job(
         raise invalid("stop", str(error).removeprefix("stop: ")) from None
     of_prompts = [k for k in (logprobs if echo else None, body.prompt_logprobs) if k is not None]
     sampling = await sampling_params(
-        box,
-        call,
+        state,
+        context,
         body,
         model,
         max_tokens=min(prompt.max_tokens for prompt in prompts),
@@ -479,10 +498,10 @@ async def _job(
             "allowed_token_ids" if sampling.allowed_tokens else "bad_words",
             f"is too long for {len(prompts)} prompts; send fewer prompts in a request",
         )
-    asked_class = call.asked_class or body.service_tier or ""
-    call.request_class = service_class(asked_class, call.identity)
+    asked_class = context.asked_class or body.service_tier or ""
+    context.request_class = service_class(asked_class, context.identity)
     options = body.stream_options
-    return Job(
+    return GenerationTask(
         model=model,
         chat=chat,
         prompts=prompts,
@@ -498,13 +517,13 @@ async def _job(
         return_token_ids=bool(body.return_token_ids),
         echo=echo,
         discard_output=discard_output,
-        stream=call.stream,
+        stream=context.stream,
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
         asked_class=asked_class,
         # A client that wants at least so many tokens must not be told of fewer.
         may_lower=may_lower and not body.min_tokens,
-        asked=asked if call.identity.log_policy != "metadata" else [],
+        asked=asked if context.identity.log_policy != "metadata" else [],
     )
 
 

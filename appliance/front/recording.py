@@ -13,7 +13,7 @@ from typing import Protocol
 
 from starlette.types import Message
 
-from appliance.front.call import Client
+from appliance.front.request_context import ResponseSink
 
 MAX_LAG_BYTES = 4 << 20
 """If an answer is too long to be kept, this much of it is held for clients that read slowly."""
@@ -160,7 +160,7 @@ class Recording:
 class Follower:
     """One client's place in a recording, from its creation until `close`."""
 
-    def __init__(self, recording: Recording, connection: Client) -> None:
+    def __init__(self, recording: Recording, connection: ResponseSink) -> None:
         self.connection = connection
         self.position = 0
         self.left = connection.lost

@@ -10,21 +10,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from appliance.front import documents
+from appliance.front.app_state import AppState
 from appliance.front.body import parse_body, read_body, receive_body
-from appliance.front.box import Box
-from appliance.front.call import Call, call_of
 from appliance.front.errors import invalid
+from appliance.front.generation_task import GenerationTask
 from appliance.front.idempotency import answer, has_key
-from appliance.front.job import Job
 from appliance.front.models import LoadedModel, allows
 from appliance.front.prepare import (
-    chat_job,
+    chat_task,
     chat_tokens,
-    completion_job,
+    completion_task,
     decode,
     named_model,
     text_tokens,
 )
+from appliance.front.request_context import RequestContext, context_of
 from appliance.front.sampling import check_token_ids
 from appliance.front.schemas import (
     ChatRequest,
@@ -54,9 +54,9 @@ _IDEMPOTENCY_KEY = {
 }
 
 
-def api_routes(box: Box, describe: Callable[[], dict[str, Any]]) -> list[ScopedRoute]:
+def api_routes(state: AppState, describe: Callable[[], dict[str, Any]]) -> list[ScopedRoute]:
     """Return the routes. `describe` makes the OpenAPI document."""
-    api = _Api(box)
+    api = _Api(state)
 
     async def openapi(request: Request) -> Response:
         return _json(describe())
@@ -110,49 +110,49 @@ def api_routes(box: Box, describe: Callable[[], dict[str, Any]]) -> list[ScopedR
 class _Api:
     """The endpoints. The gate has authenticated the callers."""
 
-    def __init__(self, box: Box) -> None:
-        self._box = box
+    def __init__(self, state: AppState) -> None:
+        self._state = state
 
     async def list_models(self, request: Request) -> Response:
         """List the served models that the caller may use."""
-        identity = call_of(request).identity
-        served = [model for model in self._box.catalog.served if allows(identity, model.name)]
+        identity = context_of(request).identity
+        served = [model for model in self._state.catalog.served if allows(identity, model.name)]
         return _json({"object": "list", "data": [_document(model) for model in served]})
 
     async def show_model(self, request: Request) -> Response:
         """Show one served model."""
-        model = self._box.catalog.get(request.path_params["model"], call_of(request).identity)
+        model = self._state.catalog.get(request.path_params["model"], context_of(request).identity)
         return _json(_document(model.served))
 
     async def chat_completions(self, request: Request) -> Response:
         """Answer a conversation."""
-        return await self._generate(request, ChatRequest, chat_job)
+        return await self._generate(request, ChatRequest, chat_task)
 
     async def completions(self, request: Request) -> Response:
         """Continue prompts."""
-        return await self._generate(request, CompletionRequest, completion_job)
+        return await self._generate(request, CompletionRequest, completion_task)
 
     async def deployment_chat_completions(self, request: Request) -> Response:
         """Answer a conversation with the model that the path names."""
-        return await self._generate(request, DeploymentChatRequest, chat_job)
+        return await self._generate(request, DeploymentChatRequest, chat_task)
 
     async def deployment_completions(self, request: Request) -> Response:
         """Continue prompts with the model that the path names."""
-        return await self._generate(request, DeploymentCompletionRequest, completion_job)
+        return await self._generate(request, DeploymentCompletionRequest, completion_task)
 
     async def tokenize(self, request: Request) -> Response:
         """Convert text, or a conversation, to token ids."""
-        box, call = self._box, call_of(request)
-        body = await read_body(request, TokenizeRequest, box.limits.max_body_bytes)
-        model = box.catalog.get(body.model, call.identity)
+        state, context = self._state, context_of(request)
+        body = await read_body(request, TokenizeRequest, state.limits.max_body_bytes)
+        model = state.catalog.get(body.model, context.identity)
         if (body.prompt is None) == (body.messages is None):
             raise invalid("prompt", "give either prompt or messages")
         if body.messages is not None:
             continues = bool(body.continue_final_message)
             tokens = await chat_tokens(
-                box,
+                state,
                 model,
-                call,
+                context,
                 body.messages,
                 body.add_generation_prompt is not False and not continues,
                 bool(body.add_special_tokens),
@@ -160,37 +160,37 @@ class _Api:
             )
         else:
             tokens = await text_tokens(
-                box, model, call, body.prompt or "", body.add_special_tokens is not False
+                state, model, context, body.prompt or "", body.add_special_tokens is not False
             )
-        box.charge(call, len(tokens))
+        state.charge(context, len(tokens))
         return await tokenized(model, tokens, bool(body.return_token_strs))
 
     async def detokenize(self, request: Request) -> Response:
         """Convert token ids to text."""
-        box, call = self._box, call_of(request)
-        body = await read_body(request, DetokenizeRequest, box.limits.max_body_bytes)
-        model = box.catalog.get(body.model, call.identity)
+        state, context = self._state, context_of(request)
+        body = await read_body(request, DetokenizeRequest, state.limits.max_body_bytes)
+        model = state.catalog.get(body.model, context.identity)
         token_ids = check_token_ids(model, body.tokens, "tokens")
-        box.charge(call, len(token_ids))
-        return _json({"prompt": await decode(box, model, call, token_ids, skip_special=False)})
+        state.charge(context, len(token_ids))
+        return _json({"prompt": await decode(state, model, context, token_ids, skip_special=False)})
 
     async def _generate(
         self,
         request: Request,
         kind: type[Body],
-        make_job: Callable[[Box, LoadedModel, Call, Body], Awaitable[Job]],
+        make_task: Callable[[AppState, LoadedModel, RequestContext, Body], Awaitable[GenerationTask]],
     ) -> Response:
         """Answer a generation request whose body is of this kind. A model in the path takes the place of the
         body's."""
-        box, call = self._box, call_of(request)
-        data = await receive_body(request, box.limits.max_body_bytes)
-        body = parse_body(data, kind, box.limits.max_body_bytes, call)
+        state, context = self._state, context_of(request)
+        data = await receive_body(request, state.limits.max_body_bytes)
+        body = parse_body(data, kind, state.limits.max_body_bytes, context)
         body.model = request.path_params.get("model", body.model)
         if not has_key(request):
             # Otherwise up to two megabytes would be held until the prompt is encoded.
             data.clear()
-        found = named_model(box, call, body)
-        return await answer(box, request, call, data, lambda: make_job(box, found, call, body))
+        found = named_model(state, context, body)
+        return await answer(state, request, context, data, lambda: make_task(state, found, context, body))
 
 
 def _route(

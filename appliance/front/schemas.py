@@ -14,17 +14,17 @@ from typing import Annotated, ClassVar, Literal
 from msgspec import Meta
 
 from appliance.front.fields import (
-    AllowedTokenIds,
-    BadWords,
-    Content,
-    LogitBias,
-    NoToolChoice,
+    AllowedTokenIdsField,
+    BadWordsField,
+    ContentField,
+    LogitBiasField,
+    NoToolChoiceField,
     PositiveOrMinusOne,
-    Prompts,
-    Stops,
-    TemplateVariables,
-    TextFormat,
-    TokenIds,
+    PromptsField,
+    StopsField,
+    TemplateVariablesField,
+    TextFormatField,
+    TokenIdsField,
 )
 from appliance.front.refused_fields import (
     REFUSED,
@@ -90,9 +90,9 @@ class GenerationRequest(RequestStruct, kw_only=True):
     n: Annotated[Samples | None, _about("Answers for each prompt; default 1.")] = None
     stream: Annotated[bool | None, _about("Send the answer as server-sent events; default false.")] = None
     stream_options: Annotated[StreamOptions | None, _about("Only used with `stream`.")] = None
-    stop: Annotated[Stops | None, _about("Strings that end an answer. The answer does not contain them.")] = (
-        None
-    )
+    stop: Annotated[
+        StopsField | None, _about("Strings that end an answer. The answer does not contain them.")
+    ] = None
     include_stop_str_in_output: Annotated[
         bool | None,
         _about("The answer contains the stop string, or stop token, that ended it; default false."),
@@ -100,16 +100,16 @@ class GenerationRequest(RequestStruct, kw_only=True):
     presence_penalty: Annotated[Penalty | None, _about("Default 0.")] = None
     frequency_penalty: Annotated[Penalty | None, _about("Default 0.")] = None
     repetition_penalty: Annotated[RepetitionPenalty | None, _about("1 turns it off, the default.")] = None
-    logit_bias: Annotated[LogitBias | None, _about("Added to the logits of these token ids.")] = None
+    logit_bias: Annotated[LogitBiasField | None, _about("Added to the logits of these token ids.")] = None
     allowed_token_ids: Annotated[
-        AllowedTokenIds | None,
+        AllowedTokenIdsField | None,
         _about(
             "Only these tokens can be generated. If the model's end token is not among them, the answer ends "
             "at its maximum length."
         ),
     ] = None
     bad_words: Annotated[
-        BadWords | None,
+        BadWordsField | None,
         _about(
             "Texts that are not generated: the last token of a word cannot follow its other tokens. This "
             "applies to the tokens that the tokenizer makes of the word, with and without a space before it; "
@@ -157,7 +157,7 @@ class ChatMessage(RequestStruct, kw_only=True):
         _about("`developer` means the same as `system`."),
     ]
     content: Annotated[
-        Content | None,
+        ContentField | None,
         _about(
             "Text, or text parts, which are joined by line breaks. In an assistant's message null, or no "
             "content at all, is an empty text."
@@ -209,11 +209,11 @@ class ChatRequest(GenerationRequest, kw_only=True):
         ),
     ] = None
     chat_template_kwargs: Annotated[
-        TemplateVariables | None, _about("Further variables of the model's chat template.")
+        TemplateVariablesField | None, _about("Further variables of the model's chat template.")
     ] = None
-    response_format: Annotated[TextFormat | None, _about("Only text.")] = None
-    tool_choice: Annotated[NoToolChoice | None, _about("Tools are not available.")] = None
-    function_call: Annotated[NoToolChoice | None, _about("Tools are not available.")] = None
+    response_format: Annotated[TextFormatField | None, _about("Only text.")] = None
+    tool_choice: Annotated[NoToolChoiceField | None, _about("Tools are not available.")] = None
+    function_call: Annotated[NoToolChoiceField | None, _about("Tools are not available.")] = None
     modalities: Annotated[list[Literal["text"]] | None, _about("Only text.")] = None
 
 
@@ -222,7 +222,9 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
     refused: ClassVar[Mapping[str, RefusedName]] = _refusing(*REFUSED, *REFUSED_IN_COMPLETIONS)
 
-    prompt: Annotated[Prompts, _about("Text, token ids, or a list of either: each prompt gets `n` answers.")]
+    prompt: Annotated[
+        PromptsField, _about("Text, token ids, or a list of either: each prompt gets `n` answers.")
+    ]
     max_tokens: Annotated[
         CountOrMinusOne | None,
         _about(
@@ -242,7 +244,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
             "probability; all of them count as output. Not with `stream`; default `n`."
         ),
     ] = None
-    response_format: Annotated[TextFormat | None, _about("Only text.")] = None
+    response_format: Annotated[TextFormatField | None, _about("Only text.")] = None
 
 
 class DeploymentChatRequest(ChatRequest, kw_only=True):
@@ -277,4 +279,4 @@ class DetokenizeRequest(RequestStruct, kw_only=True):
     """Body of /detokenize."""
 
     model: ModelName
-    tokens: TokenIds
+    tokens: TokenIdsField

@@ -17,8 +17,8 @@ from typing import Any
 import openai
 import pytest
 
-from appliance.front.call import Call
 from appliance.front.generation import Generation
+from appliance.front.request_context import RequestContext
 from appliance.messages import Abort, Admitted, Claimed, Identity, Refused, RetryRules, StopFront
 from tests.front.harness import KEY, MODEL, Harness
 from tests.front.raw import Answer, chat, connect, events, head, read_answer
@@ -354,8 +354,8 @@ def test_of_a_run_only_the_answer_is_kept(front: Harness, stream: bool) -> None:
         gc.collect()
         ran = front.admits[0].request_id
         alive = gc.get_objects()
-        runs = [one for one in alive if type(one) is Generation and one.call.request_id == ran]
-        calls = [one for one in alive if type(one) is Call and one.request_id == ran]
+        runs = [one for one in alive if type(one) is Generation and one.context.request_id == ran]
+        calls = [one for one in alive if type(one) is RequestContext and one.request_id == ran]
         return [*runs, *calls]
 
     front.wait_for(lambda: not kept())
