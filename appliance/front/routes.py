@@ -16,14 +16,9 @@ from appliance.front.errors import invalid
 from appliance.front.generation_task import GenerationTask
 from appliance.front.idempotency import answer, has_key
 from appliance.front.models import LoadedModel, allows
-from appliance.front.prepare import (
-    chat_task,
-    chat_tokens,
-    completion_task,
-    decode,
-    named_model,
-    text_tokens,
-)
+from appliance.front.prepare_chat import chat_task
+from appliance.front.prepare_completion import completion_task
+from appliance.front.prepare_task import named_model
 from appliance.front.request_context import RequestContext, context_of
 from appliance.front.sampling import check_token_ids
 from appliance.front.schemas import (
@@ -35,6 +30,7 @@ from appliance.front.schemas import (
     GenerationRequest,
     TokenizeRequest,
 )
+from appliance.front.tokenization import chat_tokens, decode, text_tokens
 from appliance.front.tokens import tokenized
 from appliance.http.openapi import Operation
 from appliance.messages import ServedModel
@@ -148,19 +144,19 @@ class _Api:
         if (body.prompt is None) == (body.messages is None):
             raise invalid("prompt", "give either prompt or messages")
         if body.messages is not None:
-            continues = bool(body.continue_final_message)
             tokens = await chat_tokens(
                 state,
                 model,
                 context,
                 body.messages,
-                body.add_generation_prompt is not False and not continues,
-                bool(body.add_special_tokens),
-                continue_final_message=continues,
+                add_generation_prompt=body.add_generation_prompt,
+                add_special_tokens=bool(body.add_special_tokens),
+                continue_final_message=bool(body.continue_final_message),
             )
         else:
-            tokens = await text_tokens(
-                state, model, context, body.prompt or "", body.add_special_tokens is not False
+            special = body.add_special_tokens is not False
+            (tokens,) = await text_tokens(
+                state, model, context, [body.prompt or ""], add_special_tokens=special
             )
         state.charge(context, len(tokens))
         return await tokenized(model, tokens, bool(body.return_token_strs))

@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from appliance.front.encoding import text_bytes
-from appliance.front.prepare import HIDE_INLINE_CHARACTERS, conversation_size
 from appliance.front.schemas import MAX_MESSAGES, ChatMessage, ChatRequest
+from appliance.front.tokenization import HIDE_INLINE_CHARACTERS, conversation_size
 from appliance.front.validation import parse_struct
 from appliance.messages import Abort, Identity, Limits
 from tests.front.harness import Harness
