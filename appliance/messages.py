@@ -191,11 +191,11 @@ class Claimed(msgspec.Struct, tag="claimed", frozen=True):
     """The answer to a `Claim`."""
 
     scope: bytes
-    verdict: Literal["run", "elsewhere", "conflict"]
-    """This front runs the request; another front runs it or has its answer (send it the connection with
-    `HandOver`); or the key was used with another body."""
+    is_elsewhere: bool
+    """Another front runs the request or keeps its answer: send it the connection (`HandOver`). Otherwise this
+    front runs the request."""
     retry_of: str = ""
-    """With "run": the request id of an earlier run whose answer is lost."""
+    """The request id of an earlier run, whose answer is lost."""
 
 
 class RateLimits(msgspec.Struct, array_like=True, frozen=True):
@@ -302,14 +302,12 @@ class Admit(msgspec.Struct, tag="admit", frozen=True, kw_only=True):
     """The time after `arrived_at` within which the whole answer is needed; None: no deadline."""
 
 
-class Claim(msgspec.Struct, tag="claim", frozen=True, kw_only=True):
+class Claim(msgspec.Struct, tag="claim", frozen=True):
     """Asks which front runs a request with an `Idempotency-Key`. Answered by `Claimed`. If this front runs
     it, the claim lasts until `Release`."""
 
     scope: bytes
-    """SHA-256 of whose key it is, the endpoint and the key."""
-    fingerprint: bytes
-    """SHA-256 of the body."""
+    """SHA-256 of the caller, the endpoint and the key."""
     request_id: str
 
 
