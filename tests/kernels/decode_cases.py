@@ -137,6 +137,13 @@ LENS = {
     "padding inside": [0, 70, 0, 130, 0],
     "padding only": [0, 0],
 }
+WINDOWED = {"one page", "three pages", "ragged", "one is much longer"}
+"""Batches to which every window applies; the others have one window that ends inside a sequence, if any."""
+BATCHES = [
+    *((name, None) for name in LENS),
+    *((name, window) for name in LENS if name in WINDOWED for window in (1, 50, 64, 100)),
+    *(("one", 1), ("padding at the end", 50), ("padding inside", 64)),
+]
 
 
 @dataclass

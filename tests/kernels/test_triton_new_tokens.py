@@ -20,6 +20,7 @@ from kernels.triton import attention_decode as kernel  # noqa: E402
 from kernels.triton import fused  # noqa: E402
 from tests.kernels.closeness import check_as_torch, check_worst, error  # noqa: E402
 from tests.kernels.decode_cases import (  # noqa: E402
+    BATCHES,
     GPU_LENS,
     KINDS,
     LENS,
@@ -68,21 +69,25 @@ def _check_cache(found: Case, expected_case: Case) -> None:
 
 
 @needs_cpu
-@pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("window", [None, 1, 64, 100])
-@pytest.mark.parametrize("lens", LENS.values(), ids=LENS.keys())
-def test_new_tokens_are_rotated_written_and_attended_to(
-    lens: list[int], window: int | None, norm: bool
-) -> None:
-    made = new(make(lens, window=window), norm)
+@pytest.mark.parametrize(
+    ("batch", "window", "norm"),
+    [
+        *((*each, True) for each in BATCHES if each[1] != 50),
+        *((name, None, False) for name in ("ragged", "one is much longer", "padding inside")),
+    ],
+)
+def test_new_tokens_are_rotated_written_and_attended_to(batch: str, window: int | None, norm: bool) -> None:
+    made = new(make(LENS[batch], window=window), norm)
     expected_case = made.expected_case()
     close(made.run(), expected_case.expected(), 1e-4)
     _check_cache(made.case, expected_case)
 
 
 @needs_cpu
-@pytest.mark.parametrize("extra", [0, 1, 5, 10])
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(7, 1, 32), (20, 1, 16), (8, 2, 128)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "extra"),
+    [(7, 1, 32, 0), (7, 1, 32, 5), (20, 1, 16, 1), (20, 1, 16, 10), (8, 2, 128, 5)],
+)
 def test_new_tokens_are_the_same_for_any_split(heads: int, kv_heads: int, size: int, extra: int) -> None:
     made = new(make([300, 1, 0, 193, 64, 65], heads, kv_heads, size), True)
     expected_case = made.expected_case()

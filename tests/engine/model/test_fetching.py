@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -26,6 +26,7 @@ from engine.model.fetching import FileBlock, ReaderPool, open_weights
 from engine.model.slices import TensorSlice
 from engine.model.staging import StagingBuffer, StagingRing
 from engine.model.weight_file import PAGE, WeightFile
+from tests.examples import examples
 
 ROWS = 10 * PAGE // 4
 """Number of rows, each with four bytes."""
@@ -67,7 +68,7 @@ ranges = st.tuples(st.integers(0, ROWS - 1), st.integers(1, ROWS)).map(
 
 
 @pytest.mark.parametrize("cached", [True, False], ids=["cached", "on disk"])
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(asked=ranges)
 def test_the_pieces_of_a_block_cover_it_exactly(
     entry: TensorEntry, file: WeightFile, buffer: StagingBuffer, asked: tuple[int, int], cached: bool

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
     LogitsProcessorList,
@@ -34,6 +34,7 @@ from kernels import select_sampling
 from kernels.draws import SamplingOps, Variant
 from tests.engine.running.test_sampling_ops import chi_square
 from tests.engine.running.thread_ranks import ThreadRank, on_ranks
+from tests.examples import examples
 
 CPU = torch.device("cpu")
 
@@ -259,7 +260,7 @@ def some_cases(most: int = 7) -> st.SearchStrategy[list[Case]]:
 
 
 @given(cases=some_cases(), seed=st.integers(0, 1000))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_a_sampled_token_does_not_depend_on_the_batch_and_is_allowed(cases: list[Case], seed: int) -> None:
     logits = random_logits(len(cases), 51, seed)
     together = sample(cases, logits.clone()).token_ids.tolist()
@@ -269,7 +270,7 @@ def test_a_sampled_token_does_not_depend_on_the_batch_and_is_allowed(cases: list
 
 
 @given(cases=some_cases(), seed=st.integers(0, 1000), size=st.sampled_from([2, 3, 4]))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_ranks_with_a_vocabulary_shard_sample_the_same_tokens_as_one_rank(
     cases: list[Case], seed: int, size: int
 ) -> None:
@@ -298,7 +299,7 @@ def test_a_rank_without_a_token_of_the_vocabulary_samples_with_the_others() -> N
 
 
 @given(cases=some_cases(), seed=st.integers(0, 1000), dtype=st.sampled_from([torch.float32, torch.float16]))
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_kernels_sample_the_same_tokens_as_torch_in_any_mixture(
     cases: list[Case], seed: int, dtype: torch.dtype
 ) -> None:
@@ -316,7 +317,7 @@ def test_kernels_sample_the_same_tokens_as_torch_in_any_mixture(
 
 
 @given(cases=some_cases(4), seed=st.integers(0, 1000), size=st.sampled_from([2, 4]))
-@settings(max_examples=8, deadline=None)
+@examples(8)
 def test_kernels_on_several_ranks_sample_the_same_tokens_as_torch_on_one(
     cases: list[Case], seed: int, size: int
 ) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import sampling_tables
@@ -19,6 +19,7 @@ from engine.transfer import upload
 from kernels import ChunkSpan
 from kernels.draws import Variant
 from tests.engine.scheduling.simulated_runner import sampling_slots
+from tests.examples import examples
 
 CPU = torch.device("cpu")
 ROWS, BLOCKS, VOCAB = 5, 4, 50
@@ -99,7 +100,7 @@ def check_counts(tables: SlotTables, rows: dict[int, ModelRow]) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_random_plans_give_the_tables_of_a_naive_model(data: st.DataObject) -> None:
     tables = SlotTables(ROWS, BLOCKS, VOCAB, CPU)
     rows: dict[int, ModelRow] = {}

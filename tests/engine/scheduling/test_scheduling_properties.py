@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -18,6 +18,7 @@ from engine.core import EngineCore
 from engine.messages import Finished, Output, SamplingParams, Submit
 from engine.scheduling.scheduler import Scheduler
 from tests.engine.scheduling.simulated_runner import STOP, VOCAB, Expected, SimulatedRunner, alone
+from tests.examples import examples
 
 MAX_STEPS_TO_DRAIN = 40_000
 OWN_SALT = "own"
@@ -304,10 +305,9 @@ class Traffic(RuleBasedStateMachine):
 
 
 TestTraffic = Traffic.TestCase
-TestTraffic.settings = settings(
-    max_examples=100,
+TestTraffic.settings = examples(
+    100,
     stateful_step_count=20,
-    deadline=None,
     report_multiple_bugs=False,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
