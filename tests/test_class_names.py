@@ -11,19 +11,10 @@ PACKAGES = ("appliance", "engine", "kernels", "store")
 
 KNOWN_DUPLICATES = {
     "Backlog",
-    "CancelRequest",
     "Change",
-    "Client",
     "Connection",
     "Exchange",
-    "Failure",
-    "FairQueue",
-    "Job",
     "Place",
-    "Progress",
-    "Record",
-    "Report",
-    "ServedModel",
     "Tenant",
     "Verdict",
 }
