@@ -79,6 +79,15 @@ _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 _PositiveSeconds = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 
 
+Origin = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s]+)$",
+        description='an origin without a path, such as "https://chat.example.com", or "*" for all',
+    ),
+]
+
+
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of a front for its clients."""
 
@@ -108,7 +117,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """A stream that has sent nothing for this long gets a comment (a line that clients skip), so that proxies
     keep its connection; its headers are sent after half a second at most. 0: no comments, and the headers are
     sent with the first token."""
-    cors_origins: tuple[Annotated[str, msgspec.Meta(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s]+)$")], ...] = ()
+    cors_origins: tuple[Origin, ...] = ()
     """Origins (scheme, host and port, without a path) whose web pages may call the API, such as
     "https://chat.example.com", or "*" for all; none by default."""
 
@@ -182,11 +191,11 @@ class Claimed(msgspec.Struct, tag="claimed", frozen=True):
     """The answer to a `Claim`."""
 
     scope: bytes
-    verdict: Literal["run", "elsewhere", "conflict"]
-    """This front runs the request; another front runs it or has its answer (send it the connection with
-    `HandOver`); or the key was used with another body."""
+    is_elsewhere: bool
+    """Another front runs the request or keeps its answer: send it the connection (`HandOver`). Otherwise this
+    front runs the request."""
     retry_of: str = ""
-    """With "run": the request id of an earlier run whose answer is lost."""
+    """The request id of an earlier run, whose answer is lost."""
 
 
 class RateLimits(msgspec.Struct, array_like=True, frozen=True):
@@ -293,14 +302,12 @@ class Admit(msgspec.Struct, tag="admit", frozen=True, kw_only=True):
     """The time after `arrived_at` within which the whole answer is needed; None: no deadline."""
 
 
-class Claim(msgspec.Struct, tag="claim", frozen=True, kw_only=True):
+class Claim(msgspec.Struct, tag="claim", frozen=True):
     """Asks which front runs a request with an `Idempotency-Key`. Answered by `Claimed`. If this front runs
     it, the claim lasts until `Release`."""
 
     scope: bytes
-    """SHA-256 of whose key it is, the endpoint and the key."""
-    fingerprint: bytes
-    """SHA-256 of the body."""
+    """SHA-256 of the caller, the endpoint and the key."""
     request_id: str
 
 

@@ -23,6 +23,7 @@ from appliance.protocol import Reloaded, ReplicaStatus
 from appliance.settings import Loaded, Settings, SettingsError
 from tests.audit_trail import read_audit
 from tests.core.conftest import Service, read_answer, wait_until
+from tests.ports import free_port
 
 pytestmark = pytest.mark.system
 Make = Callable[..., Service]
@@ -57,12 +58,6 @@ def replicas(service: Service, model: str = "m") -> list[ReplicaStatus]:
 
 def names(service: Service, model: str = "m") -> list[tuple[str, str]]:
     return [(replica.name, replica.state) for replica in replicas(service, model)]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_every_setting_has_a_reload_hook() -> None:

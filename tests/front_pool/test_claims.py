@@ -25,29 +25,23 @@ def claims(time: Time) -> Claims:
     return Claims(time, lambda: 60.0)
 
 
-def claim(scope: bytes = b"s", request_id: str = "r1", body: bytes = b"b") -> Claim:
-    return Claim(scope=scope, fingerprint=body, request_id=request_id)
+def claim(scope: bytes = b"s", request_id: str = "r1") -> Claim:
+    return Claim(scope, request_id)
 
 
 def test_the_first_front_runs_the_request_and_others_are_referred_to_it(claims: Claims) -> None:
-    assert claims.claim("front-0", claim()) == Claimed(b"s", "run")
-    assert claims.claim("front-1", claim(request_id="r2")) == Claimed(b"s", "elsewhere")
+    assert claims.claim("front-0", claim()) == Claimed(b"s", False)
+    assert claims.claim("front-1", claim(request_id="r2")) == Claimed(b"s", True)
     assert claims.owner(b"s") == "front-0"
-    assert claims.claim("front-1", claim(b"t", "r3")) == Claimed(b"t", "run")
-
-
-def test_another_body_is_a_conflict_and_does_not_change_the_owner(claims: Claims) -> None:
-    claims.claim("front-0", claim())
-    assert claims.claim("front-1", claim(request_id="r2", body=b"c")) == Claimed(b"s", "conflict")
-    assert claims.owner(b"s") == "front-0"
+    assert claims.claim("front-1", claim(b"t", "r3")) == Claimed(b"t", False)
 
 
 def test_expired_answers_are_forgotten_and_lost_ones_run_anew(claims: Claims) -> None:
     claims.claim("front-0", claim())
     claims.release("front-0", Release(b"s", "r1", void=False))
-    assert claims.claim("front-1", claim(request_id="r2")) == Claimed(b"s", "run")
+    assert claims.claim("front-1", claim(request_id="r2")) == Claimed(b"s", False)
     claims.release("front-1", Release(b"s", "r2", void=True))
-    assert claims.claim("front-0", claim(request_id="r3")) == Claimed(b"s", "run", retry_of="r2")
+    assert claims.claim("front-0", claim(request_id="r3")) == Claimed(b"s", False, retry_of="r2")
 
 
 def test_a_late_release_does_not_affect_the_next_owner(claims: Claims) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from appliance.classes import service_class
 from appliance.core.state import cache_salts
-from appliance.front_pool.identities import IdentityTable, changes
+from appliance.front_pool.identities import IdentityRegistry, changes
 from appliance.messages import Identities, Identity
 from appliance.settings import UnixSettings
 from store.control import ControlStore
@@ -37,7 +37,7 @@ class Box:
     def __init__(self, *records: TenantRecord | KeyRecord | PeerRecord, unix: Any = "owner") -> None:
         self.policies = Policies([tenant("local"), tenant("default")])
         self.put(*records)
-        self.table = IdentityTable(lambda: self.policies, UnixSettings(uids=unix))
+        self.table = IdentityRegistry(lambda: self.policies, UnixSettings(uids=unix))
 
     def put(self, *records: TenantRecord | KeyRecord | PeerRecord) -> None:
         self.policies = self.policies.with_changes(*(Change(None, record) for record in records))

@@ -121,8 +121,8 @@ def account(attacked: Target, tally: Tally) -> list[str]:
 
 def clients(attacked: Target, count: int, seconds: float, tally: Tally) -> list[threading.Thread]:
     """Start clients that send one request after another, and end on their own."""
-    attacked.running.command("tenants", "create", CLIENT)
-    key = attacked.running.command("keys", "create", "--name", CLIENT, "--tenant", CLIENT)["key"]
+    attacked.running.tenant(CLIENT)
+    key = attacked.running.key(CLIENT, CLIENT)
     ends_at = time.monotonic() + seconds
 
     def client(number: int) -> None:
@@ -137,27 +137,29 @@ def clients(attacked: Target, count: int, seconds: float, tally: Tally) -> list[
     return threads
 
 
-def run(seconds: float, count: int, every_s: float) -> dict[str, Any]:
-    """All of it; the result, in which `failures` lists what should hold and does not."""
+def run(attacked: Target, key: str, seconds: float, count: int, every_s: float) -> dict[str, Any]:
+    """Run all traffic; return the result, in which `failures` lists what should hold and does not.
+
+    key: of the attackers' tenant. count: of clients. every_s: the time between samples.
+    """
     tally = Tally()
-    with attacked_service("--kv-blocks", str(KV_BLOCKS)) as (attacked, key):
-        orders = [
-            replace(
-                orders_of(flood, attacked, seconds, key),
-                connections=ATTACK_CONNECTIONS,
-                pause_s=ATTACK_PAUSE_S,
-            )
-            for flood in FLOODS
-        ]
-        with attackers(orders) as processes:
-            threads = clients(attacked, count, seconds, tally)
-            samples = sample(attacked, seconds, every_s)
-            for thread in threads:
-                thread.join(120)
-            done = reports(processes)
-        check_house(attacked.running, tally)
-        failures = account(attacked, tally)
-        trends = trends_of(samples)
+    orders = [
+        replace(
+            orders_of(flood, attacked, seconds, key),
+            connections=ATTACK_CONNECTIONS,
+            pause_s=ATTACK_PAUSE_S,
+        )
+        for flood in FLOODS
+    ]
+    with attackers(orders) as processes:
+        threads = clients(attacked, count, seconds, tally)
+        samples = sample(attacked, seconds, every_s)
+        for thread in threads:
+            thread.join(120)
+        done = reports(processes)
+    check_house(attacked.running, tally)
+    failures = account(attacked, tally)
+    trends = trends_of(samples)
     failures += [
         f"{one.process}: {one.measurement} grows by {one.per_minute:.3f} a minute"
         for one in trends
@@ -187,7 +189,8 @@ def main() -> int:
         "--json", type=Path, metavar="FILE", help="where to keep the result, with all samples"
     )
     options = parser.parse_args()
-    result = run(60 * options.minutes, options.clients, options.sample_seconds)
+    with attacked_service("--kv-blocks", str(KV_BLOCKS)) as (attacked, key):
+        result = run(attacked, key, 60 * options.minutes, options.clients, options.sample_seconds)
     print(f"{result['requests']} requests of clients: {result['outcomes']}\nattackers: {result['attackers']}")
     print(f"{'process':18} {'measurement':12} {'first':>8} {'last':>8}  a minute, 95% confidence interval")
     for one in result["trends"]:
