@@ -335,9 +335,9 @@ def test_a_change_that_the_disk_does_not_finish_has_an_unknown_outcome(
 def test_every_action_of_the_registry_has_a_handler_for_its_parameters() -> None:
     nothing: Any = None
     table = handlers(
-        tenants=TenantAdmin(nothing, usage=nothing, peers=nothing, publish=nothing, cancel=nothing),
-        keys=KeyAdmin(nothing, usage=nothing, publish=nothing, cancel=nothing),
-        peers=PeerAdmin(nothing, unix=nothing, publish=nothing),
+        tenants=TenantAdmin(control=nothing, usage=nothing, peers=nothing, publish=nothing, cancel=nothing),
+        keys=KeyAdmin(control=nothing, usage=nothing, publish=nothing, cancel=nothing),
+        peers=PeerAdmin(control=nothing, unix=nothing, publish=nothing),
         drains=DrainAdmin(nothing, nothing),
         requests=RequestAdmin(nothing, nothing, nothing),
         backups=BackupAdmin(nothing),
