@@ -33,7 +33,7 @@ quotas = st.sampled_from(
 
 @dataclass
 class Ask:
-    """A request, as its row and the house know it."""
+    """A request, as its row and the service know it."""
 
     key: str
     at: float
