@@ -291,7 +291,7 @@ class Quotas:
         changed = [one for one in self._changed if self._accounts.get((one.scope, one.name)) is one]
         self._changed = {}
         if not changed and self._asked:
-            # A stored level tells up to which row of the request log it counts, so that a start reads few rows.
+            # A stored level tells from which row of the log on a start must read.
             changed = list(self._accounts.values())[:1]
         self._asked = False
         return [_levels(account, monotonic, now) for account in changed], gone
