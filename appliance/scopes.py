@@ -1,41 +1,61 @@
-"""Which scope each route wants. A router declares it for the routes that it holds (`routes_for`), each route
-checks it where it is called, and `check_routes` lets no application be built with a route that has none: a
-new route is closed until somebody says to whom it is open.
+"""The scope that each route requires.
+
+A route of this service is a `ScopedRoute`: it names the scope that its callers need, and checks it before the
+endpoint is called. `check_routes` refuses an application that has any other kind of route, so that no route
+can be added without a decision about who may call it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import ClassVar
+from collections.abc import Awaitable, Callable, Iterable
 
-from fastapi import FastAPI
-from fastapi.routing import APIRoute
-from starlette.routing import BaseRoute
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from appliance.http.openapi import Operation
 from store.policies import SCOPES
 
 OPEN = "open"
-"""For everybody, without an identity."""
+"""The scope of routes that need no identity."""
 
 _IMPLIED = {"admin": frozenset({"read"})}
 
 
 class InsufficientScopeError(Exception):
-    """The caller is known, and may not call this route."""
+    """The caller is authenticated, but lacks the scope that the route requires."""
 
     def __init__(self, wanted: str, scopes: Iterable[str]) -> None:
         self.wanted = wanted
         has = ", ".join(sorted(scopes)) or "none"
-        super().__init__(f"this needs a key of scope '{wanted}'; of yours it is {has}")
+        super().__init__(f"this needs a key of scope '{wanted}'; your key has {has}")
 
 
-class ScopedRoute(APIRoute):
-    """A route that is called only for those whose scopes, in the request's state, include its own."""
+class ScopedRoute(Route):
+    """A route that is called only if the scopes in the request's state include `wanted`."""
 
-    wanted: ClassVar[str]
+    def __init__(
+        self,
+        method: str,
+        path: str,
+        endpoint: Callable[[Request], Awaitable[Response]],
+        *,
+        wanted: str,
+        operation: Operation | None = None,
+    ) -> None:
+        """`operation` describes the route in the OpenAPI document; None leaves the route out."""
+        if wanted not in (OPEN, *SCOPES):
+            raise ValueError(f"{wanted!r} is not a scope; the scopes are {', '.join((OPEN, *SCOPES))}")
+        super().__init__(path, endpoint, methods=[method])
+        # Without the HEAD that Starlette adds to GET: the HTTP server turns HEAD into GET.
+        self.methods = {method}
+        self.wanted = wanted
+        self.operation = operation
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Call the endpoint. Raises InsufficientScopeError."""
         if self.wanted != OPEN:
             scopes = scope["state"].get("scopes", ())
             if self.wanted not in scopes:
@@ -43,35 +63,18 @@ class ScopedRoute(APIRoute):
         await super().handle(scope, receive, send)
 
 
-def routes_for(wanted: str) -> type[APIRoute]:
-    """The class of routes that want this scope, for `APIRouter(route_class=…)`."""
-    if wanted not in (OPEN, *SCOPES):
-        raise ValueError(f"{wanted!r} is no scope: there are {', '.join((OPEN, *SCOPES))}")
-    return type(f"{wanted.title()}Route", (ScopedRoute,), {"wanted": wanted})
-
-
 def granted(scopes: Iterable[str]) -> frozenset[str]:
-    """The scopes with those that they include: who may act may look."""
+    """Return the scopes together with those that they imply: `admin` implies `read`."""
     whole = frozenset(scopes)
     return whole.union(*(_IMPLIED.get(scope, frozenset()) for scope in whole))
 
 
-def check_routes(app: FastAPI) -> list[ScopedRoute]:
-    """Every route of the application. Raises TypeError for one that wants no scope."""
+def check_routes(app: Starlette) -> list[ScopedRoute]:
+    """Return every route of the application. Raises TypeError for a route that requires no scope."""
     scoped = []
-    for route in _routes(app.routes):
+    for route in app.routes:
         if not isinstance(route, ScopedRoute):
             path = getattr(route, "path", repr(route))
-            raise TypeError(f"the route {path} wants no scope: add it to a router made with routes_for(…)")
+            raise TypeError(f"the route {path} requires no scope: make it a ScopedRoute")
         scoped.append(route)
     return scoped
-
-
-def _routes(routes: Iterable[BaseRoute]) -> Iterator[BaseRoute]:
-    for route in routes:
-        # How FastAPI keeps a router that was included.
-        inner = getattr(route, "original_router", None)
-        if inner is not None:
-            yield from _routes(inner.routes)
-        else:
-            yield route

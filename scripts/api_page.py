@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
+import msgspec
 
 from appliance.front.refused_fields import (
     REFUSED,
@@ -31,6 +31,7 @@ from appliance.front.schemas import (
     GenerationRequest,
     StreamOptions,
 )
+from appliance.front.validation import RequestStruct
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
 BEGIN, END = "<!-- fields: made by scripts/api_page.py -->", "<!-- end of fields -->"
@@ -47,7 +48,7 @@ def _tables() -> Iterator[str]:
     refused = {
         field.name for field in (*REFUSED, *REFUSED_IN_CHATS, *REFUSED_IN_COMPLETIONS, *REFUSED_IN_MESSAGES)
     }
-    shared = set(GenerationRequest.model_fields)
+    shared = set(GenerationRequest.__struct_fields__)
     yield from _table("Both routes", GenerationRequest, refused)
     yield from _table("`POST /v1/chat/completions`", ChatRequest, refused | shared)
     yield from _table("Each of `messages`", ChatMessage, refused)
@@ -76,8 +77,9 @@ def _refused(field: RefusedField, where: str) -> str:
     return _row(f"`{field.name}`", where, tolerated, field.remedy)
 
 
-def _table(title: str, model: type[BaseModel], without: set[str]) -> Iterator[str]:
-    schema = model.model_json_schema()
+def _table(title: str, model: type[RequestStruct], without: set[str]) -> Iterator[str]:
+    _, schemas = msgspec.json.schema_components([model], schema_hook=lambda kind: kind.json_schema)  # type: ignore[attr-defined]
+    schema = schemas[model.__name__]
     yield f"### {title}\n"
     yield "| field | value | meaning |"
     yield "| --- | --- | --- |"

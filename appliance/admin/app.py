@@ -8,22 +8,26 @@ from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
 import msgspec
-from fastapi import APIRouter, FastAPI, Request, Response
-from starlette.responses import PlainTextResponse
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from appliance.actions import ACTIONS, Action
 from appliance.admin.auditing import ActionError
 from appliance.admin.callers import Authenticator, Caller, DeniedError
 from appliance.http import Connection
+from appliance.http.openapi import Operation, openapi_document
 from appliance.monitoring.metrics.exposition import CONTENT_TYPE
-from appliance.protocol import Configuration, ErrorBody, InFlight, Key, Peer, Status, Tenant
-from appliance.scopes import InsufficientScopeError, check_routes, routes_for
+from appliance.protocol import Configuration, ErrorBody, InFlight, Key, PeerMapping, Status, Tenant
+from appliance.scopes import InsufficientScopeError, ScopedRoute, check_routes
 from store.audit import Actor
 
 log = logging.getLogger(__name__)
 
 _MAX_BODY_BYTES = 64 << 10
+_ERRORS = dict.fromkeys((400, 401, 403), ErrorBody)
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
@@ -35,7 +39,7 @@ class Backend(NamedTuple):
     in_flight: Callable[[], list[InFlight]]
     keys: Callable[[], list[Key]]
     tenants: Callable[[], list[Tenant]]
-    peers: Callable[[], list[Peer]]
+    peers: Callable[[], list[PeerMapping]]
     configuration: Callable[[], Configuration]
     metrics: Callable[[], bytes]
     act: Callable[[Actor, msgspec.Struct], Awaitable[msgspec.Struct]]
@@ -44,46 +48,16 @@ class Backend(NamedTuple):
     """Audits that a caller lacked the scope for an action, and why."""
 
 
-def admin_app(backend: Backend, authenticator: Authenticator) -> tuple[FastAPI, App]:
-    """Return the FastAPI application, whose route table tests walk, and the application to serve, which
+def admin_app(backend: Backend, authenticator: Authenticator) -> tuple[Starlette, App]:
+    """Return the application with the routes, whose table tests walk, and the application to serve, which
     authenticates callers first."""
-    app = FastAPI(
-        title="Appliance admin API",
-        openapi_url=None,
-        docs_url=None,
-        redoc_url=None,
-        redirect_slashes=False,
-    )
-    reading = APIRouter(route_class=routes_for("read"))
-    acting = APIRouter(route_class=routes_for("admin"))
-    document = _Document(app)
 
-    def show(path: str, read: Callable[[], Any], result: Any, summary: str) -> None:
-        async def answer() -> Response:
-            return _json(read())
+    async def openapi(request: Request) -> Response:
+        return _json(openapi_document("Appliance admin API", check_routes(app)))
 
-        reading.add_api_route(
-            path, answer, methods=["GET"], summary=summary, responses=document.answers(result)
-        )
-
-    show("/status", backend.status, Status, "The state of the service")
-    show("/requests", backend.in_flight, list[InFlight], "Requests that have not ended, oldest first")
-    show("/keys", backend.keys, list[Key], "All keys, without their secrets")
-    show("/tenants", backend.tenants, list[Tenant], "All tenants")
-    show("/peers", backend.peers, list[Peer], "Local users and groups that need no key")
-    show("/config", backend.configuration, Configuration, "The settings in effect, and the source of each")
-    for action in ACTIONS:
-        _add_action(acting, document, backend, action)
-
-    @reading.get("/metrics", summary="Metrics, in Prometheus' text format", response_class=PlainTextResponse)
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
         return Response(backend.metrics(), headers={"content-type": CONTENT_TYPE})
 
-    @reading.get("/openapi.json", include_in_schema=False)
-    async def openapi() -> Response:
-        return _json(app.openapi())
-
-    @app.exception_handler(InsufficientScopeError)
     async def refuse(request: Request, error: Exception) -> Response:
         caller: Caller = request.scope["state"]["caller"]
         log.warning("%s denied %s: %s", caller.actor.name, _asked(request.scope), error)
@@ -92,8 +66,33 @@ def admin_app(backend: Backend, authenticator: Authenticator) -> tuple[FastAPI, 
             backend.record_denied(caller.actor, action, str(error))
         return _error(403, str(error))
 
-    app.include_router(reading)
-    app.include_router(acting)
+    async def fail(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        response = _error(error.status_code, error.detail)
+        response.headers.update(error.headers or {})
+        return response
+
+    routes = [
+        _shown("/status", backend.status, Status, "The state of the service"),
+        _shown("/requests", backend.in_flight, list[InFlight], "Requests that have not ended, oldest first"),
+        _shown("/keys", backend.keys, list[Key], "All keys, without their secrets"),
+        _shown("/tenants", backend.tenants, list[Tenant], "All tenants"),
+        _shown("/peers", backend.peers, list[PeerMapping], "Local users and groups that need no key"),
+        _shown(
+            "/config", backend.configuration, Configuration, "The settings in effect, and the source of each"
+        ),
+        *(_action_route(backend, action) for action in ACTIONS),
+        ScopedRoute(
+            "GET",
+            "/metrics",
+            metrics,
+            wanted="read",
+            operation=Operation("Metrics, in Prometheus' text format", answer=None),
+        ),
+        ScopedRoute("GET", "/openapi.json", openapi, wanted="read"),
+    ]
+    app = Starlette(routes=routes, exception_handlers={InsufficientScopeError: refuse, HTTPException: fail})
+    app.router.redirect_slashes = False
     check_routes(app)
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
@@ -127,7 +126,15 @@ def _asked(scope: Scope) -> str:
     return f"{scope['method']} {scope['path'][:100]!r}"
 
 
-def _add_action(router: APIRouter, document: _Document, backend: Backend, action: Action) -> None:
+def _shown(path: str, read: Callable[[], Any], result: Any, summary: str) -> ScopedRoute:
+    async def show(request: Request) -> Response:
+        return _json(read())
+
+    operation = Operation(summary, answer=result, errors=_ERRORS)
+    return ScopedRoute("GET", path, show, wanted="read", operation=operation)
+
+
+def _action_route(backend: Backend, action: Action) -> ScopedRoute:
     async def act(request: Request) -> Response:
         body = b""
         async for piece in request.stream():
@@ -144,43 +151,14 @@ def _add_action(router: APIRouter, document: _Document, backend: Backend, action
         except ActionError as error:
             return _error(error.status, str(error))
 
-    router.add_api_route(
-        f"/actions/{action.name}",
-        act,
-        methods=["POST"],
-        summary=action.title,
+    operation = Operation(
+        action.title,
         description=action.description,
-        responses=document.answers(action.result),
-        openapi_extra={"requestBody": {"required": True, "content": document.content(action.parameters)}},
+        body=action.parameters,
+        answer=action.result,
+        errors=_ERRORS,
     )
-
-
-class _Document:
-    """Adds the structs' schemas to the application's OpenAPI document, which knows pydantic's only."""
-
-    def __init__(self, app: FastAPI) -> None:
-        self._parts: dict[str, Any] = {}
-        base = app.openapi
-
-        def openapi() -> dict[str, Any]:
-            whole = base()
-            whole.setdefault("components", {}).setdefault("schemas", {}).update(self._parts)
-            return whole
-
-        app.openapi = openapi  # type: ignore[method-assign]
-
-    def content(self, shape: Any) -> dict[str, Any]:
-        (schema,), parts = msgspec.json.schema_components([shape], ref_template="#/components/schemas/{name}")
-        self._parts.update(parts)
-        return {"application/json": {"schema": schema}}
-
-    def answers(self, result: Any) -> dict[int | str, dict[str, Any]]:
-        return {
-            200: {"description": "Done", "content": self.content(result)},
-            400: {"description": "Bad parameters", "content": self.content(ErrorBody)},
-            401: {"description": "The key is not valid", "content": self.content(ErrorBody)},
-            403: {"description": "Permission denied", "content": self.content(ErrorBody)},
-        }
+    return ScopedRoute("POST", f"/actions/{action.name}", act, wanted="admin", operation=operation)
 
 
 def _json(value: Any, status: int = 200) -> Response:

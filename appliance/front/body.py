@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any
 
 import msgspec
-from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
 from appliance.front.body_budget import BodyReservation
-from appliance.front.call import Call, call_of
 from appliance.front.errors import ApiError, invalid
-
-Body = TypeVar("Body", bound=BaseModel)
+from appliance.front.request_context import RequestContext, context_of
+from appliance.front.validation import Body, FieldError, parse_struct
 
 _BYTES_PER_VALUE = 8
 _BYTES_PER_CONTAINER = 128
@@ -31,37 +28,32 @@ class ClientLeft(Exception):
     """The client closed the connection before its request was whole."""
 
 
-async def read_body(request: Request, model: type[Body], most_bytes: int) -> Body:
+async def read_body(request: Request, model: type[Body], max_bytes: int) -> Body:
     """The validated body. Raises `ApiError` (400, 413, 415), or `ClientLeft`."""
-    return parse_body(await receive_body(request, most_bytes), model, most_bytes, call_of(request))
+    return parse_body(await receive_body(request, max_bytes), model, max_bytes, context_of(request))
 
 
-async def receive_body(request: Request, most_bytes: int) -> bytearray:
+async def receive_body(request: Request, max_bytes: int) -> bytearray:
     """Return the bytes of a body that is declared as JSON. Raises `ApiError` (413, 415), or `ClientLeft`."""
     _check_content_type(request)
-    return await _read_bytes(request, most_bytes, call_of(request).body)
+    return await _read_bytes(request, max_bytes, context_of(request).body)
 
 
-def parse_body(data: bytearray, model: type[Body], most_bytes: int, call: Call) -> Body:
+def parse_body(data: bytearray, model: type[Body], max_bytes: int, context: RequestContext) -> Body:
     """Return the validated body. Raises `ApiError` (400, 413)."""
-    call.work_tokens = max(0, len(data) - _FREE_BYTES) // _BYTES_PER_TOKEN
-    most_values, most_containers = most_bytes // _BYTES_PER_VALUE, most_bytes // _BYTES_PER_CONTAINER
-    if data.count(b",") > most_values or data.count(b"{") + data.count(b"[") > most_containers:
+    context.work_tokens = max(0, len(data) - _FREE_BYTES) // _BYTES_PER_TOKEN
+    max_values, max_containers = max_bytes // _BYTES_PER_VALUE, max_bytes // _BYTES_PER_CONTAINER
+    if data.count(b",") > max_values or data.count(b"{") + data.count(b"[") > max_containers:
         raise ApiError(
             413,
-            f"the body has more than {most_values} values, or {most_containers} lists and objects; "
+            f"the body has more than {max_values} values, or {max_containers} lists and objects; "
             "send less in a request",
             code="body_too_large",
         )
     try:
-        body = model.model_validate_json(data)
-    except ValidationError as error:
-        details = error.errors(include_url=False, include_context=False, include_input=False)
-        raise _describe(details[0]) from None
-    # The parser takes these as numbers, even where the model has no such field.
-    if (b"NaN" in data or b"Infinity" in data) and not _is_json(data):
-        raise invalid(None, "the body is not valid JSON: NaN and Infinity are not numbers", "invalid_json")
-    return body
+        return parse_struct(model, _decode(data))
+    except FieldError as error:
+        raise invalid(error.param or None, error.message, error.code) from None
 
 
 def _check_content_type(request: Request) -> None:
@@ -82,11 +74,11 @@ def _check_content_type(request: Request) -> None:
             raise ApiError(415, "send the body in UTF-8", code="unsupported_charset")
 
 
-async def _read_bytes(request: Request, most_bytes: int, reservation: BodyReservation) -> bytearray:
-    too_large = ApiError(413, f"the body is larger than {most_bytes} bytes", code="body_too_large")
+async def _read_bytes(request: Request, max_bytes: int, reservation: BodyReservation) -> bytearray:
+    too_large = ApiError(413, f"the body is larger than {max_bytes} bytes", code="body_too_large")
     # The HTTP parser has made sure that this is a number.
     length = int(request.headers.get("content-length", 0))
-    if length > most_bytes:
+    if length > max_bytes:
         raise too_large
     # The whole length before the first byte: a client learns at once that there is no room.
     reservation.grow_to(length)
@@ -96,7 +88,7 @@ async def _read_bytes(request: Request, most_bytes: int, reservation: BodyReserv
         if message["type"] == "http.disconnect":
             raise ClientLeft
         received += message.get("body", b"")
-        if len(received) > most_bytes:
+        if len(received) > max_bytes:
             raise too_large
         reservation.grow_to(len(received))
         if not message.get("more_body", False):
@@ -104,27 +96,11 @@ async def _read_bytes(request: Request, most_bytes: int, reservation: BodyReserv
             return received
 
 
-def _is_json(data: bytearray) -> bool:
+def _decode(data: bytearray) -> Any:
     try:
-        msgspec.json.decode(data, type=msgspec.Raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return False
-    return True
-
-
-def _describe(detail: ErrorDetails) -> ApiError:
-    kind = detail["type"]
-    if kind == "json_invalid":
-        return invalid(None, f"the body is not valid JSON: {_json_reason(detail['msg'])}", "invalid_json")
-    param = ""
-    for part in detail["loc"]:
-        param += f"[{part}]" if isinstance(part, int) else f".{part}" if param else part
-    if kind == "missing":
-        return invalid(param, "is required", "missing_required_parameter")
-    if kind == "unsupported":
-        return invalid(param, detail["msg"], "unsupported_parameter")
-    return invalid(param or None, detail["msg"][:1].lower() + detail["msg"][1:])
-
-
-def _json_reason(message: str) -> str:
-    return message.removeprefix("Invalid JSON: ")
+        return msgspec.json.decode(data)
+    except RecursionError:
+        reason = "lists or objects are nested too deeply"
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        reason = str(error).removeprefix("JSON is malformed: ")
+    raise invalid(None, f"the body is not valid JSON: {reason}", "invalid_json")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 
-from appliance.front.call import Client
+from appliance.front.request_context import ResponseSink
 
 HEAD_DELAY_S = 0.5
 """The headers of a stream wait this long for the first token: a refusal until then has its own status."""
-_COMMENT = b": waiting\n\n"
+COMMENT = b": waiting\n\n"
 
 
 async def happens_within(event: asyncio.Event, timeout_s: float) -> bool:
@@ -21,7 +21,7 @@ async def happens_within(event: asyncio.Event, timeout_s: float) -> bool:
     return True
 
 
-async def send_comments(client: Client, until: asyncio.Event, interval_s: float) -> None:
+async def send_comments(client: ResponseSink, until: asyncio.Event, interval_s: float) -> None:
     """Write a comment whenever nothing was written for `interval_s` seconds, until the event is set. The
     response's header has been written."""
     silent_since = time.monotonic()
@@ -29,5 +29,5 @@ async def send_comments(client: Client, until: asyncio.Event, interval_s: float)
         silent_since = max(silent_since, client.last_chunk_at)
         if time.monotonic() - silent_since >= interval_s:
             if client.writable and not client.lost:
-                client.write_chunk(_COMMENT)
+                client.write_chunk(COMMENT)
             silent_since = time.monotonic()

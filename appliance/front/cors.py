@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from appliance.front.box import Box
+from appliance.front.app_state import AppState
 
 _METHODS = ("GET", "POST")
 _EXPOSED = (
@@ -31,14 +31,14 @@ class Cors:
     which have no key, and names the origin in other answers to them. Requests of other origins, and requests
     without one, pass as they are."""
 
-    def __init__(self, app: ASGIApp, box: Box) -> None:
+    def __init__(self, app: ASGIApp, state: AppState) -> None:
         self._app = app
-        self._box = box
+        self._state = state
         self._origins: tuple[str, ...] = ()
         self._middleware: CORSMiddleware | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        origins = self._box.limits.cors_origins
+        origins = self._state.limits.cors_origins
         if origins != self._origins:
             self._origins, self._middleware = origins, self._make(origins)
         if self._middleware is not None and self._is_allowed(self._middleware, scope):

@@ -1,15 +1,16 @@
-"""What clients get, as pydantic models: the response side of the OpenAPI document. Answers themselves are
-written by hand; the tests hold them against these models."""
+"""The JSON bodies of answers, for the OpenAPI document. The front writes answers by hand, for speed; tests
+decode them into these structs."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+import msgspec
+from msgspec import Meta
 
 
-class _Document(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class _Document(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    pass
 
 
 class ErrorDetail(_Document):
@@ -17,7 +18,7 @@ class ErrorDetail(_Document):
 
     message: str
     type: str
-    param: str | None = Field(description="The field that is at fault.")
+    param: Annotated[str | None, Meta(description="The field that is at fault.")]
     code: str | None
 
 
@@ -61,7 +62,9 @@ class PromptTokenDocument(_Document):
     """A prompt token, or an alternative to it."""
 
     logprob: float
-    rank: int | None = Field(description="1 is the most likely; null of a token that is not among the best.")
+    rank: Annotated[
+        int | None, Meta(description="1 is the most likely; null of a token that is not among the best.")
+    ]
     decoded_token: str
 
 
@@ -69,7 +72,7 @@ PromptLogprobs = list[dict[str, PromptTokenDocument] | None]
 
 
 class _ChoiceDocument(_Document):
-    token_ids: list[int] = Field([], description="With `return_token_ids`.")
+    token_ids: Annotated[list[int], Meta(description="With `return_token_ids`.")] = []
 
 
 class UsageDocument(_Document):
@@ -110,7 +113,7 @@ class ChatMessageDocument(_Document):
     refusal: None
 
 
-class ChatChoiceDocument(_ChoiceDocument):
+class ChatChoiceDocument(_ChoiceDocument, kw_only=True):
     """One sample."""
 
     index: int
@@ -129,8 +132,8 @@ class ChatCompletionDocument(_Document):
     system_fingerprint: str
     choices: list[ChatChoiceDocument]
     usage: UsageDocument
-    prompt_logprobs: PromptLogprobs = Field([], description="With `prompt_logprobs`.")
-    prompt_token_ids: list[int] = Field([], description="With `return_token_ids`.")
+    prompt_logprobs: Annotated[PromptLogprobs, Meta(description="With `prompt_logprobs`.")] = []
+    prompt_token_ids: Annotated[list[int], Meta(description="With `return_token_ids`.")] = []
 
 
 class CompletionLogprobsDocument(_Document):
@@ -142,15 +145,15 @@ class CompletionLogprobsDocument(_Document):
     text_offset: list[int]
 
 
-class CompletionChoiceDocument(_ChoiceDocument):
+class CompletionChoiceDocument(_ChoiceDocument, kw_only=True):
     """One sample."""
 
     index: int
     text: str
     logprobs: CompletionLogprobsDocument | None
     finish_reason: Literal["stop", "length"]
-    prompt_logprobs: PromptLogprobs = Field([], description="With `prompt_logprobs`.")
-    prompt_token_ids: list[int] = Field([], description="With `return_token_ids`.")
+    prompt_logprobs: Annotated[PromptLogprobs, Meta(description="With `prompt_logprobs`.")] = []
+    prompt_token_ids: Annotated[list[int], Meta(description="With `return_token_ids`.")] = []
 
 
 class CompletionDocument(_Document):

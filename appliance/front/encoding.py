@@ -7,9 +7,9 @@ from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from appliance.front.box import Box
-from appliance.front.call import Call
+from appliance.front.app_state import AppState
 from appliance.front.errors import ApiError
+from appliance.front.request_context import RequestContext
 from appliance.text.cuts import PIECE_CHARACTERS
 from appliance.text.encoder import TooManyTokensError, UncuttableTextError
 from appliance.text.fair_queue import TooMuchWorkError, run_steps
@@ -27,18 +27,18 @@ def text_bytes(texts: Iterable[str]) -> int:
 
 
 @contextmanager
-def text_memory(box: Box, call: Call, size: int) -> Iterator[None]:
+def text_memory(state: AppState, context: RequestContext, size: int) -> Iterator[None]:
     """Count `size` bytes of text as under work for the caller's tenant. Raises a 503 if it has too many."""
     try:
-        with box.text_memory.reserved(call.identity.tenant, size):
+        with state.text_memory.reserved(context.identity.tenant, size):
             yield
     except TooMuchWorkError as error:
         raise too_much_work(error) from None
 
 
 async def do_work(
-    box: Box,
-    call: Call,
+    state: AppState,
+    context: RequestContext,
     steps: Generator[None, None, Result],
     characters: int,
     inline: int = _INLINE_CHARACTERS,
@@ -47,11 +47,11 @@ async def do_work(
     try:
         if characters <= inline:
             return run_steps(steps)
-        return await box.work.run(call.identity.tenant, steps, is_long=characters > PIECE_CHARACTERS)
+        return await state.work.run(context.identity.tenant, steps, is_long=characters > PIECE_CHARACTERS)
     except TooMuchWorkError as error:
         raise too_much_work(error) from None
     except (TooManyTokensError, UncuttableTextError) as error:
-        call.work_tokens = max(call.work_tokens, error.encoded_tokens)
+        context.work_tokens = max(context.work_tokens, error.encoded_tokens)
         raise
 
 

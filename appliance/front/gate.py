@@ -11,23 +11,23 @@ import math
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from appliance.classes import CLASS_NAMES
+from appliance.front.app_state import AppState
 from appliance.front.body_budget import BodyReservation
-from appliance.front.box import Box
-from appliance.front.call import Call, make_request_id, response_ids
 from appliance.front.errors import ApiError, forbidden, invalid
+from appliance.front.request_context import RequestContext, make_request_id, response_ids
 from appliance.http.headers import header
 from appliance.scopes import granted
 
-_MOST_PATH_SHOWN = 100
-_LONGEST_DEADLINE_MS = 86_400_000
+_MAX_PATH_CHARS = 100
+_MAX_DEADLINE_MS = 86_400_000
 
 
 class Gate:
     """ASGI middleware around the whole application. `open_paths` need no identity."""
 
-    def __init__(self, app: ASGIApp, box: Box, open_paths: frozenset[str]) -> None:
+    def __init__(self, app: ASGIApp, state: AppState, open_paths: frozenset[str]) -> None:
         self._app = app
-        self._box = box
+        self._state = state
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -35,12 +35,12 @@ class Gate:
             return
         request_id = make_request_id(scope["headers"])
         headers = response_ids(scope["headers"], request_id)
-        call: Call | None = None
+        context: RequestContext | None = None
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                if call is not None and call.request_class is not None:
-                    headers.append((b"x-appliance-class", CLASS_NAMES[call.request_class].encode()))
+                if context is not None and context.request_class is not None:
+                    headers.append((b"x-appliance-class", CLASS_NAMES[context.request_class].encode()))
                 message["headers"] = [*message.get("headers", ()), *headers]
             await send(message)
 
@@ -48,51 +48,51 @@ class Gate:
             # A path with a slash at its end is the path without; not with an encoded one.
             scope["path"] = scope["path"].removesuffix("/")
         is_open = scope["path"] in self._open_paths
-        box = self._box
-        box.requests += not is_open
-        state = scope["state"]
+        state = self._state
+        state.requests += not is_open
+        request_state = scope["state"]
         try:
-            identity = box.directory.identify(scope["headers"], state["peer"])
+            identity = state.identities.identify(scope["headers"], request_state["peer"])
         except ApiError as error:
             if is_open:
                 await self._app(scope, receive, send_with_headers)
                 return
-            box.denials.note(state["peer"])
+            state.denials.note(request_state["peer"])
             error.headers["connection"] = "close"
             await error.response()(scope, receive, send_with_headers)
             return
-        state["identity"] = identity
+        request_state["identity"] = identity
         if is_open:
             await self._app(scope, receive, send_with_headers)
             return
-        call = Call(
+        context = RequestContext(
             request_id=request_id,
             identity=identity,
-            peer=str(state["peer"]),
-            endpoint=scope["path"][:_MOST_PATH_SHOWN],
-            connection=state["connection"],
-            body=BodyReservation(box.bodies, identity.tenant),
+            peer=str(request_state["peer"]),
+            endpoint=scope["path"][:_MAX_PATH_CHARS],
+            connection=request_state["connection"],
+            body=BodyReservation(state.bodies, identity.tenant),
         )
-        state["call"] = call
-        state["scopes"] = granted(identity.scopes)
+        request_state["context"] = context
+        request_state["scopes"] = granted(identity.scopes)
         try:
-            if not state["connection"].authenticate(identity.tenant):
+            if not request_state["connection"].authenticate(identity.tenant):
                 raise _no_place()
             if identity.suspended:
                 raise forbidden(
                     f"tenant {identity.tenant!r} is suspended: ask the operator of this box",
                     "tenant_suspended",
                 )
-            call.asked_class = _asked_class(scope)
-            call.deadline_ms = _deadline_ms(scope)
+            context.asked_class = _asked_class(scope)
+            context.deadline_ms = _deadline_ms(scope)
         except ApiError as error:
-            box.reject(call, error)
+            state.reject(context, error)
             await error.response()(scope, receive, send_with_headers)
             return
         try:
             await self._app(scope, receive, send_with_headers)
         finally:
-            call.body.release()
+            context.body.release()
 
 
 def _no_place() -> ApiError:
@@ -121,10 +121,10 @@ def _deadline_ms(scope: Scope) -> float | None:
         deadline_ms = float(text)
     except ValueError:
         deadline_ms = math.nan
-    if not 0 < deadline_ms <= _LONGEST_DEADLINE_MS:
+    if not 0 < deadline_ms <= _MAX_DEADLINE_MS:
         raise invalid(
             "x-appliance-deadline-ms",
-            f"must be milliseconds from now until the whole answer is there, at most {_LONGEST_DEADLINE_MS}",
+            f"must be milliseconds from now until the whole answer is there, at most {_MAX_DEADLINE_MS}",
         )
     return deadline_ms
 

@@ -9,20 +9,20 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from appliance.front.box import Box
-from appliance.front.call import Call
+from appliance.front.app_state import AppState
 from appliance.front.errors import ApiError
-from appliance.front.job import Job
-from appliance.front.keeping import Said
+from appliance.front.generation_task import GenerationTask
+from appliance.front.keeping import Transcript
 from appliance.front.limits import rate_limit_headers
-from appliance.front.replicas import Link
+from appliance.front.request_context import RequestContext
 from appliance.front.sample import Sample
 from appliance.messages import Admit, Admitted, Refused, Settle
+from engine.client import ReplicaClient
 from engine.messages import Output, Submit
 
 log = logging.getLogger(__name__)
 
-MOST_RESUBMISSIONS = 3
+MAX_RESUBMISSIONS = 3
 _RESUBMIT_DELAY_S = 0.02
 """Before the first resubmission, doubled for each further one: the core must learn of the death too."""
 
@@ -43,14 +43,14 @@ class Generation:
     client has `left`. Who answers the client calls `settle` when the answer is out.
     """
 
-    def __init__(self, box: Box, call: Call, job: Job) -> None:
-        self.box = box
-        self.call = call
-        self.job = job
-        stream = job.model.tokenizer.stream
-        wants_logprobs = job.logprobs is not None
-        each = job.samples
-        self.is_kept = call.identity.log_policy != "metadata"
+    def __init__(self, state: AppState, context: RequestContext, task: GenerationTask) -> None:
+        self.state = state
+        self.context = context
+        self.task = task
+        stream = task.model.tokenizer.stream
+        wants_logprobs = task.logprobs is not None
+        each = task.samples
+        self.is_kept = context.identity.log_policy != "metadata"
         """What is asked and answered is to be kept."""
         self.samples = [
             Sample(
@@ -58,18 +58,18 @@ class Generation:
                 number,
                 prompt.index * each + number,
                 stream(
-                    job.stops,
-                    job.include_stop,
-                    job.skip_special_tokens,
-                    context=prompt.token_ids[-16:] if job.continues_text else (),
-                    min_tokens=job.sampling.min_tokens,
+                    task.stops,
+                    task.include_stop,
+                    task.skip_special_tokens,
+                    context=prompt.token_ids[-16:] if task.continues_text else (),
+                    min_tokens=task.sampling.min_tokens,
                 ),
                 wants_logprobs,
-                job.discard_output,
+                task.discard_output,
                 self.is_kept,
-                job.include_stop,
+                task.include_stop,
             )
-            for prompt in job.prompts
+            for prompt in task.prompts
             for number in range(each)
         ]
         self.begun = asyncio.Event()
@@ -84,7 +84,7 @@ class Generation:
         self.on_end: Callable[[], None] | None = None
         self.headers: dict[str, str] = {}
         """For the answer: what is left of the caller's limits."""
-        self.prompt_tokens = job.prompt_tokens
+        self.prompt_tokens = task.prompt_tokens
         """Over all prompts."""
         self.completion_tokens = 0
         """Over all samples: the tokens that the answer needs so far."""
@@ -98,7 +98,7 @@ class Generation:
         self._attempt = 0
         self._submitted = False
         self._settled = False
-        self._link: Link | None = None
+        self._link: ReplicaClient | None = None
         self._handles: list[int] = []
         self._first_token_at: float | None = None
         self._last_token_at = 0.0
@@ -109,16 +109,16 @@ class Generation:
 
     def start(self) -> None:
         """Ask the core for admission."""
-        self.box.active[self.call.request_id] = self
-        self.call.admitted = True
-        self.call.connection.on_lost = self._client_left
-        unpaid = self.call.encoded_tokens
-        if self.call.connection.lost:
+        self.state.active[self.context.request_id] = self
+        self.context.admitted = True
+        self.context.connection.on_lost = self._client_left
+        unpaid = self.context.encoded_tokens
+        if self.context.connection.lost:
             self._client_left()
         else:
             self._ask()
-            unpaid -= self.job.prompt_tokens
-        self.box.charge(self.call, unpaid)
+            unpaid -= self.task.prompt_tokens
+        self.state.charge(self.context, unpaid)
 
     def _client_left(self) -> None:
         self.left = True
@@ -132,7 +132,7 @@ class Generation:
         self._drop()
         self._end()
         self.settle(CLIENT_LEFT, "the client read too slowly")
-        self.call.connection.cut_off()
+        self.context.connection.cut_off()
 
     # ── from the core ──
 
@@ -140,7 +140,7 @@ class Generation:
         """It is the request's turn."""
         if message.attempt != self._attempt or self.ended.is_set() or self._submitted:
             return
-        link = self.box.replicas.get(message.replica)
+        link = self.state.replicas.get(message.replica)
         if link is None:
             self._lost()
             return
@@ -148,11 +148,11 @@ class Generation:
         self._submitted = self.ran = True
         self.headers = rate_limit_headers(message.rate_limits)
         if message.most_tokens is not None:
-            for prompt in self.job.prompts:
+            for prompt in self.task.prompts:
                 prompt.max_tokens = min(prompt.max_tokens, message.most_tokens)
         submissions = self._submissions(link, message)
         if self._attempt:
-            self.box.background.run(self._submit_in_turns(link, submissions))
+            self.state.background.run(self._submit_in_turns(link, submissions))
             return
         for submit, sink in submissions:
             self._handles.append(submit.handle)
@@ -168,7 +168,7 @@ class Generation:
             return
         if not self._attempt:
             self._settled = True
-            self.box.active.pop(self.call.request_id, None)
+            self.state.active.pop(self.context.request_id, None)
         self.headers = rate_limit_headers(message.rate_limits)
         self._fail(
             ApiError(
@@ -205,14 +205,14 @@ class Generation:
             sample.take(output)
         except Exception:
             # A mistake of ours must cost this request only: the frame has other requests' tokens too.
-            log.exception("request %s: an output could not be taken", self.call.request_id)
+            log.exception("request %s: an output could not be taken", self.context.request_id)
             self._fail(ApiError(500, "the front failed to answer; its log says why", code="internal"))
             return
         self.completion_tokens += sample.delivered - delivered
         now = time.monotonic()
         if output.token_ids:
             self._tokens += len(output.token_ids)
-            self.box.tokens += len(output.token_ids)
+            self.state.tokens += len(output.token_ids)
             self._last_token_at = now
             if self._first_token_at is None:
                 self._first_token_at = now
@@ -232,7 +232,7 @@ class Generation:
         self._handles.clear()
         if self.ended.is_set() or self._retry is not None:
             return
-        if self._attempt >= MOST_RESUBMISSIONS:
+        if self._attempt >= MAX_RESUBMISSIONS:
             self._fail(
                 ApiError(
                     503,
@@ -254,37 +254,37 @@ class Generation:
     # ── to the core and the replica ──
 
     def _ask(self) -> None:
-        job, call = self.job, self.call
+        task, context = self.task, self.context
         again = self._attempt > 0
         running = [sample for sample in self.samples if not sample.finish_reason]
         emitted = sum(len(sample.token_ids) for sample in running)
         prompt_tokens = (
-            sum(len(sample.prompt.token_ids) for sample in running) + emitted if again else job.prompt_tokens
+            sum(len(sample.prompt.token_ids) for sample in running) + emitted if again else task.prompt_tokens
         )
         self._submitted = False
-        self.box.to_core(
+        self.state.to_core(
             Admit(
-                request_id=call.request_id,
+                request_id=context.request_id,
                 attempt=self._attempt,
-                identity=call.identity,
-                peer=call.peer,
-                endpoint=call.endpoint,
-                model=call.model,
-                stream=call.stream,
-                submissions=len(running) if again else len(job.prompts),
+                identity=context.identity,
+                peer=context.peer,
+                endpoint=context.endpoint,
+                model=context.model,
+                stream=context.stream,
+                submissions=len(running) if again else len(task.prompts),
                 rows=len(running),
                 prompt_tokens=prompt_tokens,
                 max_tokens=sum(sample.prompt.max_tokens for sample in running) - emitted,
-                may_lower=job.may_lower,
-                arrived_at=call.arrived_at,
-                asked_class=job.asked_class,
-                deadline_ms=call.deadline_ms,
-                retry_of=call.retry_of,
-                user=call.user,
+                may_lower=task.may_lower,
+                arrived_at=context.arrived_at,
+                asked_class=task.asked_class,
+                deadline_ms=context.deadline_ms,
+                retry_of=context.retry_of,
+                user=context.user,
             )
         )
 
-    async def _submit_in_turns(self, link: Link, submissions: Iterator[Submission]) -> None:
+    async def _submit_in_turns(self, link: ReplicaClient, submissions: Iterator[Submission]) -> None:
         """Send a resubmission, which has the whole prompt once for each sample, as the replica reads it. All
         of it is sent, since the core counts it; what belongs to a request that has ended is cancelled at
         once.
@@ -304,23 +304,24 @@ class Generation:
             while link.backlog_bytes > _MAX_BACKLOG_BYTES and not link.closed:
                 await asyncio.sleep(_BACKLOG_CHECK_S)
 
-    def _submissions(self, link: Link, admitted: Admitted) -> Iterator[Submission]:
-        n = self.job.samples
+    def _submissions(self, link: ReplicaClient, admitted: Admitted) -> Iterator[Submission]:
+        n = self.task.samples
         if not self._attempt:
             groups = [
-                (prompt, self.samples[prompt.index * n : prompt.index * n + n]) for prompt in self.job.prompts
+                (prompt, self.samples[prompt.index * n : prompt.index * n + n])
+                for prompt in self.task.prompts
             ]
         else:
             groups = [(sample.prompt, [sample]) for sample in self.samples if not sample.finish_reason]
         seen: set[int] = set()
         for prompt, group in groups:
-            sampling = self.job.sampling_for(prompt)
+            sampling = self.task.sampling_for(prompt)
             if sampling.prompt_logprobs is not None and (prompt.logprobs is not None or prompt.index in seen):
                 sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
             seen.add(prompt.index)
             submit = Submit(
                 handle=link.next_handle(),
-                request_id=self.call.request_id,
+                request_id=self.context.request_id,
                 index=prompt.index,
                 prompt_token_ids=prompt.token_ids,
                 output_token_ids=group[0].token_ids if self._attempt else [],
@@ -376,8 +377,8 @@ class Generation:
         if self._settled:
             return
         self._settled = True
-        self.call.connection.release()
-        self.box.active.pop(self.call.request_id, None)
+        self.context.connection.release()
+        self.state.active.pop(self.context.request_id, None)
         now = time.monotonic()
         first = self.first_bytes_at or self._first_token_at
         gaps = self._tokens - len(self.samples)
@@ -385,44 +386,44 @@ class Generation:
         if gaps > 0 and self._first_token_at is not None:
             # Samples run side by side: each gap between two steps is one gap of every sample.
             itl_ms = (self._last_token_at - self._first_token_at) * 1000.0 * len(self.samples) / gaps
-        self.box.to_core(
+        self.state.to_core(
             Settle(
-                request_id=self.call.request_id,
+                request_id=self.context.request_id,
                 submitted=self._submitted,
                 status=status,
                 finish_reason=self.finish_reason(status),
                 error=error[:500],
                 delivered_tokens=self.delivered_tokens,
-                ttft_ms=None if first is None else self.call.elapsed_ms(first),
+                ttft_ms=None if first is None else self.context.elapsed_ms(first),
                 itl_ms=itl_ms,
-                e2e_ms=self.call.elapsed_ms(now),
+                e2e_ms=self.context.elapsed_ms(now),
             )
         )
 
     @property
     def answers(self) -> list[Sample]:
         """The samples that are answered, in the order of the answer: of each prompt all, or its best."""
-        job = self.job
-        if job.samples == job.n:
+        task = self.task
+        if task.samples == task.n:
             return self.samples
         best: list[Sample] = []
-        for first in range(0, len(self.samples), job.samples):
+        for first in range(0, len(self.samples), task.samples):
             # Sorting keeps the order of equals.
             of_prompt = sorted(
-                self.samples[first : first + job.samples], key=lambda sample: -sample.cumulative_logprob
+                self.samples[first : first + task.samples], key=lambda sample: -sample.cumulative_logprob
             )
-            best += of_prompt[: job.n]
+            best += of_prompt[: task.n]
         return best
 
-    def said(self) -> Said:
+    def transcript(self) -> Transcript:
         """What was asked, and answered so far; complete where the tenant's log policy keeps it."""
-        tokenizer = self.job.model.tokenizer
-        return Said(
-            self.call.request_id,
-            self.call.identity,
-            self.call.arrived_at,
-            self.job.asked,
-            ["".join(sample.said or ()) for sample in self.answers],
+        tokenizer = self.task.model.tokenizer
+        return Transcript(
+            self.context.request_id,
+            self.context.identity,
+            self.context.arrived_at,
+            self.task.asked,
+            ["".join(sample.kept_text or ()) for sample in self.answers],
             lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=False),
         )
 

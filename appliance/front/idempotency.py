@@ -1,7 +1,7 @@
-"""Requests with an `Idempotency-Key`: the first one runs, its retries join the run or get its answer again.
+"""Requests with an `Idempotency-Key`: the first request runs; retries join its run, or get its answer again.
 
-As in draft-ietf-httpapi-idempotency-key-header and at Stripe: a key belongs to who uses it and to one
-endpoint, and goes with one body; the same key with another body is refused.
+As in draft-ietf-httpapi-idempotency-key-header and at Stripe, a key belongs to its caller and to one
+endpoint, and stands for one body: the same key with another body is refused.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from appliance.front.app_state import AppState
 from appliance.front.body_budget import BodyReservation
-from appliance.front.box import Box
-from appliance.front.call import Call
-from appliance.front.comments import send_comments
+from appliance.front.comments import COMMENT
 from appliance.front.errors import ApiError
 from appliance.front.generation import CLIENT_LEFT
-from appliance.front.job import Job
+from appliance.front.generation_task import GenerationTask
 from appliance.front.recording import Follower
+from appliance.front.request_context import RequestContext
 from appliance.front.respond import GenerationResponse
-from appliance.front.retries import Record
+from appliance.front.retries import KeyedRun
 from appliance.http import Connection, drop_frames
 from appliance.memory_files import new_memory
 from appliance.messages import HandOver, Retried
@@ -36,11 +36,12 @@ log = logging.getLogger(__name__)
 
 HEADER = b"idempotency-key"
 _KEY = re.compile(rb"[\x21-\x7e]{1,255}")
-_UNSAID = frozenset([b"content-length", b"transfer-encoding", b"expect"])
-"""Headers that say how the body came, not what is asked."""
-_OF_ITS_TIME = b"x-ratelimit-"
+_FRAMING = frozenset([b"content-length", b"transfer-encoding", b"expect"])
+"""Headers that say how the body was sent."""
+_RATE_LIMITS = b"x-ratelimit-"
+"""Headers that do not hold any more when an answer is repeated."""
 
-PrepareJob = Callable[[], Awaitable[Job]]
+PrepareTask = Callable[[], Awaitable[GenerationTask]]
 
 
 def has_key(request: Request) -> bool:
@@ -48,183 +49,181 @@ def has_key(request: Request) -> bool:
     return any(name == HEADER for name, _ in request.scope["headers"])
 
 
-async def answer(box: Box, request: Request, call: Call, body: bytearray, prepare: PrepareJob) -> Response:
-    """Return the response to a generation request, whose job `prepare` makes if it is to run. Raises
+async def answer(
+    state: AppState, request: Request, context: RequestContext, body: bytearray, prepare: PrepareTask
+) -> Response:
+    """Return the response to a generation request. `prepare` is called if the request is to run. Raises
     `ApiError`."""
     key = _key(request)
     if key is None:
-        return GenerationResponse(box, call, await prepare())
-    scope = _digest(call.identity.tenant, call.identity.key_id or call.peer, call.endpoint, key)
+        return GenerationResponse(state, context, await prepare())
+    scope = _digest(context.identity.tenant, context.identity.key_id or context.peer, context.endpoint, key)
     # Azure's routes have the model in their path.
-    fingerprint = _digest(call.model, body)
-    while (known := box.retries.find(scope)) is not None and known.fingerprint != fingerprint:
-        await known.claimed.wait()
-        if known.verdict == "run":
-            raise _conflict()
-        # That body was refused, or went to the front that has it: this one asks for itself.
-    record = known or box.retries.claim(scope, fingerprint, call.request_id)
-    first = known is None
-    await record.claimed.wait()
-    if record.verdict == "conflict":
-        raise _conflict()
-    if record.verdict == "elsewhere":
-        return MovedResponse(box, call, scope, body)
-    if first:
-        # The run may outlast this client, with which the caller releases the body.
-        box.background.run(_run(box, call, call.body.moved(), record, prepare))
-    return RecordedResponse(box, call, record, first)
+    fingerprint = _digest(context.model, body)
+    known = state.retries.find(scope)
+    run = known or state.retries.claim(scope, fingerprint, context.request_id)
+    await run.claimed.wait()
+    if run.is_elsewhere:
+        await _hand_over(state, request, scope, body)
+        return Response()
+    if run.fingerprint != fingerprint:
+        raise ApiError(
+            422,
+            "this Idempotency-Key was used with another body: a key stands for one request; send a new key "
+            "with a new request",
+            param="Idempotency-Key",
+            code="idempotency_key_reused",
+        )
+    if known is None:
+        # The run may outlast this client, after which the caller releases the body.
+        state.background.run(_run(state, context, context.body.moved(), run, prepare))
+    return RecordedResponse(state, context, run, is_first=known is None)
 
 
-async def _run(box: Box, call: Call, body: BodyReservation, record: Record, prepare: PrepareJob) -> None:
-    """Run the request as if the recording were its client. Releases `body`, which is what `prepare` holds."""
-    recording, good = record.recording, False
+async def _run(
+    state: AppState, context: RequestContext, body: BodyReservation, run: KeyedRun, prepare: PrepareTask
+) -> None:
+    """Run the request with the recording as its client. Releases `body`, which `prepare` holds."""
+    recording, good = run.recording, False
     scope: Scope = {"type": "http"}
     try:
         try:
-            job = await prepare()
+            task = await prepare()
         finally:
-            # It holds the parsed body, which may be much longer than the prompts that are left of it.
+            # It holds the parsed body, which can be much longer than the prompts that were made of it.
             del prepare
-            record.request_class = call.request_class
-        as_client = dataclasses.replace(call, connection=recording, body=body, retry_of=record.retry_of)
-        response = GenerationResponse(box, as_client, job, comments=False)
-        recording.counts = response.generation
-        await response(scope, _nothing, recording.send)
-        record.status = response.status
-        record.finish_reason = response.generation.finish_reason(response.status)
+            run.request_class = context.request_class
+        as_client = dataclasses.replace(context, connection=recording, body=body, retry_of=run.retry_of)
+        response = GenerationResponse(state, as_client, task, comments=False)
+        recording.counter = response.generation
+        await response(scope, _receive_nothing, recording.send)
+        run.status = response.status
+        run.finish_reason = response.generation.finish_reason(response.status)
         good = response.status == 200
     except ApiError as error:
         drop_frames(error)
-        record.status = error.status
-        box.reject(call, error)
-        await error.response()(scope, _nothing, recording.send)
+        run.status = error.status
+        state.reject(context, error)
+        await error.response()(scope, _receive_nothing, recording.send)
     except Exception as error:
-        log.exception("request %s failed", call.request_id)
+        log.exception("request %s failed", context.request_id)
         drop_frames(error)
         recording.abort()
     finally:
         body.release()
-        box.retries.ended(record, good)
+        state.retries.ended(run, good)
         recording.end()
 
 
 class RecordedResponse(Response):
-    """The response to the first request with a key, or to a retry: what the run answers, from its
-    beginning."""
+    """The response to the first request with a key, or to a retry: the recording from its beginning."""
 
-    def __init__(self, box: Box, call: Call, record: Record, first: bool) -> None:
+    def __init__(self, state: AppState, context: RequestContext, run: KeyedRun, is_first: bool) -> None:
         super().__init__()
-        self._box = box
-        self._call = call
-        self._record = record
-        self._retry = "" if first else "repeated" if record.recording.ended else "joined"
-        # From here on the request ends with its run, or with a row of its own.
-        call.admitted = True
+        self._state = state
+        self._context = context
+        self._run = run
+        self._retry = "" if is_first else "repeated" if run.recording.ended else "joined"
+        # The run, or the row of the retry, ends this request in the log.
+        context.admitted = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._box.retries.joined(self._record)
-        follower = Follower(self._record.recording, self._call.connection)
+        self._state.retries.joined(self._run)
+        follower = Follower(self._run.recording, self._context.connection)
         try:
-            await follower.begun.wait()
-            if not follower.left:
-                await self._play(follower, send)
+            await self._play(follower, send)
         finally:
             follower.close()
             if self._retry:
                 self._log(follower)
 
     async def _play(self, follower: Follower, send: Send) -> None:
-        recording = follower.recording
-        head = recording.head
-        if head is None:
-            error = ApiError(500, "the front failed to answer; its log says why", code="internal")
-            await error.response()({"type": "http"}, _nothing, send)
+        recording = self._run.recording
+        while not (recording.ended or recording.streamed or follower.left):
+            await follower.changed()
+        if follower.left:
             return
-        headers = head["headers"]
-        if self._retry:
-            self._call.request_class = self._record.request_class
-            headers = [
-                *((name, value) for name, value in headers if not name.startswith(_OF_ITS_TIME)),
-                (b"idempotent-replayed", b"true"),
-                (b"x-appliance-retry-of", self._record.request_id.encode()),
-            ]
-        if recording.streamed:
-            self._box.streams += 1
-            try:
-                await send({**head, "headers": headers})
-                follower.open()
-                if interval_s := self._box.limits.stream_comment_interval_s:
-                    await send_comments(follower.connection, follower.done, interval_s)
-                await follower.done.wait()
-            finally:
-                self._box.streams -= 1
+        if recording.head is None:
+            error = ApiError(500, "the front failed to answer; its log says why", code="internal")
+            await error.response()({"type": "http"}, _receive_nothing, send)
+            return
+        self._state.streams += recording.streamed
+        try:
+            await send({**recording.head, "headers": self._replayed_headers(recording.head["headers"])})
+            interval_s = self._state.limits.stream_comment_interval_s or None
+            while not follower.left:
+                if data := follower.read():
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                elif recording.ended:
+                    break
+                elif not await follower.changed(interval_s):
+                    await send({"type": "http.response.body", "body": COMMENT, "more_body": True})
+        finally:
+            self._state.streams -= recording.streamed
+        if recording.broken:
+            follower.connection.abort()
         else:
-            await follower.done.wait()
-            if follower.left:
-                return
-            await send({**head, "headers": headers})
-            while piece := follower.read():
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _replayed_headers(self, recorded: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+        if not self._retry:
+            return recorded
+        self._context.request_class = self._run.request_class
+        return [
+            *((name, value) for name, value in recorded if not name.startswith(_RATE_LIMITS)),
+            (b"idempotent-replayed", b"true"),
+            (b"x-appliance-retry-of", self._run.request_id.encode()),
+        ]
 
     def _log(self, follower: Follower) -> None:
-        call, record = self._call, self._record
-        self._box.to_core(
+        context, run = self._context, self._run
+        self._state.to_core(
             Retried(
-                request_id=call.request_id,
-                identity=call.identity,
-                peer=call.peer,
-                endpoint=call.endpoint,
-                model=call.model,
-                stream=call.stream,
+                request_id=context.request_id,
+                identity=context.identity,
+                peer=context.peer,
+                endpoint=context.endpoint,
+                model=context.model,
+                stream=context.stream,
                 retry=self._retry,
-                retry_of=record.request_id,
-                request_class=INTERACTIVE if record.request_class is None else record.request_class,
-                status=CLIENT_LEFT if follower.left else record.status,
-                finish_reason="cancelled" if follower.left else record.finish_reason or "error",
+                retry_of=run.request_id,
+                request_class=INTERACTIVE if run.request_class is None else run.request_class,
+                status=CLIENT_LEFT if follower.left else run.status,
+                finish_reason="cancelled" if follower.left else run.finish_reason or "error",
                 error="the client left" if follower.left else "",
-                arrived_at=call.arrived_at,
-                ttft_ms=None if follower.first_bytes_at is None else call.elapsed_ms(follower.first_bytes_at),
-                e2e_ms=call.elapsed_ms(),
-                user=call.user,
+                arrived_at=context.arrived_at,
+                ttft_ms=None
+                if follower.first_bytes_at is None
+                else context.elapsed_ms(follower.first_bytes_at),
+                e2e_ms=context.elapsed_ms(),
+                user=context.user,
             )
         )
 
 
-class MovedResponse(Response):
-    """Another front has the run: the client's connection goes there, with the request as it came."""
-
-    def __init__(self, box: Box, call: Call, scope: bytes, body: bytearray) -> None:
-        super().__init__()
-        self._box = box
-        self._call = call
-        self._scope = scope
-        self._request_body = body
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        connection: Connection = scope["state"]["connection"]
-        if connection.lost:
-            return
-        descriptor = connection.leave()
-        if descriptor is None:
-            error = ApiError(
-                409,
-                "the request with this Idempotency-Key is known, but further requests are already on this "
-                "connection: send it again on a connection of its own",
-                code="idempotency_key_in_use",
-                retry_after_s=1.0,
-                headers={"connection": "close"},
-            )
-            self._box.reject(self._call, error)
-            await error.response()(scope, receive, send)
-            return
-        request = new_memory("request", _as_it_came(scope, self._request_body))
-        try:
-            peer = scope["state"]["peer"]
-            self._box.hand_over(HandOver(self._scope, peer.kind, peer.address), (descriptor, request))
-        finally:
-            os.close(request)
-        await connection.abandon()
+async def _hand_over(state: AppState, request: Request, key_scope: bytes, body: bytearray) -> None:
+    """Move the client's connection, with the request, to the front that has the run. Raises a 409 if further
+    requests are already on the connection."""
+    connection: Connection = request.scope["state"]["connection"]
+    if connection.lost:
+        return
+    descriptor = connection.leave()
+    if descriptor is None:
+        raise ApiError(
+            409,
+            "the request with this Idempotency-Key is known, but further requests are already on this "
+            "connection: send it again on a connection of its own",
+            code="idempotency_key_in_use",
+            retry_after_s=1.0,
+            headers={"connection": "close"},
+        )
+    memory = new_memory("request", _serialized(request.scope, body))
+    try:
+        peer = request.scope["state"]["peer"]
+        state.hand_over(HandOver(key_scope, peer.kind, peer.address), (descriptor, memory))
+    finally:
+        os.close(memory)
+    await connection.abandon()
 
 
 def _key(request: Request) -> bytes | None:
@@ -251,23 +250,14 @@ def _digest(*parts: str | bytes | bytearray) -> bytes:
     return digest.digest()
 
 
-def _conflict() -> ApiError:
-    return ApiError(
-        422,
-        "this Idempotency-Key was used with another body: a key stands for one request; send a new key with "
-        "a new request",
-        param="Idempotency-Key",
-        code="idempotency_key_reused",
-    )
-
-
-def _as_it_came(scope: Scope, body: bytearray) -> bytes:
+def _serialized(scope: Scope, body: bytearray) -> bytes:
+    """Return the request as HTTP, with a content length."""
     target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
     lines = [b"%b %b HTTP/%b" % (scope["method"].encode(), target, scope["http_version"].encode())]
-    lines += [b"%b: %b" % (name, value) for name, value in scope["headers"] if name not in _UNSAID]
+    lines += [b"%b: %b" % (name, value) for name, value in scope["headers"] if name not in _FRAMING]
     lines += [b"content-length: %d" % len(body), b"", b""]
     return b"\r\n".join(lines) + body
 
 
-async def _nothing() -> dict[str, object]:
-    raise RuntimeError("a recording says nothing")
+async def _receive_nothing() -> dict[str, object]:
+    raise RuntimeError("a recording sends no request body")

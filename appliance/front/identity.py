@@ -16,7 +16,7 @@ KEY_PREFIX = b"ak-"
 _KEY_HEADERS = (b"api-key", b"x-api-key")
 
 
-class Directory:
+class IdentityTable:
     """The table of who may ask, as the core last said. Empty, it refuses everybody."""
 
     def __init__(self) -> None:

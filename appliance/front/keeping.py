@@ -27,9 +27,9 @@ from store.structs import KeptText
 
 log = logging.getLogger(__name__)
 
-MOST_WAITING_CHARS = 32 << 20
+MAX_WAITING_CHARS = 32 << 20
 """Texts that wait for the thread; what comes beyond is dropped, and counted."""
-MOST_REQUEST_CHARS = 4 << 20
+MAX_REQUEST_CHARS = 4 << 20
 """Kept of one request; of texts beyond there is the length only."""
 
 _BEYOND_CHARS = 1024
@@ -42,7 +42,7 @@ Text = str | list[Message] | list[int]
 """A text, a conversation, or token ids."""
 
 
-class Said(NamedTuple):
+class Transcript(NamedTuple):
     """What was asked and answered in a request that ran."""
 
     request_id: str
@@ -72,60 +72,69 @@ class Keeper:
         self._threads = ThreadPoolExecutor(1, "keep")
         self._background = Background()
 
-    def keep(self, said: Said) -> None:
+    def keep(self, transcript: Transcript) -> None:
         """Keep it soon, as its tenant's policy says."""
-        if self._waiting_chars + said.chars > MOST_WAITING_CHARS:
+        if self._waiting_chars + transcript.chars > MAX_WAITING_CHARS:
             self.dropped += 1
-            log.error("request %s: its texts are not kept, too much waits already", said.request_id)
+            log.error("request %s: its texts are not kept, too much waits already", transcript.request_id)
             return
-        self._waiting_chars += said.chars
-        self._background.run(self._run(said))
+        self._waiting_chars += transcript.chars
+        self._background.run(self._run(transcript))
 
     async def flush(self) -> None:
         """Wait until everything is handed over."""
         await self._background.ended()
 
-    async def _run(self, said: Said) -> None:
+    async def _run(self, transcript: Transcript) -> None:
         try:
             loop = asyncio.get_running_loop()
-            descriptor = await loop.run_in_executor(self._threads, _in_memory, said, self.rules)
+            descriptor = await loop.run_in_executor(self._threads, _in_memory, transcript, self.rules)
         except Exception:
-            log.exception("request %s: its texts could not be kept", said.request_id)
+            log.exception("request %s: its texts could not be kept", transcript.request_id)
             return
         finally:
-            self._waiting_chars -= said.chars
+            self._waiting_chars -= transcript.chars
         try:
-            keep = Keep(request_id=said.request_id, identity=said.identity, created_at=said.created_at)
+            keep = Keep(
+                request_id=transcript.request_id,
+                identity=transcript.identity,
+                created_at=transcript.created_at,
+            )
             self._hand_over(keep, (descriptor,))
         finally:
             os.close(descriptor)
 
 
-def _in_memory(said: Said, rules: KeepRules) -> int:
+def _in_memory(transcript: Transcript, rules: KeepRules) -> int:
     """A memfd with the parts, as msgpack."""
-    return new_memory("kept", msgspec.msgpack.encode(list(_parts(said, rules))))
+    return new_memory("kept", msgspec.msgpack.encode(list(_parts(transcript, rules))))
 
 
-def _parts(said: Said, rules: KeepRules) -> Iterator[KeptText]:
+def _parts(transcript: Transcript, rules: KeepRules) -> Iterator[KeptText]:
     redactor = Redactor(rules.redact, rules.secret_prefixes)
-    room = MOST_REQUEST_CHARS
+    room = MAX_REQUEST_CHARS
     texts: list[tuple[Literal["prompt", "answer"], int, Text]] = [
-        *(("prompt", number, text) for number, text in enumerate(said.prompts)),
-        *(("answer", number, text) for number, text in enumerate(said.answers)),
+        *(("prompt", number, text) for number, text in enumerate(transcript.prompts)),
+        *(("answer", number, text) for number, text in enumerate(transcript.answers)),
     ]
     for name, number, text in texts:
-        part = _part(name, number, text, said, min(room, rules.max_text_chars), redactor)
+        part = _part(name, number, text, transcript, min(room, rules.max_text_chars), redactor)
         room -= len(part.text or "")
         yield part
 
 
 def _part(
-    name: Literal["prompt", "answer"], number: int, text: Text, said: Said, most: int, redactor: Redactor
+    name: Literal["prompt", "answer"],
+    number: int,
+    text: Text,
+    transcript: Transcript,
+    most: int,
+    redactor: Redactor,
 ) -> KeptText:
     if isinstance(text, list) and text and isinstance(text[0], int):
-        text = said.decode(text)
+        text = transcript.decode(text)
     data = _plain(text).encode("utf-8", "surrogatepass")
-    if said.identity.log_policy != "full":
+    if transcript.identity.log_policy != "full":
         return KeptText(name, number, hashlib.sha256(data).hexdigest(), len(data))
     # A message's text as it was meant, not as JSON escapes it: there a secret has another form.
     clean = _Clean(redactor, most)

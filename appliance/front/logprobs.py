@@ -7,12 +7,12 @@ from typing import Any
 
 import msgspec
 
-from appliance.front.job import Job, Prompt
+from appliance.front.generation_task import GenerationTask, Prompt
 from appliance.front.sample import LogprobEntry
 from appliance.text.tokenizer import Tokenizer
 from engine.messages import TokenLogprob
 
-_LEAST = -9999.0
+_MIN_LOGPROB = -9999.0
 """What OpenAI shows for a token that is impossible: JSON has no infinity."""
 _LOGPROBS_AT_ONCE = 2048
 
@@ -20,7 +20,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def _finite(value: float) -> float:
-    return value if value > _LEAST else _LEAST  # NaN compares false
+    return value if value > _MIN_LOGPROB else _MIN_LOGPROB  # NaN compares false
 
 
 def _chat_content(
@@ -109,9 +109,9 @@ class PromptLogprobs:
             self._position += 1
 
 
-def tokens_at_once(job: Job) -> int:
+def tokens_at_once(task: GenerationTask) -> int:
     """Tokens whose log probabilities are written in one step of a few milliseconds."""
-    return max(1, _LOGPROBS_AT_ONCE // (1 + (job.logprobs or 0)))
+    return max(1, _LOGPROBS_AT_ONCE // (1 + (task.logprobs or 0)))
 
 
 def prompt_logprobs_steps(
@@ -149,59 +149,61 @@ def _with_ranks(tokenizer: Tokenizer, known: TokenLogprob, alternatives: int) ->
     }
 
 
-def logprobs_event(job: Job, entries: Sequence[LogprobEntry] | None, echoed: PromptLogprobs | None) -> bytes:
+def logprobs_event(
+    task: GenerationTask, entries: Sequence[LogprobEntry] | None, echoed: PromptLogprobs | None
+) -> bytes:
     """`choices[].logprobs` as JSON for a piece of a stream: the next tokens of the prompt, or `entries`."""
-    if job.logprobs is None or entries is None:
+    if task.logprobs is None or entries is None:
         return b"null"
-    tokenizer = job.model.tokenizer
-    if job.chat:
-        return _chat_json([_encode(_chat_content(tokenizer, entries, job.logprobs))])
-    columns = _Columns(tokenizer, job.logprobs)
+    tokenizer = task.model.tokenizer
+    if task.chat:
+        return _chat_json([_encode(_chat_content(tokenizer, entries, task.logprobs))])
+    columns = _Columns(tokenizer, task.logprobs)
     if echoed is not None:
-        echoed.move(columns, tokens_at_once(job))
+        echoed.move(columns, tokens_at_once(task))
     columns.add_entries(entries)
-    return _columns_json(job, [list(map(_encode, columns.lists()))])
+    return _columns_json(task, [list(map(_encode, columns.lists()))])
 
 
 def logprobs_steps(
-    job: Job, entries: Sequence[LogprobEntry] | None, echoed: Prompt | None
+    task: GenerationTask, entries: Sequence[LogprobEntry] | None, echoed: Prompt | None
 ) -> Generator[None, None, bytes]:
     """`choices[].logprobs` as JSON for a whole answer, as work in steps."""
-    if job.logprobs is None or entries is None:
+    if task.logprobs is None or entries is None:
         return b"null"
-    tokenizer, count = job.model.tokenizer, tokens_at_once(job)
+    tokenizer, count = task.model.tokenizer, tokens_at_once(task)
     slices = [entries[begin : begin + count] for begin in range(0, len(entries), count)]
-    if job.chat:
+    if task.chat:
         contents = []
         for part in slices:
-            contents.append(_encode(_chat_content(tokenizer, part, job.logprobs)))
+            contents.append(_encode(_chat_content(tokenizer, part, task.logprobs)))
             yield
         return _chat_json(contents)
     encoded: list[list[bytes]] = []
     prompt = None if echoed is None else PromptLogprobs(tokenizer, echoed)
     while prompt is not None and not prompt.is_complete:
-        columns = _Columns(tokenizer, job.logprobs)
+        columns = _Columns(tokenizer, task.logprobs)
         prompt.move(columns, count)
         encoded.append(list(map(_encode, columns.lists())))
         yield
     for part in slices:
-        columns = _Columns(tokenizer, job.logprobs)
+        columns = _Columns(tokenizer, task.logprobs)
         columns.add_entries(part)
         encoded.append(list(map(_encode, columns.lists())))
         yield
-    return _columns_json(job, encoded)
+    return _columns_json(task, encoded)
 
 
 def _chat_json(contents: Sequence[bytes]) -> bytes:
     return b'{"content":%b,"refusal":null}' % _joined(contents)
 
 
-def _columns_json(job: Job, encoded: Sequence[Sequence[bytes]]) -> bytes:
+def _columns_json(task: GenerationTask, encoded: Sequence[Sequence[bytes]]) -> bytes:
     tokens, values, top, offsets = map(_joined, zip(*encoded, strict=True)) if encoded else [b"[]"] * 4
     return b'{"tokens":%b,"token_logprobs":%b,"top_logprobs":%b,"text_offset":%b}' % (
         tokens,
         values,
-        top if job.logprobs else b"null",
+        top if task.logprobs else b"null",
         offsets,
     )
 

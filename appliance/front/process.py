@@ -10,7 +10,7 @@ import resource
 import socket
 
 from appliance.front.app import build_app
-from appliance.front.box import Box
+from appliance.front.app_state import AppState
 from appliance.front.capacity import descriptors_for_connections, limits_within
 from appliance.http import HttpServer
 from appliance.memory_files import read_memory
@@ -43,14 +43,14 @@ _ERROR_EVENT_GRACE_S = 1.0
 """For the last words to the clients of requests that outlived the grace."""
 
 
-class Front:
+class FrontProcess:
     """One front on the running event loop, from its first message to `ended`."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._channel: Channel[CoreToFront] = Channel(sock, CoreToFront)
-        self._box = Box(self._channel.send, self._channel.send)
-        _, application = build_app(self._box)
-        self._server = HttpServer(application, known=self._box.directory.knows)
+        self._state = AppState(self._channel.send, self._channel.send)
+        _, application = build_app(self._state)
+        self._server = HttpServer(application, known=self._state.identities.knows)
         self._taken = self._told_taken = 0
         self._configurations: asyncio.Queue[Configure] = asyncio.Queue()
         self._latest: Configure | None = None
@@ -63,34 +63,34 @@ class Front:
     def start(self) -> None:
         """Listen to the core."""
         self._channel.listen(self._take, _core_gone)
-        self._box.background.run(self._configure())
-        self._box.background.run(self._report())
-        self._box.background.run(self._mend())
+        self._state.background.run(self._configure())
+        self._state.background.run(self._report())
+        self._state.background.run(self._mend())
 
     # ── what the core says ──
 
     def _take(self, message: CoreToFront) -> None:
         if isinstance(message, Admitted):
-            generation = self._box.active.get(message.request_id)
+            generation = self._state.active.get(message.request_id)
             if generation is not None:
                 generation.admitted(message)
         elif isinstance(message, ClientConnection):
             self._take_connection(message)
         elif isinstance(message, Claimed):
-            self._box.retries.take(message)
+            self._state.retries.take(message)
         elif isinstance(message, Refused):
-            generation = self._box.active.get(message.request_id)
+            generation = self._state.active.get(message.request_id)
             if generation is not None:
                 generation.refused(message)
         elif isinstance(message, Abort):
-            generation = self._box.active.get(message.request_id)
+            generation = self._state.active.get(message.request_id)
             if generation is not None:
                 generation.abort(message.message)
         elif isinstance(message, Identities):
-            self._box.directory.take(message)
+            self._state.identities.take(message)
         elif isinstance(message, AttachReplica):
             try:
-                self._box.replicas.attach(message.replica, self._take_socket())
+                self._state.replicas.attach(message.replica, self._take_socket())
             except LookupError:
                 # Without the channel this front is of no use; the core starts another one.
                 log.error("no file descriptor is left for the channel to replica %s", message.replica)
@@ -98,11 +98,11 @@ class Front:
         elif isinstance(message, Configure):
             self._configurations.put_nowait(message)
             # At once, however long models take to be read: a drain refuses what comes soon after.
-            self._box.silent_models = self._box.silent_models | message.silent
+            self._state.silent_models = self._state.silent_models | message.silent
             if not message.ready:
-                self._box.ready, self._box.not_ready_reason = False, message.reason
+                self._state.ready, self._state.not_ready_reason = False, message.reason
         elif isinstance(message, StopFront):
-            self._box.background.run(self._stop(message.grace_s))
+            self._state.background.run(self._stop(message.grace_s))
 
     def _take_connection(self, message: ClientConnection) -> None:
         self._taken += 1
@@ -113,7 +113,7 @@ class Front:
             self._server.refused += 1
             return
         request = read_memory(self._channel.take_fd()) if message.has_request else b""
-        self._box.background.run(self._server.adopt(sock, message.peer, request))
+        self._state.background.run(self._server.adopt(sock, message.peer, request))
         if self._taken - self._told_taken >= _TELL_AFTER_CONNECTIONS:
             self._tell()
 
@@ -131,14 +131,14 @@ class Front:
 
     async def _apply(self, configure: Configure) -> None:
         """Serve what the configuration says. The first one makes the front ready."""
-        self._box.limits = configure.limits
+        self._state.limits = configure.limits
         self._limit_connections()
-        self._box.retries.rules = configure.retries
-        self._box.keeper.rules = configure.keeping
-        await self._box.catalog.replace(configure.models)
+        self._state.retries.rules = configure.retries
+        self._state.keeper.rules = configure.keeping
+        await self._state.catalog.replace(configure.models)
         if self._configurations.empty():
-            self._box.ready, self._box.not_ready_reason = configure.ready, configure.reason
-            self._box.silent_models = configure.silent
+            self._state.ready, self._state.not_ready_reason = configure.ready, configure.reason
+            self._state.silent_models = configure.silent
         self._configured = configure.serial
         logging.getLogger().setLevel(configure.log_level.upper())
         self._tell()
@@ -154,21 +154,21 @@ class Front:
         """Configure again what was configured last, for the sake of the models that could not be read."""
         while True:
             await asyncio.sleep(_MEND_EVERY_S)
-            if self._box.catalog.problems and self._latest is not None and self._configurations.empty():
+            if self._state.catalog.problems and self._latest is not None and self._configurations.empty():
                 self._configurations.put_nowait(self._latest)
 
     async def _stop(self, grace_s: float) -> None:
-        box = self._box
-        box.retries.stop()
+        state = self._state
+        state.retries.stop()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + grace_s
         stopping = asyncio.create_task(self._server.stop(grace_s + _ERROR_EVENT_GRACE_S))
-        while box.active and loop.time() < deadline:
+        while state.active and loop.time() < deadline:
             await asyncio.sleep(0.02)
-        for generation in list(box.active.values()):
+        for generation in list(state.active.values()):
             generation.abort("the service stopped before this request was finished")
         await stopping
-        await box.keeper.flush()
+        await state.keeper.flush()
         # The last settlements must not be lost in the channel.
         deadline = loop.time() + _ERROR_EVENT_GRACE_S
         while self._channel.backlog_bytes and loop.time() < deadline:
@@ -179,18 +179,17 @@ class Front:
 
     async def _report(self) -> None:
         while True:
-            self._box.retries.expire()
             self._limit_connections()
             self._tell()
             await asyncio.sleep(_REPORT_EVERY_S)
 
     def _limit_connections(self) -> None:
-        limits = self._box.limits
+        limits = self._state.limits
         descriptors = descriptors_for_connections(limits, self._server.connections)
         self._server.limits = limits_within(limits, descriptors)
 
     def _tell(self) -> None:
-        box, server = self._box, self._server
+        state, server = self._state, self._server
         self._told_taken = self._taken
         usage = resource.getrusage(resource.RUSAGE_SELF)
         self._channel.send(
@@ -203,18 +202,18 @@ class Front:
                 refused_connections=server.refused,
                 evicted_connections=server.unknown_pool.evicted,
                 cut_off_connections=server.cut_off.total,
-                refused_bodies=box.bodies.refused,
+                refused_bodies=state.bodies.refused,
                 refused_heads=server.request_memory.refused,
-                streams=box.streams,
-                requests=box.requests,
-                tokens=box.tokens,
-                unauthenticated=box.denials.total,
+                streams=state.streams,
+                requests=state.requests,
+                tokens=state.tokens,
+                unauthenticated=state.denials.total,
                 cpu_seconds=usage.ru_utime + usage.ru_stime,
-                kept_answers=len(box.retries),
-                kept_bytes=box.retries.kept_bytes,
-                dropped_texts=box.keeper.dropped,
-                problems=box.catalog.problems,
-                template_problems=box.catalog.template_problems,
+                kept_answers=len(state.retries),
+                kept_bytes=state.retries.kept_bytes,
+                dropped_texts=state.keeper.dropped,
+                problems=state.catalog.problems,
+                template_problems=state.catalog.template_problems,
                 log_dropped_lines=log_state().dropped_lines,
                 configured=self._configured,
             )
@@ -228,6 +227,6 @@ def _core_gone() -> None:
 
 async def run_front(sock: socket.socket) -> None:
     """Serve until the core says stop."""
-    front = Front(sock)
+    front = FrontProcess(sock)
     front.start()
     await front.ended.wait()

@@ -1,7 +1,7 @@
-"""What one run answers, recorded, so that a client's retry can have it too.
+"""Records the answer of a run, so that any number of clients can read it, each at its own pace.
 
-A recording takes the connection's place: the response of a run is written into it as into a client's socket.
-Each client that asked for the run, the first one included, follows the recording at its own pace.
+A recording takes the place of a client's connection: the run writes its response into the recording. The
+first client and each retry follow the recording from its beginning.
 """
 
 from __future__ import annotations
@@ -13,247 +13,188 @@ from typing import Protocol
 
 from starlette.types import Message
 
-from appliance.front.call import Client
+from appliance.front.request_context import ResponseSink
 
+MAX_LAG_BYTES = 4 << 20
+"""If an answer is too long to be kept, this much of it is held for clients that read slowly."""
 _PIECE_BYTES = 64 << 10
-"""Handed to a client's socket at once: a late follower must not have its whole answer copied."""
+"""Handed to a connection at once, so that a late follower does not get a copy of the whole answer."""
 _CHUNK_OVERHEAD_BYTES = 96
-"""What Python needs to keep one chunk."""
-MOST_LAG_BYTES = 4 << 20
-"""Held for a client that reads slower than an answer grows that is too long to be kept."""
+"""Python's overhead for one chunk."""
 
 
-class Counts(Protocol):
-    """What a run counts."""
+class TokenCounter(Protocol):
+    """The part of a generation that counts what its client got."""
 
     delivered_tokens: int
-    """Output tokens in all that was written so far."""
+    """Output tokens in everything that was written so far."""
 
 
 class Recording:
-    """A response: its head, its body so far, and whether it has ended.
-
-    `grew` is told of each addition in bytes; `orphaned` is called when the last follower leaves before the
-    end.
-    """
+    """A response in memory. `grew` is called with the bytes of each addition; `orphaned` is called when the
+    last follower leaves before the end."""
 
     writable = True
-    """To whoever writes the answer, this is a client that takes everything."""
     lost = False
 
     def __init__(self, grew: Callable[[int], None], orphaned: Callable[[], None]) -> None:
         self.head: Message | None = None
-        """Status and headers of the response, once it has begun."""
+        """Status and headers, once the response has begun."""
         self.ended = False
         self.broken = False
-        """It ended before the answer was complete: its followers' connections are cut."""
-        self.delivered_tokens = 0
-        """Output tokens in what the follower that got most of it was handed."""
-        self.counts: Counts | None = None
-        """Of the run, while it runs."""
+        """The response is incomplete, so its followers' connections are closed."""
+        self.counter: TokenCounter | None = None
+        """The generation, while it runs. It is not kept with the answer."""
         self.on_writable: Callable[[], None] | None = None
         self.on_lost: Callable[[], None] | None = None
-        """Called when nobody waits for the answer any more."""
         self.last_chunk_at = 0.0
         self.followers: dict[Follower, None] = {}
-        self._chunks: list[bytes] = []
-        self._tokens: list[int] = []
-        """With each chunk, the output tokens up to its end."""
-        self._base = 0
-        """Chunks that were dropped because everybody has them and nobody else will ask."""
-        self._held = 0
-        self._kept = True
+        self._chunks: list[tuple[bytes, int]] = []
+        """With each chunk, the number of output tokens up to its end."""
+        self._dropped = 0
+        """Number of chunks that were removed from the beginning."""
+        self._held_bytes = 0
+        self._is_kept = True
+        self._read_tokens = 0
+        """Output tokens in the chunks that at least one follower has read."""
         self._grew = grew
         self._orphaned = orphaned
 
     @property
-    def status(self) -> int:
-        """HTTP status code; 500 while there is none."""
-        return 500 if self.head is None else int(self.head["status"])
-
-    @property
     def streamed(self) -> bool:
-        """Whether it is written as it comes about."""
+        """Whether the response is written while it is generated, without a length."""
         return self.head is not None and not any(
             name == b"content-length" for name, _ in self.head["headers"]
         )
 
-    # ── as the client of a run ──
-
-    def write_chunk(self, data: bytes) -> None:
-        """More of a stream."""
-        self.last_chunk_at = time.monotonic()
-        self._append(data)
-        for follower in list(self.followers):
-            follower.flush()
-        if not self._kept:
-            self._trim()
-
-    def release(self) -> None:
-        """Forget the callbacks: the response is over."""
-        self.on_writable = self.on_lost = None
-
-    def abort(self) -> None:
-        """The answer cannot be completed."""
-        self.broken = True
-        self.end()
-
-    def cut_off(self) -> None:
-        """A recording takes everything at once, so it is never cut off."""
+    # ── for the run, as its client ──
 
     async def send(self, message: Message) -> None:
-        """Take a part of the response, as ASGI's `send`."""
+        """Record a part of the response (ASGI)."""
         if message["type"] == "http.response.start":
             self.head = message
-            for follower in list(self.followers):
-                follower.begun.set()
+            self._wake()
             return
         body = message.get("body", b"")
         for start in range(0, len(body), _PIECE_BYTES):
-            self._append(body[start : start + _PIECE_BYTES])
+            self.write_chunk(body[start : start + _PIECE_BYTES])
         if not message.get("more_body", False):
             self.end()
 
+    def write_chunk(self, data: bytes) -> None:
+        """Record a part of the body."""
+        self.last_chunk_at = time.monotonic()
+        self._chunks.append((data, self.counter.delivered_tokens if self.counter is not None else 0))
+        size = len(data) + _CHUNK_OVERHEAD_BYTES
+        self._held_bytes += size
+        self._grew(size)
+        self._wake()
+        if not self._is_kept:
+            self._trim()
+
+    def release(self) -> None:
+        """Forget the callbacks: the run is over."""
+        self.on_writable = self.on_lost = None
+
+    def abort(self) -> None:
+        """End an incomplete response."""
+        self.broken = not self.ended
+        self.end()
+
+    def cut_off(self) -> None:
+        """Do nothing: a recording is never too slow."""
+
     def end(self) -> None:
-        """Nothing follows."""
-        if self.ended:
-            return
-        self.ended = True
-        # What is kept is the answer: not the run behind it, with its prompts and its samples.
-        self.counts = None
-        for follower in list(self.followers):
-            follower.finish()
+        """Record that the response is complete, unless it ended before."""
+        self.ended, self.counter = True, None
+        self._wake()
 
     def give_up(self) -> None:
-        """Nobody waits for it any more: end the run."""
-        if self.counts is not None:
-            # What was recorded for nobody is not billed.
-            self.counts.delivered_tokens = self.delivered_tokens
+        """End the run, because no client waits for it. Tokens that no client has read are not billed."""
+        if self.counter is not None:
+            self.counter.delivered_tokens = self._read_tokens
         on_lost, self.on_lost = self.on_lost, None
         if on_lost is not None:
             on_lost()
 
-    # ── for those who follow ──
-
-    def join(self, follower: Follower) -> None:
-        """Follow from the beginning."""
-        self.followers[follower] = None
-        if self.head is not None:
-            follower.begun.set()
-        if self.ended:
-            follower.finish()
-
-    def leave(self, follower: Follower) -> None:
-        """Follow no more."""
-        if follower in self.followers:
-            del self.followers[follower]
-            if not self.followers and not self.ended:
-                self._orphaned()
-
-    def read(self, position: int) -> tuple[bytes, int]:
-        """About `_PIECE_BYTES` from chunk `position` on, and the position after them; empty at the end."""
-        start = end = position - self._base
-        size = 0
-        while end < len(self._chunks) and size < _PIECE_BYTES:
-            size += len(self._chunks[end])
-            end += 1
-        if end > start:
-            self.delivered_tokens = max(self.delivered_tokens, self._tokens[end - 1])
-        return b"".join(self._chunks[start:end]), self._base + end
-
     def stop_keeping(self) -> None:
-        """It has grown too long: those who follow get it to its end, nobody can join."""
-        self._kept = False
+        """Drop what all followers have read, from now on: nobody can join any more."""
+        self._is_kept = False
         self._trim()
 
-    def _append(self, data: bytes) -> None:
-        self._chunks.append(data)
-        self._tokens.append(self.counts.delivered_tokens if self.counts is not None else 0)
-        size = len(data) + _CHUNK_OVERHEAD_BYTES
-        self._held += size
-        self._grew(size)
+    def _wake(self) -> None:
+        for follower in self.followers:
+            follower.wake.set()
 
     def _trim(self) -> None:
-        """Drop what all followers have; a follower that keeps too much from being dropped is cut off."""
-        done = min((follower.position for follower in self.followers), default=self._base) - self._base
-        if done > 0:
-            self._held -= sum(map(len, self._chunks[:done])) + done * _CHUNK_OVERHEAD_BYTES
-            del self._chunks[:done], self._tokens[:done]
-            self._base += done
-        if self._held > MOST_LAG_BYTES and self.streamed:
-            for follower in [f for f in self.followers if f.position == self._base]:
-                follower.cut_off()
+        """Drop the chunks that all followers have read, and cut off followers that hold back too much."""
+        positions = [follower.position for follower in self.followers]
+        count = min(positions, default=self._dropped) - self._dropped
+        self._held_bytes -= sum(len(data) + _CHUNK_OVERHEAD_BYTES for data, _ in self._chunks[:count])
+        del self._chunks[:count]
+        self._dropped += count
+        if self._held_bytes > MAX_LAG_BYTES and self.streamed:
+            for follower in [one for one in self.followers if one.position == self._dropped]:
+                follower.connection.cut_off()
+
+    # ── for followers ──
+
+    def read(self, position: int) -> tuple[bytes, int]:
+        """Return about `_PIECE_BYTES` from chunk `position` on, and the position after them; no bytes at the
+        end."""
+        start = end = position - self._dropped
+        size = 0
+        while end < len(self._chunks) and size < _PIECE_BYTES:
+            size += len(self._chunks[end][0])
+            end += 1
+        if end > start:
+            self._read_tokens = max(self._read_tokens, self._chunks[end - 1][1])
+        return b"".join(data for data, _ in self._chunks[start:end]), self._dropped + end
+
+    def remove(self, follower: Follower) -> None:
+        """Forget a follower."""
+        if self.followers.pop(follower, self) is None and not self.followers and not self.ended:
+            self._orphaned()
 
 
 class Follower:
-    """One client that gets a recording. `begun` is set when there is a head, `done` when all of the answer
-    was handed to its transport; both also when the client has `left`."""
+    """One client's place in a recording, from its creation until `close`."""
 
-    def __init__(self, recording: Recording, connection: Client) -> None:
-        self.recording = recording
+    def __init__(self, recording: Recording, connection: ResponseSink) -> None:
         self.connection = connection
         self.position = 0
-        self.begun = asyncio.Event()
-        self.done = asyncio.Event()
-        self.left = False
+        self.left = connection.lost
+        """The client's connection is closed."""
+        self.wake = asyncio.Event()
+        """Set when the recording, or `left`, has changed."""
         self.first_bytes_at: float | None = None
         """Seconds of the monotonic clock."""
-        self._open = False
+        self._recording = recording
+        recording.followers[self] = None
         connection.on_lost = self._lost
-        recording.join(self)
-        if connection.lost:
-            self._lost()
 
-    def open(self) -> None:
-        """The response's header is out: write what there is of a stream, and go on."""
-        self._open = True
-        self.connection.on_writable = self.flush
-        self.flush()
-
-    def flush(self) -> None:
-        """Write what there is, as far as the socket takes it."""
-        if not self._open or self.left:
-            return
-        while self.connection.writable:
-            data = self.read()
-            if not data:
-                if self.recording.ended:
-                    self._complete()
-                return
-            self.connection.write_chunk(data)
+    async def changed(self, timeout_s: float | None = None) -> bool:
+        """Wait for news of the recording; return False if the time is over before there are any."""
+        try:
+            await asyncio.wait_for(self.wake.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        self.wake.clear()
+        return True
 
     def read(self) -> bytes:
-        """The next bytes of the answer; none at the end of what is recorded."""
-        data, self.position = self.recording.read(self.position)
+        """Return the next bytes of the response; none at the end of what is recorded."""
+        data, self.position = self._recording.read(self.position)
         if data and self.first_bytes_at is None:
             self.first_bytes_at = time.monotonic()
         return data
 
-    def finish(self) -> None:
-        """Nothing more is recorded."""
-        self.begun.set()
-        if self.recording.streamed:
-            self.flush()
-        else:
-            self.done.set()
-
     def close(self) -> None:
-        """The answer is out, or the client gone."""
+        """Leave the recording."""
         self.connection.release()
-        self.recording.leave(self)
-
-    def cut_off(self) -> None:
-        """Close the connection: the client reads too slowly."""
-        self.connection.cut_off()
-        self._lost()
-
-    def _complete(self) -> None:
-        if self.recording.broken:
-            self.connection.abort()
-        self.done.set()
+        self._recording.remove(self)
 
     def _lost(self) -> None:
         self.left = True
-        self.begun.set()
-        self.done.set()
-        self.recording.leave(self)
+        self.wake.set()
+        self._recording.remove(self)

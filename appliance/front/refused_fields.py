@@ -1,36 +1,45 @@
 """The request fields that would change an answer and that this server does not implement.
 
-They are known from the documentation of OpenAI, vLLM, SGLang, llama.cpp's server, text-generation-inference
-and text-generation-webui. Each is refused by name, unless it has a value that changes nothing. Fields in none
-of these tables are tolerated.
+The names come from the documentation of OpenAI, vLLM, SGLang, llama.cpp's server, text-generation-inference
+and text-generation-webui. Each field is refused by name, unless its value does not change the answer. Fields
+in none of these tables are ignored.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from pydantic import BaseModel, BeforeValidator, WithJsonSchema, create_model
-from pydantic_core import PydanticCustomError
-
-UNSUPPORTED = "unsupported"
-"""Type of the validation error that becomes `unsupported_parameter`."""
-
-_MAX_SHOWN_CHARS = 40
+from appliance.front.validation import UNSUPPORTED, FieldError, shown
 
 
 class RefusedField(NamedTuple):
-    """A field that is refused, and what to do instead."""
+    """A field that is refused, and the remedy that the error message gives."""
 
     name: str
     remedy: str
     neutral: tuple[Any, ...] = ()
-    """Values that change nothing, besides null, false and what is empty."""
+    """Values that do not change the answer, besides null, false and empty ones."""
     is_content: bool = False
-    """Its value is text of the conversation, which no error message repeats: messages are logged."""
+    """The value is text of the conversation. Error messages are logged, so they do not repeat it."""
+
+    @property
+    def json_schema(self) -> dict[str, Any]:
+        """The values that are accepted."""
+        return {"enum": [None, False, *self.neutral], "description": f"Refused otherwise: {self.remedy}."}
+
+    def check(self, value: Any) -> None:
+        """Accept a value that does not change the answer. Raises FieldError."""
+        if value is None or value is False or (isinstance(value, (list, dict, str)) and not value):
+            return
+        # In Python, True equals 1.
+        if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.neutral):
+            return
+        named = "a text" if self.is_content and not isinstance(value, (dict, list)) else shown(value)
+        raise FieldError(f"{named} is not supported by this server; {self.remedy}", UNSUPPORTED)
 
 
 def _each(remedy: str, *names: str, **neutral: tuple[Any, ...]) -> tuple[RefusedField, ...]:
-    """Fields with one remedy: `names`, and those that have values which change nothing."""
+    """Return fields that share one remedy: `names`, and further ones with their neutral values."""
     return (
         *(RefusedField(name, remedy) for name in names),
         *(RefusedField(name, remedy, values) for name, values in neutral.items()),
@@ -154,7 +163,7 @@ REFUSED = (
         verbosity=("medium",),
     ),
 )
-"""On both generation routes."""
+"""Refused on both generation routes."""
 
 REFUSED_IN_CHATS = (
     *_each(_TOOLS, "tools", "functions", "tool_prompt", "web_search_options", "guideline"),
@@ -175,44 +184,3 @@ REFUSED_IN_COMPLETIONS = (
 REFUSED_IN_MESSAGES = _each(_TOOLS, "tool_calls", "function_call") + _each(
     "answers and prompts are text: leave it out", "audio"
 )
-
-
-def refusing(name: str, base: type[BaseModel], fields: tuple[RefusedField, ...]) -> type[BaseModel]:
-    """`base` with `fields`, each of which is None or refused."""
-    types: dict[str, Any] = {field.name: (_refused(field), None) for field in fields}
-    return create_model(name, __base__=base, **types)
-
-
-def _refused(field: RefusedField) -> Any:
-    def check(value: Any) -> None:
-        if not _is_neutral(field, value):
-            message = f"{_shown(field, value)} is not supported by this server; {field.remedy}"
-            # The message is a parameter, since text from a client must not be taken for a template.
-            raise PydanticCustomError(UNSUPPORTED, "{message}", {"message": message})
-
-    schema = {"enum": [None, False, *field.neutral], "description": f"Refused otherwise: {field.remedy}."}
-    return Annotated[None, BeforeValidator(check), WithJsonSchema(schema)]
-
-
-def _is_neutral(field: RefusedField, value: Any) -> bool:
-    if value is None or value is False or (isinstance(value, (list, dict, str)) and not value):
-        return True
-    # In Python, True equals 1.
-    return any(
-        value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in field.neutral
-    )
-
-
-def _shown(field: RefusedField, value: Any) -> str:
-    """The value, as far as it is short and no content."""
-    if isinstance(value, dict):
-        return "an object"
-    if isinstance(value, list):
-        return "a list"
-    if field.is_content:
-        return "a text"
-    if isinstance(value, str) and len(value) > _MAX_SHOWN_CHARS:
-        return repr(value[:_MAX_SHOWN_CHARS] + "…")
-    if isinstance(value, int) and abs(value) >= 1 << 64:
-        return "a huge number"
-    return repr(value)

@@ -1,4 +1,4 @@
-"""Answers a job: runs its generation and writes the answer, whole or streamed."""
+"""Answers a task: runs its generation and writes the answer, whole or streamed."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from appliance.front.answers import answer_steps
-from appliance.front.box import Box
-from appliance.front.call import Call
+from appliance.front.app_state import AppState
 from appliance.front.comments import HEAD_DELAY_S, happens_within, send_comments
 from appliance.front.errors import ApiError
 from appliance.front.generation import CLIENT_LEFT, Generation
-from appliance.front.job import Job
+from appliance.front.generation_task import GenerationTask
+from appliance.front.request_context import RequestContext
 from appliance.front.stream import EventStream
 from appliance.front.turns import in_turns
 
@@ -25,25 +25,27 @@ _STREAM_HEADERS = [
 class GenerationResponse(Response):
     """The response to a generation request; the request is settled when it is out, whatever happens."""
 
-    def __init__(self, box: Box, call: Call, job: Job, comments: bool = True) -> None:
+    def __init__(
+        self, state: AppState, context: RequestContext, task: GenerationTask, comments: bool = True
+    ) -> None:
         """`comments`: the client gets them while a stream is silent; a recording does not."""
         super().__init__()
         self._comments = comments
-        self.generation = Generation(box, call, job)
+        self.generation = Generation(state, context, task)
         self.status = 500
         """What the request ended with; also of a stream, whose head said 200."""
-        self._box = box
-        self._call = call
-        self._job = job
+        self._state = state
+        self._context = context
+        self._task = task
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if not self._job.asked:
+        if not self._task.asked:
             # The request is prepared: its body is not held any more.
-            self._call.body.release()
+            self._context.body.release()
         generation = self.generation
         error = "the front failed to answer; its log says why"
         try:
-            if self._job.stream:
+            if self._task.stream:
                 failure = await self._stream(generation, scope, receive, send)
             else:
                 failure = await self._whole(generation, scope, receive, send)
@@ -54,11 +56,11 @@ class GenerationResponse(Response):
             if not generation.ended.is_set():
                 generation.abort(error)
             generation.settle(self.status, error)
-            self._box.active.pop(self._call.request_id, None)
+            self._state.active.pop(self._context.request_id, None)
             if generation.is_kept and generation.ran:
-                self._box.keeper.keep(generation.said())
-            self._call.body.release()
-            self._call.connection.release()
+                self._state.keeper.keep(generation.transcript())
+            self._context.body.release()
+            self._context.connection.release()
 
     async def _whole(
         self, generation: Generation, scope: Scope, receive: Receive, send: Send
@@ -83,7 +85,7 @@ class GenerationResponse(Response):
         stream = EventStream(generation)
         generation.start()
         # Until the head is out, a failure has its own status.
-        interval_s = self._box.limits.stream_comment_interval_s
+        interval_s = self._state.limits.stream_comment_interval_s
         if interval_s:
             await happens_within(generation.begun, HEAD_DELAY_S)
         else:
@@ -94,16 +96,16 @@ class GenerationResponse(Response):
             await self._fail(generation, generation.failure, scope, receive, send)
             return generation.failure
         headers = [(name.encode(), value.encode()) for name, value in generation.headers.items()]
-        self._box.streams += 1
+        self._state.streams += 1
         try:
             await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS + headers})
             stream.open()
             if self._comments and interval_s:
-                await send_comments(self._call.connection, stream.done, interval_s)
+                await send_comments(self._context.connection, stream.done, interval_s)
             await stream.done.wait()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            self._box.streams -= 1
+            self._state.streams -= 1
         return generation.failure
 
     async def _fail(

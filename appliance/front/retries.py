@@ -1,172 +1,153 @@
-"""The runs of requests with an `Idempotency-Key`, which retries join or repeat: those of this front.
+"""This front's runs of requests with an `Idempotency-Key`, which retries join or repeat.
 
-    claim ──► the core says: run ──► running ──► kept ──► expired, or dropped for want of room
-                 │                      │
-                 │                      └──► failed, or nobody came back: void
-                 └► elsewhere (another front has it), or another body: forgotten here
+    claimed ──► running ──► kept ──► dropped after its time, or for lack of memory
+        │          └──► dropped: it failed, or no client came back in time
+        └──► forgotten: another front has the run
 
-The core keeps who runs what (`appliance.front_pool.claims`), this front the answers. What is here is only as
-good as this process: after its death a retry runs anew.
+The core keeps which front has which run (`appliance.front_pool.claims`); the front keeps the answers. When
+the front's process ends, its answers are lost, and retries run anew.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Callable
-from typing import Literal
 
 from appliance.front.recording import Recording
 from appliance.messages import Claim, Claimed, FrontToCore, Release, RetryRules
 
-_RECORD_BYTES = 1024
-"""What a record takes beside its answer."""
-
-Verdict = Literal["run", "elsewhere", "conflict"]
+_RUN_BYTES = 1024
+"""Memory of a run besides its answer."""
 
 
-class Record:
-    """One run and its answer."""
+class KeyedRun:
+    """One run and its answer. It holds neither the prompt nor the connection of its request, since they do
+    not count in `bytes`."""
 
-    def __init__(self, scope: bytes, fingerprint: bytes, request_id: str, recording: Recording) -> None:
+    def __init__(self, scope: bytes, fingerprint: bytes, request_id: str) -> None:
         self.scope = scope
+        """Stands for the caller, the endpoint and the key."""
         self.fingerprint = fingerprint
+        """Stands for the body."""
         self.request_id = request_id
-        """The request that runs. Nothing else of it is kept: its prompt and connection are not in `bytes`."""
-        self.request_class: int | None = None
-        """What that got, once its body has said what it asks for."""
-        self.recording = recording
+        self.recording: Recording
         self.claimed = asyncio.Event()
-        """The core has said who runs it."""
-        self.verdict: Verdict = "run"
+        """The core has answered: `is_elsewhere` and `retry_of` are known."""
+        self.is_elsewhere = False
+        """Another front has the run."""
         self.retry_of = ""
-        """An earlier run of the same request, whose answer is not there any more."""
+        """The request id of an earlier run with the same key, whose answer is lost."""
+        self.request_class: int | None = None
         self.status = 500
-        """What the run ended with, and how its samples did."""
         self.finish_reason = ""
-        self.bytes = _RECORD_BYTES
-        self.kept_at: float | None = None
-        """Set when it has ended and is kept: seconds of the event loop's clock."""
+        self.bytes = _RUN_BYTES
+        self.timer: asyncio.TimerHandle | None = None
+        """Runs while no client follows a running request, and while an answer is kept."""
+
+    def stop_timer(self) -> None:
+        """Stop the timer, if it runs."""
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
 
 
 class Retries:
-    """Every record of this front, by scope: whose key it is, for which endpoint."""
+    """The runs of this front, by scope."""
 
     def __init__(self, to_core: Callable[[FrontToCore], None]) -> None:
         self.rules = RetryRules()
         self.kept_bytes = 0
         self._to_core = to_core
-        self._records: dict[bytes, Record] = {}
-        self._kept: OrderedDict[bytes, Record] = OrderedDict()
-        """Those that have ended, oldest first."""
-        self._timers: dict[bytes, asyncio.TimerHandle] = {}
-        """Of runs that nobody follows."""
+        self._runs: dict[bytes, KeyedRun] = {}
+        self._kept: dict[bytes, KeyedRun] = {}
+        """The runs that have ended, oldest first."""
         self._stopping = False
 
     def __len__(self) -> int:
-        return len(self._records)
+        return len(self._runs)
 
-    def find(self, scope: bytes) -> Record | None:
-        """The record of this scope, if it is here."""
-        record = self._records.get(scope)
-        if record is not None and self._expired(record):
-            self._drop(record)
-            return None
-        return record
+    def find(self, scope: bytes) -> KeyedRun | None:
+        """Return the run of this scope, if it is known here."""
+        return self._runs.get(scope)
 
-    def claim(self, scope: bytes, fingerprint: bytes, request_id: str) -> Record:
-        """A record for a request that is not known here; `claimed` is set when the core has said who runs
-        it."""
-        recording = Recording(lambda size: self._grew(record, size), lambda: self._orphaned(record))
-        record = Record(scope, fingerprint, request_id, recording)
-        self._records[scope] = record
-        self.kept_bytes += record.bytes
-        self._to_core(Claim(scope=scope, fingerprint=fingerprint, request_id=request_id))
-        return record
+    def claim(self, scope: bytes, fingerprint: bytes, request_id: str) -> KeyedRun:
+        """Add a run, and ask the core whether it belongs to this front (`KeyedRun.claimed`)."""
+        run = KeyedRun(scope, fingerprint, request_id)
+        run.recording = Recording(lambda size: self._grew(run, size), lambda: self._orphaned(run))
+        self._runs[scope] = run
+        self.kept_bytes += run.bytes
+        self._to_core(Claim(scope, request_id))
+        return run
 
     def take(self, message: Claimed) -> None:
-        """The core's answer to a claim."""
-        record = self._records.get(message.scope)
-        if record is None or record.claimed.is_set():
+        """Take the core's answer to a claim."""
+        run = self._runs.get(message.scope)
+        if run is None or run.claimed.is_set():
             return
-        record.verdict, record.retry_of = message.verdict, message.retry_of
-        if message.verdict != "run":
-            self._forget(record)
-        record.claimed.set()
+        run.is_elsewhere, run.retry_of = message.is_elsewhere, message.retry_of
+        if run.is_elsewhere:
+            self._forget(run)
+        run.claimed.set()
 
-    def joined(self, record: Record) -> None:
-        """Somebody follows the record's run (again)."""
-        timer = self._timers.pop(record.scope, None)
-        if timer is not None:
-            timer.cancel()
+    def joined(self, run: KeyedRun) -> None:
+        """Take note that a client follows the run."""
+        if not run.recording.ended:
+            run.stop_timer()
 
-    def ended(self, record: Record, good: bool) -> None:
-        """Its run is over; a good one is kept for a while."""
-        self.joined(record)
-        if self._records.get(record.scope) is not record:
+    def ended(self, run: KeyedRun, good: bool) -> None:
+        """Keep the answer of a run for a while if it is good, and drop it otherwise."""
+        run.stop_timer()
+        if self._runs.get(run.scope) is not run:
             return
         if not good or self._stopping:
-            self._drop(record, void=not good)
+            self._drop(run, void=not good)
             return
-        record.kept_at = asyncio.get_running_loop().time()
-        self._kept[record.scope] = record
+        self._kept[run.scope] = run
+        run.timer = asyncio.get_running_loop().call_later(self.rules.keep_s, self._drop, run)
         self._make_room()
 
-    def expire(self) -> None:
-        """Drop what was kept for long enough. To be called now and then."""
-        while self._kept:
-            oldest = next(iter(self._kept.values()))
-            if not self._expired(oldest):
-                return
-            self._drop(oldest)
-
     def stop(self) -> None:
-        """The front is stopping: nobody will come back, so runs that nobody follows end."""
+        """End the runs that no client follows: the front is stopping."""
         self._stopping = True
-        for scope in list(self._timers):
-            self._give_up(self._records[scope])
+        for run in list(self._runs.values()):
+            if run.timer is not None and run.scope not in self._kept:
+                self._give_up(run)
 
-    def _orphaned(self, record: Record) -> None:
-        known = self._records.get(record.scope) is record
+    def _orphaned(self, run: KeyedRun) -> None:
+        known = self._runs.get(run.scope) is run
         if not known or self._stopping or self.rules.grace_s <= 0:
-            self._give_up(record)
+            self._give_up(run)
             return
-        loop = asyncio.get_running_loop()
-        self._timers[record.scope] = loop.call_later(self.rules.grace_s, self._give_up, record)
+        run.timer = asyncio.get_running_loop().call_later(self.rules.grace_s, self._give_up, run)
 
-    def _give_up(self, record: Record) -> None:
-        self.joined(record)
-        if self._records.get(record.scope) is record:
-            self._drop(record, void=True)
-        record.recording.give_up()
+    def _give_up(self, run: KeyedRun) -> None:
+        if self._runs.get(run.scope) is run:
+            self._drop(run, void=True)
+        run.recording.give_up()
 
-    def _grew(self, record: Record, size: int) -> None:
-        if self._records.get(record.scope) is record:
-            record.bytes += size
-            self.kept_bytes += size
-            self._make_room(record)
+    def _grew(self, run: KeyedRun, size: int) -> None:
+        if self._runs.get(run.scope) is not run:
+            return
+        run.bytes += size
+        self.kept_bytes += size
+        self._make_room()
+        if self.kept_bytes > self.rules.max_bytes:
+            self._drop(run, void=True)
+            run.recording.stop_keeping()
+            if not run.recording.followers:
+                run.recording.give_up()
 
-    def _make_room(self, growing: Record | None = None) -> None:
+    def _make_room(self) -> None:
         while self.kept_bytes > self.rules.max_bytes and self._kept:
             self._drop(next(iter(self._kept.values())), void=True)
-        if growing is not None and self.kept_bytes > self.rules.max_bytes:
-            self._drop(growing, void=True)
-            growing.recording.stop_keeping()
-            if not growing.recording.followers:
-                growing.recording.give_up()
 
-    def _drop(self, record: Record, void: bool = False) -> None:
-        """Let go of it here and in the core; `void`: before its time."""
-        self._forget(record)
-        self._to_core(Release(scope=record.scope, request_id=record.request_id, void=void))
+    def _drop(self, run: KeyedRun, void: bool = False) -> None:
+        """Forget the run here and in the core. `void`: its answer is lost before its time."""
+        self._forget(run)
+        self._to_core(Release(scope=run.scope, request_id=run.request_id, void=void))
 
-    def _forget(self, record: Record) -> None:
-        del self._records[record.scope]
-        self._kept.pop(record.scope, None)
-        self.kept_bytes -= record.bytes
-        self.joined(record)
-
-    def _expired(self, record: Record) -> bool:
-        if record.kept_at is None:
-            return False
-        return asyncio.get_running_loop().time() >= record.kept_at + self.rules.keep_s
+    def _forget(self, run: KeyedRun) -> None:
+        del self._runs[run.scope]
+        self._kept.pop(run.scope, None)
+        self.kept_bytes -= run.bytes
+        run.stop_timer()

@@ -1,32 +1,25 @@
-"""The API's endpoints."""
+"""The API's endpoints. All of them require the scope `inference`; those without it are in `health`."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
-from fastapi import APIRouter
-from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
 from appliance.front import documents
+from appliance.front.app_state import AppState
 from appliance.front.body import parse_body, read_body, receive_body
-from appliance.front.box import Box
-from appliance.front.call import call_of
 from appliance.front.errors import invalid
+from appliance.front.generation_task import GenerationTask
 from appliance.front.idempotency import answer, has_key
-from appliance.front.job import Job
-from appliance.front.models import allows
-from appliance.front.prepare import (
-    chat_job,
-    chat_tokens,
-    completion_job,
-    decode,
-    named_model,
-    text_tokens,
-)
+from appliance.front.models import LoadedModel, allows
+from appliance.front.prepare_chat import chat_task
+from appliance.front.prepare_completion import completion_task
+from appliance.front.prepare_task import named_model
+from appliance.front.request_context import RequestContext, context_of
 from appliance.front.sampling import check_token_ids
 from appliance.front.schemas import (
     ChatRequest,
@@ -34,44 +27,206 @@ from appliance.front.schemas import (
     DeploymentChatRequest,
     DeploymentCompletionRequest,
     DetokenizeRequest,
+    GenerationRequest,
     TokenizeRequest,
 )
+from appliance.front.tokenization import chat_tokens, decode, text_tokens
 from appliance.front.tokens import tokenized
+from appliance.http.openapi import Operation
 from appliance.messages import ServedModel
-from appliance.scopes import routes_for
+from appliance.scopes import ScopedRoute
 
-_WHOLE_OR_STREAMED: dict[int | str, dict[str, Any]] = {
-    200: {
-        "description": "The whole answer; with `stream`, chunks as server-sent events, then [DONE].",
-        "content": {"text/event-stream": {}},
-    }
-}
+Body = TypeVar("Body", bound=GenerationRequest)
+
+SECURITY: tuple[dict[str, list[str]], ...] = ({"key": []},)
+"""The OpenAPI security requirement of these routes."""
 
 _IDEMPOTENCY_KEY = {
-    "parameters": [
-        {
-            "name": "Idempotency-Key",
-            "in": "header",
-            "description": "A retry with the same key and body joins the first request's run, or repeats its "
-            "answer. With another body: 422.",
-            "schema": {"type": "string", "minLength": 1, "maxLength": 255, "pattern": "^[!-~]+$"},
-        }
-    ]
+    "name": "Idempotency-Key",
+    "in": "header",
+    "description": "A retry with the same key and body joins the first request's run, or repeats its answer. "
+    "With another body: 422.",
+    "schema": {"type": "string", "minLength": 1, "maxLength": 255, "pattern": "^[!-~]+$"},
 }
+
+
+def api_routes(state: AppState, describe: Callable[[], dict[str, Any]]) -> list[ScopedRoute]:
+    """Return the routes. `describe` makes the OpenAPI document."""
+    api = _Api(state)
+
+    async def openapi(request: Request) -> Response:
+        return _json(describe())
+
+    return [
+        _route("GET", "/openapi.json", openapi),
+        _route(
+            "GET",
+            "/v1/models",
+            api.list_models,
+            _models("List the served models", documents.ModelListDocument),
+        ),
+        _route(
+            "GET",
+            "/v1/models/{model:path}",
+            api.show_model,
+            _models("Show a served model", documents.ModelDocument, 404),
+        ),
+        _route(
+            "POST",
+            "/v1/chat/completions",
+            api.chat_completions,
+            _generation("Answer a conversation", ChatRequest, documents.ChatCompletionDocument),
+        ),
+        _route(
+            "POST",
+            "/v1/completions",
+            api.completions,
+            _generation("Continue prompts", CompletionRequest, documents.CompletionDocument),
+        ),
+        # Azure's routes. The longer path comes first, since a model's name can have slashes.
+        _route("POST", "/openai/deployments/{model:path}/chat/completions", api.deployment_chat_completions),
+        _route("POST", "/openai/deployments/{model:path}/completions", api.deployment_completions),
+        _route(
+            "POST",
+            "/tokenize",
+            api.tokenize,
+            _tokens(
+                "Convert text, or a conversation, to token ids", TokenizeRequest, documents.TokenizeDocument
+            ),
+        ),
+        _route(
+            "POST",
+            "/detokenize",
+            api.detokenize,
+            _tokens("Convert token ids to text", DetokenizeRequest, documents.DetokenizeDocument),
+        ),
+    ]
+
+
+class _Api:
+    """The endpoints. The gate has authenticated the callers."""
+
+    def __init__(self, state: AppState) -> None:
+        self._state = state
+
+    async def list_models(self, request: Request) -> Response:
+        """List the served models that the caller may use."""
+        identity = context_of(request).identity
+        served = [model for model in self._state.catalog.served if allows(identity, model.name)]
+        return _json({"object": "list", "data": [_document(model) for model in served]})
+
+    async def show_model(self, request: Request) -> Response:
+        """Show one served model."""
+        model = self._state.catalog.get(request.path_params["model"], context_of(request).identity)
+        return _json(_document(model.served))
+
+    async def chat_completions(self, request: Request) -> Response:
+        """Answer a conversation."""
+        return await self._generate(request, ChatRequest, chat_task)
+
+    async def completions(self, request: Request) -> Response:
+        """Continue prompts."""
+        return await self._generate(request, CompletionRequest, completion_task)
+
+    async def deployment_chat_completions(self, request: Request) -> Response:
+        """Answer a conversation with the model that the path names."""
+        return await self._generate(request, DeploymentChatRequest, chat_task)
+
+    async def deployment_completions(self, request: Request) -> Response:
+        """Continue prompts with the model that the path names."""
+        return await self._generate(request, DeploymentCompletionRequest, completion_task)
+
+    async def tokenize(self, request: Request) -> Response:
+        """Convert text, or a conversation, to token ids."""
+        state, context = self._state, context_of(request)
+        body = await read_body(request, TokenizeRequest, state.limits.max_body_bytes)
+        model = state.catalog.get(body.model, context.identity)
+        if (body.prompt is None) == (body.messages is None):
+            raise invalid("prompt", "give either prompt or messages")
+        if body.messages is not None:
+            tokens = await chat_tokens(
+                state,
+                model,
+                context,
+                body.messages,
+                add_generation_prompt=body.add_generation_prompt,
+                add_special_tokens=bool(body.add_special_tokens),
+                continue_final_message=bool(body.continue_final_message),
+            )
+        else:
+            special = body.add_special_tokens is not False
+            (tokens,) = await text_tokens(
+                state, model, context, [body.prompt or ""], add_special_tokens=special
+            )
+        state.charge(context, len(tokens))
+        return await tokenized(model, tokens, bool(body.return_token_strs))
+
+    async def detokenize(self, request: Request) -> Response:
+        """Convert token ids to text."""
+        state, context = self._state, context_of(request)
+        body = await read_body(request, DetokenizeRequest, state.limits.max_body_bytes)
+        model = state.catalog.get(body.model, context.identity)
+        token_ids = check_token_ids(model, body.tokens, "tokens")
+        state.charge(context, len(token_ids))
+        return _json({"prompt": await decode(state, model, context, token_ids, skip_special=False)})
+
+    async def _generate(
+        self,
+        request: Request,
+        kind: type[Body],
+        make_task: Callable[[AppState, LoadedModel, RequestContext, Body], Awaitable[GenerationTask]],
+    ) -> Response:
+        """Answer a generation request whose body is of this kind. A model in the path takes the place of the
+        body's."""
+        state, context = self._state, context_of(request)
+        data = await receive_body(request, state.limits.max_body_bytes)
+        body = parse_body(data, kind, state.limits.max_body_bytes, context)
+        body.model = request.path_params.get("model", body.model)
+        if not has_key(request):
+            # Otherwise up to two megabytes would be held until the prompt is encoded.
+            data.clear()
+        found = named_model(state, context, body)
+        return await answer(state, request, context, data, lambda: make_task(state, found, context, body))
+
+
+def _route(
+    method: str,
+    path: str,
+    endpoint: Callable[[Request], Awaitable[Response]],
+    operation: Operation | None = None,
+) -> ScopedRoute:
+    return ScopedRoute(method, path, endpoint, wanted="inference", operation=operation)
+
+
+def _models(summary: str, kind: Any, *statuses: int) -> Operation:
+    return Operation(summary, kind, tags=("models",), errors=_errors(*statuses), security=SECURITY)
+
+
+def _tokens(summary: str, body: Any, kind: Any) -> Operation:
+    errors = _errors(404, 413, 415)
+    return Operation(summary, kind, tags=("tokens",), body=body, errors=errors, security=SECURITY)
+
+
+def _generation(summary: str, body: Any, kind: Any) -> Operation:
+    return Operation(
+        summary,
+        kind,
+        answer_description="The complete answer. With `stream`: chunks as server-sent events, then [DONE].",
+        streams=True,
+        tags=("generation",),
+        body=body,
+        errors=_errors(404, 409, 413, 415, 422, 429),
+        parameters=(_IDEMPOTENCY_KEY,),
+        security=SECURITY,
+    )
+
+
+def _errors(*statuses: int) -> dict[int, Any]:
+    return dict.fromkeys((400, 401, 403, 408, 503, *statuses), documents.ErrorDocument)
 
 
 def _json(value: Any) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
-
-
-def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    return {status: {"model": documents.ErrorDocument} for status in statuses}
-
-
-def _body(model: type[BaseModel]) -> dict[str, Any]:
-    """Bodies are read by `read_body`; this is what the OpenAPI document says of them."""
-    reference = {"$ref": f"#/components/schemas/{model.__name__}"}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": reference}}}}
 
 
 def _document(model: ServedModel) -> dict[str, Any]:
@@ -82,132 +237,3 @@ def _document(model: ServedModel) -> dict[str, Any]:
         "owned_by": "appliance",
         "max_model_len": model.max_model_len,
     }
-
-
-def api_routes(box: Box, describe: Callable[[], dict[str, Any]]) -> APIRouter:
-    """Every endpoint but those of health. All of them need an identity, which the gate has found, of scope
-    inference. `describe` makes the OpenAPI document."""
-    router = APIRouter(responses=_errors(400, 401, 403, 408, 503), route_class=routes_for("inference"))
-    with_model = _errors(404)
-    with_body = _errors(404, 413, 415)
-    generated = {**with_body, **_errors(409, 422, 429), **_WHOLE_OR_STREAMED}
-
-    @router.get("/openapi.json", include_in_schema=False)
-    async def openapi() -> Response:
-        """This API, described."""
-        return _json(describe())
-
-    @router.get("/v1/models", response_model=documents.ModelListDocument, tags=["models"])
-    async def list_models(request: Request) -> Response:
-        """The served models that the key opens."""
-        identity = call_of(request).identity
-        served = [model for model in box.catalog.served if allows(identity, model.name)]
-        return _json({"object": "list", "data": [_document(model) for model in served]})
-
-    @router.get(
-        "/v1/models/{model:path}",
-        response_model=documents.ModelDocument,
-        tags=["models"],
-        responses=with_model,
-    )
-    async def show_model(request: Request, model: str) -> Response:
-        """One served model."""
-        return _json(_document(box.catalog.get(model, call_of(request).identity).served))
-
-    async def generate(
-        request: Request, kind: type[Any], make_job: Callable[..., Awaitable[Job]], model: str | None = None
-    ) -> Response:
-        """Answer a generation request whose body is of this kind; `model` is the one that its path names."""
-        call = call_of(request)
-        data = await receive_body(request, box.limits.max_body_bytes)
-        body = parse_body(data, kind, box.limits.max_body_bytes, call)
-        if model is not None:
-            body.model = model
-        if not has_key(request):
-            # Two megabytes at most, which would otherwise be held until the prompt is encoded.
-            data.clear()
-        found = named_model(box, call, body)
-        return await answer(box, request, call, data, lambda: make_job(box, found, call, body))
-
-    @router.post(
-        "/v1/chat/completions",
-        response_model=documents.ChatCompletionDocument,
-        responses=generated,
-        openapi_extra=_body(ChatRequest) | _IDEMPOTENCY_KEY,
-        tags=["generation"],
-    )
-    async def chat_completions(request: Request) -> Response:
-        """Answer a conversation."""
-        return await generate(request, ChatRequest, chat_job)
-
-    @router.post(
-        "/v1/completions",
-        response_model=documents.CompletionDocument,
-        responses=generated,
-        openapi_extra=_body(CompletionRequest) | _IDEMPOTENCY_KEY,
-        tags=["generation"],
-    )
-    async def completions(request: Request) -> Response:
-        """Continue prompts."""
-        return await generate(request, CompletionRequest, completion_job)
-
-    # Azure's routes. The longer path first: a model's name may have slashes.
-    @router.post("/openai/deployments/{model:path}/chat/completions", include_in_schema=False)
-    async def deployment_chat_completions(request: Request, model: str) -> Response:
-        """Answer a conversation by the model that the path names."""
-        return await generate(request, DeploymentChatRequest, chat_job, model)
-
-    @router.post("/openai/deployments/{model:path}/completions", include_in_schema=False)
-    async def deployment_completions(request: Request, model: str) -> Response:
-        """Continue prompts by the model that the path names."""
-        return await generate(request, DeploymentCompletionRequest, completion_job, model)
-
-    @router.post(
-        "/tokenize",
-        response_model=documents.TokenizeDocument,
-        responses=with_body,
-        openapi_extra=_body(TokenizeRequest),
-        tags=["tokens"],
-    )
-    async def tokenize(request: Request) -> Response:
-        """Text, or a conversation, as the model's token ids."""
-        call = call_of(request)
-        body = await read_body(request, TokenizeRequest, box.limits.max_body_bytes)
-        model = box.catalog.get(body.model, call.identity)
-        if (body.prompt is None) == (body.messages is None):
-            raise invalid("prompt", "give either prompt or messages")
-        if body.messages is not None:
-            continues = bool(body.continue_final_message)
-            tokens = await chat_tokens(
-                box,
-                model,
-                call,
-                body.messages,
-                body.add_generation_prompt is not False and not continues,
-                bool(body.add_special_tokens),
-                continue_final_message=continues,
-            )
-        else:
-            tokens = await text_tokens(
-                box, model, call, body.prompt or "", body.add_special_tokens is not False
-            )
-        box.charge(call, len(tokens))
-        return await tokenized(model, tokens, bool(body.return_token_strs))
-
-    @router.post(
-        "/detokenize",
-        response_model=documents.DetokenizeDocument,
-        responses=with_body,
-        openapi_extra=_body(DetokenizeRequest),
-        tags=["tokens"],
-    )
-    async def detokenize(request: Request) -> Response:
-        """The text of token ids."""
-        call = call_of(request)
-        body = await read_body(request, DetokenizeRequest, box.limits.max_body_bytes)
-        model = box.catalog.get(body.model, call.identity)
-        token_ids = check_token_ids(model, body.tokens, "tokens")
-        box.charge(call, len(token_ids))
-        return _json({"prompt": await decode(box, model, call, token_ids, skip_special=False)})
-
-    return router

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from appliance.front.job import Prompt
+from appliance.front.generation_task import Prompt
 from appliance.text.stream import TextStream
 from engine.messages import Output, TokenLogprob
 
@@ -33,10 +33,10 @@ class Sample:
         "entries",
         "finish_reason",
         "index",
+        "kept_text",
         "number",
         "pieces",
         "prompt",
-        "said",
         "token_ids",
         "waiting",
     )
@@ -60,7 +60,7 @@ class Sample:
         self.token_ids: list[int] = []
         """Everything generated: what a resubmission needs."""
         self.pieces: list[str] = []
-        self.said: list[str] | None = [] if is_kept else None
+        self.kept_text: list[str] | None = [] if is_kept else None
         """The whole text so far, where it is to be kept."""
         self.entries: list[LogprobEntry] | None = [] if wants_logprobs else None
         self.delivered = 0
@@ -93,7 +93,7 @@ class Sample:
         delivered = self.delivered
         if self.entries is None:
             delta = self._text.push(visible)
-            self._say(delta.text)
+            self._add_text(delta.text)
             self.delivered += delta.tokens_delivered
             stopped = delta.stopped
         else:
@@ -108,23 +108,23 @@ class Sample:
 
     def _end(self, finish: str) -> None:
         tail = self._text.finish()
-        self._say(tail.text)
+        self._add_text(tail.text)
         if tail.stopped is None and finish == "stop" and not self._includes_stop:
             self.delivered += 1
         self.finish_reason = "stop" if tail.stopped is not None else finish
 
-    def _say(self, text: str) -> None:
+    def _add_text(self, text: str) -> None:
         if text:
             self.pieces.append(text)
-            if self.said is not None:
-                self.said.append(text)
+            if self.kept_text is not None:
+                self.kept_text.append(text)
 
     def _push_each(self, token_ids: list[int], logprobs: list[TokenLogprob]) -> str | None:
         entries = self.entries
         for position, token_id in enumerate(token_ids):
             offset = self._offset + self._text.characters_decoded
             delta = self._text.push((token_id,))
-            self._say(delta.text)
+            self._add_text(delta.text)
             self.delivered += delta.tokens_delivered
             if entries is not None and position < len(logprobs):
                 entries.append(LogprobEntry(logprobs[position], offset))

@@ -7,11 +7,11 @@ import secrets
 from collections import deque
 from itertools import repeat
 
-from appliance.front.box import Box
-from appliance.front.call import Call
+from appliance.front.app_state import AppState
 from appliance.front.encoding import do_work
 from appliance.front.errors import ApiError, invalid
 from appliance.front.models import LoadedModel
+from appliance.front.request_context import RequestContext
 from appliance.front.schemas import GenerationRequest
 from appliance.text.encoder import LoneSurrogateError
 from engine.messages import MAX_BAD_WORD_TOKENS, SamplingParams
@@ -21,8 +21,8 @@ _MAX_INLINE_IDS = 32_768
 
 
 async def sampling_params(
-    box: Box,
-    call: Call,
+    state: AppState,
+    context: RequestContext,
     body: GenerationRequest,
     model: LoadedModel,
     *,
@@ -44,13 +44,13 @@ async def sampling_params(
         raise invalid(
             "min_tokens", f"is {min_tokens}, more than the {max_tokens} tokens that may be generated"
         )
-    check_token_ids(model, list(body.logit_bias), "logit_bias")
+    check_token_ids(model, list(body.logit_bias or ()), "logit_bias")
     stop_ids = check_token_ids(model, body.stop_token_ids or [], "stop_token_ids")
     if not body.ignore_eos:
         vocab_size = model.served.vocab_size or model.tokenizer.vocabulary_size
         known = [token_id for token_id in model.tokenizer.eos_ids if token_id < vocab_size]
         stop_ids = list(dict.fromkeys([*known, *stop_ids]))
-    bad_words = await bad_word_tokens(box, call, model, body.bad_words)
+    bad_words = await bad_word_tokens(state, context, model, body.bad_words or ())
     if body.allowed_token_ids is not None:
         check_token_ids(model, body.allowed_token_ids, "allowed_token_ids")
         banned = {word[0] for word in bad_words if len(word) == 1} | set(stop_ids if min_tokens else ())
@@ -59,7 +59,7 @@ async def sampling_params(
                 "allowed_token_ids",
                 "leaves no token to begin with, since bad_words and min_tokens ban all of them; allow others",
             )
-    allowed = body.allowed_token_ids or []
+    allowed: list[int] = body.allowed_token_ids or []
     inline = len(allowed) <= _MAX_INLINE_IDS
     allowed_tokens = bit_map(allowed) if inline else await asyncio.to_thread(bit_map, allowed)
     return SamplingParams(
@@ -106,7 +106,7 @@ def bit_map(token_ids: list[int]) -> bytes:
 
 
 async def bad_word_tokens(
-    box: Box, call: Call, model: LoadedModel, words: tuple[str, ...]
+    state: AppState, context: RequestContext, model: LoadedModel, words: tuple[str, ...]
 ) -> tuple[tuple[int, ...], ...]:
     """Return the runs of tokens that stand for the words at the beginning of a text and after a space. Raises
     `ApiError`."""
@@ -115,7 +115,7 @@ async def bad_word_tokens(
     texts = {variant: index for index, word in enumerate(words) for variant in (word, " " + word.lstrip(" "))}
     try:
         steps = model.tokenizer.encode_steps(list(texts), add_special_tokens=False)
-        runs = await do_work(box, call, steps, sum(map(len, texts)))
+        runs = await do_work(state, context, steps, sum(map(len, texts)))
     except LoneSurrogateError as error:
         raise invalid("bad_words", str(error)) from None
     for index, run in zip(texts.values(), runs, strict=True):

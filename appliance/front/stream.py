@@ -20,9 +20,9 @@ from appliance.front.sample import Sample
 
 log = logging.getLogger(__name__)
 
-MOST_HELD_OUTPUTS = 65_536
+MAX_HELD_OUTPUTS = 65_536
 """Outputs (a token or a few) kept for a client that does not read; then the request ends."""
-MOST_HELD_LOGPROB_OUTPUTS = 4_096
+MAX_HELD_LOGPROB_OUTPUTS = 4_096
 """The same with log probabilities, each of which may be a kilobyte."""
 
 _MAX_COST = 2048
@@ -40,28 +40,28 @@ class EventStream:
         self.generation = generation
         self.done = asyncio.Event()
         """The last event was handed to the transport, or nobody is there to take it."""
-        job = generation.job
-        self._job = job
-        self._connection = generation.call.connection
-        self._box = generation.box
+        task = generation.task
+        self._task = task
+        self._connection = generation.context.connection
+        self._state = generation.state
         self._is_open = False
         self._waiting: list[Sample] = []
         self._scheduled = False
         self._held = 0
         self._echoed: dict[int, PromptLogprobs] = {}
         """Of prompts that streams begin with, by sample."""
-        self._most_held = MOST_HELD_OUTPUTS if job.logprobs is None else MOST_HELD_LOGPROB_OUTPUTS
+        self._max_held = MAX_HELD_OUTPUTS if task.logprobs is None else MAX_HELD_LOGPROB_OUTPUTS
         self._unfinished = len(generation.samples)
         head = _encode(answer_head(generation, chunk=True))[:-1]
         # Up to the choice's index; from there to the text; what follows the choice.
         self._head = b"data: " + head + b',"choices":['
-        before_text = b',"delta":{"content":' if job.chat else b',"text":'
+        before_text = b',"delta":{"content":' if task.chat else b',"text":'
         self._before_text = [
             self._head + b'{"index":%d' % sample.index + before_text for sample in generation.samples
         ]
-        self._close = b"}" if job.chat else b""
+        self._close = b"}" if task.chat else b""
         # Where chunks carry more than a text, each is put together anew.
-        self._is_plain = not (job.return_token_ids or job.continuous_usage)
+        self._is_plain = not (task.return_token_ids or task.continuous_usage)
         self._after_text = self._close + b',"logprobs":null,"finish_reason":null}' + self._tail()
         generation.on_progress = self.progress
         generation.on_end = self.ended
@@ -79,7 +79,7 @@ class EventStream:
             self._schedule()
         else:
             self._held += 1
-            if self._held > self._most_held:
+            if self._held > self._max_held:
                 self.generation.too_slow()
 
     def ended(self) -> None:
@@ -103,7 +103,7 @@ class EventStream:
             self._flush()
         except Exception:
             # A mistake of ours must cost this stream only: others wait for their flush.
-            log.exception("request %s: its events could not be built", self.generation.call.request_id)
+            log.exception("request %s: its events could not be built", self.generation.context.request_id)
             self._connection.abort()
 
     def _flush(self) -> None:
@@ -130,7 +130,7 @@ class EventStream:
             events.append(b"data: " + generation.failure.document() + b"\n\n")
             last = True
         elif not self._unfinished:
-            if self._job.include_usage:
+            if self._task.include_usage:
                 events.append(self._head + b'],"usage":' + _encode(usage(generation)) + b"}\n\n")
             events.append(b"data: [DONE]\n\n")
             last = True
@@ -149,14 +149,14 @@ class EventStream:
     def _schedule(self) -> None:
         if not self._scheduled:
             self._scheduled = True
-            self._box.flush_soon(self.flush)
+            self._state.flush_soon(self.flush)
 
     def _build(self, sample: Sample, events: list[bytes]) -> int:
         """Add the sample's next events; their cost. If more of it is left, it waits again."""
         cost = 1
         if not sample.begun:
             if (
-                self._job.echoes_logprobs
+                self._task.echoes_logprobs
                 and sample.prompt.logprobs is None
                 and self.generation.failure is None
             ):
@@ -176,9 +176,9 @@ class EventStream:
                 text = pieces[0] if len(pieces) == 1 else "".join(pieces)
                 pieces.clear()
                 events.append(self._before_text[sample.index] + _encode(text) + self._after_text)
-        elif pieces or sample.entries or (self._job.return_token_ids and sample.counted > counted):
-            entries = sample.entries and sample.entries[: tokens_at_once(self._job)]
-            logprobs = logprobs_event(self._job, entries, None)
+        elif pieces or sample.entries or (self._task.return_token_ids and sample.counted > counted):
+            entries = sample.entries and sample.entries[: tokens_at_once(self._task)]
+            logprobs = logprobs_event(self._task, entries, None)
             token_ids = self._token_ids(sample.token_ids[counted : sample.counted])
             events.append(self._event(sample, "".join(pieces), logprobs, token_ids))
             pieces.clear()
@@ -187,13 +187,13 @@ class EventStream:
                 if sample.entries:
                     self._wait(sample)
                     return _MAX_COST
-                cost += len(entries) * (1 + (self._job.logprobs or 0))
+                cost += len(entries) * (1 + (self._task.logprobs or 0))
         if sample.finish_reason:
             self._unfinished -= 1
             events.append(
                 self._head
                 + b'{"index":%d' % sample.index
-                + (b',"delta":{}' if self._job.chat else b',"text":""')
+                + (b',"delta":{}' if self._task.chat else b',"text":""')
                 + b',"logprobs":null,"finish_reason":"%b"' % sample.finish_reason.encode()
                 + self._token_ids([])
                 + b"}"
@@ -209,25 +209,25 @@ class EventStream:
         """Add the events that a sample's text follows; whether these are all of them."""
         is_first = sample.index not in self._echoed
         prompt_ids = b""
-        if self._job.return_token_ids and is_first and not (self._job.chat and sample.index):
+        if self._task.return_token_ids and is_first and not (self._task.chat and sample.index):
             prompt_ids = b',"prompt_token_ids":' + _encode(sample.prompt.token_ids)
-        if self._job.chat:
+        if self._task.chat:
             events.append(
                 self._head
                 + b'{"index":%d,"delta":{"role":"assistant","content":"","refusal":null},' % sample.index
                 + b'"logprobs":null,"finish_reason":null}'
                 + self._tail(prompt_ids)
             )
-        elif self._job.echoes_logprobs:
+        elif self._task.echoes_logprobs:
             echoed = self._echoed.get(sample.index)
             if echoed is None:
-                echoed = PromptLogprobs(self._job.model.tokenizer, sample.prompt)
+                echoed = PromptLogprobs(self._task.model.tokenizer, sample.prompt)
                 self._echoed[sample.index] = echoed
-            logprobs = logprobs_event(self._job, [], echoed)
+            logprobs = logprobs_event(self._task, [], echoed)
             text = sample.prompt.echo_text if is_first else ""
             events.append(self._event(sample, text, logprobs, prompt_ids))
             return echoed.is_complete
-        elif self._job.echo or prompt_ids:
+        elif self._task.echo or prompt_ids:
             events.append(self._event(sample, sample.prompt.echo_text, b"null", prompt_ids))
         return True
 
@@ -247,11 +247,11 @@ class EventStream:
 
     def _token_ids(self, token_ids: list[int]) -> bytes:
         """The field of a choice, where it is asked for."""
-        return b',"token_ids":' + _encode(token_ids) if self._job.return_token_ids else b""
+        return b',"token_ids":' + _encode(token_ids) if self._task.return_token_ids else b""
 
     def _tail(self, more: bytes = b"") -> bytes:
         """The end of a chunk, after its choice; `more` are further fields of the chunk."""
-        if not self._job.include_usage:
+        if not self._task.include_usage:
             return b"]" + more + b"}\n\n"
-        counts = _encode(usage(self.generation)) if self._job.continuous_usage else b"null"
+        counts = _encode(usage(self.generation)) if self._task.continuous_usage else b"null"
         return b"]" + more + b',"usage":' + counts + b"}\n\n"

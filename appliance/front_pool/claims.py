@@ -19,7 +19,6 @@ MAX_LOST_RUNS = 10_000
 class _Owner(NamedTuple):
     front: str
     request_id: str
-    fingerprint: bytes
 
 
 class _LostRun(NamedTuple):
@@ -45,12 +44,11 @@ class Claims:
         """Return whether the front is to run the request."""
         owner = self._owners.get(claim.scope)
         if owner is not None and owner.front != front:
-            same = owner.fingerprint == claim.fingerprint
-            return Claimed(claim.scope, "elsewhere" if same else "conflict")
-        self._owners[claim.scope] = _Owner(front, claim.request_id, claim.fingerprint)
+            return Claimed(claim.scope, is_elsewhere=True)
+        self._owners[claim.scope] = _Owner(front, claim.request_id)
         lost = self._lost.pop(claim.scope, None)
         retry_of = lost.request_id if lost is not None and lost.until > self._clock() else ""
-        return Claimed(claim.scope, "run", retry_of)
+        return Claimed(claim.scope, False, retry_of)
 
     def release(self, front: str, release: Release) -> None:
         """Forget a claim, because the front no longer has the answer."""

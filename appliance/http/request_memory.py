@@ -12,7 +12,7 @@ SMALL_REQUEST_BYTES = 8 << 10
 """A connection that holds at most this much does not count: usual heads take 1 to 6 KiB."""
 
 
-class Holder(Protocol):
+class HeadHolder(Protocol):
     """A connection."""
 
     @property
@@ -25,7 +25,7 @@ class Holder(Protocol):
         ...
 
 
-C = TypeVar("C", bound=Holder)
+C = TypeVar("C", bound=HeadHolder)
 
 
 def of_largest_owner(sizes: Mapping[C, int]) -> list[C]:
@@ -44,10 +44,10 @@ class RequestMemory:
     def __init__(self) -> None:
         self.refused = 0
         """Requests that were given up."""
-        self._sizes: dict[Holder, int] = {}
+        self._sizes: dict[HeadHolder, int] = {}
         self._total = 0
 
-    def hold(self, connection: Holder, size: int) -> None:
+    def hold(self, connection: HeadHolder, size: int) -> None:
         """Note that the connection holds `size` bytes now."""
         self._total -= self._sizes.pop(connection, 0)
         if size <= SMALL_REQUEST_BYTES:

@@ -27,7 +27,7 @@ from appliance.text.template_messages import (
 
 Message = Mapping[str, Any]
 
-_MOST_ERROR_CHARACTERS = 500
+_MAX_ERROR_CHARACTERS = 500
 
 # The names a message's reasoning is passed under; templates read the first (the rule of transformers).
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
@@ -121,7 +121,7 @@ class ChatTemplate:
 
 def _for_client(message: str) -> str:
     """An error may quote a message of any length, with anything in it: keep it short and encodable."""
-    return message[:_MOST_ERROR_CHARACTERS].encode("utf-8", "replace").decode()
+    return message[:_MAX_ERROR_CHARACTERS].encode("utf-8", "replace").decode()
 
 
 def _prepare(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ REPLACEMENT = "\ufffd"
 
 # A stream that keeps ending in U+FFFD is not an unfinished character: emit it, so that neither memory nor the
 # time per token grows without bound. No character has more than a few tokens.
-_MOST_HELD_TOKENS = 32
+_MAX_HELD_TOKENS = 32
 
 
 class Detokenizer(Protocol):
@@ -120,7 +120,7 @@ class WindowDetokenizer:
         ids = self._ids
         ids += [i for i in token_ids if i not in self._hidden and self._backend.id_to_token(i) is not None]
         text = self._decode(ids)
-        if text.endswith(REPLACEMENT) and len(ids) - self._emitted_tokens <= _MOST_HELD_TOKENS:
+        if text.endswith(REPLACEMENT) and len(ids) - self._emitted_tokens <= _MAX_HELD_TOKENS:
             return ""
         new = self._after_emitted(text)
         if new:

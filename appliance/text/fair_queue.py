@@ -26,7 +26,7 @@ class TooMuchWorkError(Exception):
     """A tenant has too much work under way; the message says what to do."""
 
 
-class FairQueue(Generic[Item]):
+class TenantQueue(Generic[Item]):
     """Takes the tenants in turn, and the items of each first in first out. Not thread-safe."""
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class _Lane:
     """One thread that advances the tenants' jobs in turn, a step at a time."""
 
     def __init__(self, name: str) -> None:
-        self._queue: FairQueue[_Job] = FairQueue()
+        self._queue: TenantQueue[_Job] = TenantQueue()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=_lower_priority)
         self._busy = False
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance.background import Background
-from appliance.text.fair_queue import FairQueue, TooMuchWorkError
+from appliance.text.fair_queue import TenantQueue, TooMuchWorkError
 from appliance.text.template_files import read_template_sources
 from appliance.text.template_messages import (
     MAX_RENDERED_CHARACTERS,
@@ -80,7 +80,7 @@ class TemplateProcess:
         """Conversations that the templates could not render within their bounds."""
         self.problem = ""
         """What the latest of them exceeded."""
-        self._queue: FairQueue[_Job] = FairQueue()
+        self._queue: TenantQueue[_Job] = TenantQueue()
         self._child: _Child | None = None
         self._background = Background()
         self._is_rendering = False

@@ -18,14 +18,13 @@ from tests.cli.conftest import Run
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = (
     "torch",
-    "fastapi",
+    "starlette",
     "httptools",
     "sqlite_utils",
     "httpx",
     "textual",
     "numpy",
     "rich",
-    "pydantic",
     "jinja2",
 )
 COMMANDS = (

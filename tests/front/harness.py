@@ -236,7 +236,7 @@ class Harness:
     limits: Limits = field(default_factory=Limits)
     admit: str = "at once"
     """"at once", "hold" (never) or "refuse"."""
-    claims: Callable[[Claim], Claimed | None] = lambda claim: Claimed(claim.scope, "run")
+    claims: Callable[[Claim], Claimed | None] = lambda claim: Claimed(claim.scope, False)
     """Answers claims; with None, not now."""
     refusal: Refused | None = None
     turn: dict[str, Any] = field(default_factory=dict)
@@ -336,7 +336,7 @@ class Harness:
             self.admits, self.settles, self.rejected, self.worked = [], [], [], []
             self.claimed, self.releases, self.retried = [], [], []
             self.kept = {}
-            self.claims = lambda claim: Claimed(claim.scope, "run")
+            self.claims = lambda claim: Claimed(claim.scope, False)
             self.admit, self.refusal, self.turn = "at once", None, {}
             self.script, self.step_s = self.sentence_script, 0.001
             for replica in list(self.replicas.values()):

@@ -8,12 +8,14 @@ import os
 import socket
 from collections.abc import Iterator
 
+import msgspec
 import psutil
 import pytest
 
 from appliance.front.encoding import text_bytes
-from appliance.front.prepare import HIDE_INLINE_CHARACTERS, conversation_size
-from appliance.front.schemas import MOST_MESSAGES, ChatMessage, ChatRequest
+from appliance.front.schemas import MAX_MESSAGES, ChatMessage, ChatRequest
+from appliance.front.tokenization import HIDE_INLINE_CHARACTERS, conversation_size
+from appliance.front.validation import parse_struct
 from appliance.messages import Abort, Identity, Limits
 from tests.front.harness import Harness
 from tests.front.raw import Answer, connect, head, read_answer
@@ -65,14 +67,14 @@ def test_of_a_request_that_waits_only_its_tokens_are_held(
 
 
 def test_messages_without_text_are_not_prepared_on_the_event_loop() -> None:
-    characters, memory = conversation_size([ChatMessage(role="user", content="")] * MOST_MESSAGES)
+    characters, memory = conversation_size([ChatMessage(role="user", content="")] * MAX_MESSAGES)
     assert characters > HIDE_INLINE_CHARACTERS
     assert memory >= characters
 
 
 def test_the_parser_keeps_no_text_of_a_body_for_later_ones() -> None:
     body = json.dumps({"model": "demo", "messages": [{"role": "user", "content": "hi"}], "user": "somebody"})
-    first, second = (ChatRequest.model_validate_json(body).user for _ in range(2))
+    first, second = (parse_struct(ChatRequest, msgspec.json.decode(body)).user for _ in range(2))
     assert first == second and first is not second
 
 

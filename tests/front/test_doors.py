@@ -8,7 +8,7 @@ import re
 import pytest
 
 from appliance.front.app import build_app
-from appliance.front.box import Box
+from appliance.front.app_state import AppState
 from appliance.messages import Refused, ServedModel
 from appliance.scopes import check_routes
 from tests.front.harness import KEY, Harness
@@ -19,7 +19,7 @@ OPEN_PATHS = ("/health", "/health/live", "/health/ready", "/health/live/", "/hea
 
 def routes() -> list[tuple[str, str]]:
     """(method, path) of every route of the application."""
-    app, _ = build_app(Box(lambda message: None, lambda message, descriptors: None))
+    app, _ = build_app(AppState(lambda message: None, lambda message, descriptors: None))
     table = [
         (method, re.sub(r"\{[^}]*\}", "demo", route.path))
         for route in check_routes(app)

@@ -450,6 +450,41 @@ def test_a_hostile_value_of_a_refused_field_is_named_shortly(front: Harness) -> 
         assert message.startswith(f"mirostat: {shown} is not supported")
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperature": 3}, "temperature: must be a number from 0 to 2, not 3"),
+        ({"temperature": "1"}, "temperature: must be a number from 0 to 2, not '1'"),
+        ({"n": 1.5}, "n: must be an integer from 1 to 128, not 1.5"),
+        ({"min_tokens": -1}, "min_tokens: must be an integer of at least 0, not -1"),
+        ({"repetition_penalty": 0}, "repetition_penalty: must be a number above 0 and of at most 100, not 0"),
+        ({"stream": 1}, "stream: must be true or false, not 1"),
+        ({"model": ""}, "model: must not be empty"),
+        ({"service_tier": 5}, "service_tier: must be 'auto' or"),
+        ({"stop_token_ids": [7, None]}, "stop_token_ids[1]: must be an integer of at least 0, not null"),
+        ({"stream_options": {"include_usage": []}}, "stream_options.include_usage: must be true or false"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content: is required"),
+        ({"messages": "my secret"}, "messages: must be a list, not a string"),
+        ({"messages": ["my secret"]}, "messages[0]: must be an object, not a string"),
+        (
+            {"chat_template_kwargs": {"a": json.loads("[" * 300 + "]" * 300)}},
+            "chat_template_kwargs: is nested",
+        ),
+    ],
+)
+def test_an_error_names_the_field_the_value_and_what_is_allowed(
+    front: Harness, fields: dict[str, Any], message: str
+) -> None:
+    error = post(front, CHAT, chat(**fields)).error
+    assert error["message"].startswith(message)
+    assert error["param"] == message.partition(":")[0]
+
+
+def test_a_whole_number_may_be_written_with_a_decimal_point(front: Harness) -> None:
+    assert post(front, CHAT, chat(n=2.0, max_tokens=3.0, stop_token_ids=[7.0])).status == 200
+    assert (submitted(front).n, submitted(front).sampling.max_tokens) == (2, 3)
+
+
 def test_tool_calls_in_messages_and_formats_are_refused_by_name(front: Harness) -> None:
     for field in REFUSED_IN_MESSAGES:
         body = {"model": "demo", "messages": [{"role": "user", "content": "x", field.name: {"a": 1}}]}

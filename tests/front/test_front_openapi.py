@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pydantic
+import msgspec
 import pytest
 
 from appliance.front import documents
@@ -119,6 +119,6 @@ def test_every_operation_lists_its_errors(document: dict[str, Any]) -> None:
     ],
 )
 def test_answers_are_what_the_document_says(
-    front: Harness, method: str, path: str, body: dict[str, Any] | None, model: type[pydantic.BaseModel]
+    front: Harness, method: str, path: str, body: dict[str, Any] | None, model: type[msgspec.Struct]
 ) -> None:
-    model.model_validate_json(ask(front, method, path, body).body)
+    msgspec.json.decode(ask(front, method, path, body).body, type=model)

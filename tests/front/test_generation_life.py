@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from appliance.front.generation import Generation
-from appliance.front.job import Job, Prompt
+from appliance.front.generation_task import GenerationTask, Prompt
 from appliance.messages import Abort, Admitted, Identity, Refused
 from engine.messages import SamplingParams, Submit
 from tests.front.harness import KEY, MODEL, Harness
@@ -241,10 +241,12 @@ def test_nothing_more_is_submitted_to_a_replica_that_is_found_dead() -> None:
         link = DyingLink()
         prompts = [Prompt(index, [5], 3) for index in range(4)]
         model: Any = SimpleNamespace(tokenizer=SimpleNamespace(stream=lambda *_, **__: None))
-        job = Job(model=model, chat=False, prompts=prompts, n=1, sampling=SamplingParams(max_tokens=3))
-        call: Any = SimpleNamespace(identity=Identity(tenant="t"), request_id="r")
-        box: Any = SimpleNamespace(replicas={"m-0": link})
-        generation = Generation(box, call, job)
+        task = GenerationTask(
+            model=model, chat=False, prompts=prompts, n=1, sampling=SamplingParams(max_tokens=3)
+        )
+        context: Any = SimpleNamespace(identity=Identity(tenant="t"), request_id="r")
+        state: Any = SimpleNamespace(replicas={"m-0": link})
+        generation = Generation(state, context, task)
         generation.admitted(Admitted("r", 0, "m-0", "salt", 1))
         assert link.submitted == 2
         assert generation._handles == []

@@ -17,8 +17,8 @@ from typing import Any
 import openai
 import pytest
 
-from appliance.front.call import Call
 from appliance.front.generation import Generation
+from appliance.front.request_context import RequestContext
 from appliance.messages import Abort, Admitted, Claimed, Identity, Refused, RetryRules, StopFront
 from tests.front.harness import KEY, MODEL, Harness
 from tests.front.raw import Answer, chat, connect, events, head, read_answer
@@ -100,12 +100,12 @@ def test_a_retry_repeats_the_answer_and_nothing_runs_twice(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_64_at_once_are_one_run(front: Harness, stream: bool) -> None:
-    front.admit = "hold"
+    before, front.admit = front.report().requests, "hold"
     body = chat(stream=stream, n=2)
     socks = [connect(front) for _ in range(64)]
     for sock in socks:
         send(sock, "burst", body)
-    front.wait_for(lambda: len(front.admits) == 1)
+    front.wait_for(lambda: front.reports[-1].requests >= before + 64 and front.admits)
     front.send(Admitted(front.admits[0].request_id, 0, front.replica.name, "salt", 1))
     with ThreadPoolExecutor(64) as pool:
         answers = list(pool.map(read_answer, socks))
@@ -254,7 +254,7 @@ def test_a_run_that_failed_is_run_anew(front: Harness, stream: bool) -> None:
     front.admit = "refuse"
     assert ask(front, "again", chat(stream=stream)).status == 429
     front.admit = "at once"
-    front.claims = lambda claim: Claimed(claim.scope, "run", "the first one")
+    front.claims = lambda claim: Claimed(claim.scope, False, "the first one")
     answer = ask(front, "again", chat(stream=stream))
     assert (answer.status, text(answer)) == (200, front.text())
     assert [admit.retry_of for admit in front.admits] == ["", "the first one"]
@@ -354,8 +354,8 @@ def test_of_a_run_only_the_answer_is_kept(front: Harness, stream: bool) -> None:
         gc.collect()
         ran = front.admits[0].request_id
         alive = gc.get_objects()
-        runs = [one for one in alive if type(one) is Generation and one.call.request_id == ran]
-        calls = [one for one in alive if type(one) is Call and one.request_id == ran]
+        runs = [one for one in alive if type(one) is Generation and one.context.request_id == ran]
+        calls = [one for one in alive if type(one) is RequestContext and one.request_id == ran]
         return [*runs, *calls]
 
     front.wait_for(lambda: not kept())
@@ -388,7 +388,8 @@ def test_a_late_follower_of_a_long_answer_gets_all_of_it(front: Harness) -> None
     body = {"model": MODEL, "prompt": "quick", "stream": True, "n": 64, "logprobs": 5, "max_tokens": -1}
     first = ask(front, "long", body, COMPLETIONS)
     again = ask(front, "long", body, COMPLETIONS)
-    assert len(first.body) > 300_000
+    # More than two of the pieces in which a recorded answer is written.
+    assert len(first.body) > 150_000
     assert first.body == again.body
 
 
@@ -398,14 +399,14 @@ def test_a_late_follower_of_a_long_answer_gets_all_of_it(front: Harness) -> None
 @pytest.mark.parametrize("tcp", [False, True])
 @pytest.mark.parametrize("size", [1, 300_000])
 def test_a_connection_moves_to_the_front_that_has_the_run(front: Harness, tcp: bool, size: int) -> None:
-    front.claims = lambda claim: Claimed(claim.scope, "elsewhere")
+    front.claims = lambda claim: Claimed(claim.scope, True)
     body = chat() | {"metadata": {"name": "x" * size}}
     headers = {"Authorization": f"Bearer {KEY}", "X-Request-Id": "mine"}
     with connect(front, tcp=tcp) as sock:
         send(sock, "moving", body, **headers)
         front.wait_for(lambda: len(front.moved) == 1)
         # Over there nobody knows it, or no more: it runs.
-        front.claims = lambda claim: Claimed(claim.scope, "run")
+        front.claims = lambda claim: Claimed(claim.scope, False)
         moved = front.give_back()
         assert moved.kind == ("tcp" if tcp else "unix") and bool(moved.peer) == tcp
         answer = read_answer(sock)
@@ -427,37 +428,15 @@ def test_a_waiting_crowd_moves_together(front: Harness) -> None:
     for sock in socks:
         send(sock, "crowd", chat(stream=True))
     front.wait_for(lambda: len(front.claimed) == 1 and front.reports[-1].requests >= before + 8)
-    front.send(Claimed(front.claimed[0].scope, "elsewhere"))
+    front.send(Claimed(front.claimed[0].scope, True))
     front.wait_for(lambda: len(front.moved) == 8)
-    front.claims = lambda claim: Claimed(claim.scope, "run")
+    front.claims = lambda claim: Claimed(claim.scope, False)
     for _ in socks:
         front.give_back()
     assert [text(read_answer(sock)) for sock in socks] == [front.text()] * 8
     for sock in socks:
         sock.close()
     assert len(front.admits) == 1
-
-
-def test_another_body_elsewhere_is_refused(front: Harness) -> None:
-    front.claims = lambda claim: Claimed(claim.scope, "conflict")
-    answer = ask(front, "theirs")
-    assert (answer.status, answer.error["code"]) == (422, "idempotency_key_reused")
-
-
-def test_a_body_that_is_refused_elsewhere_does_not_refuse_the_right_one_that_waits_behind_it(
-    front: Harness,
-) -> None:
-    before, front.claims = front.report().requests, lambda claim: None
-    with connect(front) as wrong, connect(front) as right:
-        send(wrong, "shared", chat(seed=7))
-        front.wait_for(lambda: len(front.claimed) == 1)
-        send(right, "shared", chat())
-        front.wait_for(lambda: front.reports[-1].requests >= before + 2)
-        front.claims = lambda claim: Claimed(claim.scope, "run")
-        front.send(Claimed(front.claimed[0].scope, "conflict"))
-        assert read_answer(wrong).error["code"] == "idempotency_key_reused"
-        assert read_answer(right).status == 200
-    assert len(front.claimed) == 2
 
 
 def test_a_connection_with_further_requests_on_it_does_not_move(front: Harness) -> None:
@@ -473,7 +452,7 @@ def test_a_connection_with_further_requests_on_it_does_not_move(front: Harness) 
             + data
         )
         front.wait_for(lambda: len(front.claimed) == 1)
-        front.send(Claimed(front.claimed[0].scope, "elsewhere"))
+        front.send(Claimed(front.claimed[0].scope, True))
         answer = read_answer(sock)
         assert (answer.status, answer.error["code"]) == (409, "idempotency_key_in_use")
         assert answer.headers["connection"] == "close"

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from appliance.front.keeping import MOST_WAITING_CHARS, Keeper, Said
+from appliance.front.keeping import MAX_WAITING_CHARS, Keeper, Transcript
 from appliance.messages import Identity, KeepRules
 from store.structs import KeptText
 from tests.front.harness import MODEL, Harness
@@ -127,10 +127,12 @@ def test_what_a_client_left_unread_is_kept_as_far_as_it_went(policy: Harness, cl
 
 async def drop_one() -> Keeper:
     keeper = Keeper(lambda keep, descriptors: None)
-    large = "x" * (MOST_WAITING_CHARS // 2)
+    large = "x" * (MAX_WAITING_CHARS // 2)
     for number in range(3):
         keeper.keep(
-            Said(f"req-{number}", Identity(tenant="t", log_policy="hashes"), 1.0, [large], [], lambda ids: "")
+            Transcript(
+                f"req-{number}", Identity(tenant="t", log_policy="hashes"), 1.0, [large], [], lambda ids: ""
+            )
         )
     await keeper.flush()
     return keeper

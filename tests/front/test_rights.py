@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi import APIRouter, FastAPI
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Mount, Route
 
 from appliance.http import unix_peer
 from appliance.messages import Identities, Identity, ServedModel
-from appliance.scopes import check_routes, granted, routes_for
+from appliance.scopes import ScopedRoute, check_routes, granted
 from tests.front.harness import KEY, MAX_MODEL_LEN, Harness
 from tests.front.raw import Answer, ask, chat, connect, head
 
@@ -262,23 +265,17 @@ sock = socket.socket(socket.AF_UNIX); sock.connect(sys.argv[1]); sock.recv(1)
 
 
 def test_an_application_with_a_route_of_no_scope_cannot_be_built() -> None:
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-    closed = APIRouter(route_class=routes_for("inference"))
-    closed.add_api_route("/closed", lambda: None)
-    app.include_router(closed)
-    assert [(route.path, route.wanted) for route in check_routes(app)] == [("/closed", "inference")]
-    for add in (
-        lambda: app.add_route("/plain", lambda request: None),  # type: ignore[arg-type,return-value]
-        lambda: app.add_api_route("/api", lambda: None),
-        lambda: app.mount("/mounted", FastAPI()),
-    ):
-        kept = list(app.router.routes)
-        add()
-        with pytest.raises(TypeError, match="wants no scope"):
-            check_routes(app)
-        app.router.routes[:] = kept
-    with pytest.raises(ValueError, match="no scope"):
-        routes_for("everything")
+    async def endpoint(request: Request) -> Response:
+        return Response()
+
+    closed = ScopedRoute("GET", "/closed", endpoint, wanted="inference")
+    (found,) = check_routes(Starlette(routes=[closed]))
+    assert (found.path, found.wanted) == ("/closed", "inference")
+    for other in (Route("/plain", endpoint), Mount("/mounted", Starlette())):
+        with pytest.raises(TypeError, match="requires no scope"):
+            check_routes(Starlette(routes=[closed, other]))
+    with pytest.raises(ValueError, match="not a scope"):
+        ScopedRoute("GET", "/closed", endpoint, wanted="everything")
 
 
 def test_who_may_act_may_look_and_nothing_else_is_included() -> None:

@@ -25,29 +25,23 @@ def claims(time: Time) -> Claims:
     return Claims(time, lambda: 60.0)
 
 
-def claim(scope: bytes = b"s", request_id: str = "r1", body: bytes = b"b") -> Claim:
-    return Claim(scope=scope, fingerprint=body, request_id=request_id)
+def claim(scope: bytes = b"s", request_id: str = "r1") -> Claim:
+    return Claim(scope, request_id)
 
 
 def test_the_first_front_runs_it_and_the_others_are_sent_there(claims: Claims) -> None:
-    assert claims.claim("front-0", claim()) == Claimed(b"s", "run")
-    assert claims.claim("front-1", claim(request_id="r2")) == Claimed(b"s", "elsewhere")
+    assert claims.claim("front-0", claim()) == Claimed(b"s", False)
+    assert claims.claim("front-1", claim(request_id="r2")) == Claimed(b"s", True)
     assert claims.owner(b"s") == "front-0"
-    assert claims.claim("front-1", claim(b"t", "r3")) == Claimed(b"t", "run")
-
-
-def test_another_body_is_a_conflict_on_every_other_front_and_takes_nothing_over(claims: Claims) -> None:
-    claims.claim("front-0", claim())
-    assert claims.claim("front-1", claim(request_id="r2", body=b"c")) == Claimed(b"s", "conflict")
-    assert claims.owner(b"s") == "front-0"
+    assert claims.claim("front-1", claim(b"t", "r3")) == Claimed(b"t", False)
 
 
 def test_what_was_kept_for_its_time_is_forgotten_and_what_was_lost_runs_anew(claims: Claims) -> None:
     claims.claim("front-0", claim())
     claims.release("front-0", Release(b"s", "r1", void=False))
-    assert claims.claim("front-1", claim(request_id="r2")) == Claimed(b"s", "run")
+    assert claims.claim("front-1", claim(request_id="r2")) == Claimed(b"s", False)
     claims.release("front-1", Release(b"s", "r2", void=True))
-    assert claims.claim("front-0", claim(request_id="r3")) == Claimed(b"s", "run", retry_of="r2")
+    assert claims.claim("front-0", claim(request_id="r3")) == Claimed(b"s", False, retry_of="r2")
 
 
 def test_a_release_that_comes_late_takes_nothing_from_the_next_owner(claims: Claims) -> None:

@@ -242,7 +242,7 @@ import sys; from pathlib import Path
 import store.requests, store.control
 store.requests.RequestReader(Path(sys.argv[1])).tail(1)
 store.database.WritableDatabase(Path(sys.argv[1]), store.schemas.HISTORY, "NORMAL").close()
-heavy = {"sqlite_utils", "torch", "numpy", "pydantic", "fastapi", "click"} & set(sys.modules)
+heavy = {"sqlite_utils", "torch", "numpy", "starlette", "click"} & set(sys.modules)
 assert not heavy, heavy
 """
     subprocess.run([sys.executable, "-c", source, tmp_path / "history.db"], cwd=ROOT, check=True)

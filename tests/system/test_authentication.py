@@ -37,7 +37,7 @@ from appliance.admin.app import admin_app
 from appliance.admin.callers import Authenticator
 from appliance.client import AdminClient
 from appliance.front.app import build_app
-from appliance.front.box import Box
+from appliance.front.app_state import AppState
 from appliance.monitoring.metrics.server import metrics_app
 from appliance.scopes import OPEN, check_routes
 from appliance.settings import AdminSettings
@@ -104,7 +104,7 @@ def table(app: Any) -> list[Route]:
 
 
 def front_table() -> list[Route]:
-    return table(build_app(Box(lambda message: None, lambda message, descriptors: None))[0])
+    return table(build_app(AppState(lambda message: None, lambda message, descriptors: None))[0])
 
 
 def admin_table() -> list[Route]:

@@ -110,7 +110,7 @@ def test_what_changed_is_applied_under_load_and_nothing_else_is_touched(box: Box
 def test_a_model_that_is_taken_out_ends_and_the_others_stay(box: Box) -> None:
     others = box.pids("demo") + box.pids("other")
     box.change(f"[models.new]\n{MODEL}", "")
-    assert box.reload()["models"] == ["model new: is removed; what runs gets 10 s"]
+    assert box.reload()["models"] == ["model new: is removed; its requests get 10 s"]
     box.running.wait_until(lambda: len(box.running.descendants()) == 3, 60, "the end of its replica")
     assert box.completes("new") == 404
     assert box.pids("demo") + box.pids("other") == others

@@ -8,18 +8,18 @@ from collections.abc import Generator
 
 import pytest
 
-from appliance.text.fair_queue import FairQueue, TextMemory, TooMuchWorkError, WorkPool
+from appliance.text.fair_queue import TenantQueue, TextMemory, TooMuchWorkError, WorkPool
 
 
 def test_tenants_take_turns_and_each_ones_items_stay_in_order() -> None:
-    queue: FairQueue[str] = FairQueue()
+    queue: TenantQueue[str] = TenantQueue()
     for item in ("a1", "a2", "a3", "b1", "c1", "b2"):
         queue.put(item[0], item)
     assert [queue.take() for _ in range(7)] == ["a1", "b1", "c1", "a2", "b2", "a3", None]
 
 
 def test_an_item_that_is_put_back_waits_for_the_other_tenants_only() -> None:
-    queue: FairQueue[str] = FairQueue()
+    queue: TenantQueue[str] = TenantQueue()
     for item in ("a1", "a2", "b1"):
         queue.put(item[0], item)
     assert queue.take() == "a1"

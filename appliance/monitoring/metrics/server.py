@@ -12,7 +12,9 @@ import socket
 import time
 from collections.abc import Callable
 
-from fastapi import APIRouter, FastAPI, Response
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
 
 from appliance.background import Background
 from appliance.http import HttpServer
@@ -20,7 +22,7 @@ from appliance.http.sockets import address_of, bind_tcp, listens_on
 from appliance.messages import Limits
 from appliance.monitoring.metrics.exposition import CONTENT_TYPE
 from appliance.protocol import SocketStatus
-from appliance.scopes import OPEN, check_routes, routes_for
+from appliance.scopes import OPEN, ScopedRoute, check_routes
 from appliance.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -46,16 +48,14 @@ class SharedScrape:
         return self._taken
 
 
-def metrics_app(scrape: Callable[[], bytes]) -> FastAPI:
+def metrics_app(scrape: Callable[[], bytes]) -> Starlette:
     """Return the application, which has one route."""
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
-    router = APIRouter(route_class=routes_for(OPEN))
 
-    @router.get("/metrics")
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
         return Response(scrape(), headers={"content-type": CONTENT_TYPE})
 
-    app.include_router(router)
+    app = Starlette(routes=[ScopedRoute("GET", "/metrics", metrics, wanted=OPEN)])
+    app.router.redirect_slashes = False
     check_routes(app)
     return app
 

@@ -251,13 +251,13 @@ def test_steps_run_asynchronously_in_order_and_gaps_are_measured(folder: Path) -
     runner._stream.submit(gate.wait)
     launched = [runner.launch(begin), *[runner.launch(StepPlan(n, [], [], [], [0], [])) for n in range(2, 9)]]
     assert not any(step.ready() for step in launched)
-    threading.Event().wait(2.0)
+    threading.Event().wait(0.6)
     gate.set()
     tokens = [step.wait().token_ids[0] for step in launched]
     check_greedy(runner, prompt_of(60), tokens)
     assert all(step.ready() for step in launched)
     assert launched[0].host_gap_us == 0.0
-    # Waiting for the previous step is not a gap of the host.
+    # Waiting for the previous step does not count as a gap caused by the host.
     assert all(0.0 <= step.host_gap_us < 1_900_000 for step in launched)
     threading.Event().wait(0.03)
     late = runner.launch(StepPlan(9, [], [], [], [0], []))

@@ -82,8 +82,8 @@ def sample(
 
 
 class OneAtATime:
-    """Sampling kernels for ranks that are threads, one at a time, because Triton's interpreter runs one
-    program at a time."""
+    """Sampling kernels for ranks that run as threads. They run one at a time, because Triton's interpreter
+    runs only one program at a time."""
 
     def __init__(self, ops: SamplingOps) -> None:
         self._ops, self._lock = ops, threading.Lock()
@@ -168,7 +168,8 @@ CASES = {
         SamplingParams(
             max_tokens=9,
             temperature=2.0,
-            # The output ends with 5, 9, 9, 20; the prompt's tokens do not count. Two share a last token.
+            # The output ends with 5, 9, 9, 20; the prompt's tokens do not count. Two bad words have the same
+            # last token.
             bad_words=(
                 (4,),
                 (20, 6),
@@ -290,7 +291,8 @@ def test_a_rank_without_a_token_of_the_vocabulary_samples_with_the_others() -> N
     cases = [Case(SamplingParams(max_tokens=4, temperature=t, logprobs=2)) for t in (0.0, 1.0)]
     logits = random_logits(len(cases), 5)
     alone = sample(cases, logits.clone())
-    for mine in on_ranks(4, lambda rank: sample(cases, logits, rank)):  # 2, 2, 1 and 0 columns
+    # number of columns with real tokens: 2, 2, 1 and 0
+    for mine in on_ranks(4, lambda rank: sample(cases, logits, rank)):
         assert torch.equal(mine.token_ids, alone.token_ids)
         assert mine.logprobs is not None and alone.logprobs is not None
         torch.testing.assert_close(mine.logprobs, alone.logprobs, atol=1e-5, rtol=1e-5)

@@ -178,8 +178,8 @@ def test_the_best_value_of_logits_with_nan_or_only_minus_infinity_is_not_finite(
 
 
 def chi_square(observed: np.ndarray, expected: np.ndarray) -> float:
-    """Return the z-score of Pearson's statistic (Wilson–Hilferty), with cells of fewer than five expected
-    pooled."""
+    """Return the z-score of Pearson's statistic (Wilson–Hilferty). Cells with an expected count below five
+    are pooled."""
     small = expected < 5
     if small.any():
         observed = np.append(observed[~small], observed[small].sum())

@@ -48,7 +48,7 @@ class Ask:
     own: int
     """Number of further prompt tokens, which differ between submissions."""
     follows: bool
-    """Whether the prompt begins with an earlier conversation instead, if there is one."""
+    """Whether the prompt continues an earlier conversation, if there is one."""
     resumed: int
     n: int
     max_tokens: int
@@ -87,8 +87,8 @@ CHOICES: dict[str, list[Any]] = {
     "urgency": [0, 0, 1, 2],
     "spare": [0, 0, 1, 2],
 }
-"""Lengths around the boundaries of blocks and chunks, enough to fill tiny pools. Hypothesis shrinks a failure
-to the first values."""
+"""Lengths around the boundaries of blocks and chunks, long enough to fill tiny pools. Hypothesis shrinks a
+failing example to the first values."""
 
 ASKS = st.builds(Ask, **{name: st.sampled_from(choices) for name, choices in CHOICES.items()})
 
@@ -171,7 +171,7 @@ class Traffic(RuleBasedStateMachine):
             spare_slots=min(ask.spare, self.initial[0] - 1),
         )
         if ask.resumed and ask.n == 1 and prompt:
-            # As after the death of a replica, the sample continues from its emitted tokens.
+            # As after the death of a replica, a resubmitted sample continues from its emitted tokens.
             emitted = alone(submit, submit.first_sample, self.max_model_len).tokens[: ask.resumed]
             if not (STOP in emitted and ask.stops and not ask.ignore_eos):
                 submit = msgspec.structs.replace(submit, output_token_ids=emitted)

@@ -19,13 +19,13 @@ _SANE_ID = re.compile(rb"[A-Za-z0-9._:@+/=-]{1,64}")
 _MAX_ECHOED_BYTES = 1024
 
 
-class Client(Protocol):
+class ResponseSink(Protocol):
     """Who is answered: a connection (`appliance.http.Connection`), or a recording for several."""
 
     on_writable: Callable[[], None] | None
     on_lost: Callable[[], None] | None
     last_chunk_at: float
-    """When `write_chunk` was called last, in seconds of the monotonic clock; 0 before the first call."""
+    """When `write_chunk` was called last, in seconds of the monotonic clock; 0 before the first context."""
 
     @property
     def writable(self) -> bool: ...
@@ -38,14 +38,14 @@ class Client(Protocol):
 
 
 @dataclass(slots=True)
-class Call:
+class RequestContext:
     """Who asked for what, and when. The gate makes it; the endpoint fills in model, stream and counts."""
 
     request_id: str
     identity: Identity
     peer: str
     endpoint: str
-    connection: Client
+    connection: ResponseSink
     body: BodyReservation
     """The memory that is reserved for the request's body."""
     asked_class: str = ""
@@ -76,10 +76,10 @@ class Call:
         return ((time.monotonic() if until is None else until) - self.started) * 1000.0
 
 
-def call_of(request: Request) -> Call:
+def context_of(request: Request) -> RequestContext:
     """The call that the gate made for this request."""
-    call: Call = request.scope["state"]["call"]
-    return call
+    context: RequestContext = request.scope["state"]["context"]
+    return context
 
 
 def make_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:

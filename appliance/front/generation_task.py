@@ -28,7 +28,7 @@ class Prompt:
 
 
 @dataclass(slots=True)
-class Job:
+class GenerationTask:
     """A validated request."""
 
     model: LoadedModel

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Protocol
 from appliance.background import Background
 from appliance.front.body_budget import BodyBudget
 from appliance.front.errors import ApiError
-from appliance.front.identity import Directory
+from appliance.front.identity import IdentityTable
 from appliance.front.keeping import Keeper
 from appliance.front.models import Catalog
-from appliance.front.replicas import Replicas
+from appliance.front.replicas import ReplicaChannels
 from appliance.front.retries import Retries
 from appliance.http import CountedLog
 from appliance.messages import Admitted, FrontToCore, HandOver, Keep, Limits, Refused, Rejected, Worked
 from appliance.text.fair_queue import TextMemory, WorkPool
 
 if TYPE_CHECKING:
-    from appliance.front.call import Call
+    from appliance.front.request_context import RequestContext
 
 MAX_TEXT_BYTES = 16 << 20
 """Prompts of all requests that wait to be encoded, shared equally by the tenants that have any."""
@@ -35,7 +35,7 @@ class Running(Protocol):
     def abort(self, message: str) -> None: ...
 
 
-class Box:
+class AppState:
     """The state of one front. Everything happens on its event loop's thread."""
 
     def __init__(
@@ -50,8 +50,8 @@ class Box:
         self.bodies = BodyBudget()
         self.denials = CountedLog("requests without a valid key or user were denied")
         self.catalog = Catalog()
-        self.directory = Directory()
-        self.replicas = Replicas()
+        self.identities = IdentityTable()
+        self.replicas = ReplicaChannels()
         self.retries = Retries(to_core)
         self.text_memory = TextMemory(MAX_TEXT_BYTES)
         self.work = WorkPool(MAX_TEXT_WAIT_S)
@@ -76,31 +76,31 @@ class Box:
     def limits(self, limits: Limits) -> None:
         self.bodies.limits = limits
 
-    def reject(self, call: Call, error: ApiError) -> None:
+    def reject(self, context: RequestContext, error: ApiError) -> None:
         """Log a request that the front refused by itself."""
         self.to_core(
             Rejected(
-                request_id=call.request_id,
-                identity=call.identity,
-                peer=call.peer,
-                endpoint=call.endpoint,
-                model=call.model,
-                stream=call.stream,
+                request_id=context.request_id,
+                identity=context.identity,
+                peer=context.peer,
+                endpoint=context.endpoint,
+                model=context.model,
+                stream=context.stream,
                 status=error.status,
                 error=error.message[:500],
-                prompt_tokens=call.prompt_tokens,
-                work_tokens=call.work_tokens,
-                arrived_at=call.arrived_at,
-                e2e_ms=call.elapsed_ms(),
-                user=call.user,
+                prompt_tokens=context.prompt_tokens,
+                work_tokens=context.work_tokens,
+                arrived_at=context.arrived_at,
+                e2e_ms=context.elapsed_ms(),
+                user=context.user,
             )
         )
 
-    def charge(self, call: Call, tokens: int) -> None:
+    def charge(self, context: RequestContext, tokens: int) -> None:
         """Count tokens that were encoded or decoded, and that no request pays for, against the sender's token
         limits."""
         if tokens > 0:
-            self.to_core(Worked(call.identity, tokens))
+            self.to_core(Worked(context.identity, tokens))
 
     def flush_soon(self, flush: Callable[[], None]) -> None:
         """Call `flush` once everything that lies in the channels has been taken: what piled up for a stream

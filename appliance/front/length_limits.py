@@ -1,0 +1,117 @@
+"""How many tokens prompts and answers may have: the model's or the tenant's context length, and the request's
+own limits."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from appliance.front.errors import ApiError, invalid
+from appliance.front.models import LoadedModel
+from appliance.front.schemas import GenerationRequest
+from appliance.messages import Identity
+
+MAX_TOKENS_SHOWN = 524_288
+"""Tokens in the answer of /tokenize."""
+_NO_LIMIT = 1 << 20
+"""Tokens to generate if the model's length is not known yet; the engine ends an answer at the real limit."""
+
+
+class LengthLimit(NamedTuple):
+    """The context length of a request: the most tokens of prompt and answer together."""
+
+    owner: str
+    """Whose limit it is, for messages: "this model's", or a tenant's."""
+    tokens: int
+    """0 if the limit is not known. Then either the model cannot be loaded, and the core refuses the request
+    with the cause, or the engine applies the limit when the request runs."""
+    answer_tokens: int = 1
+    """Tokens that must be left for the answer."""
+
+    @property
+    def max_prompt_tokens(self) -> int | None:
+        """None if the limit is not known."""
+        return self.tokens - self.answer_tokens if self.tokens else None
+
+    def exceeded(self, param: str, tokens: int | None) -> ApiError:
+        """Return the 400 for a prompt of this length; None stands for more than the limit."""
+        count = f"more than {self.max_prompt_tokens}" if tokens is None else str(tokens)
+        return ApiError(
+            400,
+            f"{self.owner} maximum context length is {self.tokens} tokens, prompt and answer together, but "
+            f"{param} has {count} tokens; shorten it",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+
+class AnswerLimit(NamedTuple):
+    """The most tokens of an answer."""
+
+    requested: int | None
+    """The request's own limit; None if it has none."""
+    default: int | None
+    """Applies without a limit in the request; None if only the context length limits the answer."""
+    field: str
+    """The request's field, for messages."""
+
+
+def length_limit(identity: Identity, model: LoadedModel, answer_tokens: int = 1) -> LengthLimit:
+    """Return the context length of the model, or of the tenant if that is shorter."""
+    longest, allowed = model.served.max_model_len, identity.context_tokens
+    if allowed is not None and (not longest or allowed < longest):
+        return LengthLimit(f"tenant {identity.tenant!r}'s", allowed, answer_tokens)
+    return LengthLimit("this model's", longest, answer_tokens)
+
+
+def answer_limit(identity: Identity, requested: int | None, default: int | None, field: str) -> AnswerLimit:
+    """Return the limit that the request sets. Its -1 means that only the context length limits the answer."""
+    if requested == -1:
+        return AnswerLimit(None, None, field)
+    return AnswerLimit(requested, identity.default_max_tokens or default, field)
+
+
+def too_many_to_show(param: str) -> ApiError:
+    """Return the 400 for a text with more tokens than /tokenize shows."""
+    return invalid(param, f"has more than {MAX_TOKENS_SHOWN} tokens; send it in parts")
+
+
+def truncated(
+    body: GenerationRequest,
+    limit: LengthLimit,
+    token_ids: list[int],
+    answer: AnswerLimit,
+    keeps_first: bool = False,
+) -> list[int]:
+    """Apply `truncate_prompt_tokens`: return the last tokens of the prompt, and its first one before them if
+    `keeps_first`."""
+    count: int | None = body.truncate_prompt_tokens
+    if count == -1:
+        reserved = 1 if answer.requested is None else answer.requested
+        count = max(1, limit.tokens - reserved) if limit.tokens else None
+    if count is None or len(token_ids) <= count:
+        return token_ids
+    if keeps_first:
+        return [token_ids[0], *token_ids[len(token_ids) - count + 1 :]]
+    return token_ids[len(token_ids) - count :]
+
+
+def max_answer_tokens(limit: LengthLimit, token_ids: list[int], answer: AnswerLimit, param: str) -> int:
+    """Return the most tokens to generate after a prompt, which is the request's field `param`. Raises a 400
+    if the prompt is empty, or too long for the answer."""
+    if not token_ids:
+        raise invalid(param, "is empty: there is nothing to continue")
+    requested, default = answer.requested, answer.default
+    if not limit.tokens:
+        return (default or _NO_LIMIT) if requested is None else max(requested, limit.answer_tokens)
+    left = limit.tokens - len(token_ids)
+    if left < limit.answer_tokens:
+        raise limit.exceeded(param, len(token_ids))
+    if requested is not None and requested > left:
+        raise ApiError(
+            400,
+            f"{limit.owner} maximum context length is {limit.tokens} tokens; {param} has {len(token_ids)} "
+            f"tokens, which leaves {left}, but {answer.field} asks for {requested}",
+            param=answer.field,
+            code="context_length_exceeded",
+        )
+    return min(left, default or left) if requested is None else max(requested, limit.answer_tokens)

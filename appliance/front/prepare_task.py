@@ -1,0 +1,166 @@
+"""Makes a generation task of a request whose prompts are tokens: sampling parameters, service class, and the
+limits that chats and completions share."""
+
+from __future__ import annotations
+
+from appliance.classes import service_class
+from appliance.front.app_state import AppState
+from appliance.front.errors import invalid
+from appliance.front.generation_task import GenerationTask, Prompt
+from appliance.front.keeping import Text
+from appliance.front.length_limits import LengthLimit
+from appliance.front.models import LoadedModel
+from appliance.front.request_context import RequestContext
+from appliance.front.sampling import sampling_params
+from appliance.front.schemas import GenerationRequest
+from appliance.text.stop import StopSet, StopStringsError
+from engine.messages import SamplingParams
+
+MAX_PROMPT_LOGPROBS = 131_072
+"""Log probabilities of prompts in one answer with `prompt_logprobs`: decoding this many takes the event loop
+40 ms."""
+MAX_ANSWER_LOGPROBS = 262_144
+"""Log probabilities of generated tokens in one answer that is not streamed. The answer is held in memory
+until it is complete, and each of them takes about 200 bytes."""
+MAX_RETURNED_PROMPT_TOKENS = 1 << 20
+"""Token ids of prompts in one answer with `return_token_ids`."""
+MAX_SENT_NUMBERS = 262_144
+"""Prompts times the size of `allowed_token_ids` and `bad_words`: each prompt is sent to the replica with a
+copy."""
+
+
+def named_model(state: AppState, context: RequestContext, body: GenerationRequest) -> LoadedModel:
+    """Return the model that the request names. Raises `ApiError` if there is none, or if the caller may not
+    use it."""
+    context.model = body.model[:200]
+    context.stream = bool(body.stream)
+    context.user = body.user or ""
+    return state.catalog.get(body.model, context.identity)
+
+
+def count_prompt_tokens(context: RequestContext, tokens: int) -> None:
+    """Record the size of the encoded prompts."""
+    context.prompt_tokens = context.encoded_tokens = tokens
+    context.work_tokens = max(context.work_tokens, tokens)
+
+
+def encoding_limit(body: GenerationRequest, limit: LengthLimit) -> LengthLimit | None:
+    """Return the limit of the prompt as it was sent; None if only its end is used."""
+    return limit if body.truncate_prompt_tokens is None else None
+
+
+async def make_task(
+    state: AppState,
+    context: RequestContext,
+    body: GenerationRequest,
+    model: LoadedModel,
+    prompts: list[Prompt],
+    *,
+    chat: bool,
+    may_lower: bool,
+    asked: list[Text],
+    logprobs: int | None,
+    best_of: int | None = None,
+    continues_text: bool = False,
+    echo: bool = False,
+    discard_output: bool = False,
+) -> GenerationTask:
+    """Return the task of a request whose prompts are tokens. `may_lower`: the request sets no limit of
+    tokens, so that the default may be lowered. Raises `ApiError`."""
+    n = body.n or 1
+    best_of = best_of or n
+    if logprobs is not None and not body.stream:
+        _limit_answer_logprobs(prompts, best_of * (1 + logprobs), may_lower, chat)
+    _check_returned_prompts(body, sum(len(prompt.token_ids) for prompt in prompts) * (1 if chat else n))
+    try:
+        stops = StopSet(body.stop) if body.stop else None
+    except StopStringsError as error:
+        raise invalid("stop", str(error).removeprefix("stop: ")) from None
+    prompt_logprobs = [k for k in (logprobs if echo else None, body.prompt_logprobs) if k is not None]
+    sampling = await sampling_params(
+        state,
+        context,
+        body,
+        model,
+        max_tokens=min(prompt.max_tokens for prompt in prompts),
+        # With `best_of`, answers are compared by the log probabilities of their tokens.
+        logprobs=0 if logprobs is None and best_of > n else logprobs,
+        prompt_logprobs=max(prompt_logprobs, default=None),
+    )
+    _check_sent_numbers(sampling, len(prompts))
+    asked_class = context.asked_class or body.service_tier or ""
+    context.request_class = service_class(asked_class, context.identity)
+    options = body.stream_options
+    return GenerationTask(
+        model=model,
+        chat=chat,
+        prompts=prompts,
+        n=n,
+        best_of=best_of,
+        sampling=sampling,
+        stops=stops,
+        include_stop=bool(body.include_stop_str_in_output),
+        skip_special_tokens=body.skip_special_tokens is not False,
+        continues_text=continues_text,
+        logprobs=logprobs,
+        prompt_logprobs=body.prompt_logprobs,
+        return_token_ids=bool(body.return_token_ids),
+        echo=echo,
+        discard_output=discard_output,
+        stream=context.stream,
+        include_usage=bool(options and options.include_usage),
+        continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
+        asked_class=asked_class,
+        # A client that asks for at least `min_tokens` must not get an error about a lowered limit.
+        may_lower=may_lower and not body.min_tokens,
+        asked=asked if context.identity.log_policy != "metadata" else [],
+    )
+
+
+def _limit_answer_logprobs(prompts: list[Prompt], per_token: int, may_lower: bool, chat: bool) -> None:
+    """Bound the log probabilities of an answer that is not streamed. Each generated token has `per_token` of
+    them, over all samples of a prompt. If the client set no limit of tokens, the limit is lowered. Raises a
+    400."""
+    total = per_token * sum(prompt.max_tokens for prompt in prompts)
+    max_tokens = MAX_ANSWER_LOGPROBS // (per_token * len(prompts))
+    if total <= MAX_ANSWER_LOGPROBS:
+        return
+    if not may_lower or not max_tokens:
+        raise invalid(
+            "top_logprobs" if chat else "logprobs",
+            f"the answer could have {total} log probabilities (samples × max_tokens × (1 + alternatives)); "
+            f"without stream it may have {MAX_ANSWER_LOGPROBS}: stream it, or lower one of the three",
+        )
+    for prompt in prompts:
+        prompt.max_tokens = min(prompt.max_tokens, max_tokens)
+
+
+def _check_returned_prompts(body: GenerationRequest, prompt_tokens: int) -> None:
+    """Bound what the answer tells about prompts, which have this many tokens in all choices. Raises a 400."""
+    if body.return_token_ids and prompt_tokens > MAX_RETURNED_PROMPT_TOKENS:
+        raise invalid(
+            "return_token_ids",
+            f"the answer would have {prompt_tokens} token ids of prompts, more than "
+            f"{MAX_RETURNED_PROMPT_TOKENS}; send fewer prompts, or lower n",
+        )
+    if body.prompt_logprobs is None:
+        return
+    if body.stream:
+        raise invalid("prompt_logprobs", "cannot be streamed: leave out stream, or prompt_logprobs")
+    logprobs = prompt_tokens * (body.prompt_logprobs + 1)
+    if logprobs > MAX_PROMPT_LOGPROBS:
+        raise invalid(
+            "prompt_logprobs",
+            f"the answer would have {logprobs} log probabilities of prompts, more than "
+            f"{MAX_PROMPT_LOGPROBS}; send shorter prompts, or ask for fewer alternatives or answers",
+        )
+
+
+def _check_sent_numbers(sampling: SamplingParams, prompts: int) -> None:
+    """Bound the copies of token lists that are sent to the replica. Raises a 400."""
+    numbers = len(sampling.allowed_tokens) // 8 + sum(map(len, sampling.bad_words))
+    if prompts * numbers > MAX_SENT_NUMBERS:
+        raise invalid(
+            "allowed_token_ids" if sampling.allowed_tokens else "bad_words",
+            f"is too long for {prompts} prompts; send fewer prompts in a request",
+        )

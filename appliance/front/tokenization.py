@@ -1,0 +1,171 @@
+"""Turns the texts and conversations of requests into tokens, and tokens into text."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from appliance.front.app_state import AppState
+from appliance.front.encoding import do_work, text_bytes, text_memory, too_much_work
+from appliance.front.errors import ApiError, invalid
+from appliance.front.length_limits import MAX_TOKENS_SHOWN, LengthLimit, too_many_to_show
+from appliance.front.models import LoadedModel
+from appliance.front.request_context import RequestContext
+from appliance.front.schemas import ChatMessage
+from appliance.text.cuts import PIECE_CHARACTERS
+from appliance.text.encoder import LoneSurrogateError, TooManyTokensError, UncuttableTextError
+from appliance.text.fair_queue import TooMuchWorkError
+from appliance.text.template_messages import ChatTemplateError, TemplateBoundError
+
+MAX_VARIABLES_BYTES = 65_536
+"""Bytes of `chat_template_kwargs` as JSON."""
+HIDE_INLINE_CHARACTERS = 4096
+"""Looking for control tokens in longer conversations is not done on the event loop: it takes up to 2.5 µs a
+character."""
+
+_MESSAGE_CHARACTERS = 16
+"""Added to a conversation's size for each message: looking for control tokens in the role and the field names
+takes as long as in this many characters."""
+_MARK_DIGITS = 20
+"""The mark at the end of a message that is continued consists of digits, which no template filter changes."""
+_RESERVED_VARIABLES = frozenset(["messages", "tools", "documents", "add_generation_prompt"])
+
+
+async def text_tokens(
+    state: AppState,
+    model: LoadedModel,
+    context: RequestContext,
+    texts: list[str],
+    *,
+    add_special_tokens: bool = True,
+    limit: LengthLimit | None = None,
+) -> list[list[int]]:
+    """Return the tokens of each text of the field `prompt`. Without a `limit`, they have at most
+    `MAX_TOKENS_SHOWN` tokens together. Raises `ApiError`."""
+    try:
+        with text_memory(state, context, text_bytes(texts)):
+            steps = model.tokenizer.encode_steps(texts, add_special_tokens, _max_tokens(limit))
+            return await do_work(state, context, steps, sum(map(len, texts)))
+    except LoneSurrogateError as error:
+        raise invalid("prompt", str(error)) from None
+    except UncuttableTextError as error:
+        raise invalid(prompt_param(error.index, texts), str(error)) from None
+    except TooManyTokensError as error:
+        raise _too_many(limit, prompt_param(error.index, texts), error.tokens) from None
+
+
+async def chat_tokens(
+    state: AppState,
+    model: LoadedModel,
+    context: RequestContext,
+    messages: Sequence[ChatMessage],
+    *,
+    add_generation_prompt: bool | None = None,
+    add_special_tokens: bool = False,
+    variables: dict[str, Any] | None = None,
+    continue_final_message: bool = False,
+    limit: LengthLimit | None = None,
+) -> list[int]:
+    """Return the prompt of a conversation, in which only the template makes control tokens.
+
+    `add_generation_prompt` None stands for the default. With `continue_final_message` the prompt ends with
+    the last message's text. Without a `limit`, it has at most `MAX_TOKENS_SHOWN` tokens. Raises `ApiError`.
+    """
+    for name in variables or ():
+        if name in _RESERVED_VARIABLES:
+            raise invalid("chat_template_kwargs", f"{name!r} cannot be set here")
+    shown: Any = [
+        message | {"role": "system"} if message["role"] == "developer" else message
+        for message in conversation(messages)
+    ]
+    mark = f"{secrets.randbelow(10**_MARK_DIGITS):0{_MARK_DIGITS}}" if continue_final_message else ""
+    shown[-1]["content"] += mark
+    generates = add_generation_prompt is not False and not continue_final_message
+    size, memory = conversation_size(messages)
+    if variables:
+        variables_size = _checked_size(variables)
+        size, memory = size + variables_size, memory + variables_size
+    shield = model.tokenizer.shield()
+    try:
+        with text_memory(state, context, memory):
+            shown, variables = await do_work(
+                state, context, shield.hide([shown, variables]), size, inline=HIDE_INLINE_CHARACTERS
+            )
+            text = await model.template.render(context.identity.tenant, shown, generates, variables)
+            if mark:
+                text = _before_mark(text, mark)
+            steps = model.tokenizer.encode_rendered_steps(
+                text, shield, add_special_tokens, _max_tokens(limit)
+            )
+            return (await do_work(state, context, steps, len(text)))[0]
+    except TooMuchWorkError as error:
+        raise too_much_work(error) from None
+    except TemplateBoundError as error:
+        raise invalid("messages", str(error), "chat_template_bound") from None
+    except (ChatTemplateError, LoneSurrogateError, UncuttableTextError) as error:
+        raise invalid("messages", shield.restore(str(error))) from None
+    except TooManyTokensError as error:
+        raise _too_many(limit, "messages", error.tokens) from None
+
+
+async def decode(
+    state: AppState,
+    model: LoadedModel,
+    context: RequestContext,
+    token_ids: list[int],
+    skip_special: bool = True,
+) -> str:
+    """Return the text of token ids, all of which are in the model's vocabulary."""
+    steps = model.tokenizer.decode_steps(token_ids, skip_special)
+    return await do_work(state, context, steps, len(token_ids), inline=PIECE_CHARACTERS)
+
+
+def conversation(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
+    """Return role, content and, if there is one, name of each message."""
+    return [
+        {"role": message.role, "content": message.text}
+        | ({"name": message.name} if message.name is not None else {})
+        for message in messages
+    ]
+
+
+def conversation_size(messages: Sequence[ChatMessage]) -> tuple[int, int]:
+    """Return the characters of a conversation, and the bytes of memory that they take. Messages without text
+    count too, because they take work and memory."""
+    texts = [text for message in messages for text in (message.text, message.name) if text]
+    others = len(messages) * _MESSAGE_CHARACTERS
+    return others + sum(map(len, texts)), others + text_bytes(texts)
+
+
+def prompt_param(index: int, prompts: Sequence[object]) -> str:
+    """Return the name of one prompt of a completion, for error messages."""
+    return "prompt" if len(prompts) == 1 else f"prompt[{index}]"
+
+
+def _max_tokens(limit: LengthLimit | None) -> int | None:
+    return MAX_TOKENS_SHOWN if limit is None else limit.max_prompt_tokens
+
+
+def _too_many(limit: LengthLimit | None, param: str, tokens: int | None) -> ApiError:
+    return too_many_to_show(param) if limit is None else limit.exceeded(param, tokens)
+
+
+def _checked_size(variables: dict[str, Any]) -> int:
+    """Return the bytes of template variables as JSON. Raises a 400 if there are too many."""
+    size = len(json.dumps(variables))
+    if size > MAX_VARIABLES_BYTES:
+        raise invalid("chat_template_kwargs", f"has {size} bytes; give at most {MAX_VARIABLES_BYTES}")
+    return size
+
+
+def _before_mark(text: str, mark: str) -> str:
+    """Return the rendered conversation up to the end of its last message. Raises `ApiError`."""
+    end = text.rfind(mark)
+    if end < 0:
+        raise invalid(
+            "continue_final_message",
+            "the model's chat template does not write the last message as it is, so it cannot be continued",
+        )
+    return text[:end].replace(mark, "")
