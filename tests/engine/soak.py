@@ -80,12 +80,12 @@ class Soak:
     engine: LocalEngine
     draw: random.Random
     near_tie: float
+    known_requests: int = KINDS
     limits: Limits = field(init=False)
     checker: OutputChecker = field(init=False)
     known: Known = field(init=False)
     rhythm: Rhythm = field(init=False)
     cancelled: Cancelled = field(default_factory=Cancelled)
-    known_requests: int = KINDS
     calms: list[Calm] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     began: float = field(default_factory=time.monotonic)
