@@ -1,7 +1,7 @@
 """The log: plain lines on standard error, one a thing that happened.
 
 2026-11-20T23:16:01.123Z INFO    models: demo-0 is ready (4.2 s, 512 blocks, cpu)
-2026-11-20T23:16:01.124Z WARNING front-0 replicas: replica demo-0 is gone
+2026-11-20T23:16:01.124Z WARNING front-0 replicas: replica demo-0 disconnected
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 class Link:
-    """One replica, and who is to be told when it is lost."""
+    """The channel to one replica, and the callbacks for its loss."""
 
     def __init__(self, name: str, sock: socket.socket, on_closed: Callable[[Link], None]) -> None:
         self.name = name
@@ -23,7 +23,7 @@ class Link:
 
     @property
     def closed(self) -> bool:
-        """The replica is gone."""
+        """Whether the replica is disconnected."""
         return self._client.closed
 
     @property
@@ -32,25 +32,25 @@ class Link:
         return self._client.backlog_bytes
 
     def next_handle(self) -> int:
-        """A handle for a submission, never used before."""
+        """Return a new handle for a submission."""
         return self._client.next_handle()
 
     def submit(self, submit: Submit, sink: Callable[[Output], None], on_lost: Callable[[], None]) -> None:
-        """Send it; `sink` gets its outputs. If the replica dies first, `on_lost` is called, once for each
-        submission that had not ended."""
+        """Send a submission; `sink` gets its outputs. If the replica disconnects before they are complete,
+        `on_lost` is called, once for each submission."""
         self._owners[submit.handle] = on_lost
         self._client.submit(submit, sink)
 
     def cancel(self, handle: int, sample: int | None = None) -> None:
-        """Nobody waits for the submission, or for this sample of it."""
+        """Cancel the submission, or one sample of it."""
         self._client.cancel(handle, sample)
 
     def forget(self, handle: int) -> None:
-        """Its owner needs no word of a lost replica any more."""
+        """Forget the submission's `on_lost`."""
         self._owners.pop(handle, None)
 
     def close(self) -> None:
-        """Let go of the replica: it cancels what came from here."""
+        """Close the channel; the replica cancels the submissions of this front."""
         self._client.close()
 
     def _lost(self, handles: list[int]) -> None:
@@ -62,21 +62,21 @@ class Link:
 
 
 class Replicas:
-    """The links by the replicas' names; a restarted replica takes its predecessor's place."""
+    """The links by replica name. A restarted replica replaces its predecessor."""
 
     def __init__(self) -> None:
         self._links: dict[str, Link] = {}
 
     def attach(self, name: str, sock: socket.socket) -> None:
-        """A new channel to a replica."""
+        """Add a channel to a replica."""
         self._links[name] = Link(name, sock, self._closed)
 
     def get(self, name: str) -> Link | None:
-        """The live link to a replica, or None."""
+        """Return the open link to a replica, or None."""
         link = self._links.get(name)
         return None if link is None or link.closed else link
 
     def _closed(self, link: Link) -> None:
-        log.warning("replica %s is gone", link.name)
+        log.warning("replica %s disconnected", link.name)
         if self._links.get(link.name) is link:
             del self._links[link.name]
