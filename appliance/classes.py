@@ -1,4 +1,4 @@
-"""Classes of service: what a client may ask for, and what it gets."""
+"""Classes of service, from P0 to P3."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ CLASS_NAMES = ("P0", "P1", "P2", "P3")
 """Real-time, interactive, batch, background."""
 
 _ASKED = {name: number for number, name in enumerate(CLASS_NAMES)} | {"priority": 0, "flex": 2}
-"""Our names, and OpenAI's service tiers; its "auto", "default" and "scale" ask for nothing in particular."""
+"""The names of the classes, and OpenAI's service tiers. Its tiers "auto", "default" and "scale" select the
+default class."""
 
 
 def service_class(asked: str, identity: Identity) -> int:
-    """The class of a request whose client asked so: the tenant's default where it asked for none, and never
-    better than its tenant and key allow. Anybody may ask for less."""
+    """Return the class of a request: the one that its client asked for, or the tenant's default, but never a
+    better one than tenant and key allow."""
     return max(_ASKED.get(asked, identity.default_class), identity.highest_class)

@@ -22,7 +22,7 @@ from appliance.protocol import (
     InFlight,
     Key,
     NewKey,
-    Peer,
+    PeerMapping,
     Status,
     Tenant,
 )
@@ -90,9 +90,9 @@ class AdminClient:
         """Return all tenants."""
         return self._call("GET", "/tenants", list[Tenant])
 
-    def peers(self) -> list[Peer]:
+    def peers(self) -> list[PeerMapping]:
         """Return the users and groups of the machine that need no key."""
-        return self._call("GET", "/peers", list[Peer])
+        return self._call("GET", "/peers", list[PeerMapping])
 
     def configuration(self) -> Configuration:
         """Return the settings in effect, and where each was set."""
@@ -183,7 +183,7 @@ def unix_connection(path: Path, timeout_s: float | None, connect_timeout_s: floa
     """
     import http.client
 
-    class Connection(http.client.HTTPConnection):
+    class UnixConnection(http.client.HTTPConnection):
         def connect(self) -> None:
             uids = trusted_directory(path.parent, "--run-dir")
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -198,7 +198,7 @@ def unix_connection(path: Path, timeout_s: float | None, connect_timeout_s: floa
                 raise
             self.sock = sock
 
-    return Connection("appliance")
+    return UnixConnection("appliance")
 
 
 def not_running(path: Path, error: OSError) -> ServiceNotRunningError:

@@ -1,4 +1,4 @@
-"""Bytes for another process, in memory that has a descriptor (memfd): it travels beside a message."""
+"""Anonymous memory files (memfd), whose descriptors take large byte strings to another process."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 
 
 def new_memory(name: str, data: bytes) -> int:
-    """A descriptor of memory with these bytes, which the caller closes. `name` is for /proc alone. Raises
-    OSError."""
+    """Return the descriptor of a memory file with these bytes, which the caller closes. `name` is shown in
+    /proc only. Raises OSError."""
     descriptor = os.memfd_create(name)
     try:
         view = memoryview(data)
@@ -19,8 +19,8 @@ def new_memory(name: str, data: bytes) -> int:
     return descriptor
 
 
-def read_memory(descriptor: int, most_bytes: int = -1) -> bytes:
-    """What is in it, at most so many bytes (-1: all); the descriptor is closed."""
+def read_memory(descriptor: int, max_bytes: int = -1) -> bytes:
+    """Return the contents of a memory file, at most `max_bytes` (-1: all), and close the descriptor."""
     with open(descriptor, "rb", buffering=0) as memory:
         memory.seek(0)
-        return memory.read(most_bytes) or b""
+        return memory.read(max_bytes) or b""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from appliance.protocol import FrontStats
-from store.policies import INTERACTIVE
+from store.policies import INTERACTIVE, LogPolicy
 
 SocketKind = Literal["unix", "tcp"]
 
@@ -15,24 +15,25 @@ SocketKind = Literal["unix", "tcp"]
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that apps may name."""
+    """A model that applications can name."""
 
     name: str
     folder: str
-    """Where the tokenizer and the chat template are."""
+    """The folder with the tokenizer and the chat template."""
     version: str
-    """Names the files behind it: a fingerprint of the folder."""
+    """Identifies the model's files: a fingerprint of the folder."""
     created: int
     """Unix seconds."""
     max_model_len: int
-    """Prompt and output together, tokens."""
+    """The limit of prompt and output together, in tokens."""
     vocab_size: int
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Who a request is billed to, and what it may ask for: a tenant's word, narrowed by its key's.
+    """The tenant to which a request is billed, and the request's rights: those of the tenant, restricted by
+    its key.
 
-    What holds is what the core finds under `tenant` and `key_id`; a front's copy is for refusing early.
+    The core looks the rights up by `tenant` and `key_id`; a front's copy serves to refuse requests early.
     """
 
     tenant: str
@@ -41,35 +42,34 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     scopes: tuple[str, ...] = ("inference",)
     """Of `store.policies.SCOPES`."""
     models: tuple[str, ...] | None = None
-    """The only models that it may name; None: all."""
+    """The models that the request may name; None: all."""
     highest_class: int = INTERACTIVE
-    """The best class that it gets; 0 is P0."""
+    """The best class that the request can get; 0 is P0."""
     default_class: int = INTERACTIVE
-    """Of a request that asks for none."""
+    """The class of a request that asks for none."""
     context_tokens: int | None = None
-    """Longest request, prompt and output together; None: the model's length."""
+    """The limit of prompt and output together; None: that of the model."""
     default_max_tokens: int | None = None
-    """Output of a request that names no `max_tokens`; None: what the length leaves."""
-    log_policy: str = "metadata"
-    """Of `store.policies.LOG_POLICIES`."""
+    """The output limit of a request without `max_tokens`; None: up to the length limit."""
+    log_policy: LogPolicy = "metadata"
     expires_at: float | None = None
-    """Unix seconds from which on its key opens nothing."""
+    """When the key expires, in Unix seconds."""
     suspended: bool = False
-    """Its tenant is: whatever it asks is refused."""
+    """Whether the tenant is suspended: all its requests are refused."""
 
 
 class Identities(msgspec.Struct, tag="identities", frozen=True, kw_only=True):
-    """Who may ask: the whole table (`whole`), which replaces the former one at once, or what has changed in
-    it since."""
+    """The table with which a front authenticates callers: the whole table (`whole`), which replaces the
+    former one, or the changes since then."""
 
     keys: dict[str, Identity | None] = {}
-    """By the SHA-256 (hex) of the bearer key; None: no more."""
+    """By the SHA-256 (hex) of the bearer key; None: the key is no longer valid."""
     uids: dict[int, Identity] = {}
-    """By the uid of a Unix socket's peer. Uids and gids are always all of them."""
+    """By the uid of a Unix socket's peer. Uids and gids are always complete."""
     gids: dict[int, Identity] = {}
-    """By a group of the peer, where its uid says nothing."""
+    """By a group of the peer, for peers whose uid is not in `uids`."""
     any_uid: Identity | None = None
-    """For every other uid that the socket's file mode lets in; None: they are refused."""
+    """For all other uids that the socket's file mode admits; None: they are refused."""
     whole: bool = True
 
 
@@ -79,8 +79,17 @@ _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 _PositiveSeconds = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 
 
+Origin = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s]+)$",
+        description='an origin without a path, such as "https://chat.example.com", or "*" for all',
+    ),
+]
+
+
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a front takes from a client."""
+    """Limits of a front for its clients."""
 
     max_body_bytes: _Bytes = 2 << 20
     """The longest body; a longer one is refused with 413. 131,072 tokens of text have about 1 MB. Parsing
@@ -108,7 +117,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """A stream that has sent nothing for this long gets a comment (a line that clients skip), so that proxies
     keep its connection; its headers are sent after half a second at most. 0: no comments, and the headers are
     sent with the first token."""
-    cors_origins: tuple[Annotated[str, msgspec.Meta(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s]+)$")], ...] = ()
+    cors_origins: tuple[Origin, ...] = ()
     """Origins (scheme, host and port, without a path) whose web pages may call the API, such as
     "https://chat.example.com", or "*" for all; none by default."""
 
@@ -142,19 +151,19 @@ class KeepRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Configure(msgspec.Struct, tag="configure", frozen=True, kw_only=True):
-    """First to a front, and again whenever the served models change."""
+    """What is served: the first message to a front, repeated when something in it changes."""
 
     front: str
     serial: int = 0
-    """Counts up; the front reports the last one that it has taken in."""
+    """Counts up; the front reports the last one that it has applied."""
     models: list[ServedModel]
     limits: Limits
     ready: bool
-    """Whether at least one replica of each model answers that is not drained: what `/health/ready` says."""
+    """Whether every model that is not drained answers: the result of `/health/ready`."""
     reason: str = ""
-    """Why it is not ready, in words."""
+    """Why the service is not ready."""
     silent: dict[str, str] = {}
-    """The models that do not answer, and why: what `/health/ready?model=NAME` says."""
+    """The models that do not answer, and why: the result of `/health/ready?model=NAME`."""
     log_level: str = "info"
     retries: RetryRules = RetryRules()
     keeping: KeepRules = KeepRules()
@@ -174,7 +183,8 @@ class ClientConnection(msgspec.Struct, tag="connection", frozen=True):
     peer: str
     """The address of a TCP peer; empty for a Unix socket (the front reads SO_PEERCRED)."""
     has_request: bool = False
-    """Another front has read a request from it: a second descriptor (a memfd) holds its bytes."""
+    """Whether another front has read a request from the connection: a second descriptor (a memfd) then holds
+    its bytes."""
 
 
 class Claimed(msgspec.Struct, tag="claimed", frozen=True):
@@ -189,12 +199,12 @@ class Claimed(msgspec.Struct, tag="claimed", frozen=True):
 
 
 class RateLimits(msgspec.Struct, array_like=True, frozen=True):
-    """What is left of the tightest limit of its kind that a request meets; None where there is none."""
+    """The levels of the tightest limits that apply to a request; None where there is no limit."""
 
     limit_requests: int | None
     remaining_requests: int | None
     reset_requests_s: float | None
-    """Until all of it is left again, if nothing is used."""
+    """Seconds until the limit is full again, if nothing is used."""
     limit_tokens: int | None
     remaining_tokens: int | None
     reset_tokens_s: float | None
@@ -213,13 +223,14 @@ class Admitted(msgspec.Struct, tag="admitted", frozen=True):
     spare_slots: int = 0
     """As `Submit.spare_slots`."""
     most_tokens: int | None = None
-    """Each sample may produce so many tokens only; None: as many as it asked for."""
+    """The output limit of each sample; None: as requested."""
     rate_limits: RateLimits | None = None
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
-    """The request will not run (any further). Of a first attempt the core has ended the row, and no `Settle`
-    follows; of a later one `Settle` does, since the client may have had a part of the answer."""
+    """The request will not run, or not continue. After the refusal of a first attempt the core has ended the
+    row, and no `Settle` follows. After that of a later attempt `Settle` follows, because the client may have
+    received a part of the answer."""
 
     request_id: str
     attempt: int
@@ -228,21 +239,21 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
     message: str
     retry_after_s: float | None = None
     kind: str = ""
-    """OpenAI's `type` of the error, where the status does not say it: "requests" or "tokens"."""
+    """OpenAI's `type` of the error if the status does not determine it: "requests" or "tokens"."""
     useless: bool = False
-    """To try again, as clients of OpenAI's API do by themselves."""
+    """Whether an automatic retry, as OpenAI's clients make it, would be useless."""
     rate_limits: RateLimits | None = None
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
-    """End this request now (operator, drain that ran out of grace): the client gets an error event."""
+    """End this request now, for an operator or after a drain's grace period: the client gets an error."""
 
     request_id: str
     message: str
 
 
 class StopFront(msgspec.Struct, tag="stop_front", frozen=True):
-    """Take no more, finish what streams within `grace_s`, end."""
+    """Take no more connections, finish the running answers within `grace_s`, and end."""
 
     grace_s: float
 
@@ -255,12 +266,12 @@ class FrontReady(msgspec.Struct, tag="front_ready", frozen=True):
 
 
 class Admit(msgspec.Struct, tag="admit", frozen=True, kw_only=True):
-    """May this request run? Answered by exactly one `Admitted` or `Refused` (same attempt), when it is its
-    turn, unless the front withdraws it with `Settle` first."""
+    """Asks to run a request. Answered by exactly one `Admitted`, when it is the request's turn, or `Refused`
+    with the same attempt, unless the front withdraws the request with `Settle` first."""
 
     request_id: str
     attempt: int = 0
-    """0 at first; counted up for each resubmission after a replica was lost."""
+    """0 at first; increased with each resubmission after a replica was lost."""
     identity: Identity
     peer: str
     """For the log: "uid 1000" or an address."""
@@ -268,30 +279,32 @@ class Admit(msgspec.Struct, tag="admit", frozen=True, kw_only=True):
     model: str
     stream: bool
     submissions: int
-    """`Submit`s that follow when admitted: one a prompt; when resuming, one an unfinished sample."""
+    """Number of `Submit` messages that follow the admission: one for each prompt; when resuming, one for each
+    unfinished sample."""
     rows: int
-    """Sequences over all submissions."""
+    """Number of sequences of all submissions."""
     prompt_tokens: int
-    """Over all submissions, emitted output included when resuming: the token credit it spends."""
+    """Prompt tokens of all submissions, when resuming with the output so far: the token credit that it
+    uses."""
     max_tokens: int
-    """The most it may generate, over all samples."""
+    """The limit of generated tokens over all samples."""
     may_lower: bool = False
-    """Its client did not say how long the answer may be: the core may allow less (`Admitted.most_tokens`)."""
+    """Whether the core may allow less (`Admitted.most_tokens`), because the client gave no limit."""
     arrived_at: float
     """Unix seconds at which the request was read."""
     asked_class: str = ""
-    """What the client asked for, "" for the default."""
+    """The class that the client asked for; "" for the default."""
     retry_of: str = ""
     """The request id of an earlier run with the same `Idempotency-Key`, whose answer is lost."""
     user: str = ""
     """The body's `user`, for the log; "" where there is none."""
     deadline_ms: float | None = None
-    """After `arrived_at`, when the whole answer must be there; None: no matter when."""
+    """The time after `arrived_at` within which the whole answer is needed; None: no deadline."""
 
 
 class Claim(msgspec.Struct, tag="claim", frozen=True):
-    """A request with an `Idempotency-Key` that this front does not know. The answer, `Claimed`, says which
-    front runs it. If it is this front, the claim holds until `Release`."""
+    """Asks which front runs a request with an `Idempotency-Key`. Answered by `Claimed`. If this front runs
+    it, the claim lasts until `Release`."""
 
     scope: bytes
     """SHA-256 of the caller, the endpoint and the key."""
@@ -299,19 +312,19 @@ class Claim(msgspec.Struct, tag="claim", frozen=True):
 
 
 class Release(msgspec.Struct, tag="release", frozen=True):
-    """The front has no answer for this scope any more: the next request with the key runs."""
+    """The front no longer has an answer for this scope: the next request runs."""
 
     scope: bytes
     request_id: str
-    """The request that ran."""
+    """The request id of the run."""
     void: bool
-    """The run failed, was given up, or was dropped before its time: the next request is a retry that runs
+    """Whether the run failed, was given up, or was dropped early: the next request is a retry that runs
     anew."""
 
 
 class HandOver(msgspec.Struct, tag="hand_over", frozen=True):
-    """A client's connection for the front that has this scope. Two file descriptors travel with it: the
-    connection and a memfd with the request that was read from it."""
+    """Passes a client's connection to the front that has claimed this scope. Two file descriptors travel with
+    it: the connection and a memfd with the request that was read from it."""
 
     scope: bytes
     kind: SocketKind
@@ -320,11 +333,11 @@ class HandOver(msgspec.Struct, tag="hand_over", frozen=True):
 
 
 class Settle(msgspec.Struct, tag="settle", frozen=True, kw_only=True):
-    """The last word on a request that was not refused: what the client got. Exactly one each."""
+    """The end of a request that was not refused, and what the client received. Sent exactly once."""
 
     request_id: str
     submitted: bool
-    """Whether the latest attempt that was asked for was submitted to its replica (false: withdrawn)."""
+    """Whether the latest attempt was submitted to its replica (false: withdrawn)."""
     status: int
     """HTTP status code; 499 for a client that left."""
     finish_reason: str
@@ -341,10 +354,10 @@ class Settle(msgspec.Struct, tag="settle", frozen=True, kw_only=True):
 
 
 class Rejected(msgspec.Struct, tag="rejected", frozen=True, kw_only=True):
-    """An authenticated request that the front refused by itself (4xx): a row for the log. Where refusing it
-    took work, it counts against the sender's rate limits.
+    """A request of a known caller that the front refused (4xx), for the log. If the refusal took much work,
+    it counts against the caller's rate limits.
 
-    Requests without a valid identity are only counted: a flood of them must not fill the disk.
+    Requests of unknown callers are only counted, so that a flood of them cannot fill the disk.
     """
 
     request_id: str
@@ -357,7 +370,7 @@ class Rejected(msgspec.Struct, tag="rejected", frozen=True, kw_only=True):
     error: str
     prompt_tokens: int
     work_tokens: int = 0
-    """What parsing and encoding it cost, in tokens; 0: too little to count."""
+    """The cost of parsing and encoding the request, in tokens; 0: negligible."""
     arrived_at: float
     e2e_ms: float
     user: str = ""
@@ -365,15 +378,15 @@ class Rejected(msgspec.Struct, tag="rejected", frozen=True, kw_only=True):
 
 
 class Worked(msgspec.Struct, tag="worked", frozen=True):
-    """A front encoded or decoded tokens that no request pays for, such as those that `truncate_prompt_tokens`
-    removed: they count against the sender's token limits."""
+    """Tokens that a front encoded or decoded and that are part of no request, such as those that
+    `truncate_prompt_tokens` removed. They count against the caller's token limits."""
 
     identity: Identity
     tokens: int
 
 
 class Retried(msgspec.Struct, tag="retried", frozen=True, kw_only=True):
-    """A request that was answered from another one's run: a row for the log, nothing else."""
+    """A retry that was answered with the result of an earlier request, for the log."""
 
     request_id: str
     identity: Identity
@@ -384,7 +397,7 @@ class Retried(msgspec.Struct, tag="retried", frozen=True, kw_only=True):
     retry: str
     """"joined" (the run had not ended) or "repeated"."""
     retry_of: str
-    """The request that ran."""
+    """The id of the earlier request."""
     request_class: int
     status: int
     finish_reason: str
@@ -397,14 +410,14 @@ class Retried(msgspec.Struct, tag="retried", frozen=True, kw_only=True):
 
 
 class Keep(msgspec.Struct, tag="keep", frozen=True, kw_only=True):
-    """Prompts and answers of a request that ran, to be kept as its tenant's log policy says. One file
-    descriptor travels with it: a memfd with a list of `store.structs.KeptText` in msgpack, so
-    that only the process that stores them reads the texts."""
+    """Prompts and answers of a request, to be stored as the tenant's log policy says. One file descriptor
+    travels with it: a memfd with a list of `store.structs.KeptText` in msgpack, which the core's event loop
+    does not read."""
 
     request_id: str
     identity: Identity
     created_at: float
-    """Unix seconds, of the request."""
+    """When the request arrived, in Unix seconds."""
 
 
 class FrontReport(FrontStats, tag="front_report", frozen=True, kw_only=True):
@@ -413,10 +426,10 @@ class FrontReport(FrontStats, tag="front_report", frozen=True, kw_only=True):
     taken_connections: int = 0
     """Connections that the front has received from the core since its start."""
     template_problems: dict[str, tuple[int, str]] = msgspec.field(default_factory=dict)
-    """Models whose chat templates exceeded their limits since the start: how often, and what the latest
-    exceeded. Such a model is served nevertheless."""
+    """Models whose chat templates exceeded their limits since the start: how often, and the latest limit that
+    was exceeded. Such a model is still served."""
     configured: int = 0
-    """`serial` of the last `Configure` that is in effect."""
+    """`serial` of the last `Configure` that was applied."""
 
 
 CoreToFront = (
@@ -431,5 +444,5 @@ CoreToFront = (
     | StopFront
 )
 AboutRequest = Admit | Settle | Rejected | Worked | Retried
-"""What a front says about a request."""
+"""Messages of a front about a request."""
 FrontToCore = FrontReady | AboutRequest | Claim | Release | HandOver | Keep | FrontReport

@@ -414,7 +414,7 @@ class Tenant(TenantRecord, frozen=True, kw_only=True):
     """Number of mapped users and groups."""
 
 
-class Peer(msgspec.Struct, kw_only=True):
+class PeerMapping(msgspec.Struct, kw_only=True):
     """A local user or group that needs no key on `api.sock`."""
 
     kind: Literal["uid", "gid", "any"]

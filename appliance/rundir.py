@@ -27,7 +27,7 @@ _UNIT = "appliance.service"
 _BOOTED = Path("/run/systemd/system")
 """Exists where systemd is running (sd_booted(3))."""
 _LOCK = "service.lock"
-_MEETINGS = "ranks-"
+_RENDEZVOUS = "ranks-"
 _MAX_LOCK_BYTES = 64 << 10
 
 
@@ -35,8 +35,8 @@ class RunDirError(Exception):
     """The run or state directory cannot be used; the message says why and what to do."""
 
 
-class Holder(msgspec.Struct, kw_only=True):
-    """The process that holds, or last held, a run directory."""
+class LockHolder(msgspec.Struct, kw_only=True):
+    """The process that holds, or last held, the lock of a run directory."""
 
     pid: int
     state_dir: str
@@ -66,22 +66,24 @@ class RunDirLock:
                 f"--run-dir and --state-dir"
             ) from None
         os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, msgspec.json.encode(Holder(pid=os.getpid(), state_dir=str(state_dir))), 0)
-        for left in run_dir.glob(f"{_MEETINGS}*"):
+        os.pwrite(
+            self._descriptor, msgspec.json.encode(LockHolder(pid=os.getpid(), state_dir=str(state_dir))), 0
+        )
+        for left in run_dir.glob(f"{_RENDEZVOUS}*"):
             shutil.rmtree(left, ignore_errors=True)  # of a service that was killed
 
     def release(self) -> None:
-        """Let another service have it."""
+        """Release the directory for another service."""
         os.close(self._descriptor)
 
 
-def last_holder(run_dir: Path) -> Holder | None:
+def last_holder(run_dir: Path) -> LockHolder | None:
     """Return who holds the directory, or held it last: clients learn from it which state directory belongs to
     the service. The directory must be a trusted one (`appliance.ownership`)."""
     try:
         descriptor = os.open(run_dir / _LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:
-            return msgspec.json.decode(file.read(_MAX_LOCK_BYTES), type=Holder)
+            return msgspec.json.decode(file.read(_MAX_LOCK_BYTES), type=LockHolder)
     except (OSError, ValueError):
         return None
 
@@ -99,12 +101,12 @@ def start_remedy(run_dir: Path) -> str:
     return f"start one with: appliance serve --run-dir {run_dir}"
 
 
-def new_meeting(run_dir: Path) -> str:
-    """Path of a file that does not exist yet, in a new folder, where the ranks of one life of a replica meet.
+def new_rendezvous(run_dir: Path) -> str:
+    """Return the path of a new file at which the ranks of one incarnation of a replica find each other.
 
-    In the run directory, so that nothing stays behind for good when the service is killed. Raises OSError.
+    It is in the run directory, so that the next start removes it if the service is killed. Raises OSError.
     """
-    return str(Path(tempfile.mkdtemp(prefix=_MEETINGS, dir=run_dir)) / "store")
+    return str(Path(tempfile.mkdtemp(prefix=_RENDEZVOUS, dir=run_dir)) / "store")
 
 
 def prepare_directories(run_dir: Path, state_dir: Path) -> None:
@@ -120,7 +122,7 @@ def prepare_directories(run_dir: Path, state_dir: Path) -> None:
             raise RunDirError(
                 f"{name} {path} cannot be created ({error.strerror}): name another one"
             ) from error
-        # In /tmp anybody can have created it first.
+        # In /tmp any user may have created the directory first.
         if name == "run_dir" or path.parent == Path("/tmp"):
             try:
                 trusted_directory(path, f"--{name.replace('_', '-')}")
@@ -133,7 +135,8 @@ def prepare_directories(run_dir: Path, state_dir: Path) -> None:
 
 
 def remove_socket(path: Path) -> None:
-    """Remove a socket that this or a former service left; anything else stays. The lock must be held."""
+    """Remove the file of a socket that this or an earlier service created; other files stay. The caller must
+    hold the lock."""
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISSOCK(path.lstat().st_mode):
             path.unlink()

@@ -31,8 +31,8 @@ from kernels.writable import UnwritableError
 
 
 def main() -> int:
-    """Compile the kernels of one model. Returns 1 if that is not possible, or if a kernel does not
-    compile."""
+    """Compile the kernels of one model. Returns 1 if the model or the GPU is not supported, or if a kernel
+    does not compile."""
     arguments = _arguments()
     try:
         served = arguments.served or read_served(
@@ -76,9 +76,9 @@ def read_served(
 ) -> ReplicaModel:
     """Read the model in `folder`, which will be served by our GPU kernels.
 
-    dtype: None: the checkpoint's. fp8: whether to quantise its matrices if they are not quantised yet. Raises
-    CheckpointError for files that cannot be used, UnsupportedError for a model that our kernels cannot serve
-    in this way.
+    dtype: the model's dtype; None: the checkpoint's. fp8: whether to quantise its matrices if they are not
+    quantised yet. Raises CheckpointError for files that cannot be used, UnsupportedError for a model that our
+    kernels cannot serve in this way.
     """
     config = read_config(folder)
     file = folder / "config.json"

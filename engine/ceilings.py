@@ -1,4 +1,4 @@
-"""The peak rates of known devices, and lower bounds of the time of a step that follow from them."""
+"""The peak rates of known devices, and the lower bounds of step times that follow from them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Ceilings:
     bytes_per_s: float
     """Read bandwidth of the device's memory."""
     gemm_per_s: float
-    """Floating-point operations of 16-bit GEMMs."""
+    """Rate of 16-bit GEMMs in floating-point operations per second."""
     fp8_gemm_per_s: float
     attention_per_s: float
 
@@ -53,12 +53,12 @@ def layer_parameters(config: ModelConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LeastTimes:
-    """Lower bounds of the time that a replica takes; 0 if the device is not known."""
+    """Lower bounds of the times of a replica; 0 if the device is not known."""
 
     step_s: float = 0.0
-    """A decode step: every rank reads its matrices once."""
+    """Lower bound of the time of a decode step, in which every rank reads its matrices once."""
     prompt_token_s: float = 0.0
-    """A prompt token: the GEMMs of the layers."""
+    """Lower bound of the time per prompt token, from the GEMMs of the layers."""
 
 
 def least_times(config: ModelConfig, device: str, weights: str, ranks: int) -> LeastTimes:

@@ -30,17 +30,18 @@ class ReplicaClient:
     """A front's asyncio handle on one replica: sends submissions, and routes each output to its sink.
 
     A sink is called on the event loop once for each `Output`, in order, until the last output of each sample.
-    When the channel closes, `on_lost` is called once with the handles of the submissions that had not ended.
-    """
+    When the channel closes, `on_closed` is called once with the handles of the submissions that had not
+    ended, and then the `on_lost` of each of them."""
 
-    def __init__(self, sock: socket.socket, on_lost: Callable[[list[int]], None]) -> None:
+    def __init__(self, sock: socket.socket, on_closed: Callable[[list[int]], None]) -> None:
         # Large frames are accepted: the prompt logprobs of a long prompt arrive in one frame, and the replica
         # is trusted.
         self._channel: Channel[StepFrame] = Channel(sock, StepFrame, MAX_BACKLOG_BYTES)
         self._sinks: dict[int, OutputSink] = {}
         self._open_samples: dict[int, int] = {}
         self._next_handle = 0
-        self._on_lost = on_lost
+        self._on_closed = on_closed
+        self._on_lost: dict[int, Callable[[], None]] = {}
         self._channel.listen(self._deliver, self._lost)
 
     @property
@@ -58,9 +59,11 @@ class ReplicaClient:
         self._next_handle += 1
         return self._next_handle
 
-    def submit(self, submit: Submit, sink: OutputSink) -> None:
+    def submit(self, submit: Submit, sink: OutputSink, on_lost: Callable[[], None] | None = None) -> None:
         """Send `submit`, whose handle came from `next_handle`, and route its outputs to `sink`."""
         self._sinks[submit.handle] = sink
+        if on_lost is not None:
+            self._on_lost[submit.handle] = on_lost
         self._open_samples[submit.handle] = submit.n
         self._channel.send(submit)
 
@@ -68,6 +71,10 @@ class ReplicaClient:
         """Cancel a submission or one sample of it. Its last outputs still arrive."""
         if handle in self._sinks:
             self._channel.send(Cancel(handle, sample))
+
+    def forget(self, handle: int) -> None:
+        """Do not call `on_lost` for this submission."""
+        self._on_lost.pop(handle, None)
 
     def close(self) -> None:
         """Close the channel. The replica then cancels all submissions of this client."""
@@ -83,10 +90,14 @@ class ReplicaClient:
                 self._open_samples[output.handle] -= 1
                 if not self._open_samples[output.handle]:
                     del self._sinks[output.handle], self._open_samples[output.handle]
+                    self._on_lost.pop(output.handle, None)
             sink(output)
 
     def _lost(self) -> None:
         handles = list(self._sinks)
         self._sinks.clear()
         self._open_samples.clear()
-        self._on_lost(handles)
+        self._on_closed(handles)
+        for handle in handles:
+            if (on_lost := self._on_lost.pop(handle, None)) is not None:
+                on_lost()

@@ -123,12 +123,13 @@ class ModelConfig:
         return self.context_length
 
     def representative_layers(self) -> list[int]:
-        """Return the indices of a few layers that launch, run one after another, every kernel that all layers
-        launch.
+        """Return the indices of a few layers that together launch every kernel of the model, if they run one
+        after another.
 
-        Which kernels a layer launches depends on its kind, its sliding window, the layer in front of it (two
-        neighbouring layers may share a norm) and whether it is the last (which may compute fewer rows). So
-        each pair of neighbouring kinds occurs once, the pair that ends in the last layer included.
+        Which kernels a layer launches depends on its kind, its sliding window, the previous layer (two
+        neighbouring layers may share a norm), and whether it is the last layer (which may compute fewer
+        rows). So each pair of neighbouring kinds occurs once, and the pair that ends in the last layer is
+        included.
         """
         kinds = list(zip(self.layer_kinds, self.sliding_windows, strict=True))
         pairs = {pair: index for index, pair in enumerate(pairwise(kinds))}
@@ -147,8 +148,8 @@ class ModelConfig:
         )
 
     def resolve_length(self, requested: int | None) -> int:
-        """Return the maximum length of a sequence for a requested one. Raises UnsupportedError beyond
-        `context_limit`."""
+        """Return the requested maximum length of a sequence, or the default if None is requested. Raises
+        UnsupportedError beyond `context_limit`."""
         if requested is None:
             return self.context_length
         if not 1 <= requested <= self.context_limit:
@@ -182,7 +183,7 @@ class ModelConfig:
         return self.heads % size == 0 and kv_fits and self.intermediate_size % size == 0
 
     def shard(self, size: int, rank: int) -> Shard:
-        """Return the part of rank `rank` of `size`. Raises UnsupportedError as `check_parallel`."""
+        """Return the dimensions of rank `rank` of `size`. Raises UnsupportedError like `check_parallel`."""
         self.check_parallel(size)
         if not 0 <= rank < size:
             raise UnsupportedError(

@@ -22,7 +22,7 @@ class LaunchedStep(Protocol):
     """A step that was launched and may still be running."""
 
     host_gap_us: float
-    """Time for which the device was idle before this step, whatever the reason. Set by `wait`."""
+    """Time for which the device was idle before this step, for any reason. Set by `wait`."""
 
     def wait(self) -> StepTokens:
         """Block until the step's tokens are known, and return them. Raises the step's exception if it
@@ -61,7 +61,7 @@ class StepTiming:
     """Time for which the device was idle before the step while a sequence waited for it. 0 if every sequence
     of the step arrived after the previous step was planned: the device may then have had nothing to do."""
     plan_us: float = 0.0
-    """Time that the step loop spent to send the plan to the other ranks, waits included."""
+    """Time that the step loop spent sending the plan to the other ranks, waits included."""
 
     @property
     def mixed(self) -> bool:

@@ -30,7 +30,7 @@ class PromptSlice:
     first: int
     """Index of the slice's first logit row."""
     targets: torch.Tensor
-    """[count] int64: the prompt token that follows each token of the slice."""
+    """The prompt token that follows each token of the slice: [count] int64."""
     top: int
 
 
@@ -39,11 +39,11 @@ class SamplingBatch:
     """The slots that sample in a step, in the plan's order."""
 
     slots: torch.Tensor
-    """[sampling slots] int64"""
+    """The sampling slots, in the plan's order: [sampling slots] int64."""
     positions: torch.Tensor
-    """[sampling slots] int64: positions of the sampled tokens in their sequences."""
+    """Positions of the sampled tokens in their sequences: [sampling slots] int64."""
     logit_rows: torch.Tensor | None
-    """[sampling slots] int64: the logit row from which each slot samples; None: slot i samples from row i."""
+    """The logit row from which each slot samples: [sampling slots] int64; None: slot i samples from row i."""
     metadata: SamplingMetadata
 
 
@@ -54,7 +54,7 @@ class StepBatch:
     forward: ForwardInput
     sampling: SamplingBatch
     logits_indices: torch.Tensor | None
-    """[logit rows] int64: rows of the pass's result whose logits are computed; None: the first ones."""
+    """Rows of the pass's result whose logits are computed: [logit rows] int64; None: the first rows."""
     sampled_logits: int
     """Number of logit rows for sampling. They come first; the rows after them belong to `prompts`."""
     prompts: list[PromptSlice]
@@ -94,12 +94,13 @@ class SlotTables:
         on_host = torch.from_numpy(self._blocks_host)
         self._shared = device.type == "cpu"
         self.block_table = on_host if self._shared else on_host.to(device)
-        """[slots, blocks] int64. Entries past a sequence's end are stale or 0: valid block ids that are not
-        read."""
+        """Block table of each slot: [slots, blocks] int64. Entries past a sequence's end are stale or 0:
+        valid block ids that are not read."""
         self.lengths = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
-        """[slots] int64: tokens in the cache, which is the next position to compute. `advance` updates it."""
+        """Number of tokens in the cache of each slot, which is the next position to compute: [slots] int64.
+        Updated by `advance`."""
         self.last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
-        """[slots] int64: the last sampled token, which is the next input."""
+        """The last sampled token of each slot, which is its next input: [slots] int64."""
         self._lengths_host = np.zeros(max_num_seqs, dtype=np.int64)
         self._iota = torch.arange(max_num_seqs, dtype=torch.int64, device=device)
         self._slots_cache: tuple[list[int], torch.Tensor] = ([], self._upload(np.zeros(0, dtype=np.int64)))

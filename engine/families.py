@@ -18,7 +18,7 @@ def read_config(folder: str | Path) -> ModelConfig:
     """Read the `config.json` of a checkpoint.
 
     Raises CheckpointError for a missing or unreadable file, an unsupported architecture, and fields that are
-    missing, of the wrong type, out of range or at odds with each other.
+    missing, of the wrong type, out of range or contradictory.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -110,7 +110,7 @@ class _Family:
     """Used if the file has no num_key_value_heads; None: num_attention_heads."""
     max_position_embeddings: int = 2048
     layer_kind: str = "dense"
-    """The kind of its layers: a key of `engine.model.layers.LAYER_KINDS`."""
+    """The kind of the model's layers: a key of `engine.model.layers.LAYER_KINDS`."""
 
 
 def _never(_fields: _Fields) -> bool:
@@ -259,7 +259,8 @@ def _dtype(fields: _Fields) -> str:
 
 
 def _quantised(fields: _Fields) -> bool:
-    """Return whether the checkpoint declares FP8 matrices. The dtypes of its tensors tell which ones are."""
+    """Return whether the checkpoint declares FP8 matrices. The dtypes of its tensors show which matrices are
+    FP8."""
     value = fields.get("quantization_config")
     if value is None:
         return False
@@ -284,7 +285,8 @@ def _quantised(fields: _Fields) -> bool:
         _expect(scheme, "type", ("float",))
         _expect(scheme, "strategy", ("tensor", "channel"))
         _expect(scheme, "symmetric", (None, True))
-    # Without a group only the KV cache is quantised, whose dtype is a setting of the replica.
+    # Without a group, only the checkpoint's KV cache is quantised; the dtype of our KV cache is a setting of
+    # the replica.
     return bool(groups)
 
 
@@ -298,7 +300,8 @@ def _expect(config: _Fields, name: str, loadable: tuple[Any, ...]) -> None:
 
 
 def _rope(fields: _Fields, positions: int) -> RopeConfig:
-    """Read `rope_parameters` (transformers 5), or `rope_scaling` and `rope_theta` (4), which come first."""
+    """Read `rope_parameters` (transformers 5), or `rope_scaling` and `rope_theta` (4), which take
+    precedence."""
     name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
     values = fields.get(name) or {}
     if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):

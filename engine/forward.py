@@ -18,12 +18,12 @@ class ForwardInput:
     """The tokens of one pass: first the decodes' tokens (one each), then the chunks' tokens, then padding."""
 
     token_ids: torch.Tensor
-    """[tokens] int64"""
+    """Token ids of the pass: [tokens] int64."""
     positions: torch.Tensor
-    """[tokens] int64"""
+    """Positions of the tokens in their sequences: [tokens] int64."""
     kv_slots: torch.Tensor
-    """[tokens] int64: KV slot indices (block id × BLOCK_TOKENS + offset), where each token's K and V are
-    written; -1 for padding, which is not written."""
+    """KV slot indices (block id × BLOCK_TOKENS + offset) to which the keys and values of the tokens are
+    written: [tokens] int64. -1 marks padding, which is not written."""
     attention: AttentionInput
     logits_attention: AttentionInput | None = None
     """Restricts the last layer to the tokens whose logits are needed: the decodes and the last token of each

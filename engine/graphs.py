@@ -27,7 +27,7 @@ from kernels.triton.decode_step import advance, empty_decodes, place
 class _Sample:
     graph: torch.cuda.CUDAGraph
     token_ids: torch.Tensor
-    """[size] int64: the tokens that a replay samples, in the graphs' memory."""
+    """The tokens that a replay samples, in the graphs' memory: [size] int64."""
 
 
 class DecodeGraphs:

@@ -140,8 +140,8 @@ class LeaderLoop:
             self._report(result)
 
     def _announce(self, plan: StepPlan) -> None:
-        """Announce a step that takes longer than a heartbeat, so that the core does not take this replica for
-        dead."""
+        """Announce a step that takes longer than a heartbeat, so that the core does not consider this replica
+        hung."""
         expected_s = self._forecast.predict_s(plan)
         if expected_s > HEARTBEAT_S:
             self._control.send(LongStep(expected_s))

@@ -20,11 +20,11 @@ MAX_BAD_WORDS = 512
 """Maximum number of entries of `SamplingParams.bad_words`, since each is compared in every step."""
 
 CLASSES = 4
-"""`Submit.priority` is 0 to 3."""
+"""Number of classes: `Submit.priority` is 0 to 3."""
 URGENCIES = 3
-"""`Submit.urgency` is 0 to 2."""
+"""Number of urgencies inside a class: `Submit.urgency` is 0 to 2."""
 LEVELS = CLASSES * URGENCIES
-"""`Submit.level` is 0 to 11: one for each class and urgency."""
+"""Number of levels, one for each class and urgency: `Submit.level` is 0 to 11."""
 
 FinishReason = Literal["", "stop", "length", "cancelled", "error"]
 """Why a sample ended: "" (it has not ended), "stop" (a stop token, which is its last token), "length"
@@ -139,8 +139,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Bit map of the token ids that may be sampled: token i is bit i % 8 of byte i // 8. Empty: all
     tokens."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Sequences of token ids that the output must not contain: the last token of an entry is banned where the
-    output ends with its other tokens. Prompt tokens do not count."""
+    """Sequences of token ids that the output must not contain: the last token of an entry is banned if the
+    output ends with the entry's other tokens. Prompt tokens do not count."""
     seed: int = 0
     """Seed of the sampling noise, 64 bits. The noise depends on seed, sample index, position and token id."""
     min_tokens: int = 0
@@ -332,7 +332,7 @@ class EngineGauges(msgspec.Struct, frozen=True, kw_only=True):
     running: int = 0
     waiting: int = 0
     waiting_seqs: tuple[int, ...] = (0,) * LEVELS
-    """`waiting` by level."""
+    """Number of waiting sequences by level."""
     blocks_total: int = 0
     blocks_used: int = 0
     blocks_cached: int = 0
@@ -347,7 +347,7 @@ class EngineGauges(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplicaStats(EngineGauges, frozen=True, kw_only=True):
-    """The engine's state, and the steps since the last report."""
+    """The engine's state, and statistics of the steps since the last report."""
 
     decode_steps: int = 0
     """Number of decode-only steps."""
@@ -356,7 +356,8 @@ class ReplicaStats(EngineGauges, frozen=True, kw_only=True):
     idle_us: float = 0.0
     """Mean time for which the device waited for the host before a decode-only step."""
     mixed_steps: int = 0
-    """Number of steps with prefill; the next two fields are their means."""
+    """Number of steps with prefill. The next two fields have the mean duration of these steps and the mean
+    idle time before them."""
     mixed_step_ms: float = 0.0
     mixed_idle_us: float = 0.0
     log_dropped_lines: int = 0

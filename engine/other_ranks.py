@@ -30,9 +30,9 @@ LOSS_GRACE_S = 2.0
 class OtherRanks:
     """Runs ranks 1 to N-1, each as `python -m engine.replica`, until `stop`.
 
-    If a rank exits before `stop`, the others are killed. Rank 0 usually raises RankLost then, because its
-    collective fails, and should call `explain` and `stop`. If it does not call `stop` in time, the reason is
-    printed and the process ends with exit code 1.
+    If a rank exits before `stop`, the other ranks are killed. Rank 0 usually raises RankLost then, because
+    its collective fails, and should call `explain` and `stop`. If it does not call `stop` in time, the reason
+    is printed and the process ends with exit code 1.
     """
 
     def __init__(self, spec: ReplicaSpec) -> None:
@@ -90,7 +90,7 @@ class OtherRanks:
             channel.send(Start(self.spec, rank), (peer_plans.fileno(),))
 
     def _watch(self) -> None:
-        """Reap the processes; on the watcher's thread."""
+        """Reap the processes. Runs on the watcher's thread."""
         ranks = {os.pidfd_open(process.pid): rank for rank, process in self._processes.items()}
         poll = select.poll()
         for pidfd in ranks:

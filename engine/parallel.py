@@ -218,7 +218,7 @@ def all_to_all(tensor: torch.Tensor) -> torch.Tensor:
 
     received = torch.empty_like(tensor)
     try:
-        # As bytes, because not every backend knows every dtype.
+        # Sent as bytes, because not every backend supports every dtype.
         dist.all_to_all_single(received.view(torch.uint8), tensor.view(torch.uint8))
     except RuntimeError as error:
         raise RankLost(
@@ -302,7 +302,7 @@ def _connect(group: Ranks, device: torch.device, overlap_from: int | None) -> Ra
             memory = PeerMemory(group.rank, group.size)
         except RuntimeError as error:
             problem = str(error).splitlines()[0]
-        # After this, every rank's memory is ready to receive.
+        # From here on, every rank's memory is ready to receive.
         if not _all(group, memory is not None, device):
             memory = None
     if memory is None:

@@ -26,11 +26,11 @@ class OverlapMemory:
     """The buffers of all ranks, in rank order, each mapped on this rank's device."""
 
     stages: Sequence[torch.Tensor]
-    """[HALVES, ranks, rows / ranks, hidden] each: the parts of the rows that the rank owns, by source rank.
-    """
+    """The parts of the rows that each rank owns, by source rank: [HALVES, ranks, rows / ranks, hidden]
+    each."""
     gathered: Sequence[torch.Tensor]
-    """[HALVES, 2, rows, hidden] each: results, in two alternating buffers, because one is read while the next
-    is written."""
+    """The results, in two alternating buffers, because one is read while the next is written: [HALVES, 2,
+    rows, hidden] each."""
 
     @staticmethod
     def shapes(ranks: int, rows: int, hidden: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -25,7 +25,7 @@ prototype of the overlap has been measured on GPUs (docs/parallel.md)."""
 _SPLIT_TOKENS = 256
 """The first half of a pass has a multiple of this number of tokens, so that GEMMs waste no part of a tile."""
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-"""The dtypes that are gathered through peer memory, which may only lose the sign of a zero."""
+"""The dtypes that are gathered through peer memory. Only the sign of a zero may be lost in them."""
 
 
 class Memory(Protocol):

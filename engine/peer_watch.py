@@ -1,4 +1,4 @@
-"""Notices that the process of another rank has ended, by the end of its channel, while this rank may be
+"""Detects that the process of another rank has ended, by the end of its channel, while this rank may be
 blocked in a collective that waits for that rank."""
 
 from __future__ import annotations

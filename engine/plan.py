@@ -30,7 +30,7 @@ class SlotSetup(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def members(self) -> list[tuple[int, int]]:
-        """(slot, sample) of each sequence."""
+        """(slot, sample) of the sequence and of each fork."""
         return [(self.slot, self.sample), *self.forks]
 
 
@@ -62,9 +62,9 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
 
     step: int
     setups: list[SlotSetup]
-    """Each slot occurs at most once."""
+    """The setups of the step; each slot occurs at most once."""
     blocks: list[tuple[int, int, int]]
-    """New block table entries: (slot, index in the slot's block table, block id)."""
+    """New entries of block tables: (slot, index in the slot's block table, block id)."""
     copies: list[tuple[int, int]]
     """Copy-on-write: (source, destination) blocks, copied before the forward pass writes."""
     decodes: list[int]

@@ -17,8 +17,8 @@ from engine.plan import StepPlan
 from engine.wire import MAX_BACKLOG_BYTES, MAX_FRAME_BYTES, Channel, encode_frame
 
 PLAN_TIMEOUT_S = 30.0
-"""How long a peer may leave plans unread. A peer does not read while it launches a step, which takes at most
-as long as a step of a long prompt."""
+"""How long a peer may leave plans unread. A peer does not read while it launches a step, which may take as
+long as a step of a long prompt."""
 
 MAX_PLAN_BYTES = MAX_BACKLOG_BYTES
 """Maximum size of a plan's frame. Both ends are ranks of one replica, so it may exceed the limit for
@@ -27,8 +27,8 @@ fronts."""
 _NUMBER_BYTES = 5
 """Size in msgpack of a number below 2³²."""
 _SLOT_BYTES = 512
-"""Upper bound for a slot's part of a plan without the request's lists: sampling parameters with their names,
-the numbers of its chunk, its entries in the plan's lists."""
+"""Upper bound for the size of a slot's part of a plan, without the request's lists: sampling parameters with
+their names, the numbers of its chunk, and its entries in the plan's lists."""
 _ENTRY_BYTES = 1 + 3 * _NUMBER_BYTES
 """Size of a block table entry: slot, index, block."""
 
@@ -43,10 +43,10 @@ def largest_plan_bytes(
 ) -> int:
     """Return an upper bound for the size of a plan's frame.
 
-    The setups carry at most the lists of one sequence, which arrived in a front's frame except for its
-    output, or less (`engine.scheduling.admission.MAX_SETUP_NUMBERS`). In addition the plan has at most every
-    slot once, with its whole block table, the tokens of a step, and every block once in `clears`. For 1024
-    slots of 131,072 tokens this is about 100 MB.
+    The lists in the setups are limited by `engine.scheduling.admission.MAX_SETUP_NUMBERS`, or belong to a
+    single sequence, whose lists, except for its output, arrived in one front's frame. In addition the plan
+    has at most every slot once, with its whole block table, the tokens of a step, and every block once in
+    `clears`. For 1024 slots of 131,072 tokens this is about 100 MB.
     """
     setups = MAX_FRAME_BYTES + _NUMBER_BYTES * max_model_len
     table = -(-max_model_len // BLOCK_TOKENS) * _ENTRY_BYTES
@@ -151,7 +151,7 @@ class _Peer:
             self._lost = f"closed its plan channel ({error.strerror})"
 
     def _write_all(self) -> None:
-        """Write plans until none is left; on a thread."""
+        """Write plans until none is left. Runs on a thread."""
         poll = select.poll()
         poll.register(self._sock, select.POLLOUT)
         while True:

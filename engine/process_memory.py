@@ -23,8 +23,8 @@ def return_freed_memory() -> None:
     """Have malloc return freed large blocks to the system. Call before threads start.
 
     By default glibc raises its threshold for mappings to the size of the largest block that was freed, up to
-    32 MiB. From then on request bodies lie in the heap, where one small block behind a large one
-    keeps the large one resident after it is freed. Other C libraries are left as they are.
+    32 MiB. From then on request bodies lie in the heap, where one small block behind a large one keeps the
+    large one resident after it is freed. With other C libraries this function does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

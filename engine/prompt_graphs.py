@@ -2,7 +2,7 @@
 kernel by kernel than the device takes to compute it.
 
 A pass is padded to the next captured number of tokens. Padding has KV slot -1, so it is not written to the
-cache, and no attention tile, so it is not computed.
+cache, and no attention tile, so attention does not compute it.
 
 Captured passes read an FP8 cache directly instead of expanding it first, because the extent of the expansion
 depends on the plan. Direct reads are slower for long contexts, so those passes are not captured

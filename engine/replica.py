@@ -48,7 +48,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Run as the rank that the core's `Start` message names, until the core sends Stop or disappears."""
+    """Run as the rank that the core's `Start` message names, until the core sends Stop or closes the
+    channel."""
     log_to_stderr(UtcFormatter("replica"))
     parser = argparse.ArgumentParser(prog="python -m engine.replica", description=__doc__.split("\n")[0])
     parser.add_argument("--channel", type=int, required=True, help="descriptor of the channel to the core")
@@ -88,8 +89,8 @@ def main() -> None:
 def _serve(
     start: Start, control: Channel[RankInbound], peers: list[socket.socket], runner: ModelRunner
 ) -> int:
-    """Serve as a rank until the core sends Stop or disappears. Returns the exit code. peers: this rank's ends
-    of its plan channels."""
+    """Serve as a rank until the core sends Stop or closes the channel. Returns the exit code. peers: this
+    rank's ends of its plan channels."""
     from engine.parallel import RankLost
 
     try:
@@ -182,8 +183,8 @@ def _await_start(control: Channel[RankInbound]) -> Start:
     while True:
         selector.select()
         messages = control.read()
-        # A second read notices that the core has ended since it sent Start. A core that ends later kills this
-        # process (`_die_with_parent`).
+        # A second read detects that the core has ended since it sent Start. If the core ends later, the
+        # kernel kills this process (`_die_with_parent`).
         messages += control.read()
         if control.closed:
             os._exit(0)
@@ -197,7 +198,8 @@ def _die_with_parent() -> None:
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        os._exit(0)  # the parent ended before prctl; an even earlier end closes the channel
+        # the parent ended before prctl took effect; if it ended even earlier, the channel is closed
+        os._exit(0)
 
 
 def _kind_of(error: Exception) -> Literal["checkpoint", "memory", "device", "internal"]:

@@ -222,8 +222,8 @@ class ModelRunner:
         """
         per_block = self._predict(None).kv_bytes_per_block
         given = self.spec.kv_blocks is not None
-        # Also called when the number is configured: on a GPU it runs the largest steps, which loads their
-        # kernels.
+        # Also called if the number is configured, because on a GPU it runs the largest steps, which loads
+        # their kernels.
         fitting = self._blocks_that_fit(per_block)
         blocks = self.spec.kv_blocks if self.spec.kv_blocks is not None else fitting
         allowed = self.config.context_length
@@ -291,7 +291,7 @@ class ModelRunner:
         graphs.capture(progress)
         prompts = PromptGraphs(steps.decoder, steps.kv, steps.tables, spec.max_num_batched_tokens)
         prompts.capture()
-        torch.cuda.empty_cache()  # memory of the uncaptured passes before each capture
+        torch.cuda.empty_cache()  # memory that the uncaptured passes before each capture used
         steps.graphs, steps.prompt_graphs = graphs, prompts
 
     def _predict(self, blocks: int | None) -> Sizing:

@@ -6,10 +6,10 @@ single-rank result. If a row needs top-k, top-p, min-p or logits processors, the
 first.
 
 The operations apply in this order: repetition penalty, frequency and presence penalties, logit bias, ban of
-stop tokens before `min_tokens`, allowed tokens, bad words, temperature, top-k, top-p, min-p. Penalties before
-temperature, and top-p over the renormalised result of top-k, are the order of Hugging Face and vLLM. Min-p
-last is Hugging Face's order; vLLM applies it before top-k, which differs only if top-p would then renormalise
-over fewer tokens. The bias follows the penalties, so that −100 bans a token and +100 forces it whatever the
+stop tokens before `min_tokens`, allowed tokens, bad words, temperature, top-k, top-p, min-p. Hugging Face and
+vLLM also apply penalties before the temperature, and top-p to the renormalised result of top-k. Min-p last is
+Hugging Face's order; vLLM applies it before top-k, which differs only if top-p would then renormalise over
+fewer tokens. The bias follows the penalties, so that −100 bans a token and +100 forces it whatever the
 penalties are. The ban comes after the bias, so that no bias lifts it. Tokens that tie with the last one kept
 by top-k, top-p or min-p are kept too.
 
@@ -41,9 +41,9 @@ class SampledStep:
     """The result of sampling, on the device."""
 
     token_ids: torch.Tensor
-    """[sampling slots] int64; BAD_TOKEN if no token could be sampled."""
+    """The sampled tokens: [sampling slots] int64; BAD_TOKEN if no token could be sampled."""
     logprobs: torch.Tensor | None
-    """[slots with logprobs, 1 + 2k] float64, as `Sampler.token_logprobs` returns them."""
+    """Log probabilities: [slots with logprobs, 1 + 2k] float64, as `Sampler.token_logprobs` returns them."""
 
 
 class Sampler:
@@ -72,7 +72,7 @@ class Sampler:
         self._vocab = vocab_size if vocab is None else vocab
         self._real = self._vocab if vocab_real is None else vocab_real
         self._hashes = sampling.token_hashes(0, vocab_size, device)
-        """Hashes of all token ids of the vocabulary, for the sampling noise."""
+        """Hashes of all token ids, for the sampling noise."""
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch, tables: SlotTables) -> SampledStep:
         """Sample a token for each sampling slot, and write it into `tables` as the slot's next input.
@@ -144,8 +144,8 @@ class Sampler:
         return torch.cat((logprobs.clamp(LOWEST_LOGPROB, 0.0), ids.double()), dim=1)
 
     def _source(self, logits: torch.Tensor, variant: Variant, whole: bool) -> tuple[Logits, bool]:
-        """Return the logits to sample from, and whether they cover the whole vocabulary. With `whole` they
-        do."""
+        """Return the logits to sample from, and whether they cover the whole vocabulary. With `whole`, they
+        always do."""
         if self._ranks.size == 1:
             return Logits(logits, self._vocab_size, hashes=self._hashes), True
         if whole or variant == Variant.FULL:
@@ -157,7 +157,7 @@ class Sampler:
 
     def _best(self, variant: Variant, source: Logits, draws: Draws, whole: bool) -> torch.Tensor:
         if not whole and not self._real:
-            # All columns of this rank are padding, because the vocabulary is small.
+            # The vocabulary is so small that all columns of this rank are padding.
             rows = len(source.values if source.index is None else source.index)
             values = torch.full((rows,), -torch.inf, device=source.values.device)
             ids = torch.full((rows,), self._first, dtype=torch.int64, device=values.device)

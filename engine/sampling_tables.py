@@ -1,5 +1,5 @@
-"""Sampling parameters of each slot, on the device, and on the host the metadata by which a step chooses how
-to sample.
+"""Sampling parameters of each slot on the device, and metadata on the host by which a step chooses how to
+sample.
 
 The device updates only the penalty counts by itself.
 """
@@ -18,7 +18,7 @@ from kernels import sampling
 from kernels.draws import Bans, Biases, Draws, Variant
 
 _PREFIX = MAX_BAD_WORD_TOKENS - 1
-"""Number of output tokens of a sequence to which bad words are compared."""
+"""Number of recent output tokens of a sequence that are compared with bad words."""
 _ANY, _NONE = -1, -2
 """Placeholders for token ids: _ANY pads a shorter bad word and matches every token; _NONE pads a shorter
 output and matches no token."""
@@ -29,12 +29,12 @@ class BadWords:
     """The bad words of some sampling slots, one entry for each word."""
 
     slots: torch.Tensor
-    """[entries] int64"""
+    """The sampling slot of each entry: [entries] int64."""
     prefixes: torch.Tensor
-    """[entries, MAX_BAD_WORD_TOKENS - 1] int32: the tokens before the last, right-aligned and padded with
-    _ANY."""
+    """The tokens of each bad word before its last token, right-aligned and padded with _ANY: [entries,
+    MAX_BAD_WORD_TOKENS - 1] int32."""
     targets: torch.Tensor
-    """[entries] int64: index of the last token in the flattened processed logits."""
+    """Index of each bad word's last token in the flattened processed logits: [entries] int64."""
 
 
 @dataclass(slots=True)
@@ -46,21 +46,23 @@ class LogitsProcessors:
     """
 
     index: torch.Tensor
-    """[processed] int64: indices into the sampling slots."""
+    """Index of each processed slot into the sampling slots: [processed] int64."""
     index_of: torch.Tensor
-    """[sampling slots] int64: each slot's index among the processed ones, or -1."""
+    """Index of each sampling slot into the processed slots, or -1: [sampling slots] int64."""
     count_rows: torch.Tensor | None
-    """[processed] int64: each slot's row of the penalty counts, or -1; None if no slot has penalties."""
+    """Row of each processed slot in the penalty counts, or -1: [processed] int64; None if no slot has
+    penalties."""
     bias: Biases | None
     banned: Bans | None
     counted: tuple[torch.Tensor, torch.Tensor] | None
     """Slots with penalties: their indices into the sampling slots, and their rows of the penalty counts."""
     excluded: torch.Tensor | None
-    """[processed, vocabulary] bool: tokens that a slot may not sample; None if no slot has allowed tokens."""
+    """Tokens that each processed slot may not sample: [processed, vocabulary] bool; None if no slot has
+    allowed tokens."""
     bad_words: BadWords | None
     remembered: tuple[torch.Tensor, torch.Tensor] | None
-    """Slots with bad words, whose sampled tokens are remembered: their indices into the sampling slots, and
-    the slots."""
+    """Slots with bad words, whose sampled tokens are stored: their indices into the sampling slots, and the
+    slots."""
 
 
 @dataclass(slots=True)
@@ -104,13 +106,13 @@ class SamplingTables:
         self.floats = torch.zeros((max_num_seqs, 7), dtype=torch.float32, device=device)
         self.top_k = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self.counts: torch.Tensor | None = None
-        """Penalty counts, [count rows, vocabulary] int32: 2 × (occurrences in the output) + (1 if in the
+        """Penalty counts: [count rows, vocabulary] int32 with 2 × (occurrences in the output) + (1 if in the
         prompt). None if no slot has penalties."""
         self._count_row_of: dict[int, int] = {}
         self._bias: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._stops: dict[int, torch.Tensor] = {}
         self._excluded: dict[int, torch.Tensor] = {}
-        """[vocabulary] bool by slot: the tokens that the slot may not sample."""
+        """By slot: the tokens that the slot may not sample, [vocabulary] bool."""
         self._bad_words: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """By slot: prefixes [words, MAX_BAD_WORD_TOKENS - 1] and last tokens [words] of its bad words."""
         self._recent = torch.full((max_num_seqs, _PREFIX), _NONE, dtype=torch.int32, device=device)
@@ -247,7 +249,7 @@ class SamplingTables:
     # ── a step ───────────────────────────────────────────────────────────────────────────────────
 
     def metadata(self, slots: list[int], lengths: np.ndarray) -> SamplingMetadata:
-        """Return how a step samples for `slots`. The result is cached while it stays the same.
+        """Return how a step samples for `slots`. The result is cached until it changes.
 
         lengths: [all slots] int64 on the host, the position of each slot's next sampled token.
         """
@@ -357,8 +359,8 @@ class SamplingTables:
             logits.view(-1).scatter_reduce_(0, words.targets, limits, "amin")
 
     def note(self, metadata: SamplingMetadata, token_ids: torch.Tensor) -> None:
-        """Note the sampled tokens, [sampling slots] int64, of slots with penalties or bad words, whose next
-        tokens depend on them."""
+        """Store the sampled tokens, [sampling slots] int64, of slots with penalties or bad words, because
+        their next tokens depend on them."""
         processors = metadata.processors
         if processors is None:
             return

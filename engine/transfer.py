@@ -9,7 +9,7 @@ _SMALL_BYTES = 16 << 10
 """Transfers of up to this size count as small: a step makes several of them for its slots."""
 _SMALL_COUNT = 32
 _LARGE_COUNT = 6
-"""Numbers of small and of larger transfers that two steps, one running and one launched, have in flight."""
+"""Maximum numbers of small and of larger transfers in flight: those of one running and one launched step."""
 
 
 def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -20,8 +20,8 @@ def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def reserve_pinned(max_bytes: int) -> None:
-    """Fill torch's cache of pinned memory for transfers of up to `max_bytes`, for as many as are in flight at
-    once.
+    """Fill torch's cache of pinned memory with buffers for all transfers that may be in flight at once, of up
+    to `max_bytes` each.
 
     Pinning more memory later may make a launch wait until the device is idle (implicit synchronisation in
     CUDA's programming guide). torch caches pinned memory in sizes that are powers of two. Needs a GPU.

@@ -142,8 +142,8 @@ class ChunkSpan:
 
 @dataclass(slots=True)
 class AttentionInput:
-    """Which keys each token of a pass attends to. A pass has the decode tokens first, one per sequence, then
-    the prompt chunks."""
+    """The attention input of a pass: which keys each token attends to. A pass has the decode tokens first,
+    one per sequence, then the prompt chunks."""
 
     block_table: torch.Tensor
     """The device's block table: [slots, columns] int64. Entries after the end of a sequence are arbitrary

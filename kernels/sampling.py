@@ -11,9 +11,9 @@ independent standard Gumbel noise g, is a draw from the softmax. The noise is *c
 of (seed, sample, position, token id). A draw therefore does not depend on the batch, on the vocabulary shard
 of a rank or on earlier draws, and it repeats after a preemption or on another replica.
 
-    base  = splitmix64(splitmix64(seed) + sample)                    once a sequence, `noise_base`
-    key   = splitmix64(base + position · 0x9E3779B97F4A7C15)         once a row and step, `noise_keys`
-    t     = fmix32(token id)                                         once a process, `token_hashes`
+    base  = splitmix64(splitmix64(seed) + sample)                    once per sequence, `noise_base`
+    key   = splitmix64(base + position · 0x9E3779B97F4A7C15)         once per row and step, `noise_keys`
+    t     = fmix32(token id)                                         once per process, `token_hashes`
     h     = fmix32((t xor low(key)) · (high(key) | 1))  mod 2^31     for each row and token
     g     = −ln(−ln(1 − (h + ½) / 2^31))
 

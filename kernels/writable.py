@@ -1,4 +1,4 @@
-"""Checks, before long work begins, that its output file can be written."""
+"""Checks that an output file can be written, before long work begins."""
 
 from __future__ import annotations
 

@@ -90,6 +90,8 @@ def _sentence(text: str) -> str:
 
 def _type(shape: shapes.Type) -> str:
     """Return what may follow the equals sign."""
+    if isinstance(shape, shapes.Metadata):
+        return _type(shape.type)
     if isinstance(shape, shapes.UnionType):
         return " or ".join(_type(part) for part in shape.types if not isinstance(part, shapes.NoneType))
     if isinstance(shape, shapes.LiteralType):

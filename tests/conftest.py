@@ -10,6 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+
+from tests.examples import QUICK_EXAMPLES, SOAK_EXAMPLES
+
+# No property test is judged by its time, which depends on the other work of the machine.
+for _name, _count in (("quick", QUICK_EXAMPLES), ("soak", SOAK_EXAMPLES)):
+    settings.register_profile(
+        _name, max_examples=_count, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 if not torch.cuda.is_available():
     # Here, before any test module is imported: Triton looks once, when it is first imported.

@@ -20,7 +20,7 @@ from appliance.admin.callers import Authenticator, Caller, DeniedError
 from appliance.http import Connection
 from appliance.http.openapi import Operation, openapi_document
 from appliance.monitoring.metrics.exposition import CONTENT_TYPE
-from appliance.protocol import Configuration, ErrorBody, InFlight, Key, Peer, Status, Tenant
+from appliance.protocol import Configuration, ErrorBody, InFlight, Key, PeerMapping, Status, Tenant
 from appliance.scopes import InsufficientScopeError, ScopedRoute, check_routes
 from store.audit import Actor
 
@@ -39,7 +39,7 @@ class Backend(NamedTuple):
     in_flight: Callable[[], list[InFlight]]
     keys: Callable[[], list[Key]]
     tenants: Callable[[], list[Tenant]]
-    peers: Callable[[], list[Peer]]
+    peers: Callable[[], list[PeerMapping]]
     configuration: Callable[[], Configuration]
     metrics: Callable[[], bytes]
     act: Callable[[Actor, msgspec.Struct], Awaitable[msgspec.Struct]]
@@ -77,7 +77,7 @@ def admin_app(backend: Backend, authenticator: Authenticator) -> tuple[Starlette
         _shown("/requests", backend.in_flight, list[InFlight], "Requests that have not ended, oldest first"),
         _shown("/keys", backend.keys, list[Key], "All keys, without their secrets"),
         _shown("/tenants", backend.tenants, list[Tenant], "All tenants"),
-        _shown("/peers", backend.peers, list[Peer], "Local users and groups that need no key"),
+        _shown("/peers", backend.peers, list[PeerMapping], "Local users and groups that need no key"),
         _shown(
             "/config", backend.configuration, Configuration, "The settings in effect, and the source of each"
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from appliance.actions import DrainService, ResumeService
@@ -12,27 +13,27 @@ from appliance.protocol import Done, DrainStatus
 from store.audit import Actor
 
 
+@dataclass
 class DrainAdmin:
     """Drains of a model or of the whole service."""
 
-    def __init__(self, drains: Drains, status: Callable[[Drain], DrainStatus]) -> None:
-        self._drains = drains
-        self._status = status
+    drains: Drains
+    status: Callable[[Drain], DrainStatus]
 
     async def drain(self, actor: Actor, asked: DrainService) -> Effect:
         """Begin a drain. Raises DrainError."""
         before = self._state(asked.model)
-        drain = self._drains.begin(asked.model, grace_s=asked.grace_s, hold=asked.queue)
-        return Effect(self._status(drain), before, self._state(asked.model))
+        drain = self.drains.begin(asked.model, grace_s=asked.grace_s, hold=asked.queue)
+        return Effect(self.status(drain), before, self._state(asked.model))
 
     async def resume(self, actor: Actor, asked: ResumeService) -> Effect:
         """Cancel or end a drain. Raises DrainError."""
         before = self._state(asked.model)
-        drain = self._drains.resume(asked.model)
+        drain = self.drains.resume(asked.model)
         return Effect(Done(message=f"{drain.name} accepts requests again"), before, "in service")
 
     def _state(self, model: str | None) -> str:
-        drain = self._drains.of(model)
+        drain = self.drains.of(model)
         if drain is None:
             return "in service"
         since = datetime.fromtimestamp(drain.started_at, UTC).isoformat(timespec="seconds")

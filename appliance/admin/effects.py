@@ -15,7 +15,7 @@ from store.errors import OutcomeUnknownError
 
 T = TypeVar("T")
 
-_LONGEST_CHANGE_S = 15.0
+_MAX_CHANGE_S = 15.0
 """Longer than a change waits for its turn and for a lock of the file (`store.trail.WITHIN_S` and SQLite's
 busy timeout). Only a disk that does not answer takes longer."""
 
@@ -43,10 +43,10 @@ async def committed(change: Future[T]) -> T:
     """Return the result of a change of `control.db`. A change that does not start in time fails by itself.
     Raises OutcomeUnknownError if the disk does not finish it."""
     waiting = asyncio.wrap_future(change)
-    await asyncio.wait([waiting], timeout=_LONGEST_CHANGE_S)
+    await asyncio.wait([waiting], timeout=_MAX_CHANGE_S)
     if not waiting.done():
         raise OutcomeUnknownError(
-            f"control.db has not answered for {_LONGEST_CHANGE_S:.0f} s: the outcome of the change is "
+            f"control.db has not answered for {_MAX_CHANGE_S:.0f} s: the outcome of the change is "
             "unknown; check the disk, then see: appliance audit list"
         )
     return waiting.result()

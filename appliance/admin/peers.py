@@ -8,7 +8,7 @@ from collections.abc import Callable
 from appliance.actions import MapPeer, UnmapPeer
 from appliance.admin.effects import Effect, committed, done
 from appliance.front_pool.identities import local_uids
-from appliance.protocol import Peer
+from appliance.protocol import PeerMapping
 from appliance.settings import UnixSettings
 from store.audit import Actor
 from store.control import ControlStore
@@ -30,18 +30,18 @@ class PeerAdmin:
         self._unix = unix
         self._publish = publish
 
-    def list(self) -> list[Peer]:
+    def list(self) -> list[PeerMapping]:
         """Return the users of the settings, then the mapped users and groups."""
         mapped, unix = self._control.policies.peers, self._unix()
         own = [
-            Peer(kind="uid", number=uid, tenant=LOCAL, source="settings")
+            PeerMapping(kind="uid", number=uid, tenant=LOCAL, source="settings")
             for uid in sorted(local_uids(unix))
             if ("uid", uid) not in mapped
         ]
         if unix.uids == "any":
-            own.append(Peer(kind="any", number=-1, tenant=LOCAL, source="settings"))
+            own.append(PeerMapping(kind="any", number=-1, tenant=LOCAL, source="settings"))
         return own + [
-            Peer(
+            PeerMapping(
                 kind=peer.kind,
                 number=peer.number,
                 tenant=peer.tenant,

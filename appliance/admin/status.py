@@ -7,6 +7,7 @@ import platform
 import sqlite3
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 
@@ -38,7 +39,7 @@ from appliance.settings import Settings
 from appliance.traffic.state import TrafficState
 from engine.logs import log_state
 from store.control import ControlStore
-from store.trail import TrailState
+from store.trail import AuditTrail, TrailState
 from store.writer import Writer
 
 _BEST_FIRST: tuple[ReplicaState, ...] = (
@@ -76,45 +77,31 @@ def audit_status(state: TrailState) -> AuditStatus:
     )
 
 
+@dataclass(kw_only=True)
 class StatusReader:
     """Reads the status of the service, of drains and of requests."""
 
-    def __init__(
-        self,
-        settings: Callable[[], Settings],
-        traffic: TrafficState,
-        models: ModelManager,
-        fronts: FrontPool,
-        drains: Drains,
-        readiness: Readiness,
-        problems: Problems,
-        control: ControlStore,
-        databases: list[ControlStore | Writer],
-        sockets: Callable[[], list[SocketStatus]],
-        clock: ClockGuard,
-        started_at: float,
-    ) -> None:
-        self._settings = settings
-        self._traffic = traffic
-        self._models = models
-        self._fronts = fronts
-        self._drains = drains
-        self._readiness = readiness
-        self._problems = problems
-        self._control = control
-        self._databases = databases
-        self._sockets = sockets
-        self._clock = clock
-        self._started_at = started_at
+    settings: Callable[[], Settings]
+    traffic: TrafficState
+    models: ModelManager
+    fronts: FrontPool
+    drains: Drains
+    readiness: Readiness
+    problems: Problems
+    trail: AuditTrail
+    databases: list[ControlStore | Writer]
+    sockets: Callable[[], list[SocketStatus]]
+    clock: ClockGuard
+    started_at: float
 
     def status(self) -> Status:
         """Return everything that `appliance status` shows."""
-        settings, log, clock_jump_s = self._settings(), log_state(), self._clock.jump_s
-        reason = self._readiness.reason()
-        models = [self._model(model) for model in self._models.models.values()]
-        fronts = [front.status() for front in self._fronts.fronts]
-        databases = [database_status(database) for database in self._databases]
-        audit = audit_status(self._control.trail.state())
+        settings, log, clock_jump_s = self.settings(), log_state(), self.clock.jump_s
+        reason = self.readiness.reason()
+        models = [self._model(model) for model in self.models.models.values()]
+        fronts = [front.status() for front in self.fronts.fronts]
+        databases = [database_status(database) for database in self.databases]
+        audit = audit_status(self.trail.state())
         problems = current_problems(
             models=models, fronts=fronts, databases=databases, audit=audit, log=log, clock_jump_s=clock_jump_s
         )
@@ -124,32 +111,32 @@ class StatusReader:
             uid=os.geteuid(),
             python=platform.python_version(),
             sqlite=sqlite3.sqlite_version,
-            started_at=self._started_at,
-            uptime_s=time.time() - clock_jump_s - self._started_at,
+            started_at=self.started_at,
+            uptime_s=time.time() - clock_jump_s - self.started_at,
             state=self._state(reason, degraded=bool(problems)),
             reason=reason,
             config_file=settings.config_file,
             run_dir=settings.run_dir,
             state_dir=settings.state_dir,
-            sockets=self._sockets(),
+            sockets=self.sockets(),
             fronts=fronts,
             models=models,
             queue=QueueStatus(
                 limit=settings.queue.limit,
                 timeout_s=settings.queue.timeout_s,
-                **self._traffic.queue_stats()._asdict(),
+                **self.traffic.queue_stats()._asdict(),
             ),
             databases=databases,
             audit=audit,
             log_dropped_lines=log.dropped_lines,
             current_problems=problems,
-            problems=self._problems.recent(),
-            drains=[self.drain(drain) for drain in self._drains],
+            problems=self.problems.recent(),
+            drains=[self.drain(drain) for drain in self.drains],
         )
 
     def drain(self, drain: Drain) -> DrainStatus:
         """Return the status of a drain."""
-        left = self._traffic.remaining(drain.model)
+        left = self.traffic.remaining(drain.model)
         return DrainStatus(
             model=drain.model,
             state=drain.state,
@@ -160,7 +147,7 @@ class StatusReader:
             grace_left_s=drain.grace_left_s,
             running=left.running,
             queued=left.queued,
-            held=self._traffic.held(drain.model),
+            held=self.traffic.held(drain.model),
             tokens_left=left.tokens,
             eta_s=left.seconds,
             ended=drain.ended,
@@ -184,30 +171,30 @@ class StatusReader:
                 prompt_tokens=request.first.prompt_tokens,
                 max_tokens=request.first.max_tokens,
             )
-            for request in self._traffic.in_flight.values()
+            for request in self.traffic.in_flight.values()
         ]
 
     def _state(self, reason: str, degraded: bool) -> ServiceState:
         """Return the service's state. `degraded`: there are current problems."""
-        if (drain := self._drains.of_service) is not None:
+        if (drain := self.drains.of_service) is not None:
             return drain.public_state
-        drains = [self._drains.of(model) for model in self._models.models]
+        drains = [self.drains.of(model) for model in self.models.models]
         states = {drain.public_state for drain in drains if drain is not None}
         if states and None not in drains:
             return "draining" if "draining" in states else "drained"
         if degraded:
             return "degraded"
         processes = [
-            *(replica.client_state for replica in self._models.replicas),
-            *(front.state for front in self._fronts.fronts),
+            *(replica.client_state for replica in self.models.replicas),
+            *(front.state for front in self.fronts.fronts),
         ]
         return "starting" if reason or any(state != "ready" for state in processes) else "ready"
 
     def _model(self, model: ServedModel) -> ModelStatus:
-        traffic = self._traffic.models[model.name]
-        replicas = [replica.status() for replica in self._models.of(model.name)]
+        traffic = self.traffic.models[model.name]
+        replicas = [replica.status() for replica in self.models.of(model.name)]
         state, detail = self._model_state(model.name, replicas)
-        if failure := traffic.failure or self._readiness.front_problems(model.name):
+        if failure := traffic.failure or self.readiness.front_problems(model.name):
             state, detail = "failed", failure
         return ModelStatus(
             name=model.name,
@@ -223,7 +210,7 @@ class StatusReader:
 
     def _model_state(self, model: str, replicas: list[ReplicaStatus]) -> tuple[ModelState, str]:
         """Return a model's state, and its explanation."""
-        if (drain := self._drains.of(model)) is not None:
+        if (drain := self.drains.of(model)) is not None:
             return drain.public_state, f"taken out of service until: appliance resume --model {model}"
         # Clients are served by the best of the replicas.
         best = min(replicas, key=lambda replica: _BEST_FIRST.index(replica.state), default=None)

@@ -11,7 +11,7 @@ import msgspec
 from appliance.actions import CreateTenant, DeleteTenant, ResumeTenant, SetTenant, SuspendTenant
 from appliance.admin.effects import Effect, committed, done
 from appliance.messages import Identity
-from appliance.protocol import LimitUsage, Peer, Tenant
+from appliance.protocol import LimitUsage, PeerMapping, Tenant
 from store.audit import Actor
 from store.control import ControlStore
 from store.fields import declared
@@ -33,7 +33,7 @@ class TenantAdmin:
         control: ControlStore,
         *,
         usage: Usage,
-        peers: Callable[[], Iterable[Peer]],
+        peers: Callable[[], Iterable[PeerMapping]],
         publish: Callable[[], None],
         cancel: CancelRequests,
     ) -> None:

@@ -11,7 +11,7 @@ from appliance.cli.failure import CommandLineError
 from appliance.cli.output import Column, paint, print_json, printable, table, terminal_width
 from appliance.cli.service import admin_client
 from appliance.cli.times import local
-from appliance.protocol import Peer
+from appliance.protocol import PeerMapping
 
 _COLUMNS = (
     Column("PEER"),
@@ -71,7 +71,7 @@ def by_number(peer: str) -> str:
     return peer
 
 
-def _called(peer: Peer) -> str:
+def _called(peer: PeerMapping) -> str:
     if peer.kind == "any":
         return "every other user"
     try:

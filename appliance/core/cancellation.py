@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from appliance.messages import Identity
 from appliance.models.manager import ModelManager
@@ -13,22 +14,22 @@ _ENGINE_CANCEL_S = 2.0
 """A front that has not cancelled a request in the engine after this time hangs: the core then does it."""
 
 
+@dataclass
 class RequestCanceller:
     """Cancels requests in their fronts, and in the engine if a front does not."""
 
-    def __init__(self, requests: RequestManager, models: ModelManager) -> None:
-        self._requests = requests
-        self._models = models
+    requests: RequestManager
+    models: ModelManager
 
     def cancel(self, request_id: str, message: str) -> bool:
         """End a request with this message for its client. Return False if there is no such request."""
-        if not self._requests.abort(request_id, message):
+        if not self.requests.abort(request_id, message):
             return False
-        asyncio.get_running_loop().call_later(_ENGINE_CANCEL_S, self._models.cancel, request_id)
+        asyncio.get_running_loop().call_later(_ENGINE_CANCEL_S, self.models.cancel, request_id)
         return True
 
     def cancel_matching(self, matches: Callable[[Identity], bool], message: str) -> int:
         """End the requests of the callers that match, and return the number of these requests."""
-        in_flight = self._requests.state.in_flight
+        in_flight = self.requests.state.in_flight
         ids = [request.request_id for request in in_flight.values() if matches(request.first.identity)]
         return sum([self.cancel(request_id, message) for request_id in ids])

@@ -1,17 +1,18 @@
-"""Notices that the time of day was set: what is old by a wrong clock must not be removed from the logs."""
+"""Detects changes of the time of day, because a wrong clock must not cause log entries to be removed as
+old."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-LEAST_JUMP_S = 600.0
+MIN_JUMP_S = 600.0
 HOLD_S = 24 * 3600.0
-"""For so long after a jump nothing is removed, unless the clock is set back to where it was."""
+"""After a jump nothing is removed for this time, unless the clock is set back."""
 
 
 def _steady() -> float:
-    """Return seconds that no one can set, suspended time included."""
+    """Return the seconds of a clock that cannot be set and that counts suspended time."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -26,17 +27,18 @@ class ClockGuard:
 
     @property
     def jump_s(self) -> float:
-        """Return by how much the time of day was set lately; 0 if it was not, or that is `HOLD_S` ago."""
+        """Return by how much the time of day was changed; 0 if it was not changed within the last
+        `HOLD_S`."""
         now = self._steady()
         jump_s = self._wall() - now - self._offset_s
-        if abs(jump_s) < LEAST_JUMP_S:
+        if abs(jump_s) < MIN_JUMP_S:
             self._jumped_at = None
             return 0.0
-        if self._jumped_at is None or abs(jump_s - self._seen_s) >= LEAST_JUMP_S:
+        if self._jumped_at is None or abs(jump_s - self._seen_s) >= MIN_JUMP_S:
             self._jumped_at, self._seen_s = now, jump_s
         if now - self._jumped_at < HOLD_S:
             return jump_s
-        # The new time is taken for the right one.
+        # From now on the new time counts as right.
         self._offset_s += jump_s
         self._jumped_at = None
         return 0.0

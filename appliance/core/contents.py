@@ -1,5 +1,5 @@
-"""What tenants' policies keep of prompts and answers, in the core: written to `contents.db`, shown to
-operators, and removed when its time is over."""
+"""Stored prompts and answers, in the core: written to `contents.db` as the tenants' log policies say, shown
+to operators, and removed after the tenant's time."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from store.writer import Writer
 log = logging.getLogger(__name__)
 
 DAY_S = 86400.0
-_MOST_BYTES = 64 << 20
-"""Of one request, as it comes from a front: texts in UTF-8."""
-_MOST_WAITING = 256
-"""Requests whose texts wait to be read: each is a descriptor."""
+_MAX_BYTES = 64 << 20
+"""Size limit of the texts of one request, in UTF-8."""
+_MAX_WAITING = 256
+"""Requests whose texts have not been read yet. Each occupies a file descriptor."""
 
 
 class ContentKeeper:
-    """Has the texts from fronts written, and reads them for operators. Methods belong on the event loop's
-    thread, which never sees a text of a front."""
+    """Stores the texts that fronts send, and reads them for operators. Methods belong on the event loop's
+    thread; the texts themselves are handled in another thread."""
 
     def __init__(
         self, writer: Writer, policies: Callable[[], Policies], rules: Callable[[], LogSettings]
     ) -> None:
-        """`writer` is that of `contents.db`."""
+        """`writer` writes to `contents.db`."""
         self.writer = writer
         self._policies = policies
         self._rules = rules
@@ -48,34 +48,34 @@ class ContentKeeper:
         self._waiting = 0
 
     def close(self) -> None:
-        """Hand everything that came over to the writer."""
+        """Pass everything that has arrived to the writer."""
         self._thread.shutdown()
 
-    # ── keeping ──
+    # ── storing ──
 
     def keep(self, message: Keep, descriptor: int) -> None:
-        """Keep what is in the memfd, as the policy of `message.identity` says. The descriptor stays the
-        caller's."""
+        """Store the contents of the memfd as the policy of `message.identity` says. The caller closes the
+        descriptor."""
         if message.identity.log_policy == "metadata":
             return
         with self._lock:
-            if self._waiting >= _MOST_WAITING:
+            if self._waiting >= _MAX_WAITING:
                 self.writer.count_dropped(1)
-                log.error("request %s: its texts are not kept, too many wait already", message.request_id)
+                log.error("request %s: its texts are not stored, too many are waiting", message.request_id)
                 return
             self._waiting += 1
         self._thread.submit(self._take, message, os.dup(descriptor))
 
     def _take(self, message: Keep, descriptor: int) -> None:
         try:
-            parts = msgspec.msgpack.decode(read_memory(descriptor, _MOST_BYTES), type=list[KeptText])
+            parts = msgspec.msgpack.decode(read_memory(descriptor, _MAX_BYTES), type=list[KeptText])
             texts = message.identity.log_policy == "full"
             if not self._log.keep(_content(message, part, texts) for part in parts):
                 log.error(
-                    "request %s: its texts are not kept, too much waits for the disk", message.request_id
+                    "request %s: its texts are not stored, too much waits for the disk", message.request_id
                 )
         except Exception:
-            log.exception("request %s: its texts could not be kept", message.request_id)
+            log.exception("request %s: its texts could not be stored", message.request_id)
         finally:
             with self._lock:
                 self._waiting -= 1
@@ -83,12 +83,12 @@ class ContentKeeper:
     # ── showing ──
 
     async def show(self, request_id: str) -> Contents:
-        """What is kept of a request. Raises LookupError where nothing is, or a StoreError."""
+        """Return the stored texts of a request. Raises LookupError if there are none, or a StoreError."""
         found = await asyncio.to_thread(read_contents, self.writer.path, request_id)
         if not found:
             raise LookupError(
-                f"nothing is kept of a request {request_id!r}: its tenant keeps metadata only, or its time "
-                f"is over"
+                f"no texts are stored for request {request_id!r}: its tenant stores metadata only, or the "
+                f"texts were removed after their time"
             )
         first = found[0]
         days = self._days(first.tenant)
@@ -104,7 +104,7 @@ class ContentKeeper:
         )
 
     def _days(self, tenant: str) -> float:
-        """For how long its contents are kept; 0: for ever."""
+        """Return for how many days the contents of a tenant are kept; 0: forever."""
         known = self._policies().tenants.get(tenant)
         own = known.log_days if known is not None else None
         return self._rules().contents_days if own is None else own
@@ -112,8 +112,8 @@ class ContentKeeper:
     # ── removing ──
 
     def limits(self) -> tuple[dict[str, float | None], float | None]:
-        """Before which moment (unix seconds) contents are to be removed: by tenant, and those of tenants that
-        are not there any more. None: never."""
+        """Return the time (unix seconds) before which contents are removed, by tenant and for deleted
+        tenants. None: they are never removed."""
 
         def before(days: float) -> float | None:
             return time.time() - days * DAY_S if days else None

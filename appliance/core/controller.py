@@ -15,6 +15,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from appliance.core.drains import Drains
 from appliance.front_pool.listeners import Listeners
@@ -30,49 +31,41 @@ _COUNT_WITHIN_S = 1.0
 """Time for replicas to report what they generated for the requests that ended last."""
 
 
+@dataclass
 class Controller:
     """Starts, checks and stops the parts that serve requests. All methods belong on the event loop's
     thread."""
 
-    def __init__(
-        self,
-        policies: Callable[[], Policies],
-        requests: RequestManager,
-        models: ModelManager,
-        fronts: FrontPool,
-        listeners: Listeners,
-        drains: Drains,
-    ) -> None:
-        """`policies` returns the tenants and keys as operators have set them."""
-        self._policies = policies
-        self._applied_policies: Policies | None = None
-        self._requests = requests
-        self._models = models
-        self._fronts = fronts
-        self._listeners = listeners
-        self._drains = drains
-        self._tick_timer: asyncio.TimerHandle | None = None
+    policies: Callable[[], Policies]
+    """Returns the tenants and keys as operators have set them."""
+    requests: RequestManager
+    models: ModelManager
+    fronts: FrontPool
+    listeners: Listeners
+    drains: Drains
+    _applied_policies: Policies | None = field(default=None, init=False)
+    _tick_timer: asyncio.TimerHandle | None = field(default=None, init=False)
 
     def start(self) -> None:
         """Start every process. Connections are accepted as soon as a front is ready."""
-        self._fronts.publish_configuration()
+        self.fronts.publish_configuration()
         # Replicas first, because they take longer.
-        self._models.start()
-        self._fronts.start()
+        self.models.start()
+        self.fronts.start()
         self._tick()
 
     async def stop(self, hurry: asyncio.Event) -> None:
         """Drain the service (at once when `hurry` is set), then end every process. Until the drain is
         complete, new requests are refused; on sockets that outlive the service they wait for the next one."""
-        self._listeners.begin_stop()
-        await self._drains.stop(hurry)
-        self._listeners.close()
-        await self._fronts.stop()
-        in_flight = self._requests.state.in_flight
+        self.listeners.begin_stop()
+        await self.drains.stop(hurry)
+        self.listeners.close()
+        await self.fronts.stop()
+        in_flight = self.requests.state.in_flight
         deadline = time.monotonic() + _COUNT_WITHIN_S
         while in_flight and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
-        await self._models.stop()
+        await self.models.stop()
         if self._tick_timer is not None:
             self._tick_timer.cancel()
         if in_flight:
@@ -80,15 +73,15 @@ class Controller:
 
     def apply_policies(self) -> None:
         """Apply changed tenants and keys to the queue and the fronts."""
-        if (policies := self._policies()) is not self._applied_policies:
+        if (policies := self.policies()) is not self._applied_policies:
             self._applied_policies = policies
-            self._requests.set_policies(policies)
-        self._fronts.publish_identities()
+            self.requests.set_policies(policies)
+        self.fronts.publish_identities()
 
     def _tick(self) -> None:
         self._tick_timer = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
-        self._requests.expire()
-        self._fronts.check()
-        self._models.check()
-        self._listeners.update()
+        self.requests.expire()
+        self.fronts.check()
+        self.models.check()
+        self.listeners.update()
         self.apply_policies()

@@ -1,5 +1,5 @@
-"""What the core does by itself, now and then: has spooled audit entries tried again, heads recorded, and what
-its time is over for removed, in batches so small that no request waits for one."""
+"""Periodic work of the core: it writes spooled audit entries again, records the audit chain's head, and
+removes old rows in batches so small that no request waits for one."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ log = logging.getLogger(__name__)
 _RETRY_EVERY_S = 2.0
 _HEAD_EVERY_S = 60.0
 _REMOVE_EVERY_S = 5.0
-_LEAST_PAUSE_S = 0.02
-_PAUSES = 9.0
-"""After a batch, the writer is left alone for so many times as long as the batch took: a tenth of its time at
-most goes into this."""
+_MIN_PAUSE_S = 0.02
+_PAUSE_FACTOR = 9.0
+"""After each batch the writer rests for so many times the batch's duration: removal takes at most a tenth of
+its time."""
 
 
 class Housekeeper:
@@ -45,12 +45,12 @@ class Housekeeper:
         self._history = history
         self._contents = contents
         self._rules = rules
-        # A former life may have left some there.
+        # An earlier run of the service may have left removed contents in the log.
         self._log_has_removed = True
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        """Begin."""
+        """Start the periodic work."""
         for every_s, work in (
             (_RETRY_EVERY_S, self._retry_audit),
             (_HEAD_EVERY_S, self._record_head),
@@ -60,14 +60,14 @@ class Housekeeper:
             self._tasks.add(asyncio.get_running_loop().create_task(_repeat(every_s, work)))
 
     async def stop(self) -> None:
-        """Leave off."""
+        """Stop the periodic work."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
 
     async def _retry_audit(self) -> None:
-        # It may write to a disk that does not answer.
+        # In a thread, because the disk may not answer.
         await asyncio.to_thread(self._control.trail.retry)
 
     async def _record_head(self) -> None:
@@ -98,13 +98,13 @@ async def _repeat(every_s: float, work: Callable[[], Awaitable[None]]) -> None:
         try:
             await work()
         except StoreError:
-            pass  # The writer has said so, and it is tried again.
+            pass  # The writer has logged it. It is retried.
         except Exception:
-            log.exception("housekeeping failed, and is tried again in %g s", every_s)
+            log.exception("housekeeping failed; it is retried in %g s", every_s)
 
 
 async def _remove(writer: Writer, operation: Operation[Removed]) -> int:
-    """Batch after batch, until nothing is left to remove; the number of rows."""
+    """Remove batch after batch until no old rows are left. Return the number of removed rows."""
     rows = pages = 0
     try:
         while True:
@@ -113,7 +113,7 @@ async def _remove(writer: Writer, operation: Operation[Removed]) -> int:
             rows, pages = rows + removed.rows, pages + removed.pages
             if not removed.more:
                 return rows
-            await asyncio.sleep(max(_LEAST_PAUSE_S, _PAUSES * (time.monotonic() - began)))
+            await asyncio.sleep(max(_MIN_PAUSE_S, _PAUSE_FACTOR * (time.monotonic() - began)))
     finally:
         if rows or pages:
-            log.info("%s: %d rows removed after their time, %d pages given back", writer.path, rows, pages)
+            log.info("%s: removed %d old rows, freed %d pages", writer.path, rows, pages)

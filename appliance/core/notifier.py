@@ -1,7 +1,7 @@
-"""Tells the service manager how the service is: started, loading, draining, alive.
+"""Reports the state of the service to the service manager: started, loading, draining, alive.
 
-The watchdog's sign of life comes from the core's event loop, and only while every database's writer gets on
-with its work. A replica that hangs is the core's to kill, not the service manager's.
+The keep-alive for the watchdog is sent by the core's event loop, and only while every database's writer makes
+progress. The core itself kills a replica that hangs.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ from appliance.core.systemd import EXTENSION_US, Manager
 log = logging.getLogger(__name__)
 
 _EVERY_S = 1.0
-_LEAST_SIGNS = 4
-"""Signs of life within the watchdog's time."""
+_KEEP_ALIVES = 4
+"""Minimum number of keep-alives within the watchdog's time."""
 
 
 class Notifier:
-    """From `start` to `close`."""
+    """Reports to the service manager from `start` to `close`."""
 
     def __init__(self, manager: Manager, readiness: Readiness, stalled_s: Callable[[], float]) -> None:
-        """`stalled_s`: for how long the slowest writer has been at one piece of work."""
+        """`stalled_s` returns for how long the slowest writer has been busy with its present operation."""
         self._manager = manager
         self._readiness = readiness
         self._stalled_s = stalled_s
         self._every_s = _EVERY_S
         if manager.watchdog_s is not None:
-            self._every_s = min(_EVERY_S, manager.watchdog_s / _LEAST_SIGNS)
+            self._every_s = min(_EVERY_S, manager.watchdog_s / _KEEP_ALIVES)
         self._started = False
         self._stopping = False
-        self._said = ""
+        self._sent_status = ""
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Begin to tell; nothing happens where nobody listens."""
+        """Start reporting, if the service manager listens."""
         if self._manager.listens:
             self._tick()
 
     def begin_stop(self) -> None:
-        """The service drains from now on."""
+        """Report that the service drains for its stop."""
         self._stopping = True
         self._manager.tell(STOPPING=1, EXTEND_TIMEOUT_USEC=EXTENSION_US)
 
     def close(self) -> None:
-        """Say nothing more."""
+        """Stop reporting."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -63,6 +63,6 @@ class Notifier:
             if stalled_s < manager.watchdog_s / 2:
                 manager.tell(WATCHDOG=1)
             else:
-                log.error("a database's writer has been at one piece of work for %.0f s", stalled_s)
-        if (status := readiness.headline()) != self._said and manager.tell(STATUS=status):
-            self._said = status
+                log.error("a database's writer has been busy with one operation for %.0f s", stalled_s)
+        if (status := readiness.headline()) != self._sent_status and manager.tell(STATUS=status):
+            self._sent_status = status

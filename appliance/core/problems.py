@@ -1,4 +1,4 @@
-"""What went wrong lately, for the status: said once in the log, counted when it repeats."""
+"""Recent problems for the status. Repetitions of a problem are counted."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Problems:
 
     def __init__(self) -> None:
         self.total = 0
-        """Noted since the start, repeated ones too."""
+        """Number of problems since the start, with repetitions."""
         self._problems: OrderedDict[tuple[str, str], Problem] = OrderedDict()
 
     def note(self, where: str, what: str) -> None:
-        """Something went wrong at `where` (a front, replica, socket, …)."""
+        """Log and remember a problem of `where` (a front, replica, socket, …)."""
         log.warning("%s: %s", where, what)
         self.total += 1
         known = self._problems.pop((where, what), None)
@@ -32,5 +32,5 @@ class Problems:
             self._problems.popitem(last=False)
 
     def recent(self) -> list[Problem]:
-        """Most recent first."""
+        """Return the problems, the most recent first."""
         return list(reversed(self._problems.values()))

@@ -1,4 +1,4 @@
-"""The core: the process that decides. `serve` puts it together and runs it until it is told to stop."""
+"""The core process: reads the settings, opens the state, and runs the service until it is told to stop."""
 
 from __future__ import annotations
 
@@ -27,16 +27,18 @@ from store.errors import StoreError
 log = logging.getLogger(__name__)
 
 COLLECT_AFTER = (50_000, 20, 100)
-"""Python looks for cycles of dead objects after so many new ones, for older ones 20 and 100 times less often.
-After 700, as by default, it would look at what waits here for every thirtieth request that comes."""
+"""Thresholds of Python's garbage collector: it looks for cycles after so many new objects, and 20 and 100
+times less often among older ones. With the default of 700 it would scan all waiting requests for every
+thirtieth request that arrives."""
 
 
 def run(flags: Flags) -> int:
-    """Serve until SIGTERM or SIGINT; the process's exit code: 0, 1, or 78 for settings that cannot be used
-    (sysexits' EX_CONFIG, so that a service manager need not try again). Must be called on the main thread."""
+    """Serve until SIGTERM or SIGINT, and return the exit code of the process: 0, 1, or 78 for unusable
+    settings (EX_CONFIG of sysexits, so that a service manager does not retry). Must be called on the main
+    thread."""
     import uvloop
 
-    # The service manager's watchdog ends a process that hangs with SIGABRT: its log then says where it hung.
+    # The service manager's watchdog ends a hanging process with SIGABRT; the log then shows where it hung.
     faulthandler.enable()
     return_freed_memory()
 
@@ -66,13 +68,12 @@ async def serve(
     launch: Launch = ReplicaGroup.launch,
     front_module: str = "appliance.front",
 ) -> None:
-    """Be the service of the settings' run directory until SIGTERM or SIGINT, which drain it; a second one
-    hurries. SIGHUP applies what `reread` finds.
+    """Run the service until SIGTERM or SIGINT, which drain it; a second signal ends it at once. SIGHUP
+    applies the settings that `reread` returns.
 
     Raises RunDirError, SettingsError, ListenError or a StoreError when it cannot start. `manager` is the
-    service manager that started the process; `launch` and `front_module` say what replicas and fronts are
-    made of.
-    """
+    service manager that started the process. `launch` starts replicas, and `front_module` is the Python
+    module of fronts; tests replace both."""
     stop, hurry = _signals()
     _raise_descriptor_limit()
     async with contextlib.AsyncExitStack() as held:
@@ -89,7 +90,7 @@ async def serve(
 
 
 def _signals() -> tuple[asyncio.Event, asyncio.Event]:
-    """Events for the first and the second SIGTERM or SIGINT."""
+    """Return events that are set by the first and by the second SIGTERM or SIGINT."""
     stop, hurry = asyncio.Event(), asyncio.Event()
 
     def signalled() -> None:
@@ -97,13 +98,14 @@ def _signals() -> tuple[asyncio.Event, asyncio.Event]:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, signalled)
-    # Until the service takes it for a reload: what it would read again has just been read.
+    # Ignored until the service handles it as a reload: the settings have just been read.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     return stop, hurry
 
 
 def _raise_descriptor_limit() -> None:
-    # A descriptor for each connection on its way to a front; the usual soft limit of 1024 is for select().
+    # Each connection on its way to a front occupies a descriptor. The usual soft limit of 1024 exists for
+    # select(), which is not used here.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -7,6 +7,7 @@ nothing and changes nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from appliance.core.drains import STOPPING, Drains
 from appliance.front_pool.pool import FrontPool
@@ -16,61 +17,54 @@ from appliance.settings import Settings
 from appliance.traffic.state import TrafficState
 
 
+@dataclass
 class Readiness:
     """Derives readiness from the state of the other parts."""
 
-    def __init__(
-        self,
-        settings: Callable[[], Settings],
-        traffic: TrafficState,
-        models: ModelManager,
-        fronts: FrontPool,
-        drains: Drains,
-    ) -> None:
-        self._settings = settings
-        self._traffic = traffic
-        self._models = models
-        self._fronts = fronts
-        self._drains = drains
+    settings: Callable[[], Settings]
+    traffic: TrafficState
+    models: ModelManager
+    fronts: FrontPool
+    drains: Drains
 
     def reason(self) -> str:
         """Return why not every model answers; empty if all do. Models that an operator has drained do not
         count, unless all of them are drained."""
-        names = list(self._models.models)
-        wanted = [name for name in names if self._drains.of(name) is None]
+        names = list(self.models.models)
+        wanted = [name for name in names if self.drains.of(name) is None]
         return self.service_drain() or "; ".join(filter(None, map(self.silence, wanted or names)))
 
     def started(self) -> bool:
         """Return whether a front and every pinned model are ready."""
-        ready = any(front.state == "ready" for front in self._fronts.fronts)
-        return ready and not any(map(self.silence, self._models.pinned()))
+        ready = any(front.state == "ready" for front in self.fronts.fronts)
+        return ready and not any(map(self.silence, self.models.pinned()))
 
     def worth_waiting_for(self) -> bool:
         """Return whether the service manager should wait longer for an incomplete start: a replica is
         loading, or one model answers already and should not end because another one is broken."""
-        return any(replica.state in ("starting", "loading", "ready") for replica in self._models.replicas)
+        return any(replica.state in ("starting", "loading", "ready") for replica in self.models.replicas)
 
     def headline(self) -> str:
         """Return the state of the service in one line, as `systemctl status` shows it."""
-        stats = self._traffic.queue_stats()
+        stats = self.traffic.queue_stats()
         work = f"{stats.running} running, {stats.waiting} waiting"
-        if (drain := self._drains.of_service) is not None:
+        if (drain := self.drains.of_service) is not None:
             return f"{drain.public_state}: {work}"
         loading = [
             f"{replica.name} {replica.detail or replica.state}"
-            for replica in self._models.replicas
+            for replica in self.models.replicas
             if replica.state in ("starting", "loading")
         ]
         if reason := self.reason():
             return f"loading: {', '.join(loading)}" if loading else f"not ready: {reason}"
-        count = len(self._models.models)
+        count = len(self.models.models)
         return f"ready: {count} model{'s' if count != 1 else ''}, {work}"
 
     def silence(self, model: str) -> str:
         """Return why the model does not answer; empty if it does."""
-        if drain := self._drains.of(model):
+        if drain := self.drains.of(model):
             return drain.why
-        replicas = self._models.of(model)
+        replicas = self.models.of(model)
         if not any(replica.answers for replica in replicas):
             states = ", ".join(f"{replica.name} is {replica.client_state}" for replica in replicas)
             return f"model {model!r} does not answer ({states or 'it has no replica now'})"
@@ -79,23 +73,23 @@ class Readiness:
 
     def service_drain(self) -> str:
         """Return why the whole service accepts no requests; empty if it does."""
-        if self._drains.stopping is not None:
+        if self.drains.stopping is not None:
             return STOPPING
-        drain = self._drains.of_service
+        drain = self.drains.of_service
         return drain.why if drain is not None else ""
 
     def front_problems(self, model: str) -> str:
         """Return why fronts cannot serve the model; empty if all can."""
         names: dict[str, list[str]] = {}
-        for front in self._fronts.fronts:
+        for front in self.fronts.fronts:
             if model in front.problems:
                 names.setdefault(front.problems[model], []).append(front.name)
         return "; ".join(f"{', '.join(fronts)}: {why}" for why, fronts in names.items())
 
     def configuration(self) -> Configure:
         """Return what fronts should know now."""
-        settings, reason, drain = self._settings(), self.reason(), self.service_drain()
-        models = self._models.models
+        settings, reason, drain = self.settings(), self.reason(), self.service_drain()
+        models = self.models.models
         return Configure(
             front="",
             models=list(models.values()),

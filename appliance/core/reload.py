@@ -9,6 +9,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from appliance.core.drains import STOPPING, Drains
@@ -58,49 +59,39 @@ class LiveSettings:
         return self.current
 
 
+@dataclass(kw_only=True)
 class Reloader:
     """Reads the settings anew and applies what has changed."""
 
-    def __init__(
-        self,
-        loaded: Loaded,
-        reread: Callable[[], Loaded],
-        live: LiveSettings,
-        *,
-        models: ModelManager,
-        drains: Drains,
-        publish: Callable[[], None],
-        listeners: Sequence[ConfiguredListener],
-        hooks: Mapping[str, ReloadHook],
-    ) -> None:
-        """`reread` reads the settings as at the start. `publish` tells the fronts about changed settings.
-        `hooks` are by top-level setting."""
-        self._loaded = loaded
-        self._reread = reread
-        self._live = live
-        self._models = models
-        self._drains = drains
-        self._publish = publish
-        self._listeners = listeners
-        self._hooks = hooks
-        self._one_at_a_time = asyncio.Lock()
+    loaded: Loaded
+    reread: Callable[[], Loaded]
+    """Reads the settings as at the start."""
+    live: LiveSettings
+    models: ModelManager
+    drains: Drains
+    publish: Callable[[], None]
+    """Tells the fronts about changed settings."""
+    listeners: Sequence[ConfiguredListener]
+    hooks: Mapping[str, ReloadHook]
+    """By top-level setting."""
+    _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     def configuration(self) -> Configuration:
         """Return the settings in effect, and the source of each."""
-        return as_table(self._loaded)
+        return as_table(self.loaded)
 
     async def reload(self) -> Reloaded:
         """Reload. Raises SettingsError, ListenError or ReloadError, and then nothing has changed."""
         async with self._one_at_a_time:
-            former = self._loaded
-            loaded = await asyncio.to_thread(self._reread)
+            former = self.loaded
+            loaded = await asyncio.to_thread(self.reread)
             check_still_there(former, loaded)
             changes = list(differences(former.settings, loaded.settings))
             waiting = [change for change in changes if change.path[0] in AT_RESTART]
             applied = [change for change in changes if change not in waiting]
             loaded = _until_restart(loaded, former)
             served = await asyncio.to_thread(describe_models, loaded, former.settings)
-            if self._drains.stopping is not None:
+            if self.drains.stopping is not None:
                 raise ReloadError(f"{STOPPING}: its settings cannot be reloaded")
             opened = self._open(loaded.settings)
             try:
@@ -108,9 +99,9 @@ class Reloader:
             except BaseException:
                 _close(opened)
                 raise
-            for listener, sock in zip(self._listeners, opened, strict=True):
+            for listener, sock in zip(self.listeners, opened, strict=True):
                 listener.change(loaded.settings, sock)
-            self._loaded = loaded
+            self.loaded = loaded
             for line in (*map(str, applied), *models):
                 log.info("reload: %s", line)
             return Reloaded(
@@ -120,7 +111,7 @@ class Reloader:
     def _open(self, wanted: Settings) -> list[socket.socket | None]:
         opened: list[socket.socket | None] = []
         try:
-            for listener in self._listeners:
+            for listener in self.listeners:
                 opened.append(listener.prepare(wanted))
         except ListenError:
             _close(opened)
@@ -128,12 +119,12 @@ class Reloader:
         return opened
 
     def _apply(self, wanted: Settings, names: set[str], served: list[ServedModel]) -> list[str]:
-        self._live.current = wanted
+        self.live.current = wanted
         for name in sorted(names - APPLIED_HERE):
-            self._hooks[name](wanted)
-        self._drains.keep_only(wanted.models)
-        changes = self._models.change(wanted.models, served)
-        self._publish()
+            self.hooks[name](wanted)
+        self.drains.keep_only(wanted.models)
+        changes = self.models.change(wanted.models, served)
+        self.publish()
         return changes
 
 

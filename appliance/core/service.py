@@ -115,9 +115,9 @@ class Service:
         self.authenticator = Authenticator(settings.admin, keys_of(control))
         self.admin = AdminServer(settings.admin_socket, settings.unix.admin_mode, self.listeners.admin)
         reloader = Reloader(
-            loaded,
-            reread,
-            self.settings,
+            loaded=loaded,
+            reread=reread,
+            live=self.settings,
             models=parts.models,
             drains=parts.drains,
             publish=parts.fronts.publish_configuration,
@@ -133,18 +133,18 @@ class Service:
             ),
         )
         status = StatusReader(
-            self.settings,
-            parts.requests.state,
-            parts.models,
-            parts.fronts,
-            parts.drains,
-            parts.readiness,
-            problems,
-            control,
-            [control, state.history, state.contents],
-            lambda: [*self.listeners.status(), self.admin.status(), *self.metrics.status()],
-            clock,
-            started_at,
+            settings=self.settings,
+            traffic=parts.requests.state,
+            models=parts.models,
+            fronts=parts.fronts,
+            drains=parts.drains,
+            readiness=parts.readiness,
+            problems=problems,
+            trail=control.trail,
+            databases=[control, state.history, state.contents],
+            sockets=lambda: [*self.listeners.status(), self.admin.status(), *self.metrics.status()],
+            clock=clock,
+            started_at=started_at,
         )
         self.backend, self.actions = admin_backend(
             control=control,

@@ -1,4 +1,4 @@
-"""What must last: the service's directories and databases, opened and closed together."""
+"""The persistent state of the service: its directories and databases, opened and closed together."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ class State(NamedTuple):
     control: ControlStore
     """Tenants, keys, mapped users, the audit chain."""
     history: Writer
-    """Of `history.db`: the request log and what is left of quotas."""
+    """Writes `history.db`: the request log and the levels of quotas."""
     contents: Writer
-    """Of `contents.db`: the prompts and answers that are kept."""
+    """Writes `contents.db`: stored prompts and answers."""
     requests: RequestLog
 
     @property
     def stalled_s(self) -> float:
-        """For how long the slowest disk has not answered."""
+        """For how long the slowest writer has been waiting for its disk."""
         return max(self.control.stalled_s, self.history.stalled_s, self.contents.stalled_s)
 
 
 @contextlib.asynccontextmanager
 async def opened(settings: Settings, manager: Manager) -> AsyncIterator[State]:
-    """The state of the settings' directories, which are this service's alone meanwhile. Rows that a former
-    service left open are sealed. Raises RunDirError or a StoreError.
+    """Open the state in the directories of the settings, and lock them for this service. Rows that an earlier
+    run left open are closed. Raises RunDirError or a StoreError.
 
-    A migration, a recovery or a slow disk takes its time: the service manager hears of which database, and
-    waits.
+    A migration, a recovery or a slow disk can take long: the service manager is told which database is being
+    opened, and waits.
     """
     held = contextlib.ExitStack()
     state = await manager.wait_for(lambda: held.enter_context(_opened(settings, manager)))
@@ -67,26 +67,26 @@ def _opened(settings: Settings, manager: Manager) -> Iterator[State]:
         history = Writer(state_dir / "history.db", HISTORY, synchronous="NORMAL")
         contents = Writer(state_dir / "contents.db", CONTENTS, synchronous="NORMAL")
         databases: tuple[ControlStore | Writer, ...] = (control, history, contents)
-        _say_missing(control.path, [history.path, contents.path])
+        _warn_missing(control.path, [history.path, contents.path])
         for database in databases:
             manager.tell(STATUS=f"starting: opening {database.path}")
             database.start()
             held.callback(database.close)
             held.callback(manager.tell, STATUS=f"stopped: closing {database.path}")
         requests = RequestLog(history)
-        requests.seal_open_rows("the service ended without a word").add_done_callback(_say_sealed)
+        requests.seal_open_rows("the service ended without a word").add_done_callback(_log_sealed)
         yield State(control, history, contents, requests)
 
 
-def _say_missing(control: Path, others: list[Path]) -> None:
-    """Of databases that a former service had and that are gone: nothing else knows that there were rows."""
+def _warn_missing(control: Path, others: list[Path]) -> None:
+    """Warn of missing databases if `control` shows that the service has run before."""
     if not _has_bytes(control):
-        return  # a new box
+        return  # the first start
     for path in others:
         if not _has_bytes(path):
             log.warning(
-                "%s is missing or empty, though %s is not new: an empty one is begun, and what it held is "
-                "gone; to have it back, stop the service and restore a backup",
+                "%s is missing or empty, but %s is not new: its contents are lost and an empty database is "
+                "created; to recover the contents, stop the service and restore a backup",
                 path,
                 control.name,
             )
@@ -100,20 +100,22 @@ def _has_bytes(path: Path) -> bool:
 
 
 def cache_salts(control: ControlStore) -> Callable[[str], str]:
-    """The prefix cache's salt of a tenant, which those share that are in one cache group; nobody can guess
-    it, and it is another one after each start."""
+    """Return a function from a tenant's name to its salt of the prefix cache. Tenants of one cache group
+    share a salt. Salts cannot be guessed, and they change with each start of the service."""
     secret = secrets.token_bytes(32)
 
     def salt(name: str) -> str:
         tenant = control.policies.tenants.get(name)
         group = tenant.cache_group if tenant is not None else None
-        # A group may be called like a tenant that is not in it.
+        # The prefix keeps a group apart from a tenant of the same name that is not in the group.
         owner = f"tenant {name}" if group is None else f"group {group}"
         return hmac.new(secret, owner.encode(), hashlib.sha256).hexdigest()[:32]
 
     return salt
 
 
-def _say_sealed(sealed: Future[int]) -> None:
+def _log_sealed(sealed: Future[int]) -> None:
     if not sealed.exception() and sealed.result():
-        log.warning("%d requests were open when the service last ended: their rows say so", sealed.result())
+        log.warning(
+            "%d requests had not ended when the service last ended: their rows are marked", sealed.result()
+        )

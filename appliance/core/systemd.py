@@ -1,4 +1,4 @@
-"""What systemd and the service tell each other: sockets that were opened for it, its state, its watchdog.
+"""The link to systemd: sockets that systemd opened, reports of the service's state, and the watchdog.
 
 The protocols are sd_listen_fds(3), sd_notify(3) and sd_watchdog_enabled(3). Without systemd nothing happens.
 """
@@ -15,7 +15,7 @@ from typing import TypeVar
 log = logging.getLogger(__name__)
 
 EXTENSION_US = 30_000_000
-"""Whatever takes long, the service manager is asked again and again to wait for so long."""
+"""The extension that the service manager is asked for, again and again, while something takes long."""
 _EVERY_S = 1.0
 _FIRST_DESCRIPTOR = 3
 T = TypeVar("T")
@@ -25,11 +25,12 @@ class Manager:
     """The service manager that started this process, if one did."""
 
     def __init__(self, environ: MutableMapping[str, str] = os.environ) -> None:
-        """Takes what is for this process out of `environ`: its children must not speak in its name."""
+        """Removes the variables of the service manager from `environ`, so that child processes do not use
+        them."""
         self.sockets = _take_sockets(environ)
-        """Listening sockets that the manager opened; whoever takes them over closes them."""
+        """Listening sockets that the manager opened. Their new owner closes them."""
         self.watchdog_s = _watchdog_s(environ)
-        """It wants a sign of life at least this often; None: never."""
+        """The manager expects a keep-alive at least this often; None: never."""
         self._socket: socket.socket | None = None
         address = environ.pop("NOTIFY_SOCKET", "")
         if address:
@@ -43,11 +44,12 @@ class Manager:
 
     @property
     def listens(self) -> bool:
-        """Whether anybody hears what is told."""
+        """Whether there is a service manager to report to."""
         return self._socket is not None
 
     def tell(self, **state: str | int) -> bool:
-        """Say something, such as READY=1 or STATUS="loading". False if it was not heard: never waits."""
+        """Report a state such as READY=1 or STATUS="loading". Never waits; returns False if it was not
+        sent."""
         if self._socket is None:
             return False
         text = "\n".join(f"{name}={_one_line(str(value))}" for name, value in state.items())
@@ -59,7 +61,7 @@ class Manager:
         return True
 
     async def wait_for(self, work: Callable[[], T]) -> T:
-        """Do `work` in a thread; what it returns or raises. The manager waits for as long as it takes."""
+        """Run `work` in a thread and return its result. Asks the manager to wait for as long as it takes."""
         working = asyncio.create_task(asyncio.to_thread(work))
         while not working.done():
             self.tell(EXTEND_TIMEOUT_USEC=EXTENSION_US, WATCHDOG=1)
@@ -67,7 +69,7 @@ class Manager:
         return working.result()
 
     def close(self) -> None:
-        """Say nothing more."""
+        """Stop reporting."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None

@@ -12,7 +12,7 @@ from appliance.front.errors import ApiError
 from appliance.front.identity import IdentityTable
 from appliance.front.keeping import Keeper
 from appliance.front.models import Catalog
-from appliance.front.replicas import Replicas
+from appliance.front.replicas import ReplicaChannels
 from appliance.front.retries import Retries
 from appliance.http import CountedLog
 from appliance.messages import Admitted, FrontToCore, HandOver, Keep, Limits, Refused, Rejected, Worked
@@ -51,7 +51,7 @@ class AppState:
         self.denials = CountedLog("requests without a valid key or user were denied")
         self.catalog = Catalog()
         self.identities = IdentityTable()
-        self.replicas = Replicas()
+        self.replicas = ReplicaChannels()
         self.retries = Retries(to_core)
         self.text_memory = TextMemory(MAX_TEXT_BYTES)
         self.work = WorkPool(MAX_TEXT_WAIT_S)

@@ -14,10 +14,10 @@ from appliance.front.errors import ApiError
 from appliance.front.generation_task import GenerationTask
 from appliance.front.keeping import Transcript
 from appliance.front.limits import rate_limit_headers
-from appliance.front.replicas import Link
 from appliance.front.request_context import RequestContext
 from appliance.front.sample import Sample
 from appliance.messages import Admit, Admitted, Refused, Settle
+from engine.client import ReplicaClient
 from engine.messages import Output, Submit
 
 log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class Generation:
         self._attempt = 0
         self._submitted = False
         self._settled = False
-        self._link: Link | None = None
+        self._link: ReplicaClient | None = None
         self._handles: list[int] = []
         self._first_token_at: float | None = None
         self._last_token_at = 0.0
@@ -288,7 +288,7 @@ class Generation:
             )
         )
 
-    async def _submit_in_turns(self, link: Link, submissions: Iterator[Submission]) -> None:
+    async def _submit_in_turns(self, link: ReplicaClient, submissions: Iterator[Submission]) -> None:
         """Send a resubmission at the speed at which the replica reads it: it has the whole prompt once for
         each sample. All of it is sent, since the core has counted it; if the request has ended, its
         submissions are cancelled at once."""
@@ -307,7 +307,7 @@ class Generation:
             while link.backlog_bytes > _MAX_BACKLOG_BYTES and not link.closed:
                 await asyncio.sleep(_BACKLOG_CHECK_S)
 
-    def _submissions(self, link: Link, admitted: Admitted) -> Iterator[Submission]:
+    def _submissions(self, link: ReplicaClient, admitted: Admitted) -> Iterator[Submission]:
         n = self.task.samples
         if not self._attempt:
             groups = [

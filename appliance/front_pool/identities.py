@@ -1,7 +1,7 @@
-"""Who may ask: the table that fronts check requests against, made of what operators decided.
+"""The table of identities with which fronts authenticate callers, derived from tenants, keys and settings.
 
-It is made anew only when policies or settings change; fronts are then told what is different in it. What
-holds for a request is always the core's own word (`IdentityTable.of`), whatever a front says.
+It is derived anew only when policies or settings change, and fronts then get the difference. The rights of a
+request always come from the core's own table (`IdentityTable.of`), never from the front.
 """
 
 from __future__ import annotations
@@ -17,23 +17,18 @@ from store.tenants import LOCAL
 
 
 class IdentityTable:
-    """The identities of the policies and settings as they are now."""
+    """The identities according to the present policies and settings."""
 
     def __init__(self, policies: Callable[[], Policies], unix: UnixSettings) -> None:
         self.unix = unix
-        """May be replaced at any time."""
+        """The settings of the Unix socket; may be replaced at any time."""
         self._policies = policies
         self._made_of: tuple[Policies, UnixSettings] | None = None
         self._table = Identities()
         self._known: dict[str, tuple[KeyRecord, TenantRecord, Identity]] = {}
 
-    @property
-    def policies(self) -> Policies:
-        """What operators decided, as it is now."""
-        return self._policies()
-
     def current(self) -> Identities:
-        """The whole table; the same object as long as nothing changes."""
+        """Return the whole table; the same object as long as nothing changes."""
         policies = self._policies()
         if self._made_of is None or self._made_of[0] is not policies or self._made_of[1] is not self.unix:
             self._made_of = policies, self.unix
@@ -41,8 +36,8 @@ class IdentityTable:
         return self._table
 
     def of(self, identity: Identity) -> Identity:
-        """What is known here of whom a front has identified: the rights are ours, never the front's. One that
-        is gone by now has those of a tenant that nothing was decided about."""
+        """Return the present rights of a caller whom a front has identified. A caller whose tenant or key was
+        deleted in the meantime gets the rights of a tenant without a policy."""
         policies = self._policies()
         if (tenant := policies.tenants.get(identity.tenant)) is not None:
             if not identity.key_id:
@@ -97,13 +92,13 @@ class IdentityTable:
 
 
 def local_uids(unix: UnixSettings) -> set[int]:
-    """Users who stand for the tenant "local" unless they are mapped to another: the owner, root, and those
-    that the settings name."""
+    """Return the users who belong to the tenant "local" unless they are mapped to another one: the owner,
+    root, and those named in the settings."""
     return {os.geteuid(), 0, *(unix.uids if isinstance(unix.uids, list) else ())}
 
 
 def changes(before: Identities, after: Identities) -> Identities | None:
-    """What a front that knows `before` must be told to know `after`; None if it knows it."""
+    """Return the message that turns the table `before` of a front into `after`; None if they are equal."""
     keys = {name: known for name, known in after.keys.items() if before.keys.get(name) != known}
     keys |= dict.fromkeys(before.keys.keys() - after.keys.keys())
     same = (before.uids, before.gids, before.any_uid) == (after.uids, after.gids, after.any_uid)

@@ -1,1 +1,1 @@
-"""Models: what apps may name, and the replicas that run them."""
+"""The served models and the replicas that run them."""

@@ -1,21 +1,21 @@
-"""Whether a model's replica fits into memory, as `engine.sizing` predicts it. Nothing is loaded for it."""
+"""Predicts with `engine.sizing` whether a replica of a model fits into memory, without loading anything."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from appliance.models.gpus import Gpu, find_gpus
+from appliance.models.gpus import DetectedGpu, find_gpus
 from appliance.quantities import of_bytes
 from appliance.settings import ModelSettings
 from engine import sizing
 
 CPU_MAX_KV_BYTES = 2 << 30
-"""The engine's own bound for KV on a CPU, all ranks together (`engine.memory`)."""
+"""The engine's limit for the KV cache on a CPU, for all ranks together (`engine.memory`)."""
 
 
 class UnfitError(Exception):
-    """A model that cannot run here; `remedy` says what to do."""
+    """The model cannot run on this machine; `remedy` says what to do."""
 
     def __init__(self, what: str, remedy: str) -> None:
         super().__init__(what)
@@ -23,8 +23,8 @@ class UnfitError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fit:
-    """One replica's memory, by rank, in bytes."""
+class MemoryFit:
+    """The predicted memory of each rank of a replica, in bytes."""
 
     model_type: str
     parameters: int
@@ -35,7 +35,7 @@ class Fit:
     longest: int
     """The longest sequence that the settings or the checkpoint allow, in tokens."""
     blocks: int
-    """Of the KV cache: as the settings say, or as many as fit."""
+    """Number of KV blocks: as set, or as many as fit."""
     usable_bytes: int
     weight_bytes: int
     fixed_bytes: int
@@ -51,16 +51,18 @@ class Fit:
         return self.fixed_bytes + self.kv_bytes
 
 
-def fit(model: ModelSettings, gpus: list[Gpu], available_bytes: int) -> Fit:
-    """Predict it. `available_bytes` is what a model on the CPU may have; of a GPU all memory counts as free.
+def fit(model: ModelSettings, gpus: list[DetectedGpu], available_bytes: int) -> MemoryFit:
+    """Predict the memory of a replica. `available_bytes` is the memory for a model on the CPU; on a GPU all
+    memory counts as free.
 
-    Raises UnfitError for a checkpoint or settings that cannot be run at all.
+    Raises UnfitError for a checkpoint or settings that cannot run at all.
     """
     ranks = model.tensor_parallel_size
     on_gpu = model.device == "cuda" or (model.device == "auto" and bool(gpus))
     if on_gpu and len(gpus) < ranks:
+        needed = "one GPU" if ranks == 1 else f"{ranks} GPUs"
         raise UnfitError(
-            f"tensor_parallel_size = {ranks} needs as many GPUs, and there are {len(gpus)}",
+            f"tensor_parallel_size = {ranks} needs {needed}, but {len(gpus)} are available",
             f"lower it to {len(gpus)}" if gpus else 'set device = "cpu"',
         )
     memory = min(gpu.memory_bytes for gpu in gpus[:ranks]) if on_gpu else available_bytes // ranks
@@ -83,14 +85,14 @@ def fit(model: ModelSettings, gpus: list[Gpu], available_bytes: int) -> Fit:
             blocks=None,
             on_gpu=on_gpu,
         )
-    except Exception as error:  # the engine's errors say what is wrong with the checkpoint or the request
+    except Exception as error:  # the engine's messages name the error in the checkpoint or the settings
         text, _, remedy = str(error).rpartition("; ")
         raise UnfitError(
-            text or str(error), remedy if text else "mend the model's folder or settings"
+            text or str(error), remedy if text else "correct the model's folder or settings"
         ) from error
     room = max(0, usable - predicted.fixed_bytes)
     most = room if on_gpu else min(room, CPU_MAX_KV_BYTES // ranks)
-    return Fit(
+    return MemoryFit(
         model_type=config.model_type,
         parameters=sizing.parameters(config),
         on_gpu=on_gpu,
@@ -120,7 +122,7 @@ def why_not_beside(model: ModelSettings, chosen: Sequence[int] = ()) -> str:
     try:
         wanted = fit(model, gpus, available)
     except UnfitError:
-        return ""  # its load fails at once and says why, while what runs goes on
+        return ""  # its load fails at once and reports why, while the running replicas continue
     if wanted.on_gpu:
         used = [gpus[number] for number in chosen] or gpus[:ranks]
         free = min(gpu.memory_bytes - gpu.used_bytes for gpu in used)

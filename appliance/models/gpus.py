@@ -1,4 +1,4 @@
-"""NVIDIA GPUs through NVML: no CUDA context, so looking never takes memory from a model."""
+"""Finds NVIDIA GPUs through NVML. NVML creates no CUDA context, so this takes no memory from a model."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import contextlib
 from typing import NamedTuple
 
 
-class Gpu(NamedTuple):
-    """One GPU, as NVML sees it now."""
+class DetectedGpu(NamedTuple):
+    """One GPU as NVML reports it now."""
 
     number: int
     name: str
@@ -18,17 +18,18 @@ class Gpu(NamedTuple):
 
 
 class GpuReport(NamedTuple):
-    """The box's GPUs. `error` says why NVML cannot be asked although a driver seems to be there."""
+    """The GPUs of the machine. `error` says why NVML does not answer although a driver seems to be
+    installed."""
 
-    gpus: list[Gpu]
+    gpus: list[DetectedGpu]
     driver: str = ""
     cuda: str = ""
-    """The newest CUDA that the driver carries."""
+    """The newest CUDA version that the driver supports."""
     error: str = ""
 
 
 def find_gpus() -> GpuReport:
-    """Ask NVML. An empty report means a box without NVIDIA's driver."""
+    """Query NVML. An empty report means that the machine has no NVIDIA driver."""
     import pynvml
 
     try:
@@ -50,7 +51,7 @@ def find_gpus() -> GpuReport:
             pynvml.nvmlShutdown()
 
 
-def _gpu(index: int) -> Gpu:
+def _gpu(index: int) -> DetectedGpu:
     import pynvml
 
     handle = pynvml.nvmlDeviceGetHandleByIndex(index)
@@ -59,9 +60,9 @@ def _gpu(index: int) -> Gpu:
     with contextlib.suppress(pynvml.NVMLError):
         major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
         capability = f"{major}.{minor}"
-    return Gpu(index, _text(pynvml.nvmlDeviceGetName(handle)), memory.total, memory.used, capability)
+    return DetectedGpu(index, _text(pynvml.nvmlDeviceGetName(handle)), memory.total, memory.used, capability)
 
 
 def _text(value: str | bytes) -> str:
-    # Old bindings of NVML answer in bytes.
+    # Old bindings of NVML return bytes.
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else value

@@ -1,4 +1,4 @@
-"""What a model's folder says about it, without loading it."""
+"""Reads the description of a model from its folder, without loading the model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SAMPLE_BYTES = 1 << 20
 
 
 def describe_models(loaded: Loaded, former: Settings | None = None) -> list[ServedModel]:
-    """The models that `former` does not have, or has in another folder, as fronts need to know them.
+    """Describe the models that `former` does not have, or has in another folder.
 
     Raises SettingsError for folders that cannot be read.
     """
@@ -49,11 +49,10 @@ def describe_models(loaded: Loaded, former: Settings | None = None) -> list[Serv
 
 
 def describe(name: str, settings: ModelSettings) -> ServedModel:
-    """The model as fronts need to know it before a replica is ready.
+    """Describe a model for fronts before a replica is ready.
 
-    What the configuration does not say is 0 here and known when a replica is ready. Raises OSError when the
-    folder cannot be read.
-    """
+    Numbers that the model's configuration does not contain are 0 until a replica is ready. Raises OSError
+    when the folder cannot be read."""
     folder = Path(settings.folder)
     config = _config(folder / "config.json")
     longest = config.get("max_position_embeddings")
@@ -72,10 +71,10 @@ def describe(name: str, settings: ModelSettings) -> ServedModel:
 
 
 def fingerprint(folder: Path) -> str:
-    """12 hex digits that name the folder's files: equal for equal copies, whatever their dates.
+    """Return 12 hex digits that identify the contents of the folder's files; their dates do not count.
 
-    Files up to 32 MB go in whole, of larger ones the name, the size and a megabyte of the beginning, the
-    middle and the end: a new training run changes every part of its weights.
+    Files of up to 32 MB are hashed completely. Of larger files the name, the size and one megabyte each of
+    the beginning, the middle and the end are hashed, because training changes every part of the weights.
     """
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
@@ -94,7 +93,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def _config(path: Path) -> dict[str, Any]:
-    # A broken file is the engine's to explain: it says which file and why when it loads the model.
+    # The engine reports a broken file, with its name and the reason, when it loads the model.
     try:
         config = json.loads(path.read_bytes())
     except ValueError:

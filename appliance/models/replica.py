@@ -20,7 +20,7 @@ from appliance.background import Backoff
 from appliance.messages import ServedModel
 from appliance.models.placement import GpuPlacement, numbered
 from appliance.protocol import ReplicaState, ReplicaStatus, precision
-from appliance.rundir import new_meeting
+from appliance.rundir import new_rendezvous
 from appliance.settings import ModelSettings
 from appliance.traffic.credits import CreditAccount
 from engine.client import ReplicaGroup
@@ -226,7 +226,7 @@ class Replica:
             self._gpus = self._placement.take(self.name, spec.device, spec.tensor_parallel_size)
             spec = msgspec.structs.replace(spec, gpus=self._placement.uuids(self._gpus))
             if spec.tensor_parallel_size > 1:
-                spec = msgspec.structs.replace(spec, rendezvous=new_meeting(self._run_dir))
+                spec = msgspec.structs.replace(spec, rendezvous=new_rendezvous(self._run_dir))
             self.group = self._launch(spec, self._message, self._ended)
         except OSError as error:
             self._ended(f"it could not be started: {error}")

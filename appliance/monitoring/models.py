@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from appliance.models.fit import UnfitError, fit
-from appliance.models.gpus import Gpu
+from appliance.models.gpus import DetectedGpu
 from appliance.monitoring.findings import Finding, Level
 from appliance.protocol import ModelStatus, precision
 from appliance.quantities import of_bytes
@@ -20,7 +20,7 @@ _SINGLE = "model.safetensors"
 
 
 def configured_models(
-    models: Mapping[str, ModelSettings], gpus: list[Gpu], available_bytes: int
+    models: Mapping[str, ModelSettings], gpus: list[DetectedGpu], available_bytes: int
 ) -> Iterator[Finding]:
     """For a service that does not run: could it? `available_bytes` of host memory."""
     for name, model in models.items():
@@ -98,7 +98,7 @@ def _missing(model: ModelSettings) -> Iterator[str]:
             yield f"{folder / shard} does not exist, but {_INDEX} names it"
 
 
-def _fit(name: str, model: ModelSettings, gpus: list[Gpu], available_bytes: int) -> Finding:
+def _fit(name: str, model: ModelSettings, gpus: list[DetectedGpu], available_bytes: int) -> Finding:
     try:
         found = fit(model, gpus, available_bytes)
     except UnfitError as error:

@@ -1,35 +1,27 @@
-"""From tables to typed settings, with every fault on the way."""
+"""Converts the tables of the settings files to typed settings, and collects every fault on the way."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from copy import deepcopy
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
-from typing import Any, TypeVar, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import msgspec
+from msgspec import inspect
 
 from appliance.settings.faults import Fault, Path, Place, dotted
 from appliance.settings.fields import ModelSettings, Settings
+from store.fields import either
 
 Part = TypeVar("Part", bound=msgspec.Struct)
 
-_KINDS = {
-    "int": "a whole number",
-    "float": "a number",
-    "str": "text",
-    "bool": "true or false",
-    "array": "a list",
-    "object": "a table",
-}
-_MAX_FAULTS = 50
 NOT_SETTINGS = ("config_file",)
-"""Fields of `Settings` that no file may say."""
+"""Fields of `Settings` that cannot be set in a file."""
 
 
 class Converter:
-    """Collects the faults of what it converts; `places` say where each setting was said."""
+    """Collects the faults of what it converts. `places` has the file and line of each setting."""
 
     def __init__(self, places: Mapping[Path, Place], source: str) -> None:
         self._places = places
@@ -37,159 +29,113 @@ class Converter:
         self.faults: list[Fault] = []
 
     def settings(self, table: Mapping[str, Any]) -> Settings:
-        """All of them. What could not be used has its default."""
+        """Convert all settings. A setting that cannot be used gets its default."""
         table = dict(table)
-        for name in NOT_SETTINGS:
-            if table.pop(name, None) is not None:
-                self.add((name,), f"{name} is not a setting", "remove it")
         models = table.pop("models", {})
-        settings = self._convert(table, Settings, ()) or Settings()
+        settings = self._table(table, Settings, ()) or Settings()
         if not isinstance(models, dict):
             self.add(("models",), f"models = {models!r} must be tables", "write [models.NAME]")
             models = {}
         for name, model in models.items():
-            # One by one, so that a fault's path names the model.
-            converted = self._convert(model, ModelSettings, ("models", name))
+            converted = self._table(model, ModelSettings, ("models", name))
             if converted is not None:
                 settings.models[name] = converted
         return settings
 
     def add(self, path: Path, what: str, remedy: str) -> None:
-        """Note a fault of the setting at `path`."""
+        """Add a fault of the setting at `path`."""
         self.faults.append(Fault(place=self.place(path), field=dotted(path), what=what, remedy=remedy))
 
     def place(self, path: Path) -> Place:
-        """Where the setting, or the nearest table around it, was said."""
+        """Return the file and line of a setting, or of the nearest table around it."""
         for length in range(len(path), 0, -1):
             if (place := self._places.get(path[:length])) is not None:
                 return place
         return Place(self._source)
 
-    def _convert(self, value: Any, part: type[Part], prefix: Path) -> Part | None:
-        value = deepcopy(value)
-        for _ in range(_MAX_FAULTS):
-            try:
-                return msgspec.convert(value, part)
-            except msgspec.ValidationError as error:
-                found = _understand(str(error), value, part)
-                what, remedy = found.words(dotted(prefix), value)
-                names = tuple(re.sub(r"\[\d+\]$", "", piece) for piece in found.path)
-                self.add(prefix + names, what, remedy)
-                # Without what is wrong, the next fault shows.
-                if not _remove(value, found.path):
-                    return None
+    def _table(self, table: Any, part: type[Part], path: Path) -> Part | None:
+        """Convert a table; None if it is not a table, or a required setting is missing or cannot be used."""
+        if not isinstance(table, dict):
+            self.add(path, f"{dotted(path)} = {table!r} cannot be used", "write a table")
+            return None
+        fields = {field.name: field for field in msgspec.structs.fields(part)}
+        names = [name for name in fields if name not in NOT_SETTINGS]
+        values: dict[str, Any] = {}
+        for name, value in table.items():
+            own = (*path, name)
+            if name not in names:
+                near = get_close_matches(name, names, 1)
+                remedy = f"did you mean {near[0]!r}?" if near else f"available settings: {', '.join(names)}"
+                self.add(own, f"{dotted(own)} is not a setting", remedy)
+            elif (converted := self._value(value, fields[name].type, own)) is not None:
+                values[name] = converted
+        for name in names:
+            if fields[name].required and name not in table:
+                self.add((*path, name), f"{dotted(path) or 'the file'} lacks {name!r}", "add it")
+        complete = all(name in values for name in names if fields[name].required)
+        return part(**values) if complete else None
+
+    def _value(self, value: Any, kind: Any, path: Path) -> Any:
+        """Convert a value, which is never None in TOML; None if it cannot be used."""
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+            return self._table(value, kind, path)
+        if _fits(value, kind):
+            return msgspec.convert(value, kind)
+        wrong = [(f"[{at}]", item, each) for at, item, each in _items(value, kind) if not _fits(item, each)]
+        for index, item, each in wrong or [("", value, kind)]:
+            expected = _expected(inspect.type_info(each))
+            self.add(path, f"{dotted(path)}{index} = {item!r} cannot be used", f"write {expected}")
         return None
 
 
-class _Complaint(msgspec.Struct):
-    """What msgspec said, in pieces."""
-
-    kind: str
-    """"unknown", "missing" or "value"."""
-    path: tuple[str, ...]
-    """Of the field, indices in brackets: ("uids[1]",)."""
-    said: str
-    part: type[msgspec.Struct]
-
-    def words(self, prefix: str, value: Any) -> tuple[str, str]:
-        """What is wrong and what to do."""
-        field = ".".join(filter(None, [prefix, *self.path])) or "the file"
-        if self.kind == "unknown":
-            known = _fields_at(self.part, self.path[:-1])
-            near = get_close_matches(self.path[-1], known, 1)
-            remedy = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
-            return f"{field} is not a setting", remedy
-        if self.kind == "missing":
-            where = ".".join(filter(None, [prefix, *self.path[:-1]])) or "the file"
-            return f"{where} lacks {self.path[-1]!r}", "add it"
-        wrong = f"{field} = {_found(value, self.path)!r} cannot be used"
-        if field.endswith("_mode"):
-            return wrong, 'write a file mode in octal, such as "0660"'
-        if "cors_origins" in field:
-            return wrong, 'write an origin without a path, such as "https://chat.example.com", or "*" for all'
-        words = _words_at(self.part, self.path) if "enum value" in self.said else []
-        return wrong, f"it can be {', '.join(words)}" if words else _remedy(self.said)
+def _fits(value: Any, kind: Any) -> bool:
+    try:
+        msgspec.convert(value, kind)
+    except msgspec.ValidationError:
+        return False
+    return True
 
 
-def _remedy(said: str) -> str:
-    """What msgspec expected, in the words of the page of settings."""
-
-    def named(kinds: re.Match[str]) -> str:
-        return " or ".join(_KINDS.get(kind, kind) for kind in kinds[1].split(" | ") if kind != "null")
-
-    if said.startswith("Number out of range"):  # more digits than a float can hold
-        return "write a smaller number"
-    expected = re.sub(r"`([^`]+)`", named, said.partition(", got ")[0]).replace("Expected ", "write ", 1)
-    expected = re.sub(r"([<>]=?) (\d[\d.]*)", lambda bound: f"{bound[1]} {float(bound[2]):.15g}", expected)
-    return expected.replace(">=", "≥").replace("<=", "≤")
-
-
-def _understand(message: str, value: Any, part: type[msgspec.Struct]) -> _Complaint:
-    said, _, where = message.partition(" - at ")
-    path = tuple(piece for piece in where.strip("`").removeprefix("$").split(".") if piece)
-    for kind, words in (("unknown", "contains unknown"), ("missing", "missing required")):
-        if named := re.match(rf"Object {words} field `(.*)`", said):
-            return _Complaint(kind, (*path, named[1]), said, part)
-    return _Complaint("value", path, said, part)
-
-
-def _steps(path: tuple[str, ...]) -> list[str | int]:
-    steps: list[str | int] = []
-    for piece in path:
-        name, *indices = piece.replace("]", "").split("[")
-        steps += [name, *(int(index) for index in indices if index.isdecimal())]
-    return steps
-
-
-def _found(value: Any, path: tuple[str, ...]) -> Any:
-    for step in _steps(path):
-        try:
-            value = value[step]
-        except (KeyError, IndexError, TypeError):
-            return None
-    return value
-
-
-def _remove(value: Any, path: tuple[str, ...]) -> bool:
-    """Take the setting out of its table; False if it is not in one."""
-    *way, last = _steps(path) or [""]
-    for step in way:
-        try:
-            value = value[step]
-        except (KeyError, IndexError, TypeError):
-            return False
-    if isinstance(value, dict | list) and (last in value if isinstance(value, dict) else True):
-        del value[last]  # type: ignore[arg-type]
-        return True
-    return False
-
-
-def _words_at(part: type[msgspec.Struct], path: tuple[str, ...]) -> list[str]:
-    """The words that a field of literals takes."""
-    for piece in path:
-        inner = _type_of(part, piece)
-        if isinstance(inner, type) and issubclass(inner, msgspec.Struct):
-            part = inner
+def _items(value: Any, kind: Any) -> Iterator[tuple[int, Any, Any]]:
+    """Yield the index, value and type of each item of a list; nothing if `value` is not a list, or no list is
+    allowed."""
+    if get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
+    for each in get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,):
+        kinds = get_args(each)
+        if not isinstance(value, list) or get_origin(each) not in (list, tuple):
             continue
-        words, types = [], [inner]
-        while types:
-            kind = types.pop()
-            words += [repr(word) for word in get_args(kind) if isinstance(word, str)]
-            types += [argument for argument in get_args(kind) if get_origin(argument) is not None]
-            if get_origin(kind) is list:
-                words.append("a list")
-        return words
-    return []
+        if get_origin(each) is list or kinds[-1] is Ellipsis:
+            kinds = kinds[:1] * len(value)
+        if len(kinds) == len(value):
+            yield from ((at, item, kinds[at]) for at, item in enumerate(value))
 
 
-def _fields_at(part: type[msgspec.Struct], path: tuple[str, ...]) -> list[str]:
-    for piece in path:
-        inner = _type_of(part, piece)
-        if not (isinstance(inner, type) and issubclass(inner, msgspec.Struct)):
-            break
-        part = inner
-    return [field for field in part.__struct_fields__ if field not in NOT_SETTINGS]
+def _expected(kind: inspect.Type) -> str:
+    """Return what a value of this type must be, in words."""
+    match kind:
+        case inspect.Metadata(type=inner, extra_json_schema=extra):
+            described = (extra or {}).get("description")
+            return described if isinstance(described, str) else _expected(inner)
+        case inspect.IntType():
+            return f"a whole number{_bounds(kind)}"
+        case inspect.FloatType():
+            return f"a number{_bounds(kind)}"
+        case inspect.BoolType():
+            return "true or false"
+        case inspect.LiteralType(values=values):
+            return either(tuple(map(repr, values)))
+        case inspect.UnionType(types=types):
+            return ", or ".join(_expected(one) for one in types if not isinstance(one, inspect.NoneType))
+        case inspect.ListType() | inspect.VarTupleType():
+            return "a list"
+        case inspect.TupleType(item_types=items):
+            return f"a list of {len(items)} values"
+        case _:
+            return "text"
 
 
-def _type_of(part: type[msgspec.Struct], name: str) -> Any:
-    return next((field.type for field in msgspec.structs.fields(part) if field.name == name), None)
+def _bounds(kind: inspect.IntType | inspect.FloatType) -> str:
+    signs = (("≥", kind.ge), (">", kind.gt), ("≤", kind.le), ("<", kind.lt))
+    bounds = [f"{sign} {bound:.15g}" for sign, bound in signs if bound is not None]
+    return f" {' and '.join(bounds)}" if bounds else ""

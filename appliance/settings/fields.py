@@ -23,7 +23,9 @@ PositiveSeconds = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 Days = Annotated[float, msgspec.Meta(ge=0, le=36_525)]
 UserId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 2)]
 Fraction = Annotated[float, msgspec.Meta(gt=0, le=1)]
-SocketMode = Annotated[str, msgspec.Meta(pattern="^0?[0-7]{3}$")]
+SocketMode = Annotated[
+    str, msgspec.Meta(pattern="^0?[0-7]{3}$", description='a file mode in octal, such as "0660"')
+]
 
 DEMO_MODEL = "demo"
 

@@ -127,7 +127,7 @@ class RequestQueue(Generic[Item]):
         return level
 
     def _promised(self, begins_at: float) -> Ticket[Item] | None:
-        if not self.promises or self.promises.latest_begin() > begins_at:
+        if self.promises.latest_begin() > begins_at:
             return None
         for ticket in islice(self.promises, _PROMISES_LOOKED_AT):
             if not ticket.parked and not self.classes[ticket.request_class].is_held(ticket.tenant):

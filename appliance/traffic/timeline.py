@@ -1,203 +1,160 @@
-"""Waiting requests in order of a time, with sums over those before it.
+"""Waiting requests in order of a time, with sums over those before it. Times are seconds of one clock.
 
-Sorted blocks of a bounded size, each with a summary: what is asked of n requests costs about the square root
-of n, in C where it is more than a few. Times are seconds of one clock.
+`Timeline` holds the requests of one tenant in plain lists: an operation costs up to the length of the queue,
+in C. `Promises` holds all requests of a model that have a deadline, and needs a running sum over those after
+a time. It keeps them in blocks with a summary each, so that an operation costs about the square root of their
+number. `scripts/bench_admission` measures both.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Iterator
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from operator import sub
 from typing import Any, Generic, TypeVar
 
 Item = TypeVar("Item")
 
-_MOST = 64
-"""Entries in a block; a full one is split into two halves."""
+_MAX_BLOCK = 64
+"""Entries in a block of promises; a block with more is split in half."""
+_AFTER_ALL = float("inf")
+"""Greater than every serial."""
 
-_Entry = tuple[Any, ...]
-"""(time, serial, …): the serial is unique, so what follows is never compared."""
-
-
-class _SortedBlocks:
-    """Sorted entries in blocks. Subclasses keep a summary of each block."""
-
-    def __init__(self) -> None:
-        self._blocks: list[list[_Entry]] = []
-        self._lasts: list[tuple[float, int]] = []
-        """The greatest key of each block, or a greater one that has left it."""
-        self._length = 0
-
-    def __len__(self) -> int:
-        return self._length
-
-    def _put(self, entry: _Entry) -> None:
-        self._length += 1
-        key = (entry[0], entry[1])
-        at = bisect_left(self._lasts, key)
-        if at == len(self._blocks):
-            if at:
-                at -= 1
-                self._lasts[at] = key
-            else:
-                self._blocks.append([])
-                self._lasts.append(key)
-                self._insert_summary(0)
-        block = self._blocks[at]
-        insort(block, entry)
-        if len(block) > _MOST:
-            middle = len(block) // 2
-            self._blocks[at : at + 1] = [block[:middle], block[middle:]]
-            self._lasts.insert(at, block[middle - 1][:2])
-            self._insert_summary(at)
-            self._summarize(at + 1)
-        self._summarize(at)
-
-    def _drop(self, time: float, serial: int) -> _Entry:
-        at = bisect_left(self._lasts, (time, serial))
-        block = self._blocks[at] if at < len(self._blocks) else []
-        index = bisect_left(block, (time, serial))
-        if index == len(block) or block[index][1] != serial:
-            raise KeyError(serial)
-        entry = block.pop(index)
-        self._length -= 1
-        if block:
-            self._summarize(at)
-        else:
-            del self._blocks[at], self._lasts[at]
-            self._delete_summary(at)
-        return entry
-
-    def _summarize(self, at: int) -> None:
-        raise NotImplementedError
-
-    def _insert_summary(self, at: int) -> None:
-        raise NotImplementedError
-
-    def _delete_summary(self, at: int) -> None:
-        raise NotImplementedError
+_Promise = tuple[Any, ...]
+"""(time, serial, work in seconds, item). Serials are unique, so that items are never compared."""
 
 
-class Timeline(_SortedBlocks, Generic[Item]):
-    """Items in order of a time, each with a size of two numbers (prompt and output tokens)."""
+class Timeline(Generic[Item]):
+    """Items in order of a time, each with its prompt and output tokens."""
+
+    __slots__ = ("_items", "_keys", "_outputs", "_prompts")
 
     def __init__(self) -> None:
-        super().__init__()
+        self._keys: list[tuple[float, int]] = []
         self._prompts: list[float] = []
         self._outputs: list[float] = []
+        self._items: list[Item] = []
 
-    def add(self, time: float, serial: int, prompt: float, output: float, item: Item) -> None:
-        """`serial` orders equal times and is never used twice."""
-        self._put((time, serial, prompt, output, item))
-
-    def remove(self, time: float, serial: int) -> None:
-        """Raises KeyError for what is not there."""
-        self._drop(time, serial)
-
-    def first(self) -> Item | None:
-        """The item of the earliest time."""
-        item: Item | None = self._blocks[0][0][4] if self._blocks else None
-        return item
+    def __len__(self) -> int:
+        return len(self._keys)
 
     def __iter__(self) -> Iterator[Item]:
-        """In order. The timeline must not change meanwhile."""
-        for block in self._blocks:
-            for entry in block:
-                yield entry[4]
+        """Iterate in order. The timeline must not change during the iteration."""
+        return iter(self._items)
+
+    def add(self, time: float, serial: int, prompt: float, output: float, item: Item) -> None:
+        """Add an item. `serial` orders equal times and must be unique."""
+        at = bisect_left(self._keys, (time, serial))
+        self._keys.insert(at, (time, serial))
+        self._prompts.insert(at, prompt)
+        self._outputs.insert(at, output)
+        self._items.insert(at, item)
+
+    def remove(self, time: float, serial: int) -> None:
+        """Remove an item. Raises KeyError if it is not there."""
+        at = bisect_left(self._keys, (time, serial))
+        if at == len(self._keys) or self._keys[at] != (time, serial):
+            raise KeyError(serial)
+        del self._keys[at], self._prompts[at], self._outputs[at], self._items[at]
+
+    def first(self) -> Item | None:
+        """Return the item with the earliest time; None if there is none."""
+        return self._items[0] if self._items else None
 
     def before(self, time: float) -> tuple[float, float]:
-        """Sums of prompt and of output over the items up to this time, those of the same time included."""
-        key = (time, 1 << 62)
-        at = bisect_left(self._lasts, key)
-        prompt, output = sum(self._prompts[:at]), sum(self._outputs[:at])
-        if at < len(self._blocks):
-            for entry in self._blocks[at]:
-                if entry[0] > time:
-                    break
-                prompt += entry[2]
-                output += entry[3]
-        return prompt, output
-
-    def _summarize(self, at: int) -> None:
-        block = self._blocks[at]
-        self._prompts[at] = sum([entry[2] for entry in block])
-        self._outputs[at] = sum([entry[3] for entry in block])
-
-    def _insert_summary(self, at: int) -> None:
-        self._prompts.insert(at, 0.0)
-        self._outputs.insert(at, 0.0)
-
-    def _delete_summary(self, at: int) -> None:
-        del self._prompts[at], self._outputs[at]
+        """Return the sums of prompt and of output tokens over the items up to and including this time."""
+        end = bisect_right(self._keys, (time, _AFTER_ALL))
+        return sum(self._prompts[:end]), sum(self._outputs[:end])
 
 
-class Promises(_SortedBlocks, Generic[Item]):
+class Promises(Generic[Item]):
     """Items that must begin by a time each, and whether all of them can.
 
-    Served one after another, earliest first, each taking its work in seconds: an item begins in time if the
-    work of those before it is done by then (the processor demand test of EDF scheduling, Baruah et al. 1990).
+    They are served one after another, earliest time first, and each takes its work in seconds. An item begins
+    in time if the work of the items before it is done by then (the processor demand test of EDF scheduling,
+    Baruah et al. 1990).
     """
 
     def __init__(self) -> None:
-        super().__init__()
-        self._works: list[float] = []
-        self._slacks: list[float] = []
-        """Of each block: the least of (time − work before it in the block)."""
-
-    def add(self, time: float, serial: int, work_s: float, item: Item) -> None:
-        """`item` must begin by `time` and takes `work_s`. `serial` is never used twice."""
-        self._put((time, serial, work_s, item))
-
-    def remove(self, time: float, serial: int) -> None:
-        """Raises KeyError for what is not there."""
-        self._drop(time, serial)
+        self._blocks: list[list[_Promise]] = [[]]
+        """In order; only a single block may be empty."""
+        self._lasts: list[tuple[float, int]] = [(0.0, 0)]
+        """The greatest key (time and serial) of each block."""
+        self._works = [0.0]
+        """The work of each block."""
+        self._slacks = [float("inf")]
+        """The least (time − work before it in the block) of each block."""
 
     def __iter__(self) -> Iterator[Item]:
-        """Those that must begin first, first. They must not change meanwhile."""
+        """Iterate in order. The promises must not change during the iteration."""
         for block in self._blocks:
-            for entry in block:
-                yield entry[3]
+            for promise in block:
+                yield promise[3]
+
+    def add(self, time: float, serial: int, work_s: float, item: Item) -> None:
+        """Add an item that must begin by `time` and takes `work_s`. `serial` must be unique."""
+        at = self._block_of((time, serial))
+        block = self._blocks[at]
+        insort(block, (time, serial, work_s, item))
+        if len(block) > _MAX_BLOCK:
+            middle = len(block) // 2
+            self._blocks[at : at + 1] = [block[:middle], block[middle:]]
+            self._lasts.insert(at, self._lasts[at])
+            self._works.insert(at, 0.0)
+            self._slacks.insert(at, 0.0)
+            self._summarize(at + 1)
+        self._summarize(at)
+
+    def remove(self, time: float, serial: int) -> None:
+        """Remove an item. Raises KeyError if it is not there."""
+        at = self._block_of((time, serial))
+        block = self._blocks[at]
+        index = bisect_left(block, (time, serial))
+        if index == len(block) or block[index][1] != serial:
+            raise KeyError(serial)
+        del block[index]
+        if block or len(self._blocks) == 1:
+            self._summarize(at)
+        else:
+            del self._blocks[at], self._lasts[at], self._works[at], self._slacks[at]
 
     def latest_begin(self) -> float:
-        """When serving them must begin at the latest, so that every one begins in time; infinite without."""
+        """Return the latest time at which serving must begin, so that every item begins in time; infinite if
+        there is none."""
         return self._latest(0, 0.0)
 
     def latest_begin_with(self, time: float, work_s: float) -> float:
-        """As `latest_begin`, of those that would be affected by one more, which must begin by `time` and
-        takes `work_s`: itself and those after it."""
-        at = bisect_left(self._lasts, (time, 1 << 62))
-        before = sum(self._works[:at])
-        if at == len(self._blocks):
-            return time - before
+        """Return the same for one more item, which must begin by `time` and takes `work_s`, and the items
+        after it: the new item does not delay the items before it."""
+        at = self._block_of((time, _AFTER_ALL))
         block = self._blocks[at]
-        index = bisect_left(block, (time, 1 << 62))
-        before += sum([entry[2] for entry in block[:index]])
+        index = bisect_left(block, (time, _AFTER_ALL))
+        before = sum(self._works[:at]) + sum([promise[2] for promise in block[:index]])
         work, slack = _demand(block[index:], before)
         return min(min(slack, self._latest(at + 1, work)) - work_s, time - before)
 
+    def _block_of(self, key: tuple[float, float]) -> int:
+        """Return the index of the block in which the key is, or belongs."""
+        return min(bisect_left(self._lasts, key), len(self._blocks) - 1)
+
     def _latest(self, start: int, before: float) -> float:
-        if start == len(self._blocks):
-            return float("inf")
+        """Return the latest begin for the blocks from `start` on, which follow the work `before`."""
         works = accumulate(self._works[start:], initial=before)
-        return min(map(sub, self._slacks[start:], works))
+        return min(map(sub, self._slacks[start:], works), default=float("inf"))
 
     def _summarize(self, at: int) -> None:
-        self._works[at], self._slacks[at] = _demand(self._blocks[at], 0.0)
-
-    def _insert_summary(self, at: int) -> None:
-        self._works.insert(at, 0.0)
-        self._slacks.insert(at, float("inf"))
-
-    def _delete_summary(self, at: int) -> None:
-        del self._works[at], self._slacks[at]
+        block = self._blocks[at]
+        self._works[at], self._slacks[at] = _demand(block, 0.0)
+        if block:
+            self._lasts[at] = block[-1][:2]
 
 
-def _demand(entries: list[_Entry], work: float) -> tuple[float, float]:
-    """The work of promises that follow `work`, which is counted in; and the least of (time − work before)."""
+def _demand(promises: Iterable[_Promise], work: float) -> tuple[float, float]:
+    """Return the work up to the end of these promises, which follow `work`, and their least (time − work
+    before)."""
     slack = float("inf")
-    for time, _, work_s, _ in entries:
+    for time, _, work_s, _ in promises:
         if time - work < slack:
             slack = time - work
         work += work_s

@@ -10,8 +10,9 @@ HEADING = (
     f"{'workload':14}{'result':>11}{'unit':>8}{'limit':>9}{'%':>7}"
     f"{'decode':>8}{'ms':>8}{'idle':>7}{'max':>7}{'mixed':>7}{'ms':>8}{'idle':>7}{'max':>7}"
 )
-"""Column headings. "%" is the result as a fraction of the limit. Decode-only and mixed steps have the number
-of steps, their mean time, and the idle fraction in the median run and its maximum over all runs."""
+"""Column headings. "%" is the result as a fraction of the limit. For decode-only and for mixed steps, the
+columns are the number of steps, their mean time, and the idle fraction, in the median run and as the maximum
+over all runs."""
 
 
 def median_run(workload: EngineWorkload, runs: Sequence[WorkloadResult]) -> WorkloadResult:
@@ -34,7 +35,7 @@ def line(name: str, workload: EngineWorkload, runs: Sequence[WorkloadResult], li
 
 
 def plans_line(workload: EngineWorkload, runs: Sequence[WorkloadResult]) -> str:
-    """Format the time that rank 0 spent per step, in the median run, to send the plan to the other ranks."""
+    """Format the time that rank 0 spent per step, in the median run, sending the plan to the other ranks."""
     run = median_run(workload, runs)
     kinds = [(name, steps) for name, steps in (("decode", run.decode), ("mixed", run.mixed)) if steps.count]
     spent = ", ".join(f"{steps.plan_us:.0f} µs per {name} step" for name, steps in kinds)

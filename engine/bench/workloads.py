@@ -56,15 +56,15 @@ WORKLOADS: dict[str, EngineWorkload] = {
 
 @dataclass(slots=True)
 class StepStats:
-    """Steps of one kind in a run: their number, mean duration, and mean idle time before them, in which the
-    device waited for the host, also as a fraction of the duration."""
+    """Statistics of the steps of one kind in a run: their number, their mean duration, and the mean idle time
+    before a step, in which the device waited for the host, also as a fraction of the duration."""
 
     count: int
     ms: float
     idle_us: float
     idle_fraction: float
     plan_us: float = 0.0
-    """Mean time that rank 0 spent to send the plan to the other ranks."""
+    """Mean time that rank 0 spent per step sending the plan to the other ranks."""
 
 
 @dataclass(slots=True)

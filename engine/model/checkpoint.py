@@ -17,7 +17,7 @@ _LARGEST_HEADER_BYTES = 100_000_000  # the format's own limit
 _DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1}
 """Sizes of the dtypes that can be loaded."""
 _MALFORMED = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
-"""Exceptions of reading fields from data that is not JSON or does not follow the format."""
+"""Exceptions that are raised if data is not JSON or does not follow the format."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,8 +165,8 @@ class Decoder:
     # ── weights ──────────────────────────────────────────────────────────────────────────────────
 
     def weight_shards(self) -> list[WeightShard]:
-        """Return every tensor of a checkpoint of this model, in the order of a pass. Must not be called after
-        `finish`, which changes the layout of weights."""
+        """Return every tensor of a checkpoint of this model, in the order in which a pass uses them. Must not
+        be called after `finish`, which changes the layout of weights."""
         config, shard = self.config, self.shard
         whole = (config.vocab_size, config.hidden_size)
         start, real = shard.first_vocab, shard.vocab_real

@@ -23,7 +23,7 @@ class Columns(NamedTuple):
 
     first_row: int
     numbers: torch.Tensor
-    """`[rows, columns of the rank]` in the file's dtype."""
+    """The values: `[rows, columns of the rank]` in the file's dtype."""
 
 
 class ColumnExchange:

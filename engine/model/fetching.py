@@ -4,7 +4,8 @@ A thread reads a piece with one system call, during which other threads can use 
 large, so that Python's share of the time is small. Few pieces are in flight at once, so that data from the
 page cache stays in the processor's cache until the device has read it.
 
-Read errors name the file and the tensor. Errors of opening, and of files that were modified, name the file.
+Read errors name the file and the tensor. Errors from opening a file, and errors about modified files, name
+the file.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class FileBlock:
         self.file = file
         self.past_cache = file.past_cache(rows.offset, rows.nbytes, rows.shared)
         self.target = target
-        """`[bytes]` on the device, to which the block is copied unchanged; None if it is converted."""
+        """The `[bytes]` on the device to which the block is copied unchanged; None if the block is
+        converted."""
 
     @property
     def first_page(self) -> int:

@@ -28,16 +28,16 @@ class LayerInput:
 
     ranks: Ranks
     cos_sin: torch.Tensor
-    """[positions, head_dim] float32: the rotary table."""
+    """The rotary table: [positions, head_dim] float32."""
     positions: torch.Tensor
-    """[tokens] int64"""
+    """Positions of the tokens in their sequences: [tokens] int64."""
     kv_slots: torch.Tensor
-    """[tokens] int64: KV slot indices, see `ForwardInput.kv_slots`."""
+    """KV slot indices of the tokens: [tokens] int64, see `ForwardInput.kv_slots`."""
     attention_plan: Any
     """The result of `Ops.plan_attention` for the pass."""
     kept: torch.Tensor | None = None
-    """[rows] int64: the only tokens whose result is needed, as in `attention_plan`. The layer computes keys
-    and values of all tokens, and everything else only for these; None: for all tokens."""
+    """Indices of the only tokens whose result is needed: [rows] int64, as in `attention_plan`. The layer
+    computes keys and values of all tokens, and everything else only for these; None: for all tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,7 +169,7 @@ def _fill(
         for shard in shards.values()
         if shard.target is not None
     ]
-    # Every rank uses the same order, because the ranks exchange the columns of one tensor after the other.
+    # Every rank uses the same order, because the ranks exchange the columns of one tensor at a time.
     wanted.sort(key=lambda part: (part.entry.file, part.entry.offset))
     total = sum(part.nbytes for part in wanted)
     done = 0
@@ -184,7 +184,7 @@ def _fill(
         fill_rows(part, numbers if shard.dim == 0 else shard.part(numbers))
 
     def fill_rows(part: TensorSlice, numbers: torch.Tensor) -> None:
-        """Set rows of a shard from numbers of this rank's columns."""
+        """Fill rows of a shard from values of this rank's columns."""
         block = _rows_of_shard(shards[part.name], part)
         if part.entry.dtype == _FP8:
             each = scales[part.name + _SCALE]
@@ -259,7 +259,7 @@ def _read_scales(
         pass
     if not found:
         return {}
-    # One transfer from the device for all tensors.
+    # All scales are copied from the device in one transfer.
     sound = torch.stack([(scales.isfinite() & (scales >= 0)).all() for scales in found.values()]).tolist()
     bad = [name for name, good in zip(found, sound, strict=True) if not good]
     if bad:

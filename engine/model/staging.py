@@ -24,7 +24,7 @@ class StagingBuffer:
             self._copied, self._used = torch.cuda.Event(), torch.cuda.Event()
 
     def wait(self) -> None:
-        """Wait until the host bytes may be overwritten."""
+        """Wait until the host memory may be overwritten."""
         if self._copy_stream is not None:
             self._copied.synchronize()
 
@@ -87,7 +87,7 @@ class StagingRing:
         copy_stream = None
         if device.type == "cuda":
             copy_stream = torch.cuda.Stream(device)
-            # Work launched before may still use the memory of the parameters that are filled.
+            # Earlier work may still use the memory of the parameters that are filled.
             copy_stream.wait_stream(torch.cuda.current_stream(device))
         self.buffers = [StagingBuffer(part, copy_stream) for part in host.split(buffer_bytes)]
 

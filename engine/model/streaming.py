@@ -1,6 +1,6 @@
 """Streams tensors of safetensors files into device memory, in blocks of rows.
 
-Several threads read blocks ahead of their use (`engine.model.fetching`), through or past the page cache
+Several threads read blocks ahead of their use (`engine.model.fetching`), through the page cache or directly
 (`engine.model.weight_file`), into a ring of staging buffers. For a GPU the buffers are page-locked: some are
 filled while others are copied to the device. Values that need no conversion are copied to their final place.
 Other values are copied to device buffers, from which the caller converts them. The ring holds at most 144

@@ -1,9 +1,9 @@
-"""A file of weights, read from the page cache if it is cached, and otherwise past the page cache.
+"""A file of weights, read from the page cache if it is cached, and otherwise directly from the disk.
 
-Reading past the page cache (O_DIRECT) reaches the disk's full rate and takes almost no processor time.
-Reading through the cache makes the kernel allocate a page for every 4 KiB and copy it once more. Rows that
-several ranks need are still read through the cache, so that the disk is read only once. After the load,
-`keep_cached` brings the files into the page cache for the next start.
+Reading directly (O_DIRECT), which bypasses the page cache, reaches the disk's full rate and takes almost no
+processor time. Reading through the cache makes the kernel allocate a page for every 4 KiB and copy it once
+more. Rows that several ranks need are still read through the cache, so that the disk is read only once. After
+the load, `keep_cached` brings the files into the page cache for the next start.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 
 PAGE = mmap.PAGESIZE
-"""Alignment, in bytes, of reads past the page cache, on disk and in memory. It satisfies every disk."""
+"""Alignment, in bytes, of reads that bypass the page cache, on disk and in memory. It suffices for every
+disk."""
 _FETCH_BYTES = 16 << 20
 _MEMORY_SHARE = 0.5
 """Maximum fraction of the free memory for the files that `keep_cached` caches."""
@@ -45,7 +46,7 @@ class WeightFile:
         return os.fstat(self._cached)
 
     def past_cache(self, first: int, nbytes: int, shared: bool) -> bool:
-        """Return whether bytes `[first, first + nbytes)` should be read past the page cache.
+        """Return whether bytes `[first, first + nbytes)` should be read directly from the disk.
 
         shared: whether other ranks read these bytes too.
         """

@@ -63,7 +63,10 @@ def main() -> int:
     decodes = sum(len(shape.contexts) for shape in shapes) / len(shapes)
     if len(shapes) < arguments.steps:
         recorded = f"{len(shapes)} step{'s' * (len(shapes) > 1)}"
-        print(f"recorded {recorded} instead of {arguments.steps}: the workload has no more in a row")
+        print(
+            f"recorded {recorded} instead of {arguments.steps}: the workload has no more consecutive steps "
+            "of this kind"
+        )
     print(f"{tokens:,.0f} tokens per step, of which {decodes:,.0f} decode")
     print("\n".join(lines(rows, idle_gaps(names, timeline, len(shapes)), timeline, len(shapes), device)))
     return 0

@@ -23,7 +23,7 @@ class KernelRow:
     share: float
     """Fraction of the whole time, including gaps."""
     work: KernelWork | None
-    """None if unknown."""
+    """Memory traffic in bytes; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class IdleGap:
 def kernel_rows(
     names: list[str], timeline: TraceTimeline, works: dict[str, KernelWork], steps: int
 ) -> list[KernelRow]:
-    """Return one row per kernel, the longest total time first. names: labels of the calls, from
+    """Return one row per kernel, ordered by total time, the longest first. names: labels of the calls, from
     `label_gemms`."""
     us: dict[str, float] = defaultdict(float)
     calls: dict[str, int] = defaultdict(int)

@@ -110,8 +110,8 @@ def record(
     gpu = engine.runner.device.type == "cuda"
     skip = _SETTLE[kind] if skip is None else skip
     recorder = _Recorder(engine.runner, kind, skip, profile(**_options(gpu)), gpu)
-    # On a CPU the runner cannot be synchronised, so steps must not overlap: each ends before the recording
-    # can.
+    # On a CPU the runner cannot be synchronised. Therefore steps must not overlap: each step ends before the
+    # recording can end.
     core = EngineCore(engine.scheduler, recorder, overlap=gpu, plans=engine.core.plans)
     for submit in _submits(workload, engine.info.vocab_size):
         engine.scheduler.add(_ORIGIN, submit)

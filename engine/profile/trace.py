@@ -17,7 +17,7 @@ class TraceCall:
     """A kernel, copy or fill on a GPU, or an operation on a CPU."""
 
     name: str
-    """The result of `short_name`."""
+    """The kernel's name as returned by `short_name`."""
     us: float
     """The time that the call adds to the timeline. On a GPU a kernel may start before the previous one ends
     (PDL); only the time after that end counts. On a CPU, the time of nested operations is excluded."""
@@ -30,7 +30,7 @@ class TraceTimeline:
     """The calls of a trace, either of the GPU or of the CPU."""
 
     calls: list[TraceCall]
-    """In order of their start."""
+    """The calls, in order of their start."""
     on_gpu: bool
     us: float
     """Time from the start of the first call to the end of the last."""

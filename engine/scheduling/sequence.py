@@ -176,7 +176,7 @@ class Submission:
     batch_size: int = 0
     preemptions: int = 0
     credited_tokens: int = 0
-    """How many of `submit.credit_tokens` were granted back."""
+    """Number of `submit.credit_tokens` that were granted back."""
 
     def final_counts(self) -> Finished:
         """Return the counts to report; every sequence must have ended."""

@@ -209,8 +209,8 @@ def _randomise_gains(decoder: Decoder) -> None:
 
 
 def _copies(size: int, device: torch.device) -> int:
-    """Return how many copies of `size` bytes of weights a chain has. With two or more copies, every kernel of
-    a layer also follows another layer's."""
+    """Return how many copies of `size` bytes of weights a chain has. There are at least two, so that the
+    first kernel of a layer is timed after the last kernel of another layer."""
     if device.type != "cuda":
         return 2
     return max(2, -(-_CACHES * torch.cuda.get_device_properties(device).L2_cache_size // size))

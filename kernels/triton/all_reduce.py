@@ -199,7 +199,8 @@ def _all_reduce_add(
         signal("griddepcontrol.launch_dependents; mov.u32 $0, 0;")
         signal("griddepcontrol.wait; mov.u32 $0, 0;")
     call = gl.load(calls + program)
-    # Byte sizes: of one source's items in a half of the region, and the offset of this call's half.
+    # Two sizes in bytes: of one source's items in a half of the region, and the offset of the half that this
+    # call uses.
     source_bytes = region_items.to(gl.int64) * (REGION_BLOCK * 4)
     half = (program.to(gl.int64) * 2 + (call & 1)) * (WORLD * source_bytes)
     received = lane.to(gl.int64) * 4 + own + half

@@ -3,8 +3,8 @@
 
 The kernels are RMSNorm, QK-norm + RoPE + KV-cache write, and SiLU·mul, each with a variant that quantises its
 result to e4m3. (The GEMMs in `linear` add the residual.) `kernels.Ops` defines shapes and semantics. The
-kernels round at the same places as the reference implementations in `kernels.reference`: a normed head before
-the rotation, silu(gate) before the multiplication, and a result before its quantisation.
+kernels round at the same places as the reference implementations in `kernels.reference`: a normalised head
+before the rotation, silu(gate) before the multiplication, and a result before its quantisation.
 
 Quantisation uses one scale per token (or per token and head), the largest magnitude / 448, so that no value
 saturates. A row of zeros has scale 0.
@@ -96,7 +96,7 @@ def _norm(
     PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Norm one token per program, keeping its row in registers."""
+    """Normalise one token per program, keeping its row in registers."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < hidden

@@ -9,8 +9,8 @@ With more rows, a separate launch does, or two consecutive GEMMs share the norm 
 first multiplies its result by the norm's gain and sums the squares, and the second multiplies its sums by the
 remaining factor of each token.
 
-Rounding: x is normed in float32 and rounded once to its dtype, as in `reference.rms_norm`. For FP8, x is then
-divided by its scale, its largest magnitude / 448, and rounded to e4m3, as in `reference.quantise_fp8`. A
+Rounding: x is normalised in float32 and rounded once to its dtype, as in `reference.rms_norm`. For FP8, x is
+then divided by its scale, its largest magnitude / 448, and rounded to e4m3, as in `reference.quantise_fp8`. A
 shared norm rounds x × gain once, where the reference rounds x × factor × gain once: the relative error is the
 same as long as x × gain is within the dtype's range, which float16 does not guarantee. Sums are float32. Bias
 and residual are added to the float32 sum, which is rounded once to the dtype of `out`; the reference rounds
@@ -259,8 +259,8 @@ def _cublas_fp8(
     pdl: bool,
 ) -> torch.Tensor:
     """Compute an FP8 GEMM with cuBLAS, with the result in the model's dtype. cuBLAS always returns bfloat16
-    here: float16 with a scale per row gives wrong results in some versions of torch on some GPUs, and sums of
-    14 bits do not have float16's last bits."""
+    here: float16 with a scale per row gives wrong results in some versions of torch on some GPUs, and sums
+    with only 14 bits are not accurate to the last bits of float16."""
     as_asked = dtype == torch.bfloat16
     product = torch._scaled_mm(
         x,

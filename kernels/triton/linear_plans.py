@@ -1,5 +1,5 @@
-"""How a GEMM of few rows is divided into programs, and where cuBLAS takes over: the rules for shapes without
-a measured entry (`linear_table`).
+"""The rules for GEMMs of few rows without a measured entry (`linear_table`): how a GEMM is divided into
+programs, and when cuBLAS computes it.
 
 The constants are the best values on an H200 for the shapes of an 8B decoder
 (docs/performance-notes-linear.md). This module does not import Triton, so plans can be made and tested on any
@@ -117,8 +117,8 @@ def _gemv(n: int, k: int, dtype: torch.dtype) -> GemmPlan:
     whole = _power_of_2(k)
     if dtype.itemsize == 1:
         return GemmPlan("gemv", 1, 8, min(2048, whole), warps=4)
-    # Weights with many rows or long rows: 4096 columns at once. Otherwise two steps, the first of which is
-    # loaded before the wait for the previous kernel.
+    # For weights with many or long rows, a program loads 4096 columns at once. Otherwise it takes two steps,
+    # and loads the first one before the wait for the previous kernel.
     block_k = 4096 if k >= 8192 or (n >= _MANY and k >= 4096) else max(256, min(2048, whole // 2))
     return GemmPlan("gemv", 1, 4, min(block_k, whole), warps=4)
 

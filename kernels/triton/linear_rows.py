@@ -2,10 +2,10 @@
 """GEMM kernels for few rows in Triton: `gemv` for one row on the CUDA cores, `dot` for more rows on the
 tensor cores.
 
-`gemv`: each program multiplies a few rows of the weight by one token, which the program norms and quantises
-itself. `dot`: the weight is the 64-row side of the tensor-core instruction, and the tokens, padded to 16, 32
-or 64, are the other side. K may be split over programs (split-K). The program that finishes a tile last adds
-the float32 partial sums in the order of the splits, so results do not depend on timing.
+`gemv`: each program multiplies a few rows of the weight by one token, which the program normalises and
+quantises itself. `dot`: the weight is the 64-row side of the tensor-core instruction, and the tokens, padded
+to 16, 32 or 64, are the other side. K may be split over programs (split-K). The program that finishes a tile
+last adds the float32 partial sums in the order of the splits, so results do not depend on timing.
 
 `kernels.triton.linear` documents the fused operations and the rounding.
 """
@@ -100,7 +100,7 @@ def launch_dot(
     pdl: bool,
 ) -> None:
     """Multiply up to `plan.rows` rows of x, which has the weight's dtype; both have scales if that is e4m3. x
-    is already normed, except for the factor per token if `fused` has its squares."""
+    is already normalised, except for the factor per token if `fused` has its squares."""
     check_workspace(plan, weight.shape[0])
     tiles = triton.cdiv(weight.shape[0], plan.block_n)
     parts = 0 if fused.squares is None else fused.squares.shape[0]

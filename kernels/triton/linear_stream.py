@@ -5,8 +5,8 @@
 Gluon, Triton's lower-level language, lets a load have the layout of a tensor-core operand, which Triton does
 not. The 16 bytes of a thread along K are then the operand of the next products: any order of K is valid that
 is the same in both operands. So no weight passes through shared memory. Each warp computes its own part of K,
-and the float32 sums of the warps are added at the end in a fixed order. The normed and quantised row is in
-shared memory and is broadcast to all 8 rows of the tensor-core operand.
+and the float32 sums of the warps are added at the end in a fixed order. The normalised and quantised row is
+in shared memory and is broadcast to all 8 rows of the tensor-core operand.
 
 e4m3 weights are converted exactly to float16 and multiplied in float16 with float32 sums; Hopper's FP8
 products keep only about 14 bits.
@@ -32,7 +32,7 @@ def launch_stream(
     out: torch.Tensor,
     pdl: bool,
 ) -> None:
-    """Multiply one row. Every program norms and quantises the row itself."""
+    """Multiply one row. Every program normalises and quantises the row itself."""
     k = x.shape[1]
     _stream[(triton.cdiv(weight.shape[0], plan.block_n),)](
         x,
@@ -84,8 +84,8 @@ def _prepare(
     NORM: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Norm and quantise the row, store it in shared memory as float16, which represents every e4m3 value, and
-    return its scale. Each warp reads only the part that it stored."""
+    """Normalise and quantise the row, store it in shared memory as float16, which represents every e4m3
+    value, and return its scale. Each warp reads only the part that it stored."""
     layout: gl.constexpr = gl.BlockedLayout([1, STEP // 32], [1, 32], [WARPS, 1], [1, 0])
     warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, layout))
     at = warp[:, None] * STEP + gl.arange(0, STEP, layout=gl.SliceLayout(0, layout))[None, :]

@@ -38,7 +38,7 @@ def launch_tiles(
     pdl: bool,
 ) -> None:
     """Multiply up to `plan.rows` rows of x, which has the weight's dtype; both have scales if that is e4m3. x
-    is already normed, except for the factor per token if `fused` has its squares."""
+    is already normalised, except for the factor per token if `fused` has its squares."""
     n, k = weight.shape
     check_workspace(plan, n)
     size = weight.element_size()

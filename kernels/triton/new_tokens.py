@@ -24,8 +24,8 @@ def angles(line, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def turned(row, head, mask, cos, sin, gain, eps, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
-    """Return the heads with indices `head [n]` of a token's row, normed with `gain [HEAD_DIM]` and rotated:
-    `[n, HEAD_DIM]` float32."""
+    """Return the heads with indices `head [n]` of a token's row, normalised with `gain [HEAD_DIM]` and
+    rotated: `[n, HEAD_DIM]` float32."""
     dim = tl.arange(0, HEAD_DIM)
     swap = (dim + HEAD_DIM // 2) % HEAD_DIM
     at = row + head[:, None] * HEAD_DIM

@@ -47,9 +47,9 @@ class Arena:
     rank: int
     world: int
     addresses: torch.Tensor
-    """[world] int64 on the device: start address of each rank's arena."""
+    """Start address of each rank's arena: [world] int64 on the device."""
     calls: torch.Tensor
-    """[PROGRAMS] int32 on the device: number of calls in which each program of the grid has taken part."""
+    """Number of calls in which each program of the grid has taken part: [PROGRAMS] int32 on the device."""
     stop_address: int
     """Address, on host or device, of an int32 word. A value other than 0 ends all waiting."""
     items: int

@@ -39,9 +39,9 @@ def settle_kernel(
     NVIDIA: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Find the border of a remaining row's kept tokens and draw again.
+    """Find the border of the tokens that a remaining row keeps, and draw again.
 
-    Invariant: tokens up to `low` are excluded, tokens from `high` are kept.
+    Invariant: tokens up to `low` are excluded, and tokens from `high` on are kept.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -104,7 +104,8 @@ def settle_kernel(
         token = tl.load(summary + 1).to(tl.int32, bitcast=True)
     step = 0
     while done == 0:
-        # Draw once at most 1.5 times too many tokens remain: such a draw is likely to be final.
+        # Draw as soon as there are at most 1.5 times too many tokens, because such a draw is likely to be the
+        # final one.
         draw = over < 1.5
         if draw:
             best, token, logit = _draw_over(

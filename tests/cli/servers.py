@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from appliance.protocol import AuditHead, Contents, Done, ErrorBody, Key, NewKey, Peer, Status, Tenant
+from appliance.protocol import AuditHead, Contents, Done, ErrorBody, Key, NewKey, PeerMapping, Status, Tenant
 from store.policies import Quota
 
 
@@ -69,7 +69,7 @@ class AdminService(_Service):
         self.status = status
         self.keys: list[Key] = []
         self.tenants: list[Tenant] = []
-        self.peers: list[Peer] = []
+        self.peers: list[PeerMapping] = []
         self.authorization: str | None = None
         """Of the latest request."""
         self.actions: list[tuple[str, Any]] = []

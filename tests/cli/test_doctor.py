@@ -21,7 +21,7 @@ from appliance.cli.doctor import examination_lines
 from appliance.cli.output import cells
 from appliance.http.sockets import bind_unix
 from appliance.models.fit import CPU_MAX_KV_BYTES
-from appliance.models.gpus import Gpu, GpuReport
+from appliance.models.gpus import DetectedGpu, GpuReport
 from appliance.monitoring.findings import Examination, Finding
 from appliance.monitoring.models import running_models
 from appliance.protocol import CurrentProblem, Problem
@@ -129,7 +129,7 @@ def test_a_file_that_a_model_lacks_is_named(doctor: Doctor, model: Path, gone: s
         ("kv_blocks = 4\nmax_model_len = 512", "256 tokens of KV are less than one sequence of 512"),
         ("max_model_len = 999999", "max_model_len is 999999"),
         ("tensor_parallel_size = 3", "does not divide"),
-        ('device = "cuda"', "needs as many GPUs, and there are 0"),
+        ('device = "cuda"', "needs one GPU, but 0 are available"),
     ],
 )
 def test_a_model_that_cannot_run_here_is_told_before_it_is_loaded(
@@ -143,7 +143,7 @@ def test_a_gpu_is_what_a_model_must_fit_into(
     doctor: Doctor, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def box(memory_bytes: int) -> GpuReport:
-        return GpuReport([Gpu(0, "NVIDIA H200", memory_bytes, 1 << 20, "9.0")], "580.1", "13.0")
+        return GpuReport([DetectedGpu(0, "NVIDIA H200", memory_bytes, 1 << 20, "9.0")], "580.1", "13.0")
 
     monkeypatch.setattr("appliance.monitoring.doctor.find_gpus", lambda: box(140 << 30))
     _, findings = doctor()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from appliance.cli.output import cells
-from appliance.protocol import Key, LimitUsage, Peer
+from appliance.protocol import Key, LimitUsage, PeerMapping
 from store.policies import Quota
 from tests.cli.conftest import Run
 from tests.cli.servers import AdminService, a_tenant
@@ -232,9 +232,9 @@ def test_peers_are_listed_by_name_and_mapped_by_name_or_number(
     cli: Run, admin: AdminService, run_dir: Path
 ) -> None:
     admin.peers = [
-        Peer(kind="uid", number=0, tenant="local", source="settings"),
-        Peer(kind="any", number=-1, tenant="local", source="settings"),
-        Peer(kind="gid", number=4_000_000_000, tenant="acme", source="mapped", created_at=1.79e9),
+        PeerMapping(kind="uid", number=0, tenant="local", source="settings"),
+        PeerMapping(kind="any", number=-1, tenant="local", source="settings"),
+        PeerMapping(kind="gid", number=4_000_000_000, tenant="acme", source="mapped", created_at=1.79e9),
     ]
     lines = cli("peers", "list", "--run-dir", run_dir).out.splitlines()
     assert lines[1].split()[:3] == ["uid:0", "root", "local"] and lines[1].endswith("settings")
@@ -272,7 +272,9 @@ def test_no_table_is_wider_than_the_terminal(
             quota=LIMITS,
         )
     ]
-    admin.peers = [Peer(kind="uid", number=2**32 - 2, tenant="t" * 64, source="mapped", created_at=1.79e9)]
+    admin.peers = [
+        PeerMapping(kind="uid", number=2**32 - 2, tenant="t" * 64, source="mapped", created_at=1.79e9)
+    ]
     lines = on_a_terminal(width, what, "list", "--run-dir", str(run_dir)).splitlines()
     assert len(lines) == 2
     assert max(map(cells, lines)) <= width
@@ -310,7 +312,7 @@ def test_what_others_named_cannot_steer_the_terminal(cli: Run, admin: AdminServi
     nasty = "x\x1b]0;owned\x07\r\ny"
     admin.tenants = [a_tenant(nasty, cache_group=nasty)]
     admin.keys = [Key(id="key_1", name=nasty, tenant=nasty, prefix="ak-", created_at=1.0, models=(nasty,))]
-    admin.peers = [Peer(kind="uid", number=0, tenant=nasty, source="mapped", created_at=1.0)]
+    admin.peers = [PeerMapping(kind="uid", number=0, tenant=nasty, source="mapped", created_at=1.0)]
     out = "".join(
         cli(*words, "--run-dir", run_dir).out
         for words in (("tenants", "list"), ("tenants", "show", nasty), ("keys", "list"), ("peers", "list"))

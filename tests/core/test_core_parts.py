@@ -21,7 +21,7 @@ from appliance.core.problems import Problems
 from appliance.http import Peer
 from appliance.http.sockets import ListenError, bind_tcp, bind_unix
 from appliance.models.registry import describe, fingerprint
-from appliance.rundir import RunDirError, RunDirLock, new_meeting, prepare_directories
+from appliance.rundir import RunDirError, RunDirLock, new_rendezvous, prepare_directories
 from appliance.settings import AdminSettings, ModelSettings
 
 
@@ -73,7 +73,7 @@ def test_a_lock_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
 
 
 def test_where_ranks_met_is_gone_with_the_next_holder_at_the_latest(tmp_path: Path) -> None:
-    Path(new_meeting(tmp_path)).write_text("of a service that was killed")
+    Path(new_rendezvous(tmp_path)).write_text("of a service that was killed")
     assert len(list(tmp_path.iterdir())) == 1
     RunDirLock(tmp_path, tmp_path).release()
     assert [path.name for path in tmp_path.iterdir()] == ["service.lock"]

@@ -309,7 +309,7 @@ print(sock.recv(1000).split()[1].decode())
 def test_of_a_change_that_the_disk_does_not_finish_the_outcome_is_unknown_and_shown_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(effects, "_LONGEST_CHANGE_S", 0.2)
+    monkeypatch.setattr(effects, "_MAX_CHANGE_S", 0.2)
     control = ControlStore(tmp_path / "control.db")
     control.start()
     begun, disk_answers = threading.Event(), threading.Event()

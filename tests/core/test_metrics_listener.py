@@ -14,18 +14,9 @@ from appliance.client import AdminError
 from appliance.monitoring.metrics.server import SHARED_S, SharedScrape
 from appliance.settings import Flags, SettingsError, load_settings
 from tests.core.conftest import Service, read_answer, wait_until
+from tests.ports import free_port
 
 Make = Callable[..., Service]
-
-
-def free_ports(number: int) -> list[int]:
-    probes = [socket.socket() for _ in range(number)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 def scrape(port: int) -> str:
@@ -49,7 +40,7 @@ def addresses(service: Service) -> list[str]:
 def test_a_reload_opens_moves_and_closes_the_address_and_a_taken_one_changes_nothing(
     make_service: Make,
 ) -> None:
-    service, (first, second, taken) = make_service(), free_ports(3)
+    service, (first, second, taken) = make_service(), [free_port() for _ in range(3)]
     service.start()
     service.wait_ready()
     assert addresses(service) == []
@@ -74,7 +65,7 @@ def test_a_reload_opens_moves_and_closes_the_address_and_a_taken_one_changes_not
 def test_a_deleted_tenant_leaves_the_metrics_and_its_last_requests_count_for_the_others(
     make_service: Make,
 ) -> None:
-    (port,) = free_ports(1)
+    port = free_port()
     service = make_service()
     service.start()
     service.wait_ready()

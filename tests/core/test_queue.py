@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.traffic.fairness import FairQueue, Ticket
@@ -81,7 +81,6 @@ def test_better_classes_go_first() -> None:
     assert [take_next(queue, 0.0).request_class for _ in range(4)] == [0, 1, 2, 3]
 
 
-@settings(deadline=None)
 @given(
     victim=st.integers(1, 3),
     sizes=st.lists(st.tuples(st.integers(100, 4000), st.integers(50, 1000)), min_size=1, max_size=20),
@@ -182,7 +181,6 @@ def test_a_request_that_goes_before_better_classes_runs_as_one_of_them() -> None
 # ── inside a class ──
 
 
-@settings(deadline=None)
 @given(
     weights=st.lists(st.sampled_from([0.5, 1.0, 2.0, 4.0]), min_size=2, max_size=5),
     seed=st.integers(0, 1 << 16),
@@ -256,7 +254,6 @@ _OPERATIONS = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(operations=_OPERATIONS, at=st.integers(-1, 51))
 def test_a_timeline_sums_what_comes_before_property(
     operations: list[tuple[bool, int, int, int]], at: int
@@ -276,7 +273,6 @@ def test_a_timeline_sums_what_comes_before_property(
     assert timeline.before(at) == (sum(one[2] for one in before), sum(one[3] for one in before))
 
 
-@settings(deadline=None)
 @given(operations=_OPERATIONS, time=st.integers(0, 50), work=st.integers(1, 50))
 def test_promises_know_when_serving_them_must_begin_property(
     operations: list[tuple[bool, int, int, int]], time: int, work: int

@@ -86,4 +86,4 @@ def test_levels_that_cannot_be_read_do_not_keep_the_service_from_starting(
     (tmp_path / "torn.db").write_bytes(b"no database" * 1000)
     quotas = fresh()
     LevelKeeper(quotas, QuotaLog(history)).restore(tmp_path / "torn.db")
-    assert used(quotas) == [0] and "begin full" in caplog.text
+    assert used(quotas) == [0] and "all quotas are full" in caplog.text

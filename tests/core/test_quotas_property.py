@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -16,6 +16,7 @@ from appliance.traffic.buckets import LIMITS, Bucket, Peaks, Rate, rate_of
 from appliance.traffic.quotas import Quotas, Reservation
 from store.policies import KeyRecord, Policies, Quota, TenantRecord
 from store.quotas import QuotaLevels, QuotaState, Used
+from tests.examples import examples
 
 KEYS = ("a", "b")
 quotas = st.sampled_from(
@@ -46,7 +47,7 @@ class Ask:
         self.reserved = self.tokens
 
 
-@settings(max_examples=500, deadline=None)
+@examples(500)
 @given(
     st.lists(st.tuples(st.booleans(), st.integers(0, 60), st.integers(0, 5)), max_size=60),
     st.sampled_from([Peaks.MOST, 3]),
@@ -72,7 +73,7 @@ def test_a_bucket_knows_how_high_it_was_since_each_take(
             assert len(peaks._numbers) <= min(most, len(running))
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(st.lists(st.tuples(st.sampled_from(["take", "settle", "wait"]), st.integers(0, 8)), max_size=40))
 def test_of_a_bucket_no_more_is_used_than_if_it_had_known_what_each_request_takes(
     happens: list[tuple[str, int]],
@@ -242,5 +243,5 @@ class QuotaMachine(RuleBasedStateMachine):
                     assert level > -1e-6, f"{limit} of {name} is overstepped by {float(-level)}"
 
 
-QuotaMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+QuotaMachine.TestCase.settings = examples(150, stateful_step_count=60)
 test_quotas_are_never_overstepped_and_leak_nothing = QuotaMachine.TestCase

@@ -17,12 +17,13 @@ import pytest
 
 from appliance.actions import DrainService, ReloadConfig, ResumeService
 from appliance.client import AdminError
-from appliance.core.reload import APPLIED_HERE, AT_RESTART, Reloader, check_still_there
+from appliance.core.reload import APPLIED_HERE, AT_RESTART, LiveSettings, Reloader, check_still_there
 from appliance.core.reload_hooks import reload_hooks
 from appliance.protocol import Reloaded, ReplicaStatus
 from appliance.settings import Loaded, Settings, SettingsError
 from tests.audit_trail import read_audit
 from tests.core.conftest import Service, read_answer, wait_until
+from tests.ports import free_port
 
 pytestmark = pytest.mark.system
 Make = Callable[..., Service]
@@ -59,15 +60,9 @@ def names(service: Service, model: str = "m") -> list[tuple[str, str]]:
     return [(replica.name, replica.state) for replica in replicas(service, model)]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def test_every_setting_has_a_way_into_the_running_service() -> None:
     fields = {field.name for field in msgspec.structs.fields(Settings)} - {"config_file"}
-    applied = reload_hooks(None, None, None, None, None).keys()  # type: ignore[arg-type]
+    applied = reload_hooks(None, None, None, None, None, None, None).keys()  # type: ignore[arg-type]
     assert fields == AT_RESTART | APPLIED_HERE | applied
     assert len(fields) == len(AT_RESTART) + len(APPLIED_HERE) + len(applied)
 
@@ -146,7 +141,7 @@ def test_models_come_and_go_and_what_runs_on_one_that_goes_is_finished(make_serv
         f'models.new.folder: unset → "{service.folder}/new"',
     ]
     assert reloaded.models == [
-        "model n: is removed; what runs gets 10 s",
+        "model n: is removed; its requests get 10 s",
         "model new: is new and loads (1 replica)",
     ]
     wait_until(lambda: names(service, "new") == [("new-0", "ready")])
@@ -179,7 +174,7 @@ def test_a_change_that_overtakes_another_leaves_the_last_wish_and_nothing_else(m
         change(service, ('folder = "m"', f'folder = "m"\nmax_num_seqs = {rows}'))
         service.config.write_text(service.config.read_text().replace(f"\nmax_num_seqs = {rows}", ""))
     assert change(service, ('[models.m]\nfolder = "m"', "[models]")).models == [
-        "model m: is removed; what runs gets 10 s"
+        "model m: is removed; its requests get 10 s"
     ]
     change(service, ("[models]", '[models.m]\nfolder = "m"\nmax_num_seqs = 8'))
     assert read_answer(stream)[-1] == "front-0 length"
@@ -294,7 +289,16 @@ def test_what_cannot_be_used_changes_nothing_and_is_told_with_its_line(make_serv
 
 def test_a_change_that_fails_leaves_no_address_open() -> None:
     async def scenario() -> None:
-        reloader = Reloader(Loaded(Settings(), {}, []), reread, board, [door], {"fronts": refuse})
+        reloader = Reloader(
+            loaded=Loaded(Settings(), {}, []),
+            reread=reread,
+            live=LiveSettings(Settings()),
+            models=unused,
+            drains=drains,
+            publish=unused,
+            listeners=[door],
+            hooks={"fronts": refuse},
+        )
         with pytest.raises(OSError, match="too many"):
             await reloader.reload()
         assert door.opened.fileno() == -1
@@ -306,13 +310,14 @@ def test_a_change_that_fails_leaves_no_address_open() -> None:
     def refuse(settings: Settings) -> None:
         raise OSError("too many open files")
 
-    board: Any = SimpleNamespace(stopping=None, fleet=SimpleNamespace())
+    unused: Any = None
+    drains: Any = SimpleNamespace(stopping=None)
     door = OpeningDoor()
     asyncio.run(scenario())
 
 
 class OpeningDoor:
-    """Has a socket to open for every reload."""
+    """Opens a socket for every reload."""
 
     def prepare(self, settings: Settings) -> socket.socket:
         self.opened = socket.socket()

@@ -3,7 +3,7 @@ in exactly one row, every credit comes back, and no quota is overstepped or keep
 
 from __future__ import annotations
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -11,6 +11,7 @@ from appliance.traffic.forecast import Forecast
 from appliance.traffic.remaining import Remaining
 from store.policies import Policies, Quota, TenantRecord
 from tests.core.simulated_service import FakeFront, FakeReplica, SimulatedService
+from tests.examples import examples
 
 BUCKET = 400
 """Tokens of the tenant's quota that may be used at once; one comes back each second."""
@@ -207,10 +208,9 @@ class LedgerMachine(RuleBasedStateMachine):
                 assert row.quota_tokens == row.prompt_tokens + row.billed_tokens
 
 
-LedgerMachine.TestCase.settings = settings(
-    max_examples=300,
+LedgerMachine.TestCase.settings = examples(
+    300,
     stateful_step_count=60,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 test_every_request_ends_once_and_every_credit_comes_back = LedgerMachine.TestCase

@@ -24,15 +24,10 @@ from appliance.rundir import last_holder
 from store.evidence import verify_audit
 from tests.audit_trail import read_audit
 from tests.core.conftest import ROOT, Service, alive, read_answer, wait_until
+from tests.ports import free_port
 
 pytestmark = pytest.mark.system
 Make = Callable[..., Service]
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def test_connections_are_dealt_to_the_fronts_in_turn_and_each_request_is_one_row(make_service: Make) -> None:

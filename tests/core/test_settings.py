@@ -95,16 +95,16 @@ def test_what_is_quantised_is_said_in_the_file_or_by_flags_and_reaches_the_repli
     [
         ("fronts = 'x'", "fronts = 'x' cannot be used: write a whole number"),
         ("fronts = 0", "fronts = 0 cannot be used: write a whole number ≥ 1"),
-        ("[queue]\noutput_weight = inf", "output_weight = inf cannot be used: write a number ≤ 1000"),
+        ("[queue]\noutput_weight = inf", "output_weight = inf cannot be used: write a number > 0 and ≤ 1000"),
         ("frnts = 2", "frnts is not a setting: did you mean 'fronts'?"),
         ("[unix]\nuid = 1", "unix.uid is not a setting: did you mean 'uids'?"),
-        ("[unix]\nuids = 'all'", "unix.uids = 'all' cannot be used: it can be a list, 'owner', 'any'"),
+        ("[unix]\nuids = 'all'", "unix.uids = 'all' cannot be used: write 'any' or 'owner', or a list"),
         ("[unix]\nuids = [1, 'x']", "unix.uids[1] = 'x' cannot be used"),
         ("[limits]\nmax_body_byte = 3", "max_body_byte is not a setting: did you mean 'max_body_bytes'?"),
         ("[models.a]\nfolder = '.'\nmax_num_seqs = 0", "models.a.max_num_seqs = 0 cannot be used"),
         ("[models.a]\nfolder = '.'\nmax_num_seq = 3", "models.a.max_num_seq is not a setting: did you mean"),
-        ("[models.a]\nfolder = '.'\ndtype = 'int3'", "a.dtype = 'int3' cannot be used: it can be 'auto', "),
-        ("[models.a]\nfolder = '.'\nquantization = 'int8'", "quantization = 'int8' cannot be used: it can "),
+        ("[models.a]\nfolder = '.'\ndtype = 'int3'", "a.dtype = 'int3' cannot be used: write 'auto', "),
+        ("[models.a]\nfolder = '.'\nquantization = 'int8'", "quantization = 'int8' cannot be used: write "),
         ("[models.a]\nfolder = '.'\nkv_cache_dtype = 'e5m2'", "kv_cache_dtype = 'e5m2' cannot be used: "),
         ("[models.a]\nmax_num_seqs = 3", "models.a lacks 'folder': add it"),
         ("[models.a]\nfolder = '/nope'", "models.a.folder = '/nope' is not a folder"),
@@ -213,7 +213,10 @@ def test_every_fault_of_every_file_is_told_with_its_line(tmp_path: Path) -> None
             (f"{main}:3", "listen"),
         ]
     )
-    assert f"{main}:1: fronts = 0 cannot be used: write a whole number ≥ 1" in str(error.value).splitlines()
+    assert (
+        f"{main}:1: fronts = 0 cannot be used: write a whole number ≥ 1 and ≤ 1024"
+        in str(error.value).splitlines()
+    )
 
 
 def numbers_of(kind: Any, path: str = "", around: str = "{}") -> Iterator[tuple[str, str, Any]]:
@@ -258,7 +261,7 @@ def test_every_number_has_an_upper_bound_that_its_error_names(
         assert f"≤ {kind.le:.15g}" in fault.remedy
     if isinstance(kind, msgspec.inspect.FloatType):
         for word in ("inf", "nan", "1" + "0" * 400):
-            with pytest.raises(SettingsError, match=f"{path} = "):
+            with pytest.raises(SettingsError, match=rf"{path}(\[\d\])? = "):
                 load(tmp_path, f"{folder}{path} = {around.format(word)}\n")
 
 

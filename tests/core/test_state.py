@@ -37,4 +37,4 @@ def test_a_database_that_is_gone_is_begun_anew_and_said(
             (tmp_path / "state" / name).touch()
         open_once(tmp_path)
     (message,) = caplog.messages
-    assert message.startswith(f"{tmp_path}/state/{name} is missing or empty, though control.db is not new")
+    assert message.startswith(f"{tmp_path}/state/{name} is missing or empty, but control.db is not new")

@@ -71,15 +71,18 @@ def serve(steps: StepExecutor) -> None:
         SamplingParams(max_tokens=9, temperature=1.0, min_tokens=4, stop_token_ids=(5,)),
         SamplingParams(max_tokens=9, temperature=1.0, top_k=4, presence_penalty=0.5),
     )
-    for params in every:
-        for chunk, decodes in ((7, 0), (1, 3), (2, 20), (200, 40), (129, 17), (600, 5), (240, 60)):
+    shapes = ((7, 0), (1, 3), (2, 20), (200, 40), (129, 17), (600, 5), (240, 60))
+    for number, params in enumerate(every):
+        for index, (chunk, decodes) in enumerate(shapes):
             rows = list(range(decodes + 2))
             setups = [SlotSetup(row, params, 0, 1, [0]) for row in rows]
-            for samples in ([], [decodes], [decodes, decodes + 1]):
+            sampled = ([], [decodes], [decodes, decodes + 1])
+            # Every number of samples with the first parameters, one of them with the others.
+            for samples in sampled if number == 0 else (sampled[(number + index) % 3],):
                 prompt = Chunk(decodes, 0, [0] * chunk, samples)
                 steps.run(StepPlan(0, setups, [], [], rows[:decodes], [prompt]))
         # The last chunk has set up the most slots.
-        for few in (1, 2, 3, 5, 7, 9, 17, 19, 22, 33, 42, 62):
+        for few in (1, 2, 3, 5, 7, 9, 17, 19, 22, 33, 42, 62)[:: 1 if number == 0 else 2]:
             steps.run(StepPlan(0, [], [], [], rows[:few], []))
     for chunk in (1, 40, 64):
         prompt = Chunk(0, COLUMNS * PAGE_TOKENS - chunk, [0] * chunk, [0])

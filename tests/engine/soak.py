@@ -150,7 +150,7 @@ class Soak:
         self.engine.scheduler.add(origin, submit)
 
     def _cancel(self) -> None:
-        """Sometimes cancel a sample, a request or everything from a front."""
+        """Occasionally cancel a sample, a request, or all requests of a front."""
         if self.draw.random() > 0.06:
             return
         core, open_ = self.engine.core, self.checker.open
@@ -190,7 +190,7 @@ class Soak:
         self.counts["most blocks used"] = max(self.counts["most blocks used"], pool.used)
 
     def _fill_rows(self) -> None:
-        """Run a plain request in every slot, which releases what the tables kept for earlier requests."""
+        """Run a plain request in every slot, so that the tables release the state of earlier requests."""
         for number in range(self.limits.rows):
             submit = Submit(
                 handle=self._handle(),
@@ -214,7 +214,7 @@ class Soak:
         assert scheduler.pool.available == scheduler.pool.total
         credits = (gauges.credit_seqs - self.limits.rows, gauges.credit_tokens - self.credit_tokens)
         assert credits == self.credits_spent, f"credits {credits} came back for {self.credits_spent}"
-        # otherwise some slots were not filled
+        # Otherwise some slots were not filled.
         if scheduler.pool.total > self.limits.rows + scheduler.watermark:
             assert self.engine.runner.steps.tables.sampling.counts is None, (
                 "penalty counts outlived their requests"

@@ -54,7 +54,7 @@ class Known:
             assert sample.finish_reason == "length", (
                 f"a reference ended with {sample.finish_reason!r}: {sample.error}"
             )
-            # The poison token would end the sequence in traffic in which it is active.
+            # The poison token would end the sequence in rounds in which it is active.
             if limits.poison not in sample.token_ids:
                 self._asks.append((prompt, params))
                 self._answers.append(Answer(sample.token_ids, sample.logprobs))

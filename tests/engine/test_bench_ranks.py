@@ -68,7 +68,8 @@ def children(pid: int) -> list[int]:
 
 
 def running(pid: int) -> bool:
-    """Return whether a process runs. A process that has exited but was not reaped yet does not."""
+    """Return whether a process is running. An exited process that was not reaped yet counts as not
+    running."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -63,14 +63,14 @@ def test_a_non_finite_sequence_ends_with_an_error_and_no_other_is_affected(engin
 def test_a_long_prompt_ends_at_its_first_non_finite_chunk_and_leaves_the_prefix_cache(
     engine: LocalEngine,
 ) -> None:
-    """Values of masked tokens can reach earlier tokens of a chunk, because zero times a non-finite value is
-    not zero."""
+    """The NaN of a later token can reach earlier tokens of the same chunk, because masked values are
+    multiplied by zero, and zero times NaN is NaN."""
     short = LocalEngine(msgspec.structs.replace(engine.runner.spec, max_num_batched_tokens=80))
     with torch.inference_mode():
         short.runner.decoder.embedding[POISON] = float("nan")
     prompt = PROMPTS[0][:70]
     (expected,) = engine.generate([prompt], GREEDY)
-    # The first chunk has 80 tokens: the first block and then the poison.
+    # The first chunk has 80 tokens: the first block and then the poison token.
     broken = [*prompt, POISON, *PROMPTS[1][:40]]
     scored = SamplingParams(max_tokens=0, prompt_logprobs=0)
     for salt, n, asked in (("a", 1, GREEDY), ("b", 3, GREEDY), ("c", 1, scored)):

@@ -75,7 +75,7 @@ def test_warm_up_launches_and_a_build_compiles_every_kernel_that_serving_launche
 
 def test_the_collectives_of_every_rank_are_enumerated(tmp_path: Path) -> None:
     """The kernels differ between ranks: sums with and without a norm, gathers of two sizes, and the choice of
-    a token. Passes in halves also launch a barrier, and a sum that is the same kernel on all ranks."""
+    a token. Passes in halves also launch a barrier, and a sum whose kernel is the same on all ranks."""
     folder = folder_of(tmp_path, "llama")
     whole, halves = (
         [int(count) for count in compiled("tests.engine.launches_of_halves", folder, 2, kind).stdout.split()]

@@ -2,8 +2,8 @@
 output.
 
 Quantisation considers one token (of activations) or one token and head (of the cache) at a time, so nothing
-depends on the batch. Only the last bits of sums differ, if tensors have other shapes; if such a sum lies on
-the boundary of two e4m3 values, the difference grows to a step of e4m3. Therefore these tests compute sums in
+depends on the batch. Only the last bits of sums depend on the shapes of tensors; if such a sum lies on the
+boundary of two e4m3 values, the difference grows to a step of e4m3. Therefore these tests compute sums in
 float64 and round them once to float32, which makes them equal in every shape. Then every token and every log
 probability must be bitwise equal.
 """

@@ -1,5 +1,5 @@
-"""Tests of the captured batch sizes, and of steps through captured code, which runs eagerly here. tests/gpu
-compares real replays."""
+"""Tests of the captured batch sizes, and of steps through captured code. The code runs eagerly here;
+tests/gpu compares real replays."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_a_short_prompt_pass_is_padded_to_a_captured_size_and_gives_the_same_tok
 def test_on_begin_is_called_after_preparation_and_before_the_cache_is_written(
     made: Callable[[], LocalEngine],
 ) -> None:
-    """Preparation on the host counts before `on_begin`; copies and clears on the device count after it."""
+    """`on_begin` is called after the host's preparation, and before the device clears and copies blocks."""
     engine = made()
     steps, events = engine.runner.steps, list[str]()
 

@@ -20,7 +20,7 @@ from tests.engine.running.thread_ranks import on_ranks
 
 
 class WatchedGroup(UnconnectedRanks):
-    """The group for other messages, which records its calls."""
+    """The group that carries all other messages. It records its calls."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size, 0)

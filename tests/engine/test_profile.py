@@ -254,7 +254,10 @@ def test_a_profile_of_a_small_model_on_a_cpu(tmp_path: Path) -> None:
     assert float(linear[1]) == 5.0
     assert json.loads(trace.read_text())["traceEvents"]
     few = profile("--kind", "mixed", "--steps", "20")
-    assert "recorded 8 steps instead of 20: the workload has no more in a row" in few.stdout
+    assert (
+        "recorded 8 steps instead of 20: the workload has no more consecutive steps of this kind"
+        in few.stdout
+    )
     assert "mean step of 8:" in few.stdout
     too_many = profile("--skip", "300")
     assert too_many.returncode == 1

@@ -12,11 +12,12 @@ import threading
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import wire
 from engine.wire import Channel, socketpair
+from tests.examples import examples
 
 
 class Note(msgspec.Struct, tag="note"):
@@ -36,7 +37,7 @@ def make_pair() -> tuple[Channel[Both], Channel[Both]]:
 
 
 @given(st.lists(st.text(max_size=200), max_size=30), st.integers(1, 64))
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_frames_arrive_whole_and_in_order_however_the_bytes_are_cut(texts: list[str], piece: int) -> None:
     sender, receiver = socketpair()
     raw, channel = sender, Channel[Both](receiver, Both)

@@ -193,7 +193,7 @@ def test_percent_and_dots_in_paths_open_nothing(front: Harness) -> None:
 
 
 def test_slow_headers_and_bodies_and_idle_connections_end(own_front: Callable[..., Harness]) -> None:
-    own = own_front(Limits(header_timeout_s=1.5, body_timeout_s=1.0, idle_timeout_s=0.3))
+    own = own_front(Limits(header_timeout_s=1.5, body_timeout_s=1.0, idle_timeout_s=1.5))
     with connect(own) as silent, connect(own) as headers, connect(own) as body, connect(own) as idle:
         headers.sendall(b"GET /v1/models HTTP/1.1\r\nHost")
         body.sendall(head("POST", "/v1/completions", {"Content-Length": "10000"}) + b"{")

@@ -158,7 +158,7 @@ def test_a_peer_that_ends_in_the_middle_of_a_head_and_takes_no_answer_is_cut_off
         return PlainTextResponse("x" * 20_000)
 
     async def run() -> None:
-        server = HttpServer(Starlette(routes=[Route("/", held)]), Limits(), write_timeout_s=0.5)
+        server = HttpServer(Starlette(routes=[Route("/", held)]), Limits(), write_timeout_s=1.5)
         await server.listen(listening(tmp_path / "s"))
         with socket.socket(socket.AF_UNIX) as sock:
             sock.connect(str(tmp_path / "s"))

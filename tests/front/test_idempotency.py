@@ -425,12 +425,11 @@ def test_a_connection_moves_to_the_front_that_has_the_run(front: Harness, tcp: b
 
 
 def test_a_waiting_crowd_moves_together(front: Harness) -> None:
-    front.claims = lambda claim: None
+    before, front.claims = front.report().requests, lambda claim: None
     socks = [connect(front) for _ in range(8)]
     for sock in socks:
         send(sock, "crowd", chat(stream=True))
-    front.wait_for(lambda: len(front.claimed) == 1)
-    time.sleep(0.05)
+    front.wait_for(lambda: len(front.claimed) == 1 and front.reports[-1].requests >= before + 8)
     front.send(Claimed(front.claimed[0].scope, True))
     front.wait_for(lambda: len(front.moved) == 8)
     front.claims = lambda claim: Claimed(claim.scope, False)
@@ -445,11 +444,16 @@ def test_a_waiting_crowd_moves_together(front: Harness) -> None:
 def test_a_connection_with_further_requests_on_it_does_not_move(front: Harness) -> None:
     front.claims = lambda claim: None
     data = json.dumps(chat()).encode()
+    length = {"Content-Length": str(len(data))}
     with connect(front) as sock:
-        send(sock, "pipelined")
-        sock.sendall(head("POST", CHAT, {"Content-Length": str(len(data))}) + data)
+        # In one piece, so that the front has both when it asks the core about the first.
+        sock.sendall(
+            head("POST", CHAT, {"Idempotency-Key": "pipelined", **length})
+            + data
+            + head("POST", CHAT, length)
+            + data
+        )
         front.wait_for(lambda: len(front.claimed) == 1)
-        time.sleep(0.05)
         front.send(Claimed(front.claimed[0].scope, True))
         answer = read_answer(sock)
         assert (answer.status, answer.error["code"]) == (409, "idempotency_key_in_use")

@@ -69,9 +69,9 @@ def test_a_profile_shows_every_gemm_with_its_limit() -> None:
 def test_a_profile_of_the_only_mixed_step_has_its_kernels_and_no_others(workload: str) -> None:
     options = ["--kind", "mixed", "--max-num-seqs", "16"]
     table = run("engine.profile", "--shape", SHAPE, "--workload", workload, *options)
-    assert "recorded 1 step of 8 asked" in table
+    assert "recorded 1 step instead of 8" in table
     tokens = {"b1_decode": "512", "ttft8k": "8,192"}[workload]
-    assert f"{tokens} tokens a step, of which 0 decode" in table
+    assert f"{tokens} tokens per step, of which 0 decode" in table
     # GEMMs can be told apart only if the recording has exactly as many as the step.
     for product in ("qkv", "o", "gate_up", "down", "lm_head"):
         assert f"\n{product} (" in table, table

@@ -32,6 +32,8 @@ class Defect:
 
     @property
     def tests(self) -> Path:
+        if "new_tokens" in self.keyword:
+            return Path("tests/kernels/test_triton_new_tokens.py")
         stem = _TESTED_BY.get(self.file, Path(self.file).stem)
         return Path("tests/kernels") / f"test_triton_{stem}.py"
 
@@ -48,7 +50,6 @@ class Defect:
 _TESTED_BY = {
     "linear_rows.py": "linear",
     "attention_decode_kernel.py": "attention_decode",
-    "new_tokens.py": "attention_decode",
     "linear_stream.py": "linear",
     "sampling_kernels.py": "sampling",
     "sampling_full.py": "sampling",

@@ -24,7 +24,7 @@ if not torch.cuda.is_available():
 from kernels.draws import Logits
 from kernels.triton import attention_decode, decode_step, fused, linear, sampling
 from kernels.triton.linear_plans import GemmPlan
-from tests.kernels import test_triton_attention_decode as decode_cases
+from tests.kernels import decode_cases
 from tests.kernels import test_triton_attention_prefill as prefill_cases
 from tests.kernels import test_triton_attention_prefill_hopper as hopper_cases
 from tests.kernels import test_triton_fused as fused_cases
@@ -50,7 +50,7 @@ def decode() -> None:
         made = decode_cases.new(case, norm=window is None)
         _finite(made.run(config=config))
         if ON_GPU:
-            made.case = decode_cases._fp8(made.case)
+            made.case = decode_cases.fp8_cache(made.case)
             config = replace(config, stages=5, maxnreg=96)
             _finite(made.case.run(config=config), made.run(config=config))
 
@@ -79,8 +79,8 @@ def prefill_hopper() -> None:
 
 
 def fuse() -> None:
-    """Run RMSNorm, RoPE with cache writes, and SwiGLU, plain and quantised, at widths that are no multiple of
-    a tile."""
+    """Run RMSNorm, RoPE with cache writes, and SwiGLU, plain and quantised, at widths that are not multiples
+    of a tile."""
     pdl = ON_GPU
     values = E4M3 if ON_GPU else torch.float32
     for tokens, width in ((1, 64), (5, 100), (3, 2880)):
@@ -127,7 +127,7 @@ def multiply() -> None:
 
 def ship(dtype: torch.dtype) -> None:
     """Run every shipped plan for weights of `dtype` with all fused operations. The interpreter ignores stages
-    and warps, so there one plan of each form is enough."""
+    and warps, so one plan of each form is enough there."""
     plans = [one for one in shipped_plans() if one.dtype == dtype]
     if not ON_GPU:
         plans = list(
@@ -175,8 +175,8 @@ def place() -> None:
 
 
 def exchange() -> None:
-    """Run the collectives over peer memory as one rank after the other, on one GPU. All words of the rank's
-    arena have arrived before each call, so that no call waits."""
+    """Run the collectives over peer memory on one GPU, which acts as one rank after the other. All words of
+    the rank's arena have arrived before each call, so that no call waits."""
     if not HOPPER:
         return
     # Imported here because Gluon has no CPU interpreter.

@@ -30,7 +30,7 @@ class Fault(Exception):
 
 
 class Deadlock(Fault):
-    """Every partition is waiting."""
+    """Every partition is waiting, so the program can never end."""
 
 
 class _Stopped(BaseException):
@@ -158,7 +158,8 @@ class Shared:
         return self.memory.data[self.places]
 
     def claim(self, event: int, by: Partition) -> None:
-        """Record a coming write; a fault if earlier reads or writes are not known to have ended."""
+        """Record a write that is about to happen. Raises Fault if earlier reads or writes are not known to
+        have ended."""
         memory = self.memory
         for granule in self._granules:
             if memory.readers[granule] & ~by.known:
@@ -169,8 +170,8 @@ class Shared:
 
 
 def _places(shape: Sequence[int], layout: Any) -> torch.Tensor:
-    """Return the memory layout of a tile: panels as wide as the swizzle, each with all rows. Dimensions
-    before the layout's dimensions count tiles."""
+    """Return the memory layout of a tile: panels as wide as the swizzle, each with all rows. Leading
+    dimensions beyond the layout's rank count tiles."""
     columns, rows = shape[-1], prod(shape[-layout.rank : -1])
     width = min(columns, layout.swizzle_byte_width * 8 // layout.element_bitwidth or columns)
     panels = torch.arange(prod(shape)).view(-1, columns // width, rows, width)
@@ -215,7 +216,7 @@ def flat(base: torch.Tensor) -> torch.Tensor:
 
 
 class Program:
-    """A running GPU program: its partitions, the partition whose turn it is, and the copies in flight."""
+    """A running GPU program: its partitions, the partition that runs now, and the copies in flight."""
 
     def __init__(self, number: int, warps: int, random_: random.Random) -> None:
         self.number = number

@@ -17,7 +17,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def launch() -> None:
-    """Launch every kernel on both ranks of two."""
+    """Launch every kernel on each of two ranks."""
     for rank in range(2):
         addresses, calls = empty(2, dtype=torch.int64), empty(PROGRAMS, dtype=torch.int32)
         arena = Arena(rank, 2, addresses, calls, stop_address=0, items=16)

@@ -1,5 +1,5 @@
-"""Attention of a pass with `AttentionInput.queries`, where only the last token of each sequence attends: the
-GPU operations in Triton's interpreter against the reference implementations."""
+"""Tests of attention in passes with `AttentionInput.queries`, in which only the last token of each sequence
+attends: the GPU operations in Triton's interpreter against the reference implementations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decode attention over an FP8 cache of 65,536 tokens stays within a derived error bound.
+"""Tests that decode attention over an FP8 cache of 65,536 tokens stays within a derived error bound.
 
 Only a GPU can prove the bound at that length and in bfloat16. The interpreter runs the kernel at 2,048
 tokens.

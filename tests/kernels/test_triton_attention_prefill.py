@@ -299,9 +299,9 @@ def test_the_error_is_at_most_twice_that_of_torch(
     shape: tuple[int, int, int], chunks: str, window: int | None, dtype: torch.dtype, fp8: bool
 ) -> None:
     """The error is at most twice that of torch's attention in the same dtype (float16 for FP8 caches), plus
-    half a rounding of the result, over the whole tensor and for the worst token and head. Some windows leave
-    rows with whole pages that they do not see. Several head sizes are tested, because the rounding of the
-    product with the scale depends on the size."""
+    half a rounding of the result, over the whole tensor and for the worst token and head. With some windows,
+    rows do not see some pages of their tile at all. Several head sizes are tested, because the rounding of
+    the product with the scale depends on the size."""
     case = make(GPU_CHUNKS[chunks], *shape, window, dtype=dtype, device="cuda", blocks=90)
     case = _fp8(case) if fp8 else case
     exact = case.expected()

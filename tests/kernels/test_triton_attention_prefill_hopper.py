@@ -199,7 +199,7 @@ def test_softmax_weights_overlap_with_value_products_without_spills(
         for place in loops:
             assert events[place - 16 : place] == ["product"] * 16, name
             after = events[place + 1 : events.index("wait for all", place)]
-            # the values that differ: a thread's weights, and two rescaling factors
+            # 64 softmax weights of a thread, and two rescaling factors.
             assert after == ["weight"] * (64 + 2), name
         assert kernel["shared"] <= 227 << 10, name
 
@@ -219,7 +219,7 @@ def test_tritons_dispatch_to_warps_has_no_race(
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Interpret the kernel, with its partitions in the order of a seed."""
+    """Interpret the kernel. The seed determines the order of its partitions."""
     own = hopper._prefill_hopper
 
     def patch(seed: int, stages: int = 2, kernel: Any = own) -> None:

@@ -1,9 +1,9 @@
 """Tests of the fused elementwise kernels against their reference implementations.
 
 The interpreter (on a CPU, in CI) proves indexing and masking: which elements are read, written and left
-unchanged, at widths and head counts that are no multiple of a tile, in float32 and float16. Only a GPU proves
-bfloat16 and e4m3 numerics, that results with and without PDL are bit-equal, and that a graph replays what was
-captured (marked `gpu`).
+unchanged, at widths and head counts that are not multiples of a tile, in float32 and float16. Only a GPU
+proves bfloat16 and e4m3 numerics, that results with and without PDL are bit-equal, and that a graph replays
+what was captured (marked `gpu`).
 
 Tolerances: the error of a bfloat16 or float16 result against float64 is at most twice the reference's error
 in the same dtype, plus half a unit in the last place (the reference may be accurate by chance). e4m3 values
@@ -171,8 +171,8 @@ def test_heads_are_normed_rotated_and_written(
 
 
 def _rope_exact(rope: Rope, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Compute the expected result in float64, one token and head at a time; the normed head is rounded to its
-    dtype, as documented."""
+    """Compute the expected result in float64, one token and head at a time; the normalised head is rounded to
+    its dtype, as documented."""
     heads, kv_heads, size = rope.heads, rope.kv_heads, rope.size
     queries = torch.empty(rope.tokens, heads, size, dtype=torch.float64, device=DEVICE)
     cos, sin = rope.table[rope.positions].double().chunk(2, dim=-1)
@@ -262,7 +262,7 @@ def test_silu_mul_is_as_accurate_as_the_reference(shape: tuple[int, int], dtype:
 @pytest.mark.parametrize("tokens", [1, 70])
 def test_pdl_and_a_graph_change_no_bit(tokens: int) -> None:
     """In a chain, each kernel reads what the previous one wrote. The chain is launched with and without PDL,
-    and replayed from a graph with other inputs than at capture."""
+    and replayed from a graph with inputs that differ from those at capture."""
     rope = Rope(32, 8, 128, tokens, torch.bfloat16, True)
     weight = _random(4096, seed=7, dtype=torch.bfloat16)
     source = _random(tokens, 4096, seed=8, dtype=torch.bfloat16)

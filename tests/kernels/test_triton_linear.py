@@ -1,7 +1,7 @@
 """Tests of GEMMs of few rows against their reference implementations.
 
 The interpreter (on a CPU, in CI) proves indexing and masking of the Triton kernels (gemv and dot): which
-weight is multiplied with which token, outputs and columns that are no multiple of a tile, split-K and fused
+weight is multiplied with which token, outputs and columns that are not multiples of a tile, split-K and fused
 operations, in float32 and float16. The stream kernel is written in Gluon and runs on a GPU only. Only a GPU
 proves bfloat16 and e4m3 numerics, that results with and without PDL are bit-equal, that runs are
 deterministic, and that a graph replays what was captured (marked `gpu`).
@@ -163,9 +163,9 @@ def _check_fp8(
 
 
 def _quantised(case: Fp8Case) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x normed and quantised. Several rows are quantised by the kernel that the GEMM launches first,
-    since the last bit of a row's largest value decides the rounding of many others; that kernel is compared
-    with the reference here."""
+    """Return x normalised and quantised. Several rows are quantised by the kernel that the GEMM launches
+    first, since the last bit of a row's largest value decides the rounding of many others; that kernel is
+    compared with the reference here."""
     expected, expected_scales = reference.quantise_fp8(case.normed())
     if case.norm is None or len(case.x) == 1:
         return expected, expected_scales
@@ -396,7 +396,7 @@ def test_the_librarys_gemm_has_the_models_dtype(extras: tuple[str, ...], library
 
 
 def test_a_gemm_of_a_sharded_model_has_its_dtype(library: list[torch.dtype]) -> None:
-    """A GEMM of a sharded model has no residual to tell the dtype of the result."""
+    """A GEMM of a sharded model has no residual from which the dtype of the result could be taken."""
     case = Fp8Case(130, 96, 192, ("bias",), torch.float16, torch.float8_e4m3fn)
     quantised = Fp8Activation(*reference.quantise_fp8(case.x), torch.float16)
     weight = Fp8Weight(case.quantised, case.weight_scale)
@@ -471,7 +471,7 @@ def test_an_fp8_gemm_is_as_accurate_as_the_reference(shape: tuple, dtype: torch.
 
 
 def check_as_good_as_apart(case: Case, plan: GemmPlan) -> None:
-    """Compare a GEMM with a deferred norm with the same GEMM of a normed x."""
+    """Compare a GEMM with a deferred norm with the same GEMM of a normalised x."""
     deferred_norm = case.half_normed(7)
     shared = linear.linear(
         deferred_norm.values, case.weight, **case.options_after(deferred_norm), plan=plan

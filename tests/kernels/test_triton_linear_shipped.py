@@ -1,8 +1,8 @@
 """Tests of GEMMs with every plan of the shipped tables, against the reference as in `test_triton_linear`.
 
-Parity and PDL need a Hopper GPU (marked `gpu`) and run at the shipped rows and K. On any machine: every
-shipped plan is tested, fits Hopper's shared memory, and the plan with the largest shared memory of each form
-compiles.
+Parity and PDL need a Hopper GPU (marked `gpu`) and run at the shipped rows and K. The other tests run on any
+machine: they check that every shipped plan is tested and fits Hopper's shared memory, and that the plan with
+the largest shared memory of each form compiles.
 """
 
 from __future__ import annotations

@@ -62,7 +62,8 @@ def test_weights_are_requested_before_the_wait_and_x_after_it(kernels: dict[str,
         events = [event for event in kernel["events"] if event != "load"]
         wait, first_product = events.index("wait"), events.index("product")
         assert events[0] == "launch_dependents", name
-        # One copy per stage for its weights, and one copy of no element of x, which fetches x's descriptor.
+        # One copy per stage for its weights, and one copy that lies outside of x, which only fetches x's
+        # descriptor.
         assert events[1:wait] == ["copy"] * (kernel["stages"] + 1), name
         assert events[wait + 1 : first_product] == ["copy"] * kernel["stages"], name
         assert kernel["shared"] <= 113 << 10, name  # so that two programs fit on a multiprocessor

@@ -272,7 +272,7 @@ def test_penalties_then_bias_then_bans() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("spread", [0.5, 3.0])
 def test_a_real_vocabulary_draws_the_reference_tokens(dtype: torch.dtype, spread: float) -> None:
-    """Of 256 rows at most one may differ (a near-tie), and its score is then within 1e-5 of the reference's
+    """At most one of 256 rows may differ (a near-tie), and its score is then within 1e-5 of the reference's
     best."""
     generator = torch.Generator("cuda").manual_seed(5)
     logits = (torch.randn(256, 128256, device=DEVICE, generator=generator) * spread).to(dtype)

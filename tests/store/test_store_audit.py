@@ -5,11 +5,12 @@ import json
 import sqlite3
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from store import audit
 from store.schemas import CONTROL
+from tests.examples import examples
 
 
 def chain(length: int) -> sqlite3.Connection:
@@ -98,7 +99,7 @@ def test_rows_from_before_there_were_intents_keep_their_hashes():
 
 
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_one_changed_byte_anywhere_is_found_at_its_row(data):
     connection = chain(5)
     seq = data.draw(st.integers(1, 5))

@@ -32,8 +32,6 @@ from tests.system.attacks.wire import post
 from tests.system.usage import PeakMemory, processes_of
 
 ATTACKER = Path(__file__).with_name("attackers.py")
-START_S = 3.0
-"""From the start of attackers until the first request is measured."""
 MAX_BODY_BYTES = 2 << 20
 """No larger than the service's bound, so that bodies are read."""
 
@@ -96,6 +94,8 @@ class Plan:
     """Short requests beside the load, and as many beside the flood."""
     rate: float = 20.0
     """Short requests in a second."""
+    start_s: float = 3.0
+    """From the start of attackers until the first request is measured."""
     processes: int = 2
     """Attackers of a flood."""
     idle_s: float = 30.0
@@ -233,16 +233,16 @@ def latencies_of(attacked: Target, requests: int, rate: float) -> Latencies:
 
 def measure(flood: Flood, attacked: Target, key: str, plan: Plan) -> Row:
     """Measure the requests beside a load and beside the flood, and the memory that the flood took."""
-    seconds = START_S + plan.requests / plan.rate + 1.0
+    seconds = plan.start_s + plan.requests / plan.rate + 1.0
     load = Orders("cpu_load", "", seconds, 0)
     with attackers([load] * plan.processes):
-        time.sleep(START_S)
+        time.sleep(plan.start_s)
         baseline = latencies_of(attacked, plan.requests, plan.rate)
     everyone = processes_of(attacked.running)
     memory = PeakMemory({name: one for name, one in everyone.items() if not name.startswith("replica")})
     memory.start()
     with attackers([orders_of(flood, attacked, seconds, key)] * plan.processes) as processes:
-        time.sleep(START_S)
+        time.sleep(plan.start_s)
         beside = latencies_of(attacked, plan.requests, plan.rate)
         done = reports(processes)
     memory.stop()
@@ -308,10 +308,10 @@ def attacked_service(*flags: str) -> Iterator[tuple[Target, str]]:
         tempfile.TemporaryDirectory(prefix="soak-") as folder,
         target(Path(folder), fronts=2, flags=flags) as attacked,
     ):
-        attacked.running.command("tenants", "create", "attacker")
-        made = attacked.running.command("keys", "create", "--name", "attacker", "--tenant", "attacker")
+        attacked.running.tenant("attacker")
+        key = attacked.running.key("attacker", "attacker")
         latencies_of(attacked, 40, 20.0)
-        yield attacked, made["key"]
+        yield attacked, key
 
 
 def run(floods: Sequence[Flood], plan: Plan) -> Iterator[Row]:

@@ -21,7 +21,9 @@ import msgspec
 import openai
 import psutil
 
+from appliance.actions import CreateKey, CreateTenant
 from appliance.client import AdminClient
+from store.requests import RequestFilter, RequestReader
 
 APPLIANCE = str(Path(sys.executable).with_name("appliance"))
 
@@ -57,8 +59,8 @@ class Service:
                 f"the service ended with {self.process.returncode}:\n{self.log_path.read_text()}"
             )
         try:
-            with httpx.Client(transport=httpx.HTTPTransport(uds=str(self.api_socket)), timeout=5) as client:
-                return client.get("http://appliance/health/ready").status_code == 200
+            with self.http() as client:
+                return client.get("/health/ready", timeout=5).status_code == 200
         except httpx.TransportError:
             return False
 
@@ -98,17 +100,34 @@ class Service:
     def replica(self) -> Any:
         return self.status()["models"][0]["replicas"][0]
 
-    def rows(self, *words: str) -> list[dict[str, Any]]:
-        return self.command("requests", "--limit", "1000", *words)
+    def act(self, action: msgspec.Struct) -> Any:
+        """Perform an operator's action as its command does, without a process for it; the result."""
+        with AdminClient(self.run_dir) as client:
+            return client.act(action)
+
+    def key(self, name: str, tenant: str = "default", **fields: Any) -> str:
+        """The secret of a new key. `fields`: further ones of `CreateKey`."""
+        return str(self.act(CreateKey(name=name, tenant=tenant, **fields)).key)
+
+    def tenant(self, name: str, **fields: Any) -> None:
+        """Create a tenant. `fields`: of `CreateTenant`."""
+        self.act(CreateTenant(name=name, **fields))
+
+    def rows(self, limit: int = 1000, **wanted: Any) -> list[dict[str, Any]]:
+        """As `appliance requests --json` prints them, without a process for each look. `wanted`: fields of
+        `RequestFilter`."""
+        reader = RequestReader(self.state_dir / "history.db")
+        rows: list[dict[str, Any]] = msgspec.to_builtins(reader.query(RequestFilter(**wanted), limit))
+        return rows
 
     def descendants(self) -> list[psutil.Process]:
         """Every front and rank, without the processes that render chat templates and end with their front."""
         children = psutil.Process(self.process.pid).children(recursive=True)
-        return [child for child in children if not _renders_templates(child)]
+        return [child for child in children if not renders_templates(child)]
 
     def client(self, **options: Any) -> openai.OpenAI:
         """The `openai` client on the Unix socket."""
-        transport = httpx2.HTTPTransport(uds=str(self.api_socket))
+        transport = httpx2.HTTPTransport(uds=str(self.api_socket), verify=False)
         return openai.OpenAI(
             base_url="http://appliance/v1",
             api_key="placeholder",
@@ -119,12 +138,13 @@ class Service:
 
     def http(self) -> httpx.Client:
         """A plain HTTP client on the Unix socket."""
-        return httpx.Client(
-            transport=httpx.HTTPTransport(uds=str(self.api_socket)), base_url="http://appliance", timeout=300
-        )
+        # Without `verify=False` each client reads all CA certificates, which takes longer than a request.
+        transport = httpx.HTTPTransport(uds=str(self.api_socket), verify=False)
+        return httpx.Client(transport=transport, base_url="http://appliance", timeout=300)
 
 
-def _renders_templates(process: psutil.Process) -> bool:
+def renders_templates(process: psutil.Process) -> bool:
+    """Whether it is a process in which a front renders chat templates."""
     try:
         return "appliance.text.template_worker" in process.cmdline()
     except psutil.Error:

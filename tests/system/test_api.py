@@ -16,7 +16,7 @@ import openai
 import pytest
 
 import appliance
-from tests.system.conftest import free_port
+from tests.ports import free_port
 from tests.system.service import Service, service
 
 pytestmark = pytest.mark.system
@@ -27,7 +27,7 @@ PURPOSE = "Remove any common leading whitespace from every line in `text`."
 
 @pytest.fixture(scope="module")
 def key(demo: Service) -> str:
-    return demo.command("keys", "create", "--name", "tests")["key"]
+    return demo.key("tests")
 
 
 @pytest.fixture(params=["unix", "tcp"])
@@ -247,7 +247,7 @@ def test_nothing_but_health_is_served_to_strangers(demo: Service, key: str) -> N
 
 def test_generated_requests_never_meet_a_server_error(tmp_path: Path) -> None:
     with service("--listen", f"127.0.0.1:{free_port()}", "--max-model-len", "192") as running:
-        key = running.command("keys", "create", "--name", "schemathesis")["key"]
+        key = running.key("schemathesis")
         done = subprocess.run(
             [
                 str(Path(sys.executable).with_name("schemathesis")),
@@ -274,5 +274,6 @@ def test_generated_requests_never_meet_a_server_error(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
         running.wait_until(lambda: running.replica()["running"] == 0, 60, "an idle replica")
         assert running.replica()["blocks_used"] == 0
+        running.wait_until(lambda: not running.rows(state="open"), 60, "the end of all rows")
         assert len([row for row in running.rows() if row["status"] == 200]) > 20
         assert not [row for row in running.rows() if (row["status"] or 0) >= 500]

@@ -22,18 +22,27 @@ from urllib.parse import unquote
 import httpx
 import pytest
 
-from appliance.actions import ACTIONS, CreateKey, CreateTenant, DeleteTenant, ResumeTenant, SuspendTenant
+from appliance.actions import (
+    ACTIONS,
+    CreateKey,
+    CreateTenant,
+    DeleteTenant,
+    MapPeer,
+    ResumeTenant,
+    RevokeKey,
+    RotateKey,
+    SuspendTenant,
+)
 from appliance.admin.app import admin_app
 from appliance.admin.callers import Authenticator
 from appliance.client import AdminClient
 from appliance.front.app import build_app
 from appliance.front.app_state import AppState
 from appliance.monitoring.metrics.server import metrics_app
-from appliance.protocol import NewKey
 from appliance.scopes import OPEN, check_routes
 from appliance.settings import AdminSettings
+from tests.ports import free_port
 from tests.system.asker import ask
-from tests.system.conftest import free_port
 from tests.system.service import Service, service
 
 pytestmark = pytest.mark.system
@@ -213,24 +222,22 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
 
 
 def everybody(running: Service, port: int) -> tuple[dict[str, list[Caller]], dict[str, list[Caller]]]:
-    def key(*words: str, name: str = "k") -> str:
-        return str(running.command("keys", "create", "--name", name, *words)["key"])
-
     for tenant in ("acme", "stopped"):
-        running.command("tenants", "create", tenant)
-    right = key("--tenant", "acme")
-    every = key("--scopes", "inference,admin,read")
-    reader, operator = key("--scopes", "read"), key("--scopes", "admin")
-    stopped = key("--tenant", "stopped", "--scopes", "inference,admin,read")
-    running.command("tenants", "suspend", "--yes", "stopped")
-    expired = key("--scopes", "inference,admin,read", "--expires", "1s")
-    revoked = running.command("keys", "create", "--name", "revoked", "--scopes", "inference,admin,read")
-    running.command("keys", "revoke", "--yes", revoked["id"])
-    rotated = running.command("keys", "create", "--name", "rotated", "--scopes", "inference,admin,read")
-    successor = running.command("keys", "rotate", "--yes", rotated["id"], "--overlap", "0s")["key"]
-    running.command("peers", "map", f"uid:{MAPPED_UID}", "--tenant", "acme")
-    running.command("peers", "map", f"gid:{MAPPED_GID}", "--tenant", "acme")
-    time.sleep(1.2)  # until the key has expired
+        running.tenant(tenant)
+    scopes = ["inference", "admin", "read"]
+    right = running.key("k", "acme")
+    every = running.key("k", scopes=scopes)
+    reader, operator = (running.key("k", scopes=[scope]) for scope in ("read", "admin"))
+    stopped = running.key("k", "stopped", scopes=scopes)
+    running.act(SuspendTenant(name="stopped"))
+    expires_at = time.time() + 1.0
+    expired = running.key("k", scopes=scopes, expires_at=expires_at)
+    revoked, rotated = (running.act(CreateKey(name=name, scopes=scopes)) for name in ("revoked", "rotated"))
+    running.act(RevokeKey(id=revoked.id))
+    successor = running.act(RotateKey(id=rotated.id, overlap_s=0.0)).key
+    for peer in (f"uid:{MAPPED_UID}", f"gid:{MAPPED_GID}"):
+        running.act(MapPeer(peer=peer, tenant="acme"))
+    time.sleep(max(0.0, expires_at + 0.2 - time.time()))
 
     def bearer(secret: str) -> list[list[str]]:
         return [["Authorization", f"Bearer {secret}"]]
@@ -239,8 +246,8 @@ def everybody(running: Service, port: int) -> tuple[dict[str, list[Caller]], dic
     wrong = {
         "wrong": bearer("ak-wrong"),
         "expired": bearer(expired),
-        "revoked": bearer(revoked["key"]),
-        "rotated away": bearer(rotated["key"]),
+        "revoked": bearer(revoked.key),
+        "rotated away": bearer(rotated.key),
         "basic": [["Authorization", "Basic " + right]],
         "wrong, then right": bearer("ak-wrong") + bearer(every),
         "beginning of a key": bearer(every[:-1]),
@@ -438,7 +445,8 @@ def test_on_the_admin_socket_each_route_is_open_to_those_who_may_and_to_nobody_e
     print(f"{asked} requests over {len(admin_table())} routes")
     assert not found, holes(found)
     # None of it has done anything.
-    assert len(box.running.command("tenants", "list")) == 4
+    with AdminClient(box.running.run_dir) as admin:
+        assert len(admin.tenants()) == 4
 
 
 def expected_of_admin(route: Route, who: str, status: int) -> bool:
@@ -537,17 +545,14 @@ def test_a_keep_alive_connection_is_asked_anew_for_each_request(box: Matrix) -> 
 def test_a_key_that_expires_or_is_revoked_ends_with_a_connection_still_open(box: Matrix) -> None:
     running = box.running
     address = box.callers["inference"][0].address
-    revoked = running.command("keys", "create", "--name", "revoked-soon")
-    with AdminClient(running.run_dir) as admin:
-        made = admin.act(CreateKey(name="brief", expires_at=time.time() + 5))
-    assert isinstance(made, NewKey)
-    brief = made.key
+    revoked = running.act(CreateKey(name="revoked-soon"))
+    brief = running.key("brief", expires_at=time.time() + 5)
     with httpx.Client(base_url=f"http://127.0.0.1:{address[1]}") as http:
 
         def status(key: str) -> int:
             return http.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code
 
-        assert status(brief) == status(revoked["key"]) == 200
-        running.command("keys", "revoke", "--yes", revoked["id"])
-        assert status(revoked["key"]) == 401
+        assert status(brief) == status(revoked.key) == 200
+        running.act(RevokeKey(id=revoked.id))
+        assert status(revoked.key) == 401
         running.wait_until(lambda: status(brief) == 401, 60, "the key to expire")

@@ -24,9 +24,9 @@ RESTORED = ("control.db", "history.db", "contents.db", "audit.heads", "audit.key
 
 def test_a_backup_is_taken_under_load_and_a_service_begins_with_it(tmp_path: Path) -> None:
     with service() as running:
-        running.command("tenants", "create", "acme", "--log-policy", "full")
-        key = running.command("keys", "create", "--name", "k", "--tenant", "acme")
-        loads = [Load(running, key["key"]) for _ in range(3)]
+        running.tenant("acme", log_policy="full")
+        key = running.key("k", "acme")
+        loads = [Load(running, key) for _ in range(3)]
         for load in loads:
             load.start()
         running.wait_until(lambda: len(ended(running)) > 5, 60, "traffic")
@@ -82,11 +82,11 @@ def test_a_backup_is_taken_under_load_and_a_service_begins_with_it(tmp_path: Pat
         shutil.copy2(folders[1] / name, state)
     with service("--state-dir", str(state)) as restored:
         restored.state_dir = state
-        with restored.client().with_options(api_key=key["key"]) as client:
+        with restored.client().with_options(api_key=key) as client:
             answer: Any = client.completions.create(model="demo", prompt="x = ", max_tokens=4)
         request_id = answer.id.removeprefix("cmpl-")
         restored.wait_until(lambda: request_id in ended(restored), 60, "its row")
-        assert [row["tenant"] for row in restored.rows("--id", request_id)] == ["acme"]
+        assert [row["tenant"] for row in restored.rows(request_id=request_id)] == ["acme"]
         known = ended(restored)
         assert len(known & set(served)) == counts[1]
         old = loads[0].request_ids[0]  # of the last ones the texts may not have been there

@@ -41,7 +41,7 @@ STAINLESS = {
 
 @pytest.fixture(scope="module")
 def key(demo: Service) -> str:
-    return str(demo.command("keys", "create", "--name", "clients")["key"])
+    return demo.key("clients")
 
 
 @pytest.fixture(scope="module")

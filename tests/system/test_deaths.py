@@ -12,7 +12,9 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.system.attacks.reading import problem
 from tests.system.service import Service, service
+from tests.system.traffic import ended
 
 pytestmark = pytest.mark.system
 
@@ -101,6 +103,7 @@ def test_a_killed_rank_takes_its_group_along_and_the_streams_go_on() -> None:
             assert len(pids) == 2
             psutil.Process(pids[victim]).kill()
             wait_gone(pids, 60.0)
+            problem(running, "demo-0", "was killed by SIGKILL")
             for stream in streams:
                 stream.join(120)
                 assert not stream.is_alive()
@@ -147,9 +150,8 @@ def test_a_killed_front_closes_its_connections_and_no_others() -> None:
         assert answer(running)
         running.wait_until(lambda: running.replica()["running"] == 0, 60, "an idle replica")
         assert running.replica()["blocks_used"] == 0
-        rows = running.wait_until(
-            lambda: [row for row in running.rows() if row["finish_reason"] == "cancelled"], 60, "their rows"
-        )
+        running.wait_until(lambda: len(ended(running)) == 8, 60, "the rows of all requests")
+        rows = running.rows(finish_reason="cancelled")
         assert len(rows) == 3
         assert all(row["error"] for row in rows)
         assert len(running.descendants()) == 3
@@ -159,7 +161,8 @@ def test_a_killed_core_takes_everyone_along_and_the_rows_survive() -> None:
     with service("--fronts", "2") as running:
         for _ in range(3):
             answer(running)
-        finished = [row["request_id"] for row in running.rows()]
+        running.wait_until(lambda: len(ended(running)) == 3, 60, "their rows")
+        finished = ended(running)
         with ThreadPoolExecutor(60) as pool:  # of 64 rows one is kept for others
             streams = list(pool.map(lambda _: Stream(running), range(60)))
         for stream in streams:
@@ -178,7 +181,7 @@ def test_a_killed_core_takes_everyone_along_and_the_rows_survive() -> None:
         with sqlite3.connect(f"file:{running.state_dir}/history.db?mode=ro", uri=True) as database:
             assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
         rows = {row["request_id"]: row for row in running.rows()}
-        assert set(finished) <= set(rows)
+        assert finished <= set(rows)
         interrupted = [row for row in rows.values() if row["finish_reason"] == "interrupted"]
         assert len(interrupted) == 60
         assert all(row["error"] for row in interrupted)

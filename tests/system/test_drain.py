@@ -289,7 +289,8 @@ def test_what_outlives_the_grace_is_ended_with_one_clear_error(box: Service, str
         assert "1 requests did not finish within the grace period and were ended" in out
         assert (long.result(300).status, long.result().code) == (503, "aborted")
         box.wait_until(lambda: status(box).queue.running == 0, 60, "an idle engine")
-        assert box.rows()[-1]["error"] == "the service is draining, and this request did not finish in time"
+        (row,) = box.wait_until(lambda: [row for row in box.rows()[-1:] if row["error"]], 60, "its row")
+        assert row["error"] == "the service is draining, and this request did not finish in time"
         box.command("resume")
 
 

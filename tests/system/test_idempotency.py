@@ -175,33 +175,32 @@ def test_a_killed_replica_is_a_pause_for_first_and_retry(running: Service) -> No
     assert sum(row["billed_tokens"] for row in rows) == 600
 
 
-def test_a_run_that_died_with_its_front_runs_anew_and_the_log_says_so() -> None:
-    with service("--fronts", "2") as running:
-        streams = [Streamed(running, "killed-front", max_tokens=600) for _ in range(4)]
-        for stream in streams:
-            assert stream.begun.wait(60)
-        with AdminClient(running.run_dir) as admin:
-            (lost,) = admin.in_flight()
-            (owner,) = [front for front in admin.status().fronts if front.name == lost.front]
-        assert owner.pid is not None
-        psutil.Process(owner.pid).kill()
-        for stream in streams:
-            stream.join(120)
-            # All had moved to the front that died.
-            assert isinstance(stream.error, openai.APIConnectionError | httpx2.HTTPError), stream.error
-        again = Streamed(running, "killed-front", max_tokens=600)
-        again.join(120)
-        assert again.error is None and len(again.text) > 30
-        first, second = rows_of(running, lost.request_id, again.request_id)
-        assert (first["status"], first["error"]) == (499, "the front process died")
-        assert (second["retry"], second["retry_of"]) == ("anew", lost.request_id)
-        assert second["billed_tokens"] == 600
+def test_a_run_that_died_with_its_front_runs_anew_and_the_log_says_so(running: Service) -> None:
+    streams = [Streamed(running, "killed-front", max_tokens=600) for _ in range(4)]
+    for stream in streams:
+        assert stream.begun.wait(60)
+    with AdminClient(running.run_dir) as admin:
+        (lost,) = admin.in_flight()
+        (owner,) = [front for front in admin.status().fronts if front.name == lost.front]
+    assert owner.pid is not None
+    psutil.Process(owner.pid).kill()
+    for stream in streams:
+        stream.join(120)
+        # All had moved to the front that died.
+        assert isinstance(stream.error, openai.APIConnectionError | httpx2.HTTPError), stream.error
+    again = Streamed(running, "killed-front", max_tokens=600)
+    again.join(120)
+    assert again.error is None and len(again.text) > 30
+    first, second = rows_of(running, lost.request_id, again.request_id)
+    assert (first["status"], first["error"]) == (499, "the front process died")
+    assert (second["retry"], second["retry_of"]) == ("anew", lost.request_id)
+    assert second["billed_tokens"] == 600
 
-        # Answers are in memory only: after a restart a retry is a request like any other.
-        running.stop()
-        running.start()
-        anew = Streamed(running, "killed-front", max_tokens=600)
-        anew.join(120)
-        assert anew.text == again.text
-        (row,) = rows_of(running, anew.request_id)
-        assert (row["retry"], row["billed_tokens"]) == (None, 600)
+    # Answers are in memory only: after a restart a retry is a request like any other.
+    running.stop()
+    running.start()
+    anew = Streamed(running, "killed-front", max_tokens=600)
+    anew.join(120)
+    assert anew.text == again.text
+    (row,) = rows_of(running, anew.request_id)
+    assert (row["retry"], row["billed_tokens"]) == (None, 600)

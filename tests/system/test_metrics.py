@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from appliance.monitoring.metrics.families import Families
 from appliance.monitoring.metrics.tenants import OTHERS
-from tests.system.conftest import free_port
+from tests.ports import free_port
 from tests.system.service import Service, service
 from tests.system.test_deaths import Stream
 
@@ -101,7 +101,7 @@ def test_the_counters_agree_with_the_request_log_after_all_that_can_happen(box: 
         assert leaving.status_code == 200
     for stream in streams:
         stream.join(60)
-    running.wait_until(lambda: not running.rows("--status", "open"), 60, "the end of all requests")
+    running.wait_until(lambda: not running.rows(state="open"), 60, "the end of all requests")
     box.wait_for("appliance_store_waiting_rows", lambda waiting: waiting["history",] == 0)
 
     model = f"iif(version IS NULL, '{OTHERS}', model)"

@@ -14,7 +14,7 @@ import pytest
 from appliance.client import AdminClient
 from appliance.protocol import Status
 from appliance.settings import demo_model_folder
-from tests.system.conftest import free_port
+from tests.ports import free_port
 from tests.system.service import APPLIANCE, Service, service
 from tests.system.test_deaths import Stream
 
@@ -103,13 +103,14 @@ def test_what_changed_is_applied_under_load_and_nothing_else_is_touched(box: Box
     with running.http() as http:
         too_long = {"model": "demo", "prompt": "x" * 1000}
         assert http.post("/v1/completions", json=too_long).status_code == 413
+    running.wait_until(lambda: not running.rows(state="open"), 60, "the end of all rows")
     assert {row["status"] for row in running.rows()} <= {200, 413}
 
 
 def test_a_model_that_is_taken_out_ends_and_the_others_stay(box: Box) -> None:
     others = box.pids("demo") + box.pids("other")
     box.change(f"[models.new]\n{MODEL}", "")
-    assert box.reload()["models"] == ["model new: is removed; what runs gets 10 s"]
+    assert box.reload()["models"] == ["model new: is removed; its requests get 10 s"]
     box.running.wait_until(lambda: len(box.running.descendants()) == 3, 60, "the end of its replica")
     assert box.completes("new") == 404
     assert box.pids("demo") + box.pids("other") == others

@@ -33,13 +33,12 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     config.write_text('[log]\nsecret_prefixes = ["acme_"]\n')
     with service("--config", str(config)) as started:
         for policy in ("metadata", "hashes", "full"):
-            started.command("tenants", "create", policy, "--log-policy", policy)
+            started.tenant(policy, log_policy=policy)
         yield started
 
 
 def client_of(running: Service, tenant: str) -> openai.OpenAI:
-    key = running.command("keys", "create", "--name", "k", "--tenant", tenant)["key"]
-    return running.client().with_options(api_key=key)
+    return running.client().with_options(api_key=running.key("k", tenant))
 
 
 def ask(client: openai.OpenAI, stream: bool = False) -> tuple[str, str]:
@@ -122,7 +121,7 @@ def test_texts_go_when_their_time_is_over_and_the_row_stays(running: Service) ->
     # Overwritten, not only forgotten; also in the write-ahead log.
     running.wait_until(lambda: b"def login" not in state_bytes(running), 60, "the texts to be gone for good")
     assert kept(running, stays)["texts"]
-    assert [row["status"] for row in running.rows("--id", request_id)] == [200]
+    assert [row["status"] for row in running.command("requests", "--id", request_id)] == [200]
     with closing(sqlite3.connect(f"file:{running.state_dir}/contents.db?mode=ro", uri=True)) as database:
         assert database.execute("SELECT count(*) FROM contents WHERE tenant = 'full'").fetchone() == (0,)
     running.command("tenants", "set", "full", "--log-days", "none")

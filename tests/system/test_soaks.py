@@ -3,30 +3,47 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import pytest
 
-from tests.system.attack_soak import FLOODS, Plan, run
-from tests.system.mixed_soak import run as run_mixed
+from tests.system.attack_soak import FLOODS, Plan, attacked_service, measure
+from tests.system.attacks.conftest import Target
+from tests.system.mixed_soak import KV_BLOCKS, run
 from tests.system.trends import slope_of
 
 pytestmark = pytest.mark.system
 
 
-def test_floods_neither_stall_another_tenants_requests_nor_keep_memory() -> None:
+@pytest.fixture(scope="module")
+def attacked() -> Iterator[tuple[Target, str]]:
+    """A service, and the key of the attackers' tenant."""
+    with attacked_service("--kv-blocks", str(KV_BLOCKS)) as made:
+        yield made
+
+
+def test_floods_neither_stall_another_tenants_requests_nor_keep_memory(attacked: tuple[Target, str]) -> None:
     # The bounds on time are for slow machines: before connections were bounded, requests stalled for 20 s
     # beside pipelining, and the fronts grew to 2.3 GB.
-    plan = Plan(requests=20, rate=10.0, idle_s=3.0, min_bound_s=8.0, max_latency_s=10.0, max_left_mb=60.0)
+    plan = Plan(
+        requests=20,
+        rate=10.0,
+        start_s=1.0,
+        idle_s=3.0,
+        min_bound_s=8.0,
+        max_latency_s=10.0,
+        max_left_mb=60.0,
+    )
     floods = [one for one in FLOODS if one.name in ("pipelining, tcp", "huge bodies with a key, tcp")]
-    rows = list(run(floods, plan))
+    rows = [measure(flood, *attacked, plan) for flood in floods]
     assert len(rows) == 2
     for row in rows:
         assert not row.failures, row
         assert row.attackers["requests"] > 100
 
 
-def test_mixed_traffic_with_attacks_loses_no_request() -> None:
-    result = run_mixed(seconds=10.0, count=3, every_s=0.2)
+def test_mixed_traffic_with_attacks_loses_no_request(attacked: tuple[Target, str]) -> None:
+    result = run(*attacked, seconds=10.0, count=3, every_s=0.2)
     # Memory still grows after the start: only the long form judges it.
     assert [failure for failure in result["failures"] if "grows by" not in failure] == []
     assert result["requests"] > 3

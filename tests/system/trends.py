@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 BLOCKS = 12
-"""Neighbouring samples depend on each other, so the regression uses the means of blocks that are much longer
-than the cycles of the traffic."""
+"""Neighbouring samples depend on each other, so the regression uses one level for each block. A block is much
+longer than the cycles of the traffic."""
 _T_95 = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145)
 """Two-sided 95% quantiles of Student's t distribution, for 1 to 14 degrees of freedom."""
 
@@ -26,26 +26,30 @@ class Slope(NamedTuple):
         return self.low <= 0.0 <= self.high
 
 
-def slope_of(times_s: Sequence[float], values: Sequence[float]) -> Slope:
-    """Ordinary least squares over the means of `BLOCKS` equal spans of time. Raises ValueError if fewer than
-    three of them have samples."""
+def slope_of(
+    times_s: Sequence[float],
+    values: Sequence[float],
+    level: Callable[[list[float]], float] = statistics.fmean,
+) -> Slope:
+    """Ordinary least squares over the levels of `BLOCKS` equal spans of time. `level` returns the level of
+    the values in one span. Raises ValueError if fewer than three spans have values."""
     start, end = min(times_s), max(times_s)
     blocks: list[list[tuple[float, float]]] = [[] for _ in range(BLOCKS)]
     for time_s, value in zip(times_s, values, strict=True):
         number = int(BLOCKS * (time_s - start) / (end - start)) if end > start else 0
         blocks[min(number, BLOCKS - 1)].append((time_s / 60.0, value))
-    means = [
-        (statistics.fmean(minute for minute, _ in block), statistics.fmean(value for _, value in block))
+    points = [
+        (statistics.fmean(minute for minute, _ in block), level([value for _, value in block]))
         for block in blocks
         if block
     ]
-    if len(means) < 3:
-        raise ValueError(f"{len(times_s)} samples fill {len(means)} blocks; a slope needs at least 3")
-    minutes, levels = zip(*means, strict=True)
+    if len(points) < 3:
+        raise ValueError(f"{len(times_s)} samples fill {len(points)} blocks; a slope needs at least 3")
+    minutes, levels = zip(*points, strict=True)
     middle = statistics.fmean(minutes)
     spread = sum((minute - middle) ** 2 for minute in minutes)
     fit = statistics.linear_regression(minutes, levels)
-    residual = sum((level - fit.slope * minute - fit.intercept) ** 2 for minute, level in means)
-    freedom = len(means) - 2
+    residual = sum((level - fit.slope * minute - fit.intercept) ** 2 for minute, level in points)
+    freedom = len(points) - 2
     half_width = _T_95[freedom - 1] * math.sqrt(residual / freedom / spread)
     return Slope(fit.slope, fit.slope - half_width, fit.slope + half_width)

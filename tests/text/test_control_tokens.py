@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -20,6 +20,7 @@ from appliance.text.encoder import LoneSurrogateError
 from appliance.text.fair_queue import run_steps
 from appliance.text.template_files import read_template_sources
 from appliance.text.tokenizer import Tokenizer
+from tests.examples import examples
 from tests.text.conftest import TEMPLATE, byte_level
 
 KINDS = ["byte_level", "byte_fallback", "metaspace"]
@@ -41,7 +42,7 @@ def prompt(tokenizer: Tokenizer, template: ChatTemplate, *contents: str) -> list
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(contents=st.lists(TEXT, min_size=1, max_size=3))
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_a_conversation_without_control_tokens_is_encoded_as_by_transformers(
     kind: str, contents: list[str], loaded: dict[str, Tokenizer], oracles: dict[str, PreTrainedTokenizerFast]
 ) -> None:
@@ -55,7 +56,7 @@ def test_a_conversation_without_control_tokens_is_encoded_as_by_transformers(
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(text=WITH_SPECIALS, add=st.booleans())
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_the_twin_encodes_the_templates_special_tokens_as_transformers_does(
     kind: str, text: str, add: bool, loaded: dict[str, Tokenizer], oracles: dict[str, PreTrainedTokenizerFast]
 ) -> None:
@@ -66,7 +67,7 @@ def test_the_twin_encodes_the_templates_special_tokens_as_transformers_does(
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(contents=st.lists(WITH_SPECIALS, min_size=1, max_size=3))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_only_the_template_makes_control_tokens_and_the_text_stays_what_it_is(
     kind: str, contents: list[str], loaded: dict[str, Tokenizer]
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
 
@@ -18,6 +18,7 @@ from appliance.text.cuts import can_be_cut, longest_token_bytes, split_text
 from appliance.text.encoder import MAX_UNCUT_BYTES, Encoder, UncuttableTextError
 from appliance.text.fair_queue import run_steps
 from appliance.text.token_table import build_token_table, id_to_token
+from tests.examples import examples
 from tests.text.conftest import byte_fallback, byte_level
 
 LLAMA_3 = (
@@ -120,7 +121,7 @@ def test_pieces_have_the_ids_of_the_whole_text(small_pieces: None, name: str) ->
     cut = 0
 
     @given(text=TEXT, add=st.booleans())
-    @settings(max_examples=1000, deadline=None)
+    @examples(1000)
     def holds(text: str, add: bool) -> None:
         nonlocal cut
         pieces = list(split_text(text))
@@ -190,7 +191,7 @@ def test_no_token_stands_for_more_bytes_than_is_said(name: str) -> None:
     assert longest is not None
 
     @given(text=TEXT | st.sampled_from(["Ν\u0308\u0301ι\u0308\u0301", "\u1fbe\u0308\u0301" * 20, "각" * 9]))
-    @settings(max_examples=300, deadline=None)
+    @examples(300)
     def holds(text: str) -> None:
         assert len(text.encode()) <= longest * len(backend.encode(text, add_special_tokens=False).ids)
 

@@ -48,7 +48,7 @@ class Case:
 
 def make(case: Case, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
     """Save the case's checkpoint. Every parameter is random, because norms of all ones and biases of all
-    zeros, as transformers initialises them, would hide a missing one."""
+    zeros, as transformers initialises them, would hide a missing parameter."""
     config_class, model_class = MODELS[case.family]
     torch.manual_seed(len(case.name))
     model = model_class(config_class(**{**SMALL, **case.changes})).to(dtype)
@@ -91,10 +91,10 @@ class Fp8:
     per_channel: bool = False
     method: str = "compressed-tensors"
     quantised: tuple[str, ...] = PROJECTIONS
-    """Matrices whose names contain one of these."""
+    """Matrices to quantise: those whose names contain one of these strings."""
     scale_dtype: torch.dtype = torch.float32
     flat_scales: bool = False
-    """Shapes [] and [out] instead of [1] and [out, 1]."""
+    """Whether scales have the shapes [] and [out] instead of [1] and [out, 1]."""
     static: bool = False
     """Whether static scales of activations and cache are stored too."""
     scales_apart: bool = False
@@ -116,7 +116,7 @@ def quantise(folder: Path, how: Fp8) -> dict[str, torch.Tensor]:
             continue
         largest = meant[name].abs().amax(dim=1, keepdim=True) if how.per_channel else meant[name].abs().max()
         scale = (largest / _LARGEST).to(how.scale_dtype)
-        # The scale may have been rounded down.
+        # The scale may have been rounded down, so values may exceed the range.
         quotient = (meant[name] / scale.float()).clamp(-_LARGEST, _LARGEST)
         tensors[name] = quotient.to(torch.float8_e4m3fn)
         meant[name] = tensors[name].float() * scale.float()

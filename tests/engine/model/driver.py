@@ -15,7 +15,7 @@ from kernels import AttentionInput, ChunkSpan
 
 @dataclass
 class Sequence:
-    """Number of tokens in the cache; the driver knows only their number and blocks."""
+    """A sequence of the driver, which knows only its number of cached tokens and its blocks."""
 
     length: int = 0
     blocks: list[int] = field(default_factory=list)
@@ -27,7 +27,7 @@ class Driver:
     def __init__(self, decoder: Decoder, blocks: int, seed: int = 0) -> None:
         self.decoder = decoder
         self.kv = decoder.allocate_kv(blocks)
-        # Garbage in unwritten positions: values past a sequence's end must not be read.
+        # Unwritten positions hold garbage, because values past a sequence's end must not be read.
         for index, pool in enumerate(self.kv):
             generator = torch.Generator().manual_seed(index)
             for tensor in (pool.keys, pool.values, pool.k_scales, pool.v_scales):

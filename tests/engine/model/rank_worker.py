@@ -54,7 +54,7 @@ def logits_of_all(folders: list[Path], ranks: Ranks, tokens: list[int]) -> dict[
     it."""
     found = {folder.name: logits_of(folder, ranks, tokens) for folder in folders}
     for folder in folders:
-        # With column exchange, the loader must load the same weights.
+        # If the ranks exchange columns, the loader must load the same weights.
         again = logits_of(folder, ranks, tokens, exchange=True)
         assert all(torch.equal(one, other) for one, other in zip(again, found[folder.name], strict=True))
     found["dummy"] = logits_of(folders[0], ranks, tokens, dummy=True)
@@ -64,8 +64,8 @@ def logits_of_all(folders: list[Path], ranks: Ranks, tokens: list[int]) -> dict[
 
 
 def _scores(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scores and token ids. The rows have their best score on the last rank, a tie, a NaN on the first
-    rank, an infinity, and only non-finite scores."""
+    """Return scores and token ids for rows of every kind: with the best score on the last rank, with a tie,
+    with a NaN on the first rank, with an infinity, and with only non-finite scores."""
     first = torch.nan if rank == 0 else 1.0
     values = torch.tensor([float(rank), 5.0, first, torch.inf if rank == 1 else 0.0, -torch.inf])
     return values, torch.arange(5) + 10 * rank

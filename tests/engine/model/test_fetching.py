@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -26,9 +26,10 @@ from engine.model.fetching import FileBlock, ReaderPool, open_weights
 from engine.model.slices import TensorSlice
 from engine.model.staging import StagingBuffer, StagingRing
 from engine.model.weight_file import PAGE, WeightFile
+from tests.examples import examples
 
 ROWS = 10 * PAGE // 4
-"""Number of rows, of four bytes each."""
+"""Number of rows, each with four bytes."""
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +68,7 @@ ranges = st.tuples(st.integers(0, ROWS - 1), st.integers(1, ROWS)).map(
 
 
 @pytest.mark.parametrize("cached", [True, False], ids=["cached", "on disk"])
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(asked=ranges)
 def test_the_pieces_of_a_block_cover_it_exactly(
     entry: TensorEntry, file: WeightFile, buffer: StagingBuffer, asked: tuple[int, int], cached: bool
@@ -147,7 +148,7 @@ def test_a_read_error_is_raised_after_all_other_pieces_are_done(
 def test_a_read_error_is_raised_even_if_the_size_of_the_file_is_unknown(
     entry: TensorEntry, file: WeightFile, buffer: StagingBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file that is truncated on a server that then disappears."""
+    """Simulates a file that is truncated on a server that then disappears."""
 
     def status(file: WeightFile) -> os.stat_result:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
@@ -159,7 +160,7 @@ def test_a_read_error_is_raised_even_if_the_size_of_the_file_is_unknown(
 
 
 def test_a_failed_read_releases_its_staging_buffer(entry: TensorEntry, file: WeightFile) -> None:
-    """Otherwise a failed load would keep its memory until the next garbage collection."""
+    """A failed load would otherwise keep its memory until the next garbage collection."""
     ring = StagingRing(1, 12 * PAGE, torch.device("cpu"))
     kept = weakref.ref(ring.buffers[0])
     os.truncate(entry.file, entry.offset)

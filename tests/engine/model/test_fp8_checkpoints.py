@@ -109,7 +109,7 @@ def test_a_quantised_checkpoint_gives_the_logits_of_transformers(how: Fp8, tmp_p
 
 
 def test_the_comparison_detects_missing_activation_rounding(tmp_path: Path) -> None:
-    """Otherwise the comparison could not distinguish a wrong scale from a right one."""
+    """If the results did not differ, the comparison could not distinguish a wrong scale from a right one."""
     meant = quantise(make(LLAMA, tmp_path), FORMS[1])
     assert _equal(_load(tmp_path), oracle(_saved(meant, tmp_path / "meant"))) == 0
 
@@ -136,7 +136,8 @@ def test_a_plain_checkpoint_is_quantised_per_output_while_it_loads(tmp_path: Pat
         exact = plain[f"model.layers.1.{name}.weight"]
         assert isinstance(weight, Fp8Weight)
         assert torch.equal(weight.scales, exact.abs().amax(dim=1) / 448)
-        # Half a step of e4m3: 2⁻⁴ relative for a normal number, 2⁻¹⁰ scales for a number below 2⁻⁶.
+        # The tolerance is half a step of e4m3: 2⁻⁴ relative for a normal number, and 2⁻¹⁰ scales for a number
+        # below 2⁻⁶.
         bound = torch.maximum(exact.abs() * 2**-4, weight.scales.unsqueeze(1) * 2**-10)
         assert ((_dense(weight) - exact).abs() <= bound * (1 + 1e-6)).all()
     assert torch.equal(decoder.embedding, plain["model.embed_tokens.weight"])
@@ -167,7 +168,7 @@ def _refused(folder: Path, change: Callable[[dict[str, torch.Tensor]], object], 
             f"{{folder}}: tensor {SCALE} is missing; an FP8 weight needs one scale, or one per output",
         ),
         (
-            # As in block-wise quantised checkpoints whose config.json was replaced.
+            # This is the state of a block-wise quantised checkpoint whose config.json was replaced.
             lambda tensors: tensors.update({f"{SCALE}_inv": tensors.pop(SCALE)}),
             f"{{folder}}: tensor {SCALE} is missing; an FP8 weight needs one scale",
         ),

@@ -31,7 +31,7 @@ CASES = [
 
 
 class LateOverlap:
-    """Computes sums only when they are finished, which is as late as an implementation may."""
+    """Computes sums only in `finish`, which is as late as an implementation may."""
 
     def __init__(self, ranks: ThreadRank, split: int) -> None:
         self.split = split

@@ -151,7 +151,7 @@ def test_unconverted_tensors_are_read_directly_into_the_weights(
     load(_decoder(sharded), sharded, lambda stage, fraction: None)
     assert not filled
     load(_decoder(sharded, ranks=PlaceOfRank(2, 0)), sharded, lambda stage, fraction: None)
-    assert {name.split(".")[-2] for name in filled} == {"o_proj", "down_proj"}  # columns of rows
+    assert {name.split(".")[-2] for name in filled} == {"o_proj", "down_proj"}  # columns of each row
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -337,7 +337,7 @@ def _targets(folder: Path) -> list[torch.Tensor]:
 
 
 class Exchanges:
-    """Two ranks on threads, whose `all_to_all` is a barrier."""
+    """Two ranks that run as threads and implement `all_to_all` with a barrier."""
 
     def __init__(self) -> None:
         self.barrier = threading.Barrier(2, timeout=60)

@@ -47,7 +47,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     if request.param == "in pieces":
         monkeypatch.setattr(fetching, "PIECE_BYTES", PAGE)
     if request.param != "cached":
-        # Simulated, because files this small are cached as soon as their headers are read.
+        # "Uncached" is simulated, because files this small are cached as soon as their headers are read.
         monkeypatch.setattr(WeightFile, "_is_cached", lambda *asked: False)
     return tmp_path
 

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from engine.model.weight_file import PAGE, WeightFile, buffer_bytes, keep_cached
 from tests.engine.model.page_cache import cached_pages, drop
+from tests.examples import examples
 
 SIZE = 100 * PAGE + 123
 CONTENT = random.Random(7).randbytes(SIZE)
@@ -65,7 +66,7 @@ ranges = st.tuples(st.integers(0, SIZE - 1), st.integers(1, SIZE)).map(
 
 
 @pytest.mark.parametrize("on_disk", [False, True], ids=["cached", "on disk"])
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(asked=ranges)
 def test_any_range_is_read_bitwise_equal(path: Path, on_disk: bool, asked: tuple[int, int]) -> None:
     if on_disk:

@@ -257,8 +257,8 @@ def test_steps_run_asynchronously_in_order_and_gaps_are_measured(folder: Path) -
     check_greedy(runner, prompt_of(60), tokens)
     assert all(step.ready() for step in launched)
     assert launched[0].host_gap_us == 0.0
-    # Waiting for the previous step is not a gap of the host.
-    assert all(0.0 <= step.host_gap_us < 500_000 for step in launched)
+    # Waiting for the previous step does not count as a gap caused by the host.
+    assert all(0.0 <= step.host_gap_us < 1_900_000 for step in launched)
     threading.Event().wait(0.03)
     late = runner.launch(StepPlan(9, [], [], [], [0], []))
     late.wait()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
     LogitsProcessorList,
@@ -34,6 +34,7 @@ from kernels import select_sampling
 from kernels.draws import SamplingOps, Variant
 from tests.engine.running.test_sampling_ops import chi_square
 from tests.engine.running.thread_ranks import ThreadRank, on_ranks
+from tests.examples import examples
 
 CPU = torch.device("cpu")
 
@@ -81,8 +82,8 @@ def sample(
 
 
 class OneAtATime:
-    """Sampling kernels for ranks that are threads, one at a time, because Triton's interpreter runs one
-    program at a time."""
+    """Sampling kernels for ranks that run as threads. They run one at a time, because Triton's interpreter
+    runs only one program at a time."""
 
     def __init__(self, ops: SamplingOps) -> None:
         self._ops, self._lock = ops, threading.Lock()
@@ -167,7 +168,8 @@ CASES = {
         SamplingParams(
             max_tokens=9,
             temperature=2.0,
-            # The output ends with 5, 9, 9, 20; the prompt's tokens do not count. Two share a last token.
+            # The output ends with 5, 9, 9, 20; the prompt's tokens do not count. Two bad words have the same
+            # last token.
             bad_words=(
                 (4,),
                 (20, 6),
@@ -258,7 +260,7 @@ def some_cases(most: int = 7) -> st.SearchStrategy[list[Case]]:
 
 
 @given(cases=some_cases(), seed=st.integers(0, 1000))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_a_sampled_token_does_not_depend_on_the_batch_and_is_allowed(cases: list[Case], seed: int) -> None:
     logits = random_logits(len(cases), 51, seed)
     together = sample(cases, logits.clone()).token_ids.tolist()
@@ -268,7 +270,7 @@ def test_a_sampled_token_does_not_depend_on_the_batch_and_is_allowed(cases: list
 
 
 @given(cases=some_cases(), seed=st.integers(0, 1000), size=st.sampled_from([2, 3, 4]))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_ranks_with_a_vocabulary_shard_sample_the_same_tokens_as_one_rank(
     cases: list[Case], seed: int, size: int
 ) -> None:
@@ -289,14 +291,15 @@ def test_a_rank_without_a_token_of_the_vocabulary_samples_with_the_others() -> N
     cases = [Case(SamplingParams(max_tokens=4, temperature=t, logprobs=2)) for t in (0.0, 1.0)]
     logits = random_logits(len(cases), 5)
     alone = sample(cases, logits.clone())
-    for mine in on_ranks(4, lambda rank: sample(cases, logits, rank)):  # 2, 2, 1 and 0 columns
+    # number of columns with real tokens: 2, 2, 1 and 0
+    for mine in on_ranks(4, lambda rank: sample(cases, logits, rank)):
         assert torch.equal(mine.token_ids, alone.token_ids)
         assert mine.logprobs is not None and alone.logprobs is not None
         torch.testing.assert_close(mine.logprobs, alone.logprobs, atol=1e-5, rtol=1e-5)
 
 
 @given(cases=some_cases(), seed=st.integers(0, 1000), dtype=st.sampled_from([torch.float32, torch.float16]))
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_kernels_sample_the_same_tokens_as_torch_in_any_mixture(
     cases: list[Case], seed: int, dtype: torch.dtype
 ) -> None:
@@ -314,7 +317,7 @@ def test_kernels_sample_the_same_tokens_as_torch_in_any_mixture(
 
 
 @given(cases=some_cases(4), seed=st.integers(0, 1000), size=st.sampled_from([2, 4]))
-@settings(max_examples=8, deadline=None)
+@examples(8)
 def test_kernels_on_several_ranks_sample_the_same_tokens_as_torch_on_one(
     cases: list[Case], seed: int, size: int
 ) -> None:

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
     MinPLogitsWarper,
@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from kernels import sampling
+from tests.examples import examples
 
 CPU = torch.device("cpu")
 UNUSED = torch.zeros(1, 1, dtype=torch.int64)
@@ -130,7 +131,7 @@ def test_min_p_equals_that_of_transformers(min_p: float) -> None:
     spread=st.sampled_from([0.01, 1.0, 4.0]),
     levels=st.sampled_from([0, 3]),
 )
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_selection_without_sorting_samples_the_same_tokens_as_sorting(
     seed: int, top_p: float, spread: float, levels: int
 ) -> None:
@@ -177,8 +178,8 @@ def test_the_best_value_of_logits_with_nan_or_only_minus_infinity_is_not_finite(
 
 
 def chi_square(observed: np.ndarray, expected: np.ndarray) -> float:
-    """Return the z-score of Pearson's statistic (Wilson–Hilferty), with cells of fewer than five expected
-    pooled."""
+    """Return the z-score of Pearson's statistic (Wilson–Hilferty). Cells with an expected count below five
+    are pooled."""
     small = expected < 5
     if small.any():
         observed = np.append(observed[~small], observed[small].sum())

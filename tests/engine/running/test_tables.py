@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import sampling_tables
@@ -19,6 +19,7 @@ from engine.transfer import upload
 from kernels import ChunkSpan
 from kernels.draws import Variant
 from tests.engine.scheduling.simulated_runner import sampling_slots
+from tests.examples import examples
 
 CPU = torch.device("cpu")
 ROWS, BLOCKS, VOCAB = 5, 4, 50
@@ -99,7 +100,7 @@ def check_counts(tables: SlotTables, rows: dict[int, ModelRow]) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_random_plans_give_the_tables_of_a_naive_model(data: st.DataObject) -> None:
     tables = SlotTables(ROWS, BLOCKS, VOCAB, CPU)
     rows: dict[int, ModelRow] = {}
@@ -320,7 +321,7 @@ def test_forks_sample_from_one_row_of_logits() -> None:
 
 
 def test_sampling_metadata_is_cached_while_slots_and_parameters_stay_the_same() -> None:
-    """Other slots, new setups, and stop tokens that become allowed each change the metadata."""
+    """The metadata changes with the set of slots, with new setups, and when stop tokens become allowed."""
     tables = SlotTables(4, 2, VOCAB, CPU)
     tables.apply(plan_of([SlotSetup(n, PARAMS[p], n, 3, []) for n, p in enumerate((0, 1, 2, 5))]))
     lengths = np.array([9, 9, 9, 3])
@@ -336,7 +337,7 @@ def test_sampling_metadata_is_cached_while_slots_and_parameters_stay_the_same() 
 
 
 def test_top_k_is_stored_as_zero_if_it_is_off() -> None:
-    """Zero means off for the kernels; a k of the whole vocabulary or more is off too."""
+    """For the kernels zero means off; a k of the whole vocabulary or more is stored as zero too."""
     tables = SlotTables(4, 2, VOCAB, CPU)
     ks = [0, 7, VOCAB, -1]
     setups = [SlotSetup(n, SamplingParams(max_tokens=1, top_k=k), 0, 1, []) for n, k in enumerate(ks)]

@@ -117,7 +117,7 @@ def test_steps_of_every_kind_are_run_with_every_way_to_sample(runner: ModelRunne
     "sizes", [(1, 1), (1, 2), (2, 2), (3, 4), (8, 8), (8, 9), (64, 64), (64, 2048)], ids=str
 )
 def test_no_warm_up_step_exceeds_the_token_budget(sizes: tuple[int, int]) -> None:
-    """No captured size is large enough for a larger step."""
+    """A larger step could not be padded to any captured size."""
     max_num_seqs, max_num_batched_tokens = sizes
     for plan in every_kind(256, *sizes) + largest_steps(256, *sizes):
         assert (
@@ -128,7 +128,7 @@ def test_no_warm_up_step_exceeds_the_token_budget(sizes: tuple[int, int]) -> Non
 
 
 def variant_of(runner: ModelRunner, plan: StepPlan) -> Variant | None:
-    """Return the sampling parameters of the slots that a plan sets up."""
+    """Return the sampling variant of the slots that a plan sets up; None if it sets up no slot."""
     if not plan.setups:
         return None
     tables = runner.steps.tables

@@ -1,7 +1,7 @@
 """Measures the CPU time that the host needs for each step of one submission with many samples of a long
 prompt.
 
-python -m tests.engine.scheduling.host_times --samples 128 --prompt 131000
+    python -m tests.engine.scheduling.host_times --samples 128 --prompt 131000
 
 No device is used: the block tables are applied on the host, and every sample draws token 1.
 """

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import engine.scheduling.block_pool
 from engine.messages import BLOCK_TOKENS
 from engine.scheduling.block_pool import BlockPool, InvariantError, PrefixChain
+from tests.examples import examples
 
 
 def tokens_of(*blocks: int) -> list[int]:
@@ -128,7 +129,7 @@ def test_an_empty_pool_is_refused() -> None:
         BlockPool(0)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     total=st.integers(1, 8),
     operations=st.lists(st.tuples(st.sampled_from(["take", "end", "check"]), st.integers(0, 30))),

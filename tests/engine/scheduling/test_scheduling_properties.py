@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -18,6 +18,7 @@ from engine.core import EngineCore
 from engine.messages import Finished, Output, SamplingParams, Submit
 from engine.scheduling.scheduler import Scheduler
 from tests.engine.scheduling.simulated_runner import STOP, VOCAB, Expected, SimulatedRunner, alone
+from tests.examples import examples
 
 MAX_STEPS_TO_DRAIN = 40_000
 OWN_SALT = "own"
@@ -47,7 +48,7 @@ class Ask:
     own: int
     """Number of further prompt tokens, which differ between submissions."""
     follows: bool
-    """Whether the prompt begins with an earlier conversation instead, if there is one."""
+    """Whether the prompt continues an earlier conversation, if there is one."""
     resumed: int
     n: int
     max_tokens: int
@@ -86,8 +87,8 @@ CHOICES: dict[str, list[Any]] = {
     "urgency": [0, 0, 1, 2],
     "spare": [0, 0, 1, 2],
 }
-"""Lengths around the boundaries of blocks and chunks, enough to fill tiny pools. Hypothesis shrinks a failure
-to the first values."""
+"""Lengths around the boundaries of blocks and chunks, long enough to fill tiny pools. Hypothesis shrinks a
+failing example to the first values."""
 
 ASKS = st.builds(Ask, **{name: st.sampled_from(choices) for name, choices in CHOICES.items()})
 
@@ -170,7 +171,7 @@ class Traffic(RuleBasedStateMachine):
             spare_slots=min(ask.spare, self.initial[0] - 1),
         )
         if ask.resumed and ask.n == 1 and prompt:
-            # As after the death of a replica, the sample continues from its emitted tokens.
+            # As after the death of a replica, a resubmitted sample continues from its emitted tokens.
             emitted = alone(submit, submit.first_sample, self.max_model_len).tokens[: ask.resumed]
             if not (STOP in emitted and ask.stops and not ask.ignore_eos):
                 submit = msgspec.structs.replace(submit, output_token_ids=emitted)
@@ -304,10 +305,9 @@ class Traffic(RuleBasedStateMachine):
 
 
 TestTraffic = Traffic.TestCase
-TestTraffic.settings = settings(
-    max_examples=100,
+TestTraffic.settings = examples(
+    100,
     stateful_step_count=20,
-    deadline=None,
     report_multiple_bugs=False,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )

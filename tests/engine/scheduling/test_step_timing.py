@@ -1,4 +1,4 @@
-"""Tests of step timing, with a clock that only launches and waits advance."""
+"""Tests of step timing, with a clock that advances only during launches and waits."""
 
 from __future__ import annotations
 

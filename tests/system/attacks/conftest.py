@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,9 +9,10 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.ports import free_port
+from tests.system.attacks.reading import findings
 from tests.system.attacks.wire import Address, tcp_address
-from tests.system.conftest import free_port
-from tests.system.service import APPLIANCE, Service, service
+from tests.system.service import Service, service
 
 
 class Target(NamedTuple):
@@ -37,11 +36,8 @@ class Target(NamedTuple):
         return f"Authorization: Bearer {self.key}"
 
     def doctor(self) -> list[str]:
-        """What the doctor finds; its exit code says whether a problem is among it."""
-        places = ("--run-dir", str(self.running.run_dir), "--state-dir", str(self.running.state_dir))
-        command = [APPLIANCE, "doctor", *places, "--json"]
-        done = subprocess.run(command, capture_output=True, timeout=60, check=False)
-        return [finding["text"] for finding in json.loads(done.stdout)["findings"]]
+        """The texts of everything that the doctor finds."""
+        return [finding.text for finding in findings(self.running)]
 
     def answers_local_users(self) -> bool:
         """Whether a request on the Unix socket is answered."""
@@ -59,13 +55,12 @@ def target(folder: Path, limits: str = "", fronts: int = 1, flags: Sequence[str]
         f'listen = "127.0.0.1:{free_port()}"\n[limits]\n{limits}\n'
     )
     with service("--config", str(settings), *flags) as running:
-        running.command("tenants", "create", "acme")
-        key = running.command("keys", "create", "--name", "k", "--tenant", "acme")["key"]
-        yield Target(running, tcp_address(running), tcp_address(running, "metrics"), key)
+        running.tenant("acme")
+        yield Target(running, tcp_address(running), tcp_address(running, "metrics"), running.key("k", "acme"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
-    """A service with the default limits, shared by the tests of a file."""
+    """A service with the default limits, shared by tests of all files."""
     with target(tmp_path_factory.mktemp("attacked"), fronts=2) as made:
         yield made

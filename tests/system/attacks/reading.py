@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tests.system.service import APPLIANCE, Service, service
+from appliance.monitoring.doctor import examine
+from appliance.monitoring.findings import Finding
+from appliance.settings import Flags, load_settings
+from tests.system.service import Service, service
 
 
 @contextmanager
@@ -47,10 +48,11 @@ def no_problem(running: Service, timeout_s: float = 60) -> None:
 
 def doctor(running: Service, *levels: str) -> list[str]:
     """What `doctor` finds of these levels, with the remedies; without levels, the problems."""
-    directories = ("--run-dir", str(running.run_dir), "--state-dir", str(running.state_dir))
-    done = subprocess.run(
-        [APPLIANCE, "doctor", *directories, "--json"], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode in (0, 1), done.stderr
-    found = json.loads(done.stdout)["findings"]
-    return [f"{one['text']} → {one['remedy']}" for one in found if one["level"] in (levels or ("problem",))]
+    found = findings(running)
+    return [f"{one.text} → {one.remedy}" for one in found if one.level in (levels or ("problem",))]
+
+
+def findings(running: Service) -> list[Finding]:
+    """Everything that `appliance doctor` finds, without a process for it."""
+    settings = load_settings(Flags(run_dir=str(running.run_dir), state_dir=str(running.state_dir)))
+    return examine(running.run_dir, running.state_dir, settings).findings

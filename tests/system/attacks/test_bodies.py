@@ -81,9 +81,8 @@ def test_the_unfinished_bodies_of_a_tenant_are_bounded(bounded: Target) -> None:
 def test_the_unfinished_bodies_of_all_tenants_are_bounded(bounded: Target) -> None:
     keys = []
     for name in ("one", "two", "three"):
-        bounded.running.command("tenants", "create", name)
-        made = bounded.running.command("keys", "create", "--name", name, "--tenant", name)
-        keys.append(f"Authorization: Bearer {made['key']}")
+        bounded.running.tenant(name)
+        keys.append(f"Authorization: Bearer {bounded.running.key(name, name)}")
     with contextlib.ExitStack() as stack:
         held = [stack.enter_context(unfinished(bounded, 1, key))[0] for key in keys]
         with connect(bounded.tcp) as sock:

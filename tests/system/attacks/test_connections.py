@@ -86,7 +86,7 @@ def test_requests_without_a_key_get_one_answer_and_their_connection_closes(
 def test_requests_of_a_local_user_wait_in_the_kernel(attacked: Target) -> None:
     memory = Memory(attacked.running)
     with slowest_answer(attacked) as slowest:
-        flood(attacked.unix, GET * (4 * MEGABYTE // len(GET)), connections=30, seconds=3)
+        flood(attacked.unix, GET * (4 * MEGABYTE // len(GET)), connections=30, seconds=2)
         growth = memory.growth()
     assert growth < MAX_GROWTH
     assert slowest() < 5.0
@@ -105,8 +105,8 @@ def test_many_requests_on_one_connection_are_answered_in_their_order(attacked: T
 
 def test_floods_on_the_sockets_of_operators_and_metrics_do_not_grow_the_core(attacked: Target) -> None:
     memory = Memory(attacked.running)
-    flood(attacked.metrics, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 100_000, connections=20, seconds=3)
-    flood(attacked.admin, b"GET /status HTTP/1.1\r\nHost: x\r\n\r\n" * 100_000, connections=20, seconds=3)
+    flood(attacked.metrics, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 100_000, connections=20, seconds=2)
+    flood(attacked.admin, b"GET /status HTTP/1.1\r\nHost: x\r\n\r\n" * 100_000, connections=20, seconds=2)
     assert memory.growth() < MAX_GROWTH
     assert attacked.running.status()["state"] == "ready"
 

@@ -144,7 +144,9 @@ def test_a_client_that_closes_is_still_noticed(attacked: Target, kind: str) -> N
     attacked.running.wait_until(running, 60, "the request to run")
     sock.close()
     attacked.running.wait_until(lambda: not running(), 60, "the request to end")
-    row = max(attacked.running.rows(), key=lambda row: row["created_at"])
+    (row,) = attacked.running.wait_until(
+        lambda: [row for row in attacked.running.rows()[-1:] if row["state"] == "ended"], 60, "its row"
+    )
     assert (row["status"], row["finish_reason"]) == (499, "cancelled"), row
 
 

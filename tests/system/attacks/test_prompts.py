@@ -201,6 +201,6 @@ def test_a_small_mistake_costs_nothing(demo: Service) -> None:
     headers = {"authorization": f"Bearer {tenant.key}"}
     with demo.http() as http:
         assert http.post("/v1/completions", json={"model": "demo"}, headers=headers).status_code == 400
-    rows = lambda: demo.rows("--tenant", tenant.name)  # noqa: E731
+    rows = lambda: demo.rows(tenant=tenant.name)  # noqa: E731
     tenant.wait(rows, "its row")
     assert tenant.usage()["requests_per_minute"].used == 0
