@@ -34,7 +34,7 @@ from engine.logs import log_state
 log = logging.getLogger(__name__)
 
 _REPORT_EVERY_S = 0.5
-_TELL_AFTER_CONNECTIONS = 16
+_TELL_AFTER_CONNECTIONS = 8
 """The core gives a front only so many connections that the front has not reported yet
 (`appliance.front_pool.front.Front.takes_connections`)."""
 _MEND_EVERY_S = 5.0
@@ -105,15 +105,21 @@ class FrontProcess:
             self._state.background.run(self._stop(message.grace_s))
 
     def _take_connection(self, message: ClientConnection) -> None:
-        self._taken += 1
         try:
             sock = self._take_socket()
         except LookupError:
             # The kernel has dropped the descriptor, because this process has too many open files.
+            self._taken += 1
             self._server.refused += 1
             return
         request = read_memory(self._channel.take_fd()) if message.has_request else b""
-        self._state.background.run(self._server.adopt(sock, message.peer, request))
+        self._state.background.run(self._adopt(sock, message.peer, request))
+
+    async def _adopt(self, sock: socket.socket, peer: str, request: bytes) -> None:
+        """Serve a connection. Until it has its place it counts as not taken, so that the core gives this
+        front no more connections than it has descriptors for."""
+        await self._server.adopt(sock, peer, request)
+        self._taken += 1
         if self._taken - self._told_taken >= _TELL_AFTER_CONNECTIONS:
             self._tell()
 

@@ -43,10 +43,10 @@ log = logging.getLogger(__name__)
 
 _MAX_UNREAD_BYTES = 64 << 10
 """A front with more unread bytes in its control channel gets no further connections for now."""
-_MAX_UNTAKEN = 256
-"""A front that has not yet received so many of its connections gets no further ones for now. At most an
-eighth of this process's descriptors, because the kernel counts descriptors in a channel against that
-limit."""
+_MAX_UNTAKEN = 24
+"""A front that has not yet taken so many of its connections gets no further ones for now: fewer than the
+descriptors that a front keeps free (`RESERVED_DESCRIPTORS`). At most an eighth of this process's descriptors,
+because the kernel counts descriptors in a channel against that limit."""
 _QUIET_S = 3.0
 """Fronts report twice a second: one that sends nothing for this long gets no further connections for now."""
 _SLOW_START_S = 30.0

@@ -90,7 +90,7 @@ class HttpServer:
         The socket is the server's from here on; while the server stops, it is closed.
         """
         turn = asyncio.Event()
-        self.turns.add(address, 0, turn.set)
+        self.turns.add(Peer("tcp", -1, -1, address).source if address else "", 0, turn.set)
         await turn.wait()
         if self._stopping:
             sock.close()
