@@ -240,7 +240,7 @@ def test_scope_read_allows_reading_and_scope_admin_allows_actions(service: Servi
     with AdminClient(service.run_dir, key=reader.key) as looking:
         assert looking.status().state == "ready"
         assert len(looking.keys()) == 3 and looking.tenants() and looking.peers() and not looking.in_flight()
-        with pytest.raises(AdminError, match="needs a key of scope 'admin'; of yours it is read") as caught:
+        with pytest.raises(AdminError, match="needs a key of scope 'admin'; your key has read") as caught:
             looking.act(RevokeKey(id=app.id))
         assert caught.value.status == 403
     with AdminClient(service.run_dir, key=operator.key) as acting:
