@@ -10,22 +10,17 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("appliance", "engine", "kernels", "store")
 
 KNOWN_DUPLICATES = {
-    "Backlog",
     "CancelRequest",
-    "Change",
     "Client",
     "Connection",
     "Exchange",
     "Failure",
     "FairQueue",
     "Job",
-    "Place",
     "Progress",
     "Record",
     "Report",
     "ServedModel",
-    "Tenant",
-    "Verdict",
 }
 """Names that are still used twice. None may be added."""
 

@@ -13,7 +13,7 @@ from appliance.settings.fields import Settings
 from appliance.settings.load import Loaded
 
 
-class Change(NamedTuple):
+class SettingChange(NamedTuple):
     """A setting that is not what it was."""
 
     path: Path
@@ -37,7 +37,7 @@ def as_table(loaded: Loaded) -> Configuration:
     )
 
 
-def differences(before: Settings, after: Settings) -> Iterator[Change]:
+def differences(before: Settings, after: Settings) -> Iterator[SettingChange]:
     """The settings that are not the same; what only one of them has is None in the other: of a model its
     folder alone."""
     old, new = dict(_leaves(_table(before))), dict(_leaves(_table(after)))
@@ -46,7 +46,7 @@ def differences(before: Settings, after: Settings) -> Iterator[Change]:
         if path[0] == "models" and path[1] in lone and path[2] != "folder":
             continue
         if old.get(path) != new.get(path):
-            yield Change(path, old.get(path), new.get(path))
+            yield SettingChange(path, old.get(path), new.get(path))
 
 
 def _table(settings: Settings) -> dict[str, Any]:
