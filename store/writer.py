@@ -191,7 +191,7 @@ class Writer:
             self._dropped_rows += rows
 
     def state(self) -> WriterState:
-        """The writer's figures at this moment."""
+        """Return the current state of the writer."""
         with self._condition:
             now = time.monotonic()
             return WriterState(
