@@ -1,4 +1,4 @@
-"""Settings as plain tables: to show, and to compare."""
+"""Settings as plain tables, to show and to compare them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from appliance.settings.load import Loaded
 
 
 class SettingChange(NamedTuple):
-    """A setting that is not what it was."""
+    """A setting whose value differs."""
 
     path: Path
     before: Any
@@ -25,7 +25,7 @@ class SettingChange(NamedTuple):
 
 
 def as_table(loaded: Loaded) -> Configuration:
-    """All settings, with the place of each, as operators see them."""
+    """Return all settings with the source of each, for operators."""
     table = _table(loaded.settings)
     return Configuration(
         files=[str(file) for file in loaded.files],
@@ -38,8 +38,8 @@ def as_table(loaded: Loaded) -> Configuration:
 
 
 def differences(before: Settings, after: Settings) -> Iterator[SettingChange]:
-    """The settings that are not the same; what only one of them has is None in the other: of a model its
-    folder alone."""
+    """Yield the settings that differ. A setting that only one side has is None in the other; of a model that
+    only one side has, only the folder is compared."""
     old, new = dict(_leaves(_table(before))), dict(_leaves(_table(after)))
     lone = before.models.keys() ^ after.models.keys()
     for path in sorted(old.keys() | new.keys()):
