@@ -1,1 +1,1 @@
-"""The front role: HTTP and text. Stateless and unprivileged, the only process that reads hostile bytes."""
+"""The front process: HTTP and text. It is unprivileged, and the only process that parses clients' bytes."""

@@ -17,7 +17,7 @@ processor busy."""
 
 
 def main() -> int:
-    """Become a front."""
+    """Run a front; return the exit status."""
     parent = os.getppid()
     parser = argparse.ArgumentParser(prog="python -m appliance.front", description=__doc__)
     parser.add_argument("--channel", type=int, required=True, help="descriptor of the channel to the core")
@@ -26,14 +26,14 @@ def main() -> int:
     arguments = parser.parse_args()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        # The core ended before the kernel was told to take this process along.
+        # The core ended before the death signal was set up.
         return 0
-    # The core decides when a front ends (StopFront, or the end of the channel). A signal to the whole group,
-    # Ctrl-C or systemd's, must not cut off streams that the core lets finish.
+    # The core decides when a front ends (StopFront, or the end of the channel). A signal to the process
+    # group, such as Ctrl-C or systemd's SIGTERM, must not cut off streams that the core lets finish.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.nice(NICENESS)
-    # A front encodes in a few threads of its own (appliance.text.fair_queue), not in one for each core.
+    # A front encodes in two threads (appliance.text.fair_queue), not in one thread for each processor core.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
     import uvloop
@@ -44,7 +44,7 @@ def main() -> int:
 
     return_freed_memory()
     configure_logging(arguments.log_level, arguments.name)
-    # Per-token work makes no cycles; the default looks for them every 700 objects.
+    # Work per token makes no reference cycles, but by default the collector runs every 700 objects.
     gc.set_threshold(50_000, 20, 100)
     uvloop.run(run_front(socket.socket(fileno=arguments.channel)))
     return 0

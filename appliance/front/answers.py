@@ -1,4 +1,4 @@
-"""Whole answers, and what whole and streamed ones have in common."""
+"""Builds complete answers, and the fields that complete and streamed answers share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def answer_head(generation: Generation, chunk: bool) -> dict[str, Any]:
-    """The fields that say which answer this is, without choices."""
+    """Return the first fields of an answer, up to its choices."""
     task, context = generation.task, generation.context
     kind = "chat.completion" if task.chat else "text_completion"
     return {
@@ -29,8 +29,8 @@ def answer_head(generation: Generation, chunk: bool) -> dict[str, Any]:
 
 
 def usage(generation: Generation) -> dict[str, Any]:
-    """Return the token counts of the answer as it is now. A stream may have them in each of its events, so
-    they are not counted here."""
+    """Return the token counts of the answer as it is now. A stream may need them for each of its events, so
+    the generation keeps the counts."""
     prompt_tokens, completion_tokens = generation.prompt_tokens, generation.completion_tokens
     return {
         "prompt_tokens": prompt_tokens,
@@ -41,7 +41,7 @@ def usage(generation: Generation) -> dict[str, Any]:
 
 
 def answer_steps(generation: Generation) -> Generator[None, None, bytes]:
-    """The JSON of an answer all of whose samples have ended, as work in steps."""
+    """Return, as work in steps, the JSON of an answer whose samples have all ended."""
     task = generation.task
     of_prompts: dict[int, bytes] = {}
     for prompt in task.prompts:
@@ -83,7 +83,7 @@ def _choice(
 
 
 def _prompt_fields(task: GenerationTask, prompt: Prompt) -> Generator[None, None, bytes]:
-    """The fields that say something about a prompt, encoded once however many choices have them."""
+    """Return the JSON fields about a prompt, which are encoded once for all of its choices."""
     fields = b""
     if task.prompt_logprobs is not None:
         logprobs = yield from prompt_logprobs_steps(task.model.tokenizer, prompt, task.prompt_logprobs)

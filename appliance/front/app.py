@@ -13,11 +13,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from appliance.front.app_state import AppState
-from appliance.front.body import ClientLeft
+from appliance.front.body import ClientDisconnected
 from appliance.front.cors import Cors
 from appliance.front.errors import ApiError, forbidden
 from appliance.front.gate import Gate
-from appliance.front.generation import CLIENT_LEFT
+from appliance.front.generation import CLIENT_DISCONNECTED
 from appliance.front.health import health_routes
 from appliance.front.request_context import RequestContext, context_of
 from appliance.front.routes import api_routes
@@ -47,7 +47,7 @@ def build_app(state: AppState) -> tuple[Starlette, ASGIApp]:
     def describe() -> dict[str, Any]:
         return _document(app)
 
-    errors = (ApiError, HTTPException, InsufficientScopeError, ClientLeft, Exception)
+    errors = (ApiError, HTTPException, InsufficientScopeError, ClientDisconnected, Exception)
     app = Starlette(
         routes=[*api_routes(state, describe), *health_routes(state)],
         exception_handlers=dict.fromkeys(errors, refuse),
@@ -64,12 +64,12 @@ def _refuse(state: AppState, request: Request, error: Exception) -> Response:
         refusal = _refused_by_router(request, error)
     elif isinstance(error, InsufficientScopeError):
         refusal = forbidden(str(error), "insufficient_scope")
-    elif isinstance(error, ClientLeft):
-        refusal = ApiError(CLIENT_LEFT, "the client left before its request was whole")
+    elif isinstance(error, ClientDisconnected):
+        refusal = ApiError(CLIENT_DISCONNECTED, "the client disconnected before its request was complete")
     else:
         # The HTTP server logs the traceback, and then drops the frames.
-        refusal = ApiError(500, "the front failed to answer; its log says why", code="internal")
-    if isinstance(error, ApiError | ClientLeft):
+        refusal = ApiError(500, "the front failed to answer; its log has the cause", code="internal")
+    if isinstance(error, ApiError | ClientDisconnected):
         drop_frames(error)
     context: RequestContext | None = request.scope["state"].get("context")
     if context is not None and not context.admitted:
@@ -81,7 +81,7 @@ def _refused_by_router(request: Request, error: HTTPException) -> ApiError:
     path = request.scope["path"][:_MAX_CHARS_SHOWN]
     message, code = str(error.detail), None
     if error.status_code == 404:
-        message = f"there is no path {path!r} here; GET /openapi.json lists what there is"
+        message = f"there is no path {path!r} here; GET /openapi.json lists the paths"
         code = "not_found"
     elif error.status_code == 405:
         taken = (error.headers or {}).get("Allow", "other methods")

@@ -1,4 +1,4 @@
-"""What the parts of a front share."""
+"""The state that the parts of a front share."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from appliance.front.request_context import RequestContext
 
 MAX_TEXT_BYTES = 16 << 20
-"""Prompts of all requests that wait to be encoded, shared equally by the tenants that have any."""
+"""Bytes of all prompts that wait to be encoded. Tenants with such prompts get equal shares."""
 MAX_TEXT_WAIT_S = 30.0
-"""For the tokens of one request's prompts."""
+"""Time limit for encoding the prompts of one request."""
 
 
 class Running(Protocol):
-    """A request that the core was asked to admit, and what the core may say of it."""
+    """A request that waits for admission or runs. The methods take messages of the core."""
 
     def admitted(self, message: Admitted) -> None: ...
     def refused(self, message: Refused) -> None: ...
@@ -36,7 +36,7 @@ class Running(Protocol):
 
 
 class AppState:
-    """The state of one front. Everything happens on its event loop's thread."""
+    """The state of one front. All of it belongs to the event loop's thread."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class AppState:
     ) -> None:
         self.to_core = to_core
         self.hand_over = hand_over
-        """With the descriptors that belong to the message, which stay the caller's."""
+        """Sends a message with file descriptors, which the caller still owns."""
         self.keeper = Keeper(hand_over)
         self.bodies = BodyBudget()
         self.denials = CountedLog("requests without a valid key or user were denied")
@@ -56,11 +56,11 @@ class AppState:
         self.text_memory = TextMemory(MAX_TEXT_BYTES)
         self.work = WorkPool(MAX_TEXT_WAIT_S)
         self.active: dict[str, Running] = {}
-        """Admitted or waiting for it, by request id."""
+        """Requests that wait for admission or run, by request id."""
         self.ready = False
         self.not_ready_reason = "the front has not been configured yet"
         self.silent_models: dict[str, str] = {}
-        """Models that do not answer, and why."""
+        """Models that do not answer, with the reason."""
         self.requests = 0
         self.tokens = 0
         self.streams = 0
@@ -69,7 +69,7 @@ class AppState:
 
     @property
     def limits(self) -> Limits:
-        """What the front takes from a client; may be replaced at any time."""
+        """The limits for clients. They may be replaced at any time."""
         return self.bodies.limits
 
     @limits.setter
@@ -77,7 +77,7 @@ class AppState:
         self.bodies.limits = limits
 
     def reject(self, context: RequestContext, error: ApiError) -> None:
-        """Log a request that the front refused by itself."""
+        """Log a request that the front refused without the core."""
         self.to_core(
             Rejected(
                 request_id=context.request_id,
@@ -97,14 +97,14 @@ class AppState:
         )
 
     def charge(self, context: RequestContext, tokens: int) -> None:
-        """Count tokens that were encoded or decoded, and that no request pays for, against the sender's token
-        limits."""
+        """Count tokens against the caller's token limits that were encoded or decoded, but are in no
+        generation request."""
         if tokens > 0:
             self.to_core(Worked(context.identity, tokens))
 
     def flush_soon(self, flush: Callable[[], None]) -> None:
-        """Call `flush` once everything that lies in the channels has been taken: what piled up for a stream
-        leaves as one chunk."""
+        """Call `flush` when all messages in the channels have been processed, so that the waiting outputs of
+        a stream are sent as one chunk."""
         if not self._unflushed:
             asyncio.get_running_loop().call_soon(self._flush)
         self._unflushed.append(flush)

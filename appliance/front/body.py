@@ -1,4 +1,4 @@
-"""Reads a request's JSON body into a model, within bounds, and names what is wrong with it."""
+"""Reads a request's JSON body into a struct, within bounds. Errors name the wrong field."""
 
 from __future__ import annotations
 
@@ -16,25 +16,27 @@ _BYTES_PER_VALUE = 8
 _BYTES_PER_CONTAINER = 128
 """The longest body may have one JSON value for each 8 of its bytes, and one list or object for each 128:
 262,144 and 16,384 of 2 MiB. Parsing takes about 0.1 and 1 µs each, on the event loop. A token id has 6 to 8
-bytes. Commas and brackets inside text count too; text with that many has more tokens than bytes / 8."""
+bytes. Commas and brackets inside text count too; text with so many of them has more tokens than an eighth of
+its bytes."""
 
 _FREE_BYTES = 64 << 10
-"""Refusing a body of this size takes no work worth counting."""
+"""Refusing a body up to this size is not counted as work."""
 _BYTES_PER_TOKEN = 8
-"""What refused bytes count as tokens."""
+"""Refused bodies count as one token for this many bytes."""
 
 
-class ClientLeft(Exception):
-    """The client closed the connection before its request was whole."""
+class ClientDisconnected(Exception):
+    """The client disconnected before its request was complete."""
 
 
 async def read_body(request: Request, model: type[Body], max_bytes: int) -> Body:
-    """The validated body. Raises `ApiError` (400, 413, 415), or `ClientLeft`."""
+    """Return the validated body. Raises `ApiError` (400, 413, 415), or `ClientDisconnected`."""
     return parse_body(await receive_body(request, max_bytes), model, max_bytes, context_of(request))
 
 
 async def receive_body(request: Request, max_bytes: int) -> bytearray:
-    """Return the bytes of a body that is declared as JSON. Raises `ApiError` (413, 415), or `ClientLeft`."""
+    """Return the bytes of a body that is declared as JSON. Raises `ApiError` (413, 415), or
+    `ClientDisconnected`."""
     _check_content_type(request)
     return await _read_bytes(request, max_bytes, context_of(request).body)
 
@@ -76,23 +78,23 @@ def _check_content_type(request: Request) -> None:
 
 async def _read_bytes(request: Request, max_bytes: int, reservation: BodyReservation) -> bytearray:
     too_large = ApiError(413, f"the body is larger than {max_bytes} bytes", code="body_too_large")
-    # The HTTP parser has made sure that this is a number.
+    # The HTTP parser refuses values that are not numbers.
     length = int(request.headers.get("content-length", 0))
     if length > max_bytes:
         raise too_large
-    # The whole length before the first byte: a client learns at once that there is no room.
+    # Reserve the whole length before the first byte, so that a client is refused at once.
     reservation.grow_to(length)
     received = bytearray()
     while True:
         message = await request.receive()
         if message["type"] == "http.disconnect":
-            raise ClientLeft
+            raise ClientDisconnected
         received += message.get("body", b"")
         if len(received) > max_bytes:
             raise too_large
         reservation.grow_to(len(received))
         if not message.get("more_body", False):
-            # No copy as bytes: it would double the memory of the largest bodies.
+            # A copy as bytes would double the memory of large bodies.
             return received
 
 

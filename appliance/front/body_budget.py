@@ -9,7 +9,7 @@ _RETRY_AFTER_S = 1.0
 
 
 class BodyBudget:
-    """Bytes of request bodies that this front holds, in total and by tenant."""
+    """Counts the bytes of request bodies that this front holds, in total and by tenant."""
 
     def __init__(self) -> None:
         self.limits = Limits()
@@ -21,20 +21,20 @@ class BodyBudget:
     def reserve(self, tenant: str, size: int) -> None:
         """Count `size` more bytes. Raises a 503 if the tenant, or all tenants together, hold too many."""
         held = self._by_tenant.get(tenant, 0)
-        # One whole body is always possible, whatever the settings say.
+        # One body of the largest size is always possible, whatever the settings are.
         tenant_limit = max(self.limits.max_tenant_body_bytes, self.limits.max_body_bytes)
         front_limit = max(self.limits.max_front_body_bytes, self.limits.max_body_bytes)
         if held + size > tenant_limit:
             self._refuse(
-                f"tenant {tenant!r} has request bodies of {held:,} bytes under way here", tenant_limit
+                f"tenant {tenant!r} has request bodies of {held:,} bytes in progress here", tenant_limit
             )
         if self.held_bytes + size > front_limit:
-            self._refuse(f"request bodies of {self.held_bytes:,} bytes are under way here", front_limit)
+            self._refuse(f"request bodies of {self.held_bytes:,} bytes are in progress here", front_limit)
         self._by_tenant[tenant] = held + size
         self.held_bytes += size
 
     def release(self, tenant: str, size: int) -> None:
-        """Give bytes back."""
+        """Release `size` bytes."""
         self.held_bytes -= size
         left = self._by_tenant[tenant] - size
         if left:
@@ -46,7 +46,7 @@ class BodyBudget:
         self.refused += 1
         raise ApiError(
             503,
-            f"{held}, and the limit is {limit:,}: send this request again in a moment",
+            f"{held}, and the limit is {limit:,}: retry later",
             code="too_many_body_bytes",
             retry_after_s=_RETRY_AFTER_S,
             headers={"connection": "close"},
@@ -54,8 +54,8 @@ class BodyBudget:
 
 
 class BodyReservation:
-    """The bytes that one request's body takes, from its receipt until the request is prepared. Where the
-    tenant's log policy keeps the prompts as they came, until the request's end."""
+    """The bytes of one request's body, reserved from its receipt until the request is prepared. If the
+    tenant's log policy keeps prompts, the bytes are reserved until the request ends."""
 
     def __init__(self, budget: BodyBudget, tenant: str) -> None:
         self._budget = budget
@@ -63,19 +63,20 @@ class BodyReservation:
         self._bytes = 0
 
     def grow_to(self, size: int) -> None:
-        """Reserve so many bytes in all. Raises a 503."""
+        """Reserve `size` bytes in all. Raises a 503."""
         if size > self._bytes:
             self._budget.reserve(self._tenant, size - self._bytes)
             self._bytes = size
 
     def moved(self) -> BodyReservation:
-        """Return a reservation of the same bytes. This one, which others may release, has none any more."""
+        """Move the bytes to a new reservation, and return it. This one, which the caller may release, is
+        empty then."""
         other = BodyReservation(self._budget, self._tenant)
         other._bytes, self._bytes = self._bytes, 0
         return other
 
     def release(self) -> None:
-        """Give everything back; further calls do nothing."""
+        """Release all bytes; further calls do nothing."""
         if self._bytes:
             self._budget.release(self._tenant, self._bytes)
             self._bytes = 0

@@ -1,4 +1,5 @@
-"""How many connections a front can hold: the settings' limits, or fewer where file descriptors are scarce."""
+"""Limits the connections of a front to the settings' limits, or to the file descriptors that are
+available."""
 
 from __future__ import annotations
 
@@ -10,11 +11,13 @@ import msgspec
 from appliance.messages import Limits
 
 RESERVED_DESCRIPTORS = 32
-"""Kept free for channels to replicas, files of tokenizers and connections on their way from the core."""
+"""File descriptors kept free for channels to replicas, tokenizer files and connections that the core
+sends."""
 
 
 def limits_within(limits: Limits, descriptors: int) -> Limits:
-    """Return `limits` with as many connections as so many descriptors allow, at least one of each kind."""
+    """Return `limits` with at most as many connections as there are descriptors, but at least one of each
+    kind."""
     wanted = limits.max_connections + limits.max_unauthenticated_connections
     if wanted <= descriptors:
         return limits
@@ -27,7 +30,7 @@ def limits_within(limits: Limits, descriptors: int) -> Limits:
 
 
 def descriptors_for_connections(limits: Limits, connections: int) -> int:
-    """Return how many descriptors this process can use for connections, `connections` of which are open."""
+    """Return how many descriptors this process can use for connections. `connections` of them are in use."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = limits.max_connections + limits.max_unauthenticated_connections
     if allowed == resource.RLIM_INFINITY or allowed >= 2 * (wanted + RESERVED_DESCRIPTORS):

@@ -1,4 +1,4 @@
-"""Comments for streams that have sent nothing for a while: proxies close connections that are silent."""
+"""Writes comments into streams that are silent for a while, since proxies close silent connections."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import time
 from appliance.front.request_context import ResponseSink
 
 HEAD_DELAY_S = 0.5
-"""The headers of a stream wait this long for the first token: a refusal until then has its own status."""
+"""The headers of a stream wait this long for the first token, so that a refusal can have its own status."""
 COMMENT = b": waiting\n\n"
 
 
 async def happens_within(event: asyncio.Event, timeout_s: float) -> bool:
-    """Wait for the event at most so long; return whether it is set."""
+    """Wait at most `timeout_s` for the event; return whether it is set."""
     try:
         await asyncio.wait_for(event.wait(), timeout_s)
     except TimeoutError:
@@ -23,7 +23,7 @@ async def happens_within(event: asyncio.Event, timeout_s: float) -> bool:
 
 async def send_comments(client: ResponseSink, until: asyncio.Event, interval_s: float) -> None:
     """Write a comment whenever nothing was written for `interval_s` seconds, until the event is set. The
-    response's header has been written."""
+    response's header must have been written."""
     silent_since = time.monotonic()
     while not await happens_within(until, silent_since + interval_s - time.monotonic()):
         silent_since = max(silent_since, client.last_chunk_at)

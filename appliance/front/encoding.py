@@ -1,4 +1,4 @@
-"""Runs the text work of requests: long work off the event loop, shared fairly between tenants."""
+"""Runs work on the texts of requests: short work at once, long work in threads, fairly between tenants."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from appliance.text.fair_queue import TooMuchWorkError, run_steps
 Result = TypeVar("Result")
 
 _INLINE_CHARACTERS = 512
-"""Up to here encoding in place (0.3 µs a character) costs less than the way to a thread and back (0.1 ms)."""
+"""Up to this length, encoding on the event loop (0.3 µs a character) is cheaper than using a thread (0.1
+ms)."""
 _RETRY_AFTER_S = 2.0
 
 
@@ -28,7 +29,8 @@ def text_bytes(texts: Iterable[str]) -> int:
 
 @contextmanager
 def text_memory(state: AppState, context: RequestContext, size: int) -> Iterator[None]:
-    """Count `size` bytes of text as under work for the caller's tenant. Raises a 503 if it has too many."""
+    """Count `size` bytes of text in progress for the caller's tenant. Raises a 503 if the tenant has too
+    many."""
     try:
         with state.text_memory.reserved(context.identity.tenant, size):
             yield
@@ -43,7 +45,8 @@ async def do_work(
     characters: int,
     inline: int = _INLINE_CHARACTERS,
 ) -> Result:
-    """What the work on so many characters returns or raises; a 503 where it takes too long."""
+    """Run the work on this many characters; return its result or raise its error. Raises a 503 if the work
+    waits too long."""
     try:
         if characters <= inline:
             return run_steps(steps)
@@ -56,5 +59,5 @@ async def do_work(
 
 
 def too_much_work(error: TooMuchWorkError) -> ApiError:
-    """The 503 for a tenant that has too much under work."""
+    """Return the 503 for a tenant that has too much work in progress."""
     return ApiError(503, str(error), code="too_many_prompts", retry_after_s=_RETRY_AFTER_S)

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients understand them."""
+"""Errors in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KINDS = {429: "rate_limit_error", 503: "service_unavailable"}
 
 
 class ApiError(Exception):
-    """What a client is told. `param` names the field, in OpenAI's notation: `messages[0].content`."""
+    """An error answer. `param` names the field, in OpenAI's notation: `messages[0].content`."""
 
     def __init__(
         self,
@@ -39,52 +39,52 @@ class ApiError(Exception):
 
     @property
     def kind(self) -> str:
-        """OpenAI's `type`."""
+        """The field `type` of OpenAI's errors."""
         return self._kind or _KINDS.get(self.status, INVALID_REQUEST if self.status < 500 else "server_error")
 
     def document(self) -> bytes:
-        """The error as a JSON object: the body of an answer, or the data of a stream's error event."""
+        """Return the error as a JSON object: the body of an answer, or the data of a stream's error event."""
         return error_document(self.message, self.kind, self.param, self.code)
 
     def response(self) -> Response:
-        """The answer."""
+        """Return the error as an HTTP response."""
         headers = self.headers
         if self.retry_after_s is not None:
-            # Whole seconds for everybody, and what OpenAI's client prefers.
+            # Whole seconds as in HTTP, and the header that OpenAI's client prefers.
             headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
             headers["retry-after-ms"] = str(max(1, round(self.retry_after_s * 1000)))
         return Response(self.document(), self.status, headers, "application/json")
 
 
 def invalid(param: str | None, message: str, code: str = "invalid_value") -> ApiError:
-    """A 400 about one field."""
+    """Return a 400 about one field."""
     return ApiError(400, f"{param}: {message}" if param else message, param=param, code=code)
 
 
 def unauthorized(message: str, code: str) -> ApiError:
-    """A 401."""
+    """Return a 401."""
     return ApiError(401, message, code=code, headers={"www-authenticate": "Bearer"})
 
 
 def forbidden(message: str, code: str, param: str | None = None) -> ApiError:
-    """A 403: who asks is known, and may not."""
+    """Return a 403: the caller is authenticated, but not allowed."""
     return ApiError(403, message, param=param, code=code)
 
 
 def model_not_allowed(name: str) -> ApiError:
-    """A 403 for a model that the key does not open."""
+    """Return the 403 for a model that the key does not allow."""
     return forbidden(
-        f"this key does not open model {_shown(name)!r}; GET /v1/models lists what it opens",
+        f"this key does not allow model {_shown(name)!r}; GET /v1/models lists the allowed models",
         "model_not_allowed",
         "model",
     )
 
 
 def model_not_found(name: str) -> ApiError:
-    """A 404 for a model that is not served."""
+    """Return the 404 for a model that is not served."""
     return ApiError(
         404,
-        f"model {_shown(name)!r} is not served here; GET /v1/models lists what is",
+        f"model {_shown(name)!r} is not served here; GET /v1/models lists the models",
         param="model",
         code="model_not_found",
     )

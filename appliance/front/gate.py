@@ -1,7 +1,7 @@
-"""The first code that sees a request: gives it an id and requires an identity.
+"""Gives each request an id, and authenticates its caller before any other code handles the request.
 
-Every path requires one, except those whose route is open (`appliance.scopes`); without an identity no answer
-tells which other paths exist. The route checks what the caller may do. Nothing of the body is read here.
+Every path requires an identity, except the paths of open routes (`appliance.scopes`). Without an identity, no
+answer reveals which other paths exist. The route checks the caller's scopes. The body is not read here.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Gate:
             await send(message)
 
         if scope["raw_path"].endswith(b"/") and scope["path"] != "/":
-            # A path with a slash at its end is the path without; not with an encoded one.
+            # A slash at the end of a path is ignored, unless it is percent-encoded.
             scope["path"] = scope["path"].removesuffix("/")
         is_open = scope["path"] in self._open_paths
         state = self._state
@@ -80,7 +80,7 @@ class Gate:
                 raise _no_place()
             if identity.suspended:
                 raise forbidden(
-                    f"tenant {identity.tenant!r} is suspended: ask the operator of this box",
+                    f"tenant {identity.tenant!r} is suspended: ask the operator of this server",
                     "tenant_suspended",
                 )
             context.asked_class = _asked_class(scope)
@@ -98,7 +98,7 @@ class Gate:
 def _no_place() -> ApiError:
     return ApiError(
         503,
-        "all connections of this server, or all that one tenant may have, are in use: try again in a moment, "
+        "all connections of this server, or all that one tenant may have, are in use: retry later, "
         "or raise limits.max_connections",
         code="too_many_connections",
         retry_after_s=1.0,
@@ -124,7 +124,8 @@ def _deadline_ms(scope: Scope) -> float | None:
     if not 0 < deadline_ms <= _MAX_DEADLINE_MS:
         raise invalid(
             "x-appliance-deadline-ms",
-            f"must be milliseconds from now until the whole answer is there, at most {_MAX_DEADLINE_MS}",
+            f"must be the milliseconds from now in which the answer must be complete, above 0 and at most "
+            f"{_MAX_DEADLINE_MS}",
         )
     return deadline_ms
 

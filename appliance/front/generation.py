@@ -1,4 +1,4 @@
-"""One request after validation: admitted, submitted, resubmitted if a replica is lost, settled once."""
+"""The life of a validated request: admission, submission, resubmission if a replica is lost, settlement."""
 
 from __future__ import annotations
 
@@ -24,23 +24,25 @@ log = logging.getLogger(__name__)
 
 MAX_RESUBMISSIONS = 3
 _RESUBMIT_DELAY_S = 0.02
-"""Before the first resubmission, doubled for each further one: the core must learn of the death too."""
+"""Delay before the first resubmission, doubled for each further one, so that the core also notices the
+loss."""
 
 _MAX_BACKLOG_BYTES = 1 << 20
-"""A resubmission waits while the replica has left so much unread."""
+"""A resubmission waits while more than this many bytes for the replica are unread."""
 _BACKLOG_CHECK_S = 0.005
 
-CLIENT_LEFT = 499
+CLIENT_DISCONNECTED = 499
 
 Submission = tuple[Submit, Callable[[Output], None]]
-"""With the function that takes its outputs."""
+"""A submission, and the function that takes its outputs."""
 
 
 class Generation:
-    """Driven by events: the core's answers, the replica's outputs, the client's leaving.
+    """A request that waits for admission or runs. Its events are the core's messages, the replica's outputs,
+    and the client's disconnection.
 
-    Its end shows in `ended`: then either all samples have a `finish_reason`, or there is a `failure`, or the
-    client has `left`. Who answers the client calls `settle` when the answer is out.
+    When `ended` is set, either all samples have a `finish_reason`, or there is a `failure`, or the client has
+    `left`. The response calls `settle` when the answer is written.
     """
 
     def __init__(self, state: AppState, context: RequestContext, task: GenerationTask) -> None:
@@ -51,7 +53,7 @@ class Generation:
         wants_logprobs = task.logprobs is not None
         each = task.samples
         self.is_kept = context.identity.log_policy != "metadata"
-        """What is asked and answered is to be kept."""
+        """The log policy keeps prompts and answers."""
         self.samples = [
             Sample(
                 prompt,
@@ -73,27 +75,28 @@ class Generation:
             for number in range(each)
         ]
         self.begun = asyncio.Event()
-        """The first output is here, or the end."""
+        """Set at the first output, or at the end."""
         self.ended = asyncio.Event()
         self.failure: ApiError | None = None
         self.left = False
         self.ran = False
-        """A replica has had it."""
+        """The request was submitted to a replica."""
         self.on_progress: Callable[[Sample], None] | None = None
         """Called after each output that a sample took."""
         self.on_end: Callable[[], None] | None = None
         self.headers: dict[str, str] = {}
-        """For the answer: what is left of the caller's limits."""
+        """Headers of the answer: the state of the caller's rate limits."""
         self.prompt_tokens = task.prompt_tokens
-        """Over all prompts."""
+        """Tokens of all prompts."""
         self.completion_tokens = 0
-        """Over all samples: the tokens that the answer needs so far."""
+        """Tokens of all samples that the answer needs so far."""
         self.cached_tokens = 0
-        """Over all prompts, as far as their first outputs have told."""
+        """Tokens of all prompts that were in the prefix cache, as far as first outputs have arrived."""
         self.delivered_tokens = 0
-        """Kept by who answers: tokens in what was handed to the client."""
+        """Output tokens that were written to the client. The response sets it."""
         self.first_bytes_at: float | None = None
-        """Set by who answers a stream."""
+        """When the first bytes of a stream were written, in seconds of the monotonic clock. The response sets
+        it."""
         self._open = len(self.samples)
         self._attempt = 0
         self._submitted = False
@@ -111,33 +114,33 @@ class Generation:
         """Ask the core for admission."""
         self.state.active[self.context.request_id] = self
         self.context.admitted = True
-        self.context.connection.on_lost = self._client_left
+        self.context.connection.on_lost = self._client_disconnected
         unpaid = self.context.encoded_tokens
         if self.context.connection.lost:
-            self._client_left()
+            self._client_disconnected()
         else:
             self._ask()
             unpaid -= self.task.prompt_tokens
         self.state.charge(self.context, unpaid)
 
-    def _client_left(self) -> None:
+    def _client_disconnected(self) -> None:
         self.left = True
         self._drop()
         self._end()
-        self.settle(CLIENT_LEFT, "the client left")
+        self.settle(CLIENT_DISCONNECTED, "the client disconnected")
 
     def too_slow(self) -> None:
-        """End the request and close the connection: the client does not take its answer."""
+        """End the request and close the connection, because the client does not read its answer."""
         self.left = True
         self._drop()
         self._end()
-        self.settle(CLIENT_LEFT, "the client read too slowly")
+        self.settle(CLIENT_DISCONNECTED, "the client read too slowly")
         self.context.connection.cut_off()
 
     # ── from the core ──
 
     def admitted(self, message: Admitted) -> None:
-        """It is the request's turn."""
+        """Submit the request to the replica that the core has chosen."""
         if message.attempt != self._attempt or self.ended.is_set() or self._submitted:
             return
         link = self.state.replicas.get(message.replica)
@@ -158,12 +161,13 @@ class Generation:
             self._handles.append(submit.handle)
             link.submit(submit, sink, self._lost)
             if self._link is not link:
-                # The replica was found dead meanwhile: everything is submitted again elsewhere.
+                # The replica was found to be lost: all submissions are repeated elsewhere.
                 break
 
     def refused(self, message: Refused) -> None:
-        """The core will not run it. Of a first attempt it has ended the row; of a later one it waits for
-        `settle`, since the client may have a part of the answer."""
+        """End the request, because the core has refused it. For a first attempt the core has ended the row of
+        the request log; for a later attempt it waits for `settle`, since the client may have a part of the
+        answer."""
         if message.attempt != self._attempt or self._settled:
             return
         if not self._attempt:
@@ -183,7 +187,7 @@ class Generation:
         )
 
     def abort(self, message: str) -> None:
-        """End it now: the operator's, or the drain's, wish."""
+        """End the request now, for an operator or a drain."""
         self._fail(ApiError(503, message, code="aborted", retry_after_s=1.0))
 
     # ── from the replica ──
@@ -204,9 +208,9 @@ class Generation:
         try:
             sample.take(output)
         except Exception:
-            # A mistake of ours must cost this request only: the frame has other requests' tokens too.
-            log.exception("request %s: an output could not be taken", self.context.request_id)
-            self._fail(ApiError(500, "the front failed to answer; its log says why", code="internal"))
+            # An error here must end this request only: the frame also has tokens of other requests.
+            log.exception("request %s: an output could not be processed", self.context.request_id)
+            self._fail(ApiError(500, "the front failed to answer; its log has the cause", code="internal"))
             return
         self.completion_tokens += sample.delivered - delivered
         now = time.monotonic()
@@ -227,7 +231,7 @@ class Generation:
             self._end()
 
     def _lost(self) -> None:
-        """The replica is gone; called once for each submission that ran there."""
+        """Resubmit later, because the replica is lost. Called once for each submission that ran there."""
         self._link = None
         self._handles.clear()
         if self.ended.is_set() or self._retry is not None:
@@ -285,10 +289,9 @@ class Generation:
         )
 
     async def _submit_in_turns(self, link: ReplicaClient, submissions: Iterator[Submission]) -> None:
-        """Send a resubmission, which has the whole prompt once for each sample, as the replica reads it. All
-        of it is sent, since the core counts it; what belongs to a request that has ended is cancelled at
-        once.
-        """
+        """Send a resubmission at the speed at which the replica reads it: it has the whole prompt once for
+        each sample. All of it is sent, since the core has counted it; if the request has ended, its
+        submissions are cancelled at once."""
         attempt = self._attempt
         for submit, sink in submissions:
             if link.closed:
@@ -353,7 +356,7 @@ class Generation:
         self._end()
 
     def _drop(self) -> None:
-        """Nobody waits for the samples that still run."""
+        """Cancel the samples that still run."""
         if self._retry is not None:
             self._retry.cancel()
             self._retry = None
@@ -373,7 +376,7 @@ class Generation:
             self.on_end()
 
     def settle(self, status: int, error: str = "") -> None:
-        """Send the last word on this request; only the first one counts."""
+        """Report the end of the request to the core; further calls do nothing."""
         if self._settled:
             return
         self._settled = True
@@ -384,7 +387,7 @@ class Generation:
         gaps = self._tokens - len(self.samples)
         itl_ms = None
         if gaps > 0 and self._first_token_at is not None:
-            # Samples run side by side: each gap between two steps is one gap of every sample.
+            # Samples run in parallel: the time between two steps is one gap of every sample.
             itl_ms = (self._last_token_at - self._first_token_at) * 1000.0 * len(self.samples) / gaps
         self.state.to_core(
             Settle(
@@ -402,13 +405,13 @@ class Generation:
 
     @property
     def answers(self) -> list[Sample]:
-        """The samples that are answered, in the order of the answer: of each prompt all, or its best."""
+        """The samples in the answer, in its order: all samples of each prompt, or the best ones."""
         task = self.task
         if task.samples == task.n:
             return self.samples
         best: list[Sample] = []
         for first in range(0, len(self.samples), task.samples):
-            # Sorting keeps the order of equals.
+            # Sorting is stable.
             of_prompt = sorted(
                 self.samples[first : first + task.samples], key=lambda sample: -sample.cumulative_logprob
             )
@@ -416,7 +419,7 @@ class Generation:
         return best
 
     def transcript(self) -> Transcript:
-        """What was asked, and answered so far; complete where the tenant's log policy keeps it."""
+        """Return prompts and answers so far. They are recorded only if the tenant's log policy keeps them."""
         tokenizer = self.task.model.tokenizer
         return Transcript(
             self.context.request_id,
@@ -428,9 +431,9 @@ class Generation:
         )
 
     def finish_reason(self, status: int) -> str:
-        """Of the samples, joined by "," where they differ."""
+        """Return the finish reasons of the samples, joined by "," where they differ."""
         rest = "error" if self.failure is not None and self.failure.code != "aborted" else "cancelled"
-        if status == CLIENT_LEFT:
+        if status == CLIENT_DISCONNECTED:
             rest = "cancelled"
         return ",".join(dict.fromkeys(sample.finish_reason or rest for sample in self.samples))
 

@@ -1,4 +1,4 @@
-"""What a request asks the engine for: prompts as tokens, samples, how to choose tokens."""
+"""A validated generation request: prompts as tokens, number of samples, sampling parameters."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from engine.messages import SamplingParams, TokenLogprob
 
 @dataclass(slots=True)
 class Prompt:
-    """One prompt of a request, and what its first outputs told about it."""
+    """One prompt of a request, and the information about it in its first outputs."""
 
     index: int
     token_ids: list[int]
     max_tokens: int
-    """The most to generate after it, a sample."""
+    """The most tokens to generate for each sample."""
     echo_text: str = ""
-    """What the answer begins with, when it is to."""
+    """The text at the beginning of the answer, with `echo`."""
     cached_tokens: int | None = None
     logprobs: list[TokenLogprob | None] | None = None
-    """Of its tokens, the first None; when asked for."""
+    """Log probabilities of its tokens, if requested. That of the first token is None."""
 
 
 @dataclass(slots=True)
 class GenerationTask:
-    """A validated request."""
+    """A validated generation request."""
 
     model: LoadedModel
     chat: bool
@@ -37,32 +37,32 @@ class GenerationTask:
     n: int
     """Answers for each prompt."""
     sampling: SamplingParams
-    """For every prompt but for `max_tokens`."""
+    """The parameters of every prompt, except `max_tokens`."""
     best_of: int = 0
-    """Samples of each prompt, of which the best `n` are answered; 0: `n`."""
+    """Samples of each prompt, the best `n` of which are in the answer; 0 means `n`."""
     stops: StopSet | None = None
     include_stop: bool = False
-    """The stop string or stop token that ended an answer is part of it."""
+    """Whether an answer contains the stop string or stop token that ended it."""
     skip_special_tokens: bool = True
     continues_text: bool = False
-    """The answer goes on with the prompt's text: it does not begin a text of its own."""
+    """Whether the answer continues the prompt's text, so that it may begin with a space."""
     logprobs: int | None = None
     """How many alternatives the answer shows for each token; None: no log probabilities."""
     prompt_logprobs: int | None = None
-    """The same of the prompts' tokens, where the answer has a field for them."""
+    """The same for the prompts' tokens, if the answer has the field `prompt_logprobs`."""
     return_token_ids: bool = False
     echo: bool = False
     discard_output: bool = False
-    """Only the prompt is wanted (`max_tokens` 0)."""
+    """The answer has only the prompt (`max_tokens` 0)."""
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
-    """In every chunk of a stream."""
+    """Whether every chunk of a stream has token counts."""
     asked_class: str = ""
     may_lower: bool = False
     """As `Admit.may_lower`."""
     asked: list[Text] = field(default_factory=list)
-    """The prompts as they came, where they are to be kept."""
+    """The prompts as they were sent, if the log policy keeps them."""
 
     @property
     def samples(self) -> int:
@@ -71,14 +71,14 @@ class GenerationTask:
 
     @property
     def prompt_tokens(self) -> int:
-        """Over all prompts."""
+        """Tokens of all prompts."""
         return sum(len(prompt.token_ids) for prompt in self.prompts)
 
     @property
     def echoes_logprobs(self) -> bool:
-        """The answer shows the prompt's log probabilities."""
+        """Whether the answer shows the prompt's log probabilities."""
         return self.echo and self.logprobs is not None
 
     def sampling_for(self, prompt: Prompt) -> SamplingParams:
-        """How tokens after `prompt` are chosen."""
+        """Return the sampling parameters for `prompt`."""
         return msgspec.structs.replace(self.sampling, max_tokens=prompt.max_tokens)

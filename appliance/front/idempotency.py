@@ -21,7 +21,7 @@ from appliance.front.app_state import AppState
 from appliance.front.body_budget import BodyReservation
 from appliance.front.comments import COMMENT
 from appliance.front.errors import ApiError
-from appliance.front.generation import CLIENT_LEFT
+from appliance.front.generation import CLIENT_DISCONNECTED
 from appliance.front.generation_task import GenerationTask
 from appliance.front.recording import Follower
 from appliance.front.request_context import RequestContext
@@ -144,7 +144,7 @@ class RecordedResponse(Response):
         if follower.left:
             return
         if recording.head is None:
-            error = ApiError(500, "the front failed to answer; its log says why", code="internal")
+            error = ApiError(500, "the front failed to answer; its log has the cause", code="internal")
             await error.response()({"type": "http"}, _receive_nothing, send)
             return
         self._state.streams += recording.streamed
@@ -188,9 +188,9 @@ class RecordedResponse(Response):
                 retry=self._retry,
                 retry_of=run.request_id,
                 request_class=INTERACTIVE if run.request_class is None else run.request_class,
-                status=CLIENT_LEFT if follower.left else run.status,
+                status=CLIENT_DISCONNECTED if follower.left else run.status,
                 finish_reason="cancelled" if follower.left else run.finish_reason or "error",
-                error="the client left" if follower.left else "",
+                error="the client disconnected" if follower.left else "",
                 arrived_at=context.arrived_at,
                 ttft_ms=None
                 if follower.first_bytes_at is None

@@ -1,4 +1,4 @@
-"""Who asks: a bearer key by its hash, or the peer of a Unix socket by its uid, else by its groups."""
+"""Identifies callers: by the hash of a bearer key, or by the uid or the groups of a Unix socket's peer."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from appliance.http import Peer, bearer
 from appliance.messages import Identities, Identity
 
 KEY_PREFIX = b"ak-"
-"""How every key of this product begins."""
+"""The prefix of every key of this product."""
 
 _KEY_HEADERS = (b"api-key", b"x-api-key")
 
 
 class IdentityTable:
-    """The table of who may ask, as the core last said. Empty, it refuses everybody."""
+    """The identities by key hash, uid and gid, as the core last sent them. An empty table refuses every
+    caller."""
 
     def __init__(self) -> None:
         self._keys: dict[str, Identity] = {}
@@ -26,7 +27,7 @@ class IdentityTable:
         self._any_uid: Identity | None = None
 
     def take(self, news: Identities) -> None:
-        """Know the whole table, or what has changed in it, from now on."""
+        """Replace the table, or apply changes to it."""
         if news.whole:
             self._keys = {}
         for sha256, identity in news.keys.items():
@@ -37,11 +38,12 @@ class IdentityTable:
         self._uids, self._gids, self._any_uid = news.uids, news.gids, news.any_uid
 
     def identify(self, headers: Sequence[tuple[bytes, bytes]], peer: Peer) -> Identity:
-        """The identity of a request. Raises a 401.
+        """Return the identity of a request. Raises a 401.
 
-        A valid key wins everywhere. On a Unix socket the peer's uid is enough, and a key that is not one of
-        ours says nothing: OpenAI's clients must send one, so people put in a placeholder. One that looks like
-        ours and is not valid (revoked, mistyped) is refused there too: nobody is billed by mistake.
+        A valid key takes precedence everywhere. On a Unix socket the peer's uid is enough, and keys without
+        `KEY_PREFIX` are ignored: OpenAI's clients must send a key, so users send a placeholder. A key with
+        the prefix that is not valid (revoked, mistyped) is refused there too, so that no other tenant is
+        billed by mistake.
         """
         scheme, key = _credentials(headers)
         if scheme and scheme != b"bearer":
@@ -77,8 +79,8 @@ class IdentityTable:
 
 
 def _credentials(headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, bytes]:
-    """As `bearer`; without an Authorization header the key of `api-key` or `x-api-key`, which clients of
-    Azure and of Anthropic send."""
+    """Return the same as `bearer`; without an Authorization header, the key in `api-key` or `x-api-key`,
+    which Azure's and Anthropic's clients send."""
     scheme, key = bearer(headers)
     if scheme:
         return scheme, key

@@ -1,8 +1,9 @@
-"""What tenants' policies keep of prompts and answers: hashed, freed of secrets, and handed to the core.
+"""Prepares the prompts and answers that log policies keep: hashes them, redacts secrets, and sends them to
+the core.
 
-This costs a front 0.2 ms for each thousand characters of a kept text, so it happens after the answer, on a
-thread of its own that makes a pause after every few of them. The texts travel in a memfd: the core's event
-loop passes on a descriptor, and reads none of them.
+This takes 0.2 ms for each thousand characters of a kept text, so it happens after the answer, on a separate
+thread that pauses often. The texts are sent in a memfd, so that the core's event loop only passes on a
+descriptor.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from store.structs import KeptText
 log = logging.getLogger(__name__)
 
 MAX_WAITING_CHARS = 32 << 20
-"""Texts that wait for the thread; what comes beyond is dropped, and counted."""
+"""Characters that may wait for the thread. Further texts are dropped, and counted."""
 MAX_REQUEST_CHARS = 4 << 20
-"""Kept of one request; of texts beyond there is the length only."""
+"""Characters that are kept of one request. Of further texts only the length is kept."""
 
 _BEYOND_CHARS = 1024
-"""A secret that a text's end cuts in two must be known by its whole."""
+"""Characters that are searched for secrets beyond the kept ones, to find a secret at the cut."""
 _PAUSE_S = 0.0001
-"""Lets the event loop's thread have the interpreter; giving it up for no time at all does not."""
+"""A pause in which the event loop's thread gets the interpreter lock. A pause of 0 s would not suffice."""
 
 Message = dict[str, str]
 Text = str | list[Message] | list[int]
@@ -43,7 +44,7 @@ Text = str | list[Message] | list[int]
 
 
 class Transcript(NamedTuple):
-    """What was asked and answered in a request that ran."""
+    """Prompts and answers of a request that ran."""
 
     request_id: str
     identity: Identity
@@ -51,38 +52,41 @@ class Transcript(NamedTuple):
     prompts: list[Text]
     answers: list[str]
     decode: Callable[[list[int]], str]
-    """The text of token ids. Any thread may call it."""
+    """Returns the text of token ids, in any thread."""
 
     @property
     def chars(self) -> int:
-        """Characters, and token ids, in all of it."""
+        """Number of characters and token ids."""
         return sum(map(len, self.answers)) + sum(map(_length, self.prompts))
 
 
 class Keeper:
-    """Keeps what its rules and the callers' policies say. Methods belong on the event loop's thread."""
+    """Keeps texts as its rules and the callers' policies require. All methods belong to the event loop's
+    thread."""
 
     def __init__(self, hand_over: Callable[[Keep, tuple[int, ...]], None]) -> None:
-        """`hand_over` takes a descriptor, which stays the caller's."""
+        """`hand_over` sends a descriptor, which the caller still owns."""
         self.rules = KeepRules()
         self.dropped = 0
-        """Requests whose texts were not kept, because too much waited."""
+        """Number of requests whose texts were dropped, because too many characters waited."""
         self._hand_over = hand_over
         self._waiting_chars = 0
         self._threads = ThreadPoolExecutor(1, "keep")
         self._background = Background()
 
     def keep(self, transcript: Transcript) -> None:
-        """Keep it soon, as its tenant's policy says."""
+        """Keep the transcript soon, as its tenant's policy requires."""
         if self._waiting_chars + transcript.chars > MAX_WAITING_CHARS:
             self.dropped += 1
-            log.error("request %s: its texts are not kept, too much waits already", transcript.request_id)
+            log.error(
+                "request %s: its texts are not kept, because too many characters wait", transcript.request_id
+            )
             return
         self._waiting_chars += transcript.chars
         self._background.run(self._run(transcript))
 
     async def flush(self) -> None:
-        """Wait until everything is handed over."""
+        """Wait until all texts are sent."""
         await self._background.ended()
 
     async def _run(self, transcript: Transcript) -> None:
@@ -106,7 +110,7 @@ class Keeper:
 
 
 def _in_memory(transcript: Transcript, rules: KeepRules) -> int:
-    """A memfd with the parts, as msgpack."""
+    """Return a memfd with the texts, as msgpack."""
     return new_memory("kept", msgspec.msgpack.encode(list(_parts(transcript, rules))))
 
 
@@ -136,11 +140,12 @@ def _part(
     data = _plain(text).encode("utf-8", "surrogatepass")
     if transcript.identity.log_policy != "full":
         return KeptText(name, number, hashlib.sha256(data).hexdigest(), len(data))
-    # A message's text as it was meant, not as JSON escapes it: there a secret has another form.
+    # Redact the messages' texts before they are JSON, where escapes would change the form of a secret.
     clean = _Clean(redactor, most)
     shown = clean.text(text) if isinstance(text, str) else _plain(clean.conversation(text))  # type: ignore[arg-type]
     kept = shown[:most].encode("utf-8", "backslashreplace")
-    # Never a hash of what was taken out: with the rest beside it, a short secret could be guessed.
+    # Hash the redacted text: from a hash of the original and the rest of the text, a short secret could be
+    # guessed.
     return KeptText(
         name,
         number,
@@ -153,22 +158,22 @@ def _part(
 
 
 def _plain(text: Text) -> str:
-    """What is kept: a text as it is, a conversation as JSON without spaces."""
+    """Return the text in the form that is kept: a conversation is JSON without spaces."""
     return text if isinstance(text, str) else json.dumps(text, ensure_ascii=False, separators=(",", ":"))
 
 
 class _Clean:
-    """Takes secrets out of the beginning of a text, about as much as is kept of it."""
+    """Redacts the beginning of a text, about as much as is kept of it."""
 
     def __init__(self, redactor: Redactor, room: int) -> None:
         self.secrets = 0
         self.cut = False
-        """There was more."""
+        """The rest of the text was dropped."""
         self._redactor = redactor
         self._room = room
 
     def text(self, text: str) -> str:
-        """What is left of it."""
+        """Return the redacted beginning of the text."""
         most = max(0, self._room) + _BEYOND_CHARS
         self.cut = self.cut or len(text) > most
         pieces: list[str] = []
@@ -181,7 +186,7 @@ class _Clean:
         return shown
 
     def conversation(self, messages: list[Message]) -> list[Message]:
-        """What is left of each message, as far as there is room."""
+        """Return the redacted messages, up to the number of characters that are kept."""
         shown: list[Message] = []
         for message in messages:
             if self._room < 0:

@@ -1,4 +1,4 @@
-"""Rate limits as OpenAI's API tells them."""
+"""Rate limit headers, as in OpenAI's API."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from appliance.quantities import duration
 
 
 def rate_limit_headers(limits: RateLimits | None) -> dict[str, str]:
-    """The `x-ratelimit-*` headers of an answer: of the tightest limit of each kind, of those there are."""
+    """Return the `x-ratelimit-*` headers of an answer, for the tightest limit of each kind."""
     if limits is None:
         return {}
     kinds = {

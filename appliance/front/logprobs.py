@@ -13,7 +13,7 @@ from appliance.text.tokenizer import Tokenizer
 from engine.messages import TokenLogprob
 
 _MIN_LOGPROB = -9999.0
-"""What OpenAI shows for a token that is impossible: JSON has no infinity."""
+"""The value that OpenAI shows for an impossible token, since JSON has no infinity."""
 _LOGPROBS_AT_ONCE = 2048
 
 _encode = msgspec.json.Encoder().encode
@@ -26,7 +26,7 @@ def _finite(value: float) -> float:
 def _chat_content(
     tokenizer: Tokenizer, entries: Sequence[LogprobEntry], alternatives: int
 ) -> list[dict[str, Any]]:
-    """`choices[].logprobs.content` of a chat completion."""
+    """Return `choices[].logprobs.content` of a chat completion."""
     return [
         {
             **_chat_token(tokenizer, entry.logprob.token_id, entry.logprob.logprob),
@@ -59,7 +59,7 @@ class _Columns:
         self._offsets: list[int] = []
 
     def add(self, token_id: int, logprob: TokenLogprob | None, offset: int) -> None:
-        """A token; `logprob` is None for the first of a prompt."""
+        """Add a token; `logprob` is None for the first token of a prompt."""
         text = self._tokenizer.token_text(token_id)
         self._tokens.append(text)
         self._offsets.append(offset)
@@ -70,24 +70,24 @@ class _Columns:
         self._values.append(_finite(logprob.logprob))
         top: dict[str, float] = {}
         for other, value in logprob.top[: self._alternatives]:
-            # Different tokens can have the same text: the likelier one stands.
+            # Different tokens can have the same text. The likelier one is shown.
             top.setdefault(self._tokenizer.token_text(other), _finite(value))
-        # OpenAI shows the chosen token too, so there may be one more than asked for.
+        # OpenAI shows the chosen token too, so there may be one alternative more than requested.
         top.setdefault(text, _finite(logprob.logprob))
         self._top.append(top)
 
     def add_entries(self, entries: Sequence[LogprobEntry]) -> None:
-        """Generated tokens."""
+        """Add generated tokens."""
         for entry in entries:
             self.add(entry.logprob.token_id, entry.logprob, entry.offset)
 
     def lists(self) -> list[list[Any]]:
-        """The parallel lists; that of the alternatives is empty where none were asked for."""
+        """Return the parallel lists. The list of alternatives is empty if none were requested."""
         return [self._tokens, self._values, self._top if self._alternatives else [], self._offsets]
 
 
 class PromptLogprobs:
-    """The log probabilities of a prompt that the answer begins with (`echo`), handed out in parts."""
+    """The log probabilities of a prompt at the beginning of the answer (`echo`), returned in parts."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Prompt) -> None:
         self._prompt = prompt
@@ -96,7 +96,7 @@ class PromptLogprobs:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all of it was handed out."""
+        """Whether all parts were returned."""
         return self._position == len(self._prompt.token_ids)
 
     def move(self, columns: _Columns, count: int) -> None:
@@ -110,15 +110,15 @@ class PromptLogprobs:
 
 
 def tokens_at_once(task: GenerationTask) -> int:
-    """Tokens whose log probabilities are written in one step of a few milliseconds."""
+    """Return the number of tokens whose log probabilities are written in one step of a few milliseconds."""
     return max(1, _LOGPROBS_AT_ONCE // (1 + (task.logprobs or 0)))
 
 
 def prompt_logprobs_steps(
     tokenizer: Tokenizer, prompt: Prompt, alternatives: int
 ) -> Generator[None, None, bytes]:
-    """The field `prompt_logprobs` as vLLM has it: for each token of the prompt but the first an object from
-    token ids to log probability, rank and text. As work in steps."""
+    """Return, as work in steps, the field `prompt_logprobs` as in vLLM: for each token of the prompt except
+    the first, an object from token ids to log probability, rank and text."""
     known = prompt.logprobs or []
     count = max(1, _LOGPROBS_AT_ONCE // (1 + alternatives))
     slices = []
@@ -141,7 +141,7 @@ def _with_ranks(tokenizer: Tokenizer, known: TokenLogprob, alternatives: int) ->
     return {
         str(token_id): {
             "logprob": _finite(value),
-            # Not known of a token that is not among the best.
+            # The rank is not known for a token that is not among the best.
             "rank": ranks.get(token_id),
             "decoded_token": tokenizer.token_text(token_id),
         }
@@ -152,7 +152,8 @@ def _with_ranks(tokenizer: Tokenizer, known: TokenLogprob, alternatives: int) ->
 def logprobs_event(
     task: GenerationTask, entries: Sequence[LogprobEntry] | None, echoed: PromptLogprobs | None
 ) -> bytes:
-    """`choices[].logprobs` as JSON for a piece of a stream: the next tokens of the prompt, or `entries`."""
+    """Return `choices[].logprobs` as JSON for a chunk of a stream: the next tokens of the prompt, or
+    `entries`."""
     if task.logprobs is None or entries is None:
         return b"null"
     tokenizer = task.model.tokenizer
@@ -168,7 +169,7 @@ def logprobs_event(
 def logprobs_steps(
     task: GenerationTask, entries: Sequence[LogprobEntry] | None, echoed: Prompt | None
 ) -> Generator[None, None, bytes]:
-    """`choices[].logprobs` as JSON for a whole answer, as work in steps."""
+    """Return, as work in steps, `choices[].logprobs` as JSON for a complete answer."""
     if task.logprobs is None or entries is None:
         return b"null"
     tokenizer, count = task.model.tokenizer, tokens_at_once(task)
@@ -209,5 +210,5 @@ def _columns_json(task: GenerationTask, encoded: Sequence[Sequence[bytes]]) -> b
 
 
 def _joined(lists: Sequence[bytes]) -> bytes:
-    """One JSON list of the elements of several."""
+    """Return one JSON list of the elements of several JSON lists."""
     return b"[%b]" % b",".join(each[1:-1] for each in lists if len(each) > 2)

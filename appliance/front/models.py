@@ -1,4 +1,4 @@
-"""The models that a front serves, with what it takes to turn text into tokens and back."""
+"""The models that a front serves, with their tokenizers and chat templates."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ class LoadedModel:
 
     @property
     def name(self) -> str:
-        """What apps call it."""
+        """The name that applications use."""
         return self.served.name
 
     def close(self) -> None:
-        """End its process."""
+        """End the template process."""
         self.template.close()
 
 
 async def load_model(served: ServedModel) -> LoadedModel:
-    """Read tokenizer and chat template: about two seconds for 128 k tokens. Raises TokenizerFilesError, and
-    for a file that this code did not foresee anything else, Rust panics (BaseException) included."""
+    """Read tokenizer and chat template, in about two seconds for 128 k tokens. Raises TokenizerFilesError. An
+    unexpected file can raise anything else, Rust panics (BaseException) included."""
     tokenizer, template = await asyncio.to_thread(_read_model, served.folder)
     await template.compile()
     return LoadedModel(served, tokenizer, template)
@@ -50,7 +50,7 @@ def _read_model(folder: str) -> tuple[Tokenizer, TemplateProcess]:
 
 
 def _reason(error: BaseException) -> str:
-    """Why a model cannot be loaded, as text that every channel can carry."""
+    """Return why a model cannot be loaded, as text that can be encoded."""
     text = str(error)
     if not isinstance(error, TokenizerFilesError):
         text = f"its files cannot be read ({type(error).__name__}: {text})"
@@ -58,7 +58,7 @@ def _reason(error: BaseException) -> str:
 
 
 def allows(identity: Identity, name: str) -> bool:
-    """Whether the identity may name this model."""
+    """Return whether the identity may use this model."""
     return identity.models is None or name in identity.models
 
 
@@ -73,17 +73,17 @@ class Catalog:
 
     @property
     def problems(self) -> dict[str, str]:
-        """Why a model cannot be used, by its name; empty when all can."""
+        """Why models cannot be used, by name; empty without problems."""
         return self._broken
 
     @property
     def problem(self) -> str:
-        """Why a model cannot be used, in words; empty when all can."""
+        """The problems of all models as one text; empty without problems."""
         return "; ".join(f"model {name}: {reason}" for name, reason in self._broken.items())
 
     @property
     def template_problems(self) -> dict[str, tuple[int, str]]:
-        """Of models whose chat templates exceeded their bounds: how often, and what the latest exceeded."""
+        """For models whose chat templates exceeded their bounds: how often, and which bound most recently."""
         return {
             name: (model.template.bounds_exceeded, model.template.problem)
             for name, model in self._models.items()
@@ -91,11 +91,11 @@ class Catalog:
         }
 
     def serves(self, name: str) -> bool:
-        """Whether it has a model of this name."""
+        """Return whether a model of this name can be used."""
         return name in self._models
 
     async def replace(self, served: list[ServedModel]) -> None:
-        """Serve exactly these; the former ones answer until the new ones are loaded."""
+        """Serve exactly these models. The former ones are used until the new ones are loaded."""
         models: dict[str, LoadedModel] = {}
         broken: dict[str, str] = {}
         for model in served:
@@ -110,7 +110,7 @@ class Catalog:
                     models[model.name] = await load_model(model)
             except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
                 raise
-            except BaseException as error:  # a panic of the Rust extension is no Exception
+            except BaseException as error:  # A panic of the Rust extension is not an Exception.
                 broken[model.name] = reason = _reason(error)
                 if self._broken.get(model.name) != reason:
                     foreseen = isinstance(error, TokenizerFilesError)
@@ -123,10 +123,10 @@ class Catalog:
         self._models, self._broken, self.served = models, broken, served
 
     def get(self, name: str, identity: Identity) -> LoadedModel:
-        """The model of this name, for one who may ask for it. Raises a 403, a 404, or a 503 where its
+        """Return the model of this name. Raises a 403 if the identity may not use it, a 404, or a 503 if its
         tokenizer could not be read."""
         if not allows(identity, name):
-            # Whether there is such a model is not for this key to know.
+            # The answer does not reveal whether such a model exists.
             raise model_not_allowed(name)
         model = self._models.get(name)
         if model is not None:

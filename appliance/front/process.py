@@ -38,9 +38,9 @@ _TELL_AFTER_CONNECTIONS = 16
 """The core gives a front only so many connections that the front has not reported yet
 (`appliance.front_pool.front.Front.takes_connections`)."""
 _MEND_EVERY_S = 5.0
-"""How often a tokenizer that could not be read is tried again: its folder may be back."""
+"""How often reading a broken tokenizer is retried: its folder may be available again."""
 _ERROR_EVENT_GRACE_S = 1.0
-"""For the last words to the clients of requests that outlived the grace."""
+"""Time for the error events of requests that did not end within the grace period."""
 
 
 class FrontProcess:
@@ -58,16 +58,16 @@ class FrontProcess:
         self._is_configured = False
         """The first configuration has been applied."""
         self.ended = asyncio.Event()
-        """It was told to stop, and has."""
+        """Set when the front has stopped."""
 
     def start(self) -> None:
-        """Listen to the core."""
+        """Begin to handle the core's messages, and to report."""
         self._channel.listen(self._take, _core_gone)
         self._state.background.run(self._configure())
         self._state.background.run(self._report())
         self._state.background.run(self._mend())
 
-    # ── what the core says ──
+    # ── messages from the core ──
 
     def _take(self, message: CoreToFront) -> None:
         if isinstance(message, Admitted):
@@ -92,12 +92,12 @@ class FrontProcess:
             try:
                 self._state.replicas.attach(message.replica, self._take_socket())
             except LookupError:
-                # Without the channel this front is of no use; the core starts another one.
+                # This front cannot work without the channel; the core starts another one.
                 log.error("no file descriptor is left for the channel to replica %s", message.replica)
                 os._exit(1)
         elif isinstance(message, Configure):
             self._configurations.put_nowait(message)
-            # At once, however long models take to be read: a drain refuses what comes soon after.
+            # Apply at once, although models may take long to load: a drain must refuse the next requests.
             self._state.silent_models = self._state.silent_models | message.silent
             if not message.ready:
                 self._state.ready, self._state.not_ready_reason = False, message.reason
@@ -109,7 +109,7 @@ class FrontProcess:
         try:
             sock = self._take_socket()
         except LookupError:
-            # The kernel drops a descriptor that this process has no number left for.
+            # The kernel has dropped the descriptor, because this process has too many open files.
             self._server.refused += 1
             return
         request = read_memory(self._channel.take_fd()) if message.has_request else b""
@@ -130,7 +130,7 @@ class FrontProcess:
                 log.exception("configuration %d could not be applied", configure.serial)
 
     async def _apply(self, configure: Configure) -> None:
-        """Serve what the configuration says. The first one makes the front ready."""
+        """Apply a configuration. The first one makes the front ready."""
         self._state.limits = configure.limits
         self._limit_connections()
         self._state.retries.rules = configure.retries
@@ -144,14 +144,16 @@ class FrontProcess:
         self._tell()
         if not self._is_configured:
             self._is_configured = True
-            # What is here now stays: the collector need not look at it again.
+            # The present objects stay, so the garbage collector can skip them.
             gc.collect()
             gc.freeze()
             self._channel.send(FrontReady())
-            log.info("serves %d models", len(configure.models))
+            log.info(
+                "serving %d %s", len(configure.models), "model" if len(configure.models) == 1 else "models"
+            )
 
     async def _mend(self) -> None:
-        """Configure again what was configured last, for the sake of the models that could not be read."""
+        """Apply the last configuration again if models could not be loaded."""
         while True:
             await asyncio.sleep(_MEND_EVERY_S)
             if self._state.catalog.problems and self._latest is not None and self._configurations.empty():
@@ -169,13 +171,13 @@ class FrontProcess:
             generation.abort("the service stopped before this request was finished")
         await stopping
         await state.keeper.flush()
-        # The last settlements must not be lost in the channel.
+        # The core must receive the last settlements.
         deadline = loop.time() + _ERROR_EVENT_GRACE_S
         while self._channel.backlog_bytes and loop.time() < deadline:
             await asyncio.sleep(0.01)
         self.ended.set()
 
-    # ── what the core is told ──
+    # ── reports to the core ──
 
     async def _report(self) -> None:
         while True:
@@ -221,12 +223,12 @@ class FrontProcess:
 
 
 def _core_gone() -> None:
-    """Without the core nothing here has an owner: end at once, so that clients see connections close."""
+    """End at once, because the core has ended. The clients' connections close."""
     os._exit(0)
 
 
 async def run_front(sock: socket.socket) -> None:
-    """Serve until the core says stop."""
+    """Serve until the core stops this front."""
     front = FrontProcess(sock)
     front.start()
     await front.ended.wait()

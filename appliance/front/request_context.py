@@ -1,4 +1,4 @@
-"""One HTTP request as the front sees it, from its header on."""
+"""The context of one HTTP request in the front, from its header to its end."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _MAX_ECHOED_BYTES = 1024
 
 
 class ResponseSink(Protocol):
-    """Who is answered: a connection (`appliance.http.Connection`), or a recording for several."""
+    """Takes a response: a connection (`appliance.http.Connection`), or a recording for several clients."""
 
     on_writable: Callable[[], None] | None
     on_lost: Callable[[], None] | None
     last_chunk_at: float
-    """When `write_chunk` was called last, in seconds of the monotonic clock; 0 before the first context."""
+    """When `write_chunk` was called last, in seconds of the monotonic clock; 0 before the first call."""
 
     @property
     def writable(self) -> bool: ...
@@ -39,7 +39,8 @@ class ResponseSink(Protocol):
 
 @dataclass(slots=True)
 class RequestContext:
-    """Who asked for what, and when. The gate makes it; the endpoint fills in model, stream and counts."""
+    """Caller, endpoint and times of a request. The gate creates it; the endpoint sets model, stream and
+    counts."""
 
     request_id: str
     identity: Identity
@@ -50,19 +51,19 @@ class RequestContext:
     """The memory that is reserved for the request's body."""
     asked_class: str = ""
     deadline_ms: float | None = None
-    """After `arrived_at`, when the whole answer must be there."""
+    """Time after `arrived_at` within which the answer must be complete."""
     request_class: int | None = None
-    """What it gets, 0 to 3, once its body says what it asks for."""
+    """The service class, 0 to 3; None until the body is parsed."""
     model: str = ""
     stream: bool = False
     user: str = ""
-    """The body's `user`, for the log."""
+    """The body's field `user`, for the request log."""
     prompt_tokens: int = 0
     encoded_tokens: int = 0
-    """Of its prompts before `truncate_prompt_tokens` removed any."""
+    """Tokens of the prompts before `truncate_prompt_tokens` removed any."""
     work_tokens: int = 0
-    """What parsing and encoding it has cost so far, in tokens. If this front refuses the request, its tenant
-    is charged them."""
+    """The work of parsing and encoding so far, in tokens. If this front refuses the request, the tenant is
+    charged for them."""
     admitted: bool = False
     """`Admit` was sent: the request ends with `Settle` or `Refused`, never with `Rejected`."""
     retry_of: str = ""
@@ -72,12 +73,12 @@ class RequestContext:
     started: float = field(default_factory=time.monotonic)
 
     def elapsed_ms(self, until: float | None = None) -> float:
-        """Milliseconds since the request's header was read."""
+        """Return the milliseconds since the request's header was read."""
         return ((time.monotonic() if until is None else until) - self.started) * 1000.0
 
 
 def context_of(request: Request) -> RequestContext:
-    """The call that the gate made for this request."""
+    """Return the context that the gate has created for the request."""
     context: RequestContext = request.scope["state"]["context"]
     return context
 
@@ -85,9 +86,9 @@ def context_of(request: Request) -> RequestContext:
 def make_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
     """Return a fresh request id, which is unique in the request log.
 
-    It begins with the client's own `X-Request-Id`, if that has usual characters only: so an operator finds
-    the request by the name that the client gave it, although clients repeat their id when they retry.
-    """
+    It begins with the client's `X-Request-Id`, if that has only usual characters, so that an operator can
+    find the request by the client's id. The rest makes it unique, since clients repeat their id when they
+    retry."""
     own = header(headers, b"x-request-id")
     if own is not None and _SANE_ID.fullmatch(own):
         return f"{own.decode()}.{secrets.token_hex(6)}"
@@ -95,8 +96,8 @@ def make_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
 
 
 def response_ids(headers: Iterable[tuple[bytes, bytes]], request_id: str) -> list[tuple[bytes, bytes]]:
-    """Return the response's headers that name the request: `x-request-id` is the client's own id, exactly as
-    it was sent, or else the log's; `x-appliance-request-id` is always the log's."""
+    """Return the response headers that name the request. `x-request-id` is the client's id, exactly as it was
+    sent, or else the id of the request log; `x-appliance-request-id` is always the id of the request log."""
     own = header(headers, b"x-request-id")
     logged = request_id.encode()
     echoed = own if own and len(own) <= _MAX_ECHOED_BYTES else logged

@@ -1,4 +1,4 @@
-"""Answers a task: runs its generation and writes the answer, whole or streamed."""
+"""Runs a generation task and writes its answer, complete or streamed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from appliance.front.answers import answer_steps
 from appliance.front.app_state import AppState
 from appliance.front.comments import HEAD_DELAY_S, happens_within, send_comments
 from appliance.front.errors import ApiError
-from appliance.front.generation import CLIENT_LEFT, Generation
+from appliance.front.generation import CLIENT_DISCONNECTED, Generation
 from appliance.front.generation_task import GenerationTask
 from appliance.front.request_context import RequestContext
 from appliance.front.stream import EventStream
@@ -23,27 +23,27 @@ _STREAM_HEADERS = [
 
 
 class GenerationResponse(Response):
-    """The response to a generation request; the request is settled when it is out, whatever happens."""
+    """The response to a generation request. The request is settled at its end, whatever happens."""
 
     def __init__(
         self, state: AppState, context: RequestContext, task: GenerationTask, comments: bool = True
     ) -> None:
-        """`comments`: the client gets them while a stream is silent; a recording does not."""
+        """`comments`: write comments while a stream is silent. A recording gets none."""
         super().__init__()
         self._comments = comments
         self.generation = Generation(state, context, task)
         self.status = 500
-        """What the request ended with; also of a stream, whose head said 200."""
+        """The final status of the request; it may differ from the 200 in the head of a stream."""
         self._state = state
         self._context = context
         self._task = task
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not self._task.asked:
-            # The request is prepared: its body is not held any more.
+            # The request is prepared, so its body is no longer held.
             self._context.body.release()
         generation = self.generation
-        error = "the front failed to answer; its log says why"
+        error = "the front failed to answer; its log has the cause"
         try:
             if self._task.stream:
                 failure = await self._stream(generation, scope, receive, send)
@@ -51,7 +51,7 @@ class GenerationResponse(Response):
                 failure = await self._whole(generation, scope, receive, send)
             self.status, error = (200, "") if failure is None else (failure.status, failure.message)
             if generation.left:
-                self.status = CLIENT_LEFT
+                self.status = CLIENT_DISCONNECTED
         finally:
             if not generation.ended.is_set():
                 generation.abort(error)
@@ -84,7 +84,7 @@ class GenerationResponse(Response):
     ) -> ApiError | None:
         stream = EventStream(generation)
         generation.start()
-        # Until the head is out, a failure has its own status.
+        # Before the head is written, a failure can have its own status.
         interval_s = self._state.limits.stream_comment_interval_s
         if interval_s:
             await happens_within(generation.begun, HEAD_DELAY_S)

@@ -1,4 +1,4 @@
-"""One sample of a request: tokens come in, text piles up until it is answered or streamed."""
+"""One sample of a request: collects tokens and text until they are written to the client."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class LogprobEntry(NamedTuple):
 
 
 class Sample:
-    """`finish_reason` is "" while it runs, then "stop" or "length". What `pieces` and `entries` hold has not
-    been handed to the client yet."""
+    """`finish_reason` is "" while it runs, then "stop" or "length". `pieces` and `entries` hold what has
+    not been written to the client yet."""
 
     __slots__ = (
         "_discard",
@@ -54,41 +54,42 @@ class Sample:
     ) -> None:
         self.prompt = prompt
         self.number = number
-        """Among the samples of its prompt."""
+        """Index among the samples of its prompt."""
         self.index = index
-        """In the answer."""
+        """Index in the answer."""
         self.token_ids: list[int] = []
-        """Everything generated: what a resubmission needs."""
+        """All generated tokens, for a resubmission."""
         self.pieces: list[str] = []
         self.kept_text: list[str] | None = [] if is_kept else None
-        """The whole text so far, where it is to be kept."""
+        """The text so far, if the log policy keeps it."""
         self.entries: list[LogprobEntry] | None = [] if wants_logprobs else None
         self.delivered = 0
-        """Tokens that the answer needed: up to the one that completed a stop string, end tokens included."""
+        """Number of tokens that the answer needed, end tokens included: up to the token that completed a stop
+        string."""
         self.cumulative_logprob = 0.0
-        """Of the delivered tokens, where the engine gave their log probabilities."""
+        """Sum over the delivered tokens whose log probabilities the engine has sent."""
         self.counted = 0
-        """Of these, what a stream has handed over."""
+        """Delivered tokens that a stream has written."""
         self.finish_reason = ""
         self.begun = False
-        """The stream's first chunk for it has been made."""
+        """The stream's first chunk of this sample has been built."""
         self.waiting = False
-        """It has something for the stream's next flush."""
+        """The stream's next flush includes this sample."""
         self._text = text
         self._offset = len(prompt.echo_text)
         self._discard = discard
         self._includes_stop = includes_stop
 
     def take(self, output: Output) -> None:
-        """Take an output that ends with neither "error" nor "cancelled". Then `finish_reason` may be set
-        though the output's is not: a stop string was found."""
+        """Take an output whose finish reason is neither "error" nor "cancelled". If a stop string is found,
+        `finish_reason` is set although the output has none."""
         token_ids = output.token_ids
         finish = output.finish_reason
         self.token_ids += token_ids
         if self._discard:
             self.finish_reason = "length"
             return
-        # A stop token is generated, counted and billed, but no part of the text unless that was asked for.
+        # A stop token is counted and billed, but part of the text only on request.
         visible = token_ids[:-1] if finish == "stop" and not self._includes_stop else token_ids
         delivered = self.delivered
         if self.entries is None:

@@ -1,4 +1,4 @@
-"""From a request's body to sampling parameters."""
+"""Makes sampling parameters of a request's body."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from appliance.text.encoder import LoneSurrogateError
 from engine.messages import MAX_BAD_WORD_TOKENS, SamplingParams
 
 _MAX_INLINE_IDS = 32_768
-"""Ids whose bit map is made on the event loop: 2 ms."""
+"""Up to this many ids, the bit map is made on the event loop, in 2 ms."""
 
 
 async def sampling_params(
@@ -30,14 +30,14 @@ async def sampling_params(
     logprobs: int | None,
     prompt_logprobs: int | None,
 ) -> SamplingParams:
-    """Return how tokens are chosen, for answers of at most `max_tokens`. Raises `ApiError`.
+    """Return the sampling parameters for answers of at most `max_tokens`. Raises `ApiError`.
 
-    `logprobs` and `prompt_logprobs` are what the engine is asked for: the answer may show less.
+    `logprobs` and `prompt_logprobs` are for the engine; the answer may show fewer.
     """
     temperature = 1.0 if body.temperature is None else body.temperature
     top_p = 1.0 if body.top_p is None else body.top_p
     if top_p == 0.0:
-        # Nothing but the likeliest token is left.
+        # Only the likeliest token is left.
         temperature, top_p = 0.0, 1.0
     min_tokens = body.min_tokens or 0
     if min_tokens > max_tokens:
@@ -74,7 +74,7 @@ async def sampling_params(
         logit_bias=body.logit_bias or None,
         allowed_tokens=allowed_tokens,
         bad_words=bad_words,
-        # Drawn here, so that a resubmission after a lost replica goes on with the same text.
+        # Drawn here, so that a resubmission after the loss of a replica continues the same text.
         seed=secrets.randbits(63) if body.seed is None else body.seed & ((1 << 63) - 1),
         min_tokens=min_tokens,
         stop_token_ids=tuple(stop_ids),
@@ -85,7 +85,8 @@ async def sampling_params(
 
 
 def check_token_ids(model: LoadedModel, token_ids: list[int], param: str) -> list[int]:
-    """Return the ids if the model's vocabulary has them all, or its size is not known yet. Raises a 400."""
+    """Return the ids. Raises a 400 if one of them is not in the model's vocabulary, whose size may be
+    unknown."""
     most = model.served.vocab_size - 1
     if most >= 0 and token_ids and (min(token_ids) < 0 or max(token_ids) > most):
         wrong = next(token_id for token_id in token_ids if not 0 <= token_id <= most)
@@ -95,7 +96,7 @@ def check_token_ids(model: LoadedModel, token_ids: list[int], param: str) -> lis
 
 
 def bit_map(token_ids: list[int]) -> bytes:
-    """Return the ids, of 0 or more, as `SamplingParams.allowed_tokens` has them."""
+    """Return the bit map of the ids, as in `SamplingParams.allowed_tokens`. No id is negative."""
     if not token_ids:
         return b""
     # A loop in Python would take 30 ms for the largest vocabularies. int() of base 2 takes linear time.
@@ -108,7 +109,7 @@ def bit_map(token_ids: list[int]) -> bytes:
 async def bad_word_tokens(
     state: AppState, context: RequestContext, model: LoadedModel, words: tuple[str, ...]
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the runs of tokens that stand for the words at the beginning of a text and after a space. Raises
+    """Return the token sequences of the words at the beginning of a text and after a space. Raises
     `ApiError`."""
     if not words:
         return ()

@@ -1,9 +1,8 @@
-"""Server-sent events, built by hand: the front's cost per token is decided here.
+"""Builds server-sent events by hand, since this code determines the front's cost per token.
 
-A token costs one list append when it comes and a share of one chunk when its stream is flushed: once each
-time the event loop has taken what lay in the replica's channel. While the client's socket is full nothing is
-built; what piles up leaves as one event per sample when there is room again.
-"""
+A token costs one list append when it arrives, and a share of one chunk when its stream is flushed. Streams
+are flushed each time the event loop has processed the messages in the replica's channel. While the client's
+socket is full, nothing is built; later, the waiting tokens are written as one event per sample."""
 
 from __future__ import annotations
 
@@ -21,13 +20,12 @@ from appliance.front.sample import Sample
 log = logging.getLogger(__name__)
 
 MAX_HELD_OUTPUTS = 65_536
-"""Outputs (a token or a few) kept for a client that does not read; then the request ends."""
+"""Outputs (of one token or a few) held for a client that does not read. With more, the request ends."""
 MAX_HELD_LOGPROB_OUTPUTS = 4_096
-"""The same with log probabilities, each of which may be a kilobyte."""
+"""The same with log probabilities, which may take a kilobyte each."""
 
 _MAX_COST = 2048
-"""Of what one flush builds: an event costs 1, and each log probability too. So a flush takes about 10 ms at
-most."""
+"""Bounds the work of one flush to about 10 ms: an event costs 1, and each log probability 1."""
 _CHARACTERS_PER_COST = 512
 
 _encode = msgspec.json.Encoder().encode
@@ -39,7 +37,7 @@ class EventStream:
     def __init__(self, generation: Generation) -> None:
         self.generation = generation
         self.done = asyncio.Event()
-        """The last event was handed to the transport, or nobody is there to take it."""
+        """Set when the last event was written, or the client has disconnected."""
         task = generation.task
         self._task = task
         self._connection = generation.context.connection
@@ -49,18 +47,18 @@ class EventStream:
         self._scheduled = False
         self._held = 0
         self._echoed: dict[int, PromptLogprobs] = {}
-        """Of prompts that streams begin with, by sample."""
+        """Log probabilities of the echoed prompts, by sample."""
         self._max_held = MAX_HELD_OUTPUTS if task.logprobs is None else MAX_HELD_LOGPROB_OUTPUTS
         self._unfinished = len(generation.samples)
         head = _encode(answer_head(generation, chunk=True))[:-1]
-        # Up to the choice's index; from there to the text; what follows the choice.
+        # The parts of a chunk: up to the choice, up to the text, and after the text.
         self._head = b"data: " + head + b',"choices":['
         before_text = b',"delta":{"content":' if task.chat else b',"text":'
         self._before_text = [
             self._head + b'{"index":%d' % sample.index + before_text for sample in generation.samples
         ]
         self._close = b"}" if task.chat else b""
-        # Where chunks carry more than a text, each is put together anew.
+        # Chunks with more than a text are built one by one.
         self._is_plain = not (task.return_token_ids or task.continuous_usage)
         self._after_text = self._close + b',"logprobs":null,"finish_reason":null}' + self._tail()
         generation.on_progress = self.progress
@@ -69,7 +67,7 @@ class EventStream:
     # ── from the generation ──
 
     def progress(self, sample: Sample) -> None:
-        """The sample took an output."""
+        """Schedule a flush, since the sample has taken an output."""
         if not sample.waiting:
             sample.waiting = True
             self._waiting.append(sample)
@@ -83,7 +81,7 @@ class EventStream:
                 self.generation.too_slow()
 
     def ended(self) -> None:
-        """Nothing follows: all samples ended, or a failure, or the client left."""
+        """Finish the stream: the generation has ended."""
         if self.generation.left:
             self.done.set()
         elif self._is_open:
@@ -92,17 +90,17 @@ class EventStream:
     # ── to the client ──
 
     def open(self) -> None:
-        """The response's header is out: write what waits, and go on."""
+        """Begin to write events: the response's header is written."""
         self._is_open = True
         self._connection.on_writable = self.flush
         self.flush()
 
     def flush(self) -> None:
-        """Write what waits, if the socket takes it."""
+        """Write the waiting events, unless the client's socket is full."""
         try:
             self._flush()
         except Exception:
-            # A mistake of ours must cost this stream only: others wait for their flush.
+            # An error here must end this stream only: other streams wait for their flush.
             log.exception("request %s: its events could not be built", self.generation.context.request_id)
             self._connection.abort()
 
@@ -124,7 +122,7 @@ class EventStream:
                 spent += self._build(sample, events)
         last = False
         if spent >= _MAX_COST and self._waiting:
-            # The rest follows when other streams have had their turn.
+            # The rest is written after the flushes of other streams.
             self._schedule()
         elif generation.failure is not None:
             events.append(b"data: " + generation.failure.document() + b"\n\n")
@@ -139,7 +137,7 @@ class EventStream:
             if generation.first_bytes_at is None:
                 generation.first_bytes_at = time.monotonic()
         if last:
-            # Settled now: clients hang up at the last event, before the response's formal end.
+            # Settle now: clients disconnect at the last event, before the end of the response.
             if generation.failure is not None:
                 generation.settle(generation.failure.status, generation.failure.message)
             else:
@@ -152,7 +150,8 @@ class EventStream:
             self._state.flush_soon(self.flush)
 
     def _build(self, sample: Sample, events: list[bytes]) -> int:
-        """Add the sample's next events; their cost. If more of it is left, it waits again."""
+        """Add the sample's next events, and return their cost. A sample with more events waits for the next
+        flush."""
         cost = 1
         if not sample.begun:
             if (
@@ -160,7 +159,7 @@ class EventStream:
                 and sample.prompt.logprobs is None
                 and self.generation.failure is None
             ):
-                # The prompt's log probabilities come first, with its first sample's first output.
+                # The prompt's log probabilities arrive with the first output of its first sample.
                 self._wait(sample)
                 return cost
             if not self._begin(sample, events):
@@ -206,7 +205,7 @@ class EventStream:
         self._waiting.append(sample)
 
     def _begin(self, sample: Sample, events: list[bytes]) -> bool:
-        """Add the events that a sample's text follows; whether these are all of them."""
+        """Add the events before a sample's text; return False if more of them follow."""
         is_first = sample.index not in self._echoed
         prompt_ids = b""
         if self._task.return_token_ids and is_first and not (self._task.chat and sample.index):
@@ -232,7 +231,7 @@ class EventStream:
         return True
 
     def _event(self, sample: Sample, text: str, logprobs: bytes, more: bytes = b"") -> bytes:
-        """A chunk with `text`; `more` are further fields of its choice."""
+        """Return a chunk with `text`; `more` are further fields of its choice."""
         return (
             self._before_text[sample.index]
             + _encode(text)
@@ -246,11 +245,11 @@ class EventStream:
         )
 
     def _token_ids(self, token_ids: list[int]) -> bytes:
-        """The field of a choice, where it is asked for."""
+        """Return the field `token_ids` of a choice, if it was requested."""
         return b',"token_ids":' + _encode(token_ids) if self._task.return_token_ids else b""
 
     def _tail(self, more: bytes = b"") -> bytes:
-        """The end of a chunk, after its choice; `more` are further fields of the chunk."""
+        """Return the end of a chunk, after its choice; `more` are further fields of the chunk."""
         if not self._task.include_usage:
             return b"]" + more + b"}\n\n"
         counts = _encode(usage(self.generation)) if self._task.continuous_usage else b"null"

@@ -1,4 +1,4 @@
-"""The answer of /tokenize, built in steps: it may have half a million tokens."""
+"""Builds the answer of /tokenize in steps, since it may have half a million tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STEP_TOKENS = 16_384
 
 
 async def tokenized(model: LoadedModel, tokens: list[int], with_texts: bool) -> Response:
-    """The tokens, and each one's text if that was asked for."""
+    """Return the tokens and, on request, the text of each token."""
     ids = await in_turns(_json_list(tokens, list))
     texts = b"null"
     if with_texts:

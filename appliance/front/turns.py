@@ -1,4 +1,4 @@
-"""Lets other work on the event loop have its turn between the steps of long work."""
+"""Runs long work on the event loop in steps, with other work between them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Result = TypeVar("Result")
 
 
 async def in_turns(steps: Generator[None, None, Result]) -> Result:
-    """Exhaust a generator that yields after each step; what it returns."""
+    """Run a generator that yields after each step; return its result."""
     while True:
         try:
             next(steps)

@@ -10,7 +10,7 @@ from appliance.http.errors import RequestError
 from appliance.http.heads import RequestHead
 
 FRAMING_BYTES = 64 << 10
-"""Chunk sizes, extensions and trailers may take so many bytes, and in addition as many as the content. A body
+"""Chunk sizes, extensions and trailers may take this many bytes, plus as many as the content. A body
 of 1-byte chunks would otherwise cost 0.4 µs of CPU for each byte of content."""
 
 _CHUNKED_HEAD = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"

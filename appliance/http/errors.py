@@ -22,9 +22,9 @@ def error_document(message: str, kind: str, param: str | None, code: str | None)
 
 
 def drop_frames(error: BaseException) -> None:
-    """Release the frames that `error`, and the errors behind it, were raised through. They hold the request's
-    body and texts, and where a future among them holds the error too, such a cycle of some megabytes stays
-    until the garbage collector runs, which is seldom."""
+    """Release the stack frames of `error` and of the errors that caused it. The frames hold the request's
+    body and texts. If a future in them holds the error, they form a reference cycle of some megabytes, which
+    would stay until the garbage collector runs."""
     known: BaseException | None = error
     while known is not None:
         known.__traceback__ = None

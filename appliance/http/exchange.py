@@ -1,4 +1,4 @@
-"""One request and its response: what an ASGI application is called with."""
+"""One request and its response: calls the ASGI application, and writes its answer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def whole_response(error: RequestError) -> bytes:
 
 
 class Exchange:
-    """A request under way on a connection. The connection hands it body bytes; it writes the response."""
+    """A request in progress on a connection. Receives body bytes from the connection, and writes the
+    response."""
 
     def __init__(self, connection: Connection, head: RequestHead, state: dict[str, Any]) -> None:
         self.head = head
@@ -71,12 +72,13 @@ class Exchange:
             self._arrived.set()
 
     def disconnect(self) -> None:
-        """The client has left."""
+        """Tell the application that the client has disconnected."""
         self._disconnected = True
         self._arrived.set()
 
     async def run(self, app: Any) -> None:
-        """Call the application, and see to it that the request is answered whatever the application does."""
+        """Call the application. If the application fails or does not answer, answer the request with a
+        500."""
         head = self.head
         scope = {
             "type": "http",
@@ -106,13 +108,13 @@ class Exchange:
             return
         log.error("the application did not answer %s %r", head.method, head.path[:100])
         self._connection.refuse(
-            RequestError(500, "the service failed to answer; its log says why", "internal")
+            RequestError(500, "the service failed to answer; the log has the cause", "internal")
         )
 
     # ── the application's side ──
 
     async def receive(self) -> dict[str, Any]:
-        """Return the next part of the body, or the notice that the client has left (ASGI)."""
+        """Return the next part of the body, or the notice that the client has disconnected (ASGI)."""
         while not (self._disconnected or self.complete):
             if self._content or (self.request_complete and not self._end_delivered):
                 content = b"".join(self._content)

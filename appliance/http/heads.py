@@ -1,9 +1,8 @@
 """Reads the head of one request: request line and headers.
 
 A head is collected until its empty line and parsed as a whole. The parser never sees a byte that follows it,
-so a client that sends many requests at once (pipelining) has at most one of them parsed. Where the body ends
-is decided here too, strictly: a request that two servers could frame differently is refused.
-"""
+so a client that sends many requests at once (pipelining) has at most one of them parsed. This module also
+decides where the body ends. It is strict: a request that two servers could frame differently is refused."""
 
 from __future__ import annotations
 
@@ -92,7 +91,7 @@ class HeadReader:
 
 
 class _Callbacks:
-    """Takes what the parser finds."""
+    """Collects the results of the parser."""
 
     def __init__(self) -> None:
         self.url = b""

@@ -49,7 +49,7 @@ def unix_peer(sock: socket.socket) -> Peer:
     than 256 groups, only the primary group is returned."""
     pid, uid, gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     others = b""
-    with contextlib.suppress(OSError):  # more groups than fit, or an older kernel
+    with contextlib.suppress(OSError):  # More groups than fit, or an older kernel.
         others = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _MAX_GROUPS_BYTES)
     gids = sorted({number for (number,) in struct.iter_unpack("I", others)} - {gid})
     return Peer("unix", uid, pid, "", (gid, *gids))
@@ -60,7 +60,7 @@ def peer_of(sock: socket.socket, address: str = "") -> Peer:
     if sock.family == socket.AF_UNIX:
         return unix_peer(sock)
     if not address:
-        with contextlib.suppress(OSError):  # the client has left already
+        with contextlib.suppress(OSError):  # The client has disconnected.
             host, port = sock.getpeername()[:2]
             address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     return Peer("tcp", -1, -1, address)

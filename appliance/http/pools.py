@@ -1,4 +1,4 @@
-"""Places for connections: how many there may be, and which one makes room when all places are taken."""
+"""Limits the number of connections, and chooses the connection to close when a new one needs its place."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Protocol
 
 OTHERS_SHARE = 8
-"""One place in so many stays free of the connections of any one tenant."""
+"""One in this many places cannot be taken by connections of the same tenant."""
 
 
 class Occupant(Protocol):
@@ -52,8 +52,8 @@ class Pool:
         """Give the connection a place, if need be that of one that waits. Return False if every place, or
         every one of the tenant's, belongs to a connection whose request is being answered.
 
-        `source` is where the client connects from; without it, the connection that has waited longest makes
-        room, wherever it came from."""
+        `source` is where the client connects from; without it, the connection that has waited longest is
+        closed."""
         if not self._make_room(tenant):
             return False
         while len(self._members) >= self.limit:
@@ -87,7 +87,7 @@ class Pool:
             del self._sources[connection]
 
     def mark_busy(self, connection: Occupant) -> None:
-        """The connection has a complete request."""
+        """Note that the connection has a complete request."""
         source = self._waiting.pop(connection, None)
         if source is not None:
             self._waiting_by_source[source] -= 1
@@ -95,7 +95,7 @@ class Pool:
                 del self._waiting_by_source[source]
 
     def mark_waiting(self, connection: Occupant) -> None:
-        """The connection's request is answered."""
+        """Note that the connection's request is answered."""
         if connection in self._members and connection not in self._waiting:
             source = self._sources[connection]
             self._waiting[connection] = source

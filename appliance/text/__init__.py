@@ -1,4 +1,4 @@
-"""Everything between characters and token ids: tokenizer, chat template, detokenizer, stop strings.
+"""The text side of inference: tokenizer, chat templates, detokenizer, stop strings, redaction.
 
-Imports no model code (neither torch nor transformers) and no HTTP: the front process is its only user.
+This package imports neither model code (torch, transformers) nor HTTP. Only the front process uses it.
 """

@@ -1,6 +1,7 @@
 """Renders chat messages to a prompt with the model's own Jinja2 template, in a sandbox.
 
-A sandbox bounds neither time nor memory: a front renders in a process (`appliance.text.template_process`).
+The sandbox bounds neither time nor memory, so a front renders templates in a separate process
+(`appliance.text.template_process`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Message = Mapping[str, Any]
 
 _MAX_ERROR_CHARACTERS = 500
 
-# The names a message's reasoning is passed under; templates read the first (the rule of transformers).
+# Clients use one of these names for a message's reasoning. Templates read the first, as in transformers.
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -52,7 +53,9 @@ class ChatTemplate:
         for name, source in sources.items():
             try:
                 self._templates[name] = environment.from_string(source)
-            except Exception as error:  # whatever Jinja2 and Python's compiler raise for a hostile source
+            except (
+                Exception
+            ) as error:  # Jinja2 and Python's compiler can raise anything for a hostile source.
                 reason = _for_client(f"{type(error).__name__}: {error}")
                 raise ChatTemplateError(f"chat template {name!r}: not valid Jinja2 ({reason})") from error
 
@@ -68,12 +71,12 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt's text, BOS included where the template writes it: encode it without special tokens.
+        """Return the prompt's text. The template writes BOS, so encode the text without special tokens.
 
-        `messages`, `tools` and `variables` (further ones for the template) are plain JSON values: data to the
-        template, never template text. Keys of messages whose value is None are dropped, as transformers does.
-        Raises `NoChatTemplateError`, or `ChatTemplateError` with the template's own words if it rejects
-        the messages, fails on them, or exceeds the bounds.
+        `messages`, `tools` and `variables` (further template variables) are plain JSON values. The template
+        reads them as data, never as template text. Keys of messages whose value is None are dropped, as in
+        transformers. Raises `NoChatTemplateError`, or `ChatTemplateError` if the template rejects the
+        messages, fails on them, or exceeds the bounds.
         """
         template = self._select(tools)
         everything = {
@@ -97,7 +100,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ChatTemplateError(_for_client(str(error) or type(error).__name__)) from error
         except Exception as error:
-            # Whatever a template does wrong with a client's messages is a refused request, no broken front.
+            # An error of the template must refuse the request, and must not break the front.
             raise ChatTemplateError(
                 _for_client(
                     f"the chat template cannot render these messages: {type(error).__name__}: {error}"
@@ -120,7 +123,7 @@ class ChatTemplate:
 
 
 def _for_client(message: str) -> str:
-    """An error may quote a message of any length, with anything in it: keep it short and encodable."""
+    """Return an error message that is short and can be encoded: it may quote any text of any length."""
     return message[:_MAX_ERROR_CHARACTERS].encode("utf-8", "replace").decode()
 
 
@@ -140,7 +143,7 @@ def _prepare(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _environment(max_characters: int) -> ImmutableSandboxedEnvironment:
-    """The environment that transformers gives to chat templates, plus bounds."""
+    """Return the environment that transformers gives to chat templates, with bounds."""
     environment = _BoundedSandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
@@ -153,7 +156,7 @@ def _environment(max_characters: int) -> ImmutableSandboxedEnvironment:
 
 
 class _BoundedSandbox(ImmutableSandboxedEnvironment):
-    """Refuses the operators that make much out of little; `render` checks the output as it grows."""
+    """Bounds the operators that make large results of small operands; `render` bounds the output."""
 
     intercepted_binops = frozenset(["*", "**"])
     max_characters = MAX_RENDERED_CHARACTERS
@@ -172,7 +175,7 @@ class _BoundedSandbox(ImmutableSandboxedEnvironment):
 
 
 class _PlainNamespace(jinja2.utils.Namespace):
-    """`namespace(…)` in templates without attributes that Python gives a meaning of its own."""
+    """`namespace(…)` in templates, without the attributes that are special in Python."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -192,9 +195,9 @@ def _refuse_internal(name: object) -> None:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}` marks assistant text for training; here it is just its body."""
+    """Renders the body of `{% generation %}…{% endgeneration %}`, which marks assistant text for training."""
 
-    tags = {"generation"}  # noqa: RUF012 (the way jinja2 declares it)
+    tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)
@@ -212,7 +215,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja2's own filter escapes HTML, which models never saw."""
+    """Replace Jinja2's filter, which escapes HTML: models were not trained on escaped text."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -1,21 +1,21 @@
-"""Keeps control tokens out of what clients write: in a conversation, only the template makes them.
+"""Keeps control tokens out of clients' texts: in a conversation, only the template makes control tokens.
 
-A chat template's `<|end|>` ends a message; the same characters inside a message are a user's text, and must
-not be able to end it. The characters cannot be told apart once they are rendered into one string, so
+A chat template's `<|end|>` ends a message. The same characters inside a message are a user's text, and must
+not end the message. In the rendered string, the two look the same. Therefore:
 
-1. before rendering, a `Shield` replaces each special token's text in what the client wrote by a placeholder
-   (digits drawn for this request, which no filter of a template changes),
-2. in the rendered text, the special tokens that are left are the template's own: they get names that nobody
-   can guess, and the placeholders become the client's text again,
-3. a twin of the tokenizer, which knows the special tokens by those names alone, encodes the whole in one
-   pass: everything but the special tokens is as in the original, whatever its normalizer and pre-tokenizer.
+1. Before rendering, a `Shield` replaces each special token's text in the client's texts by a placeholder.
+   Placeholders are random digits, drawn for this request, which no filter of a template changes.
+2. The special tokens in the rendered text now come from the template only. They get secret names, and the
+   placeholders become the client's text again.
+3. A copy of the tokenizer, in which the special tokens have these secret names, encodes the text in one pass.
+   So all other text is encoded as by the original, whatever its normalizer and pre-tokenizer.
 
-Conversations that contain no special token's text skip all of this: they are encoded as transformers does.
+Conversations without a special token's text skip these steps: they are encoded as in transformers.
 
-What this does not see: a template that cuts a message apart or glues one to its own text in such a way that a
-special token arises from the pieces. Where no twin can be made (a vocabulary whose merges make a special
-token out of ordinary ones), special tokens in messages stay control tokens, as in transformers, and the log
-says so once.
+Two cases are not covered. A template may cut a message apart, or join a message to its own text, so that the
+pieces form a special token. And for a vocabulary whose merges make a special token out of ordinary ones, no
+such copy exists: then special tokens in messages stay control tokens, as in transformers, and a warning is
+logged once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _STEP_CHARACTERS = 16 * _WINDOW_CHARACTERS
 _NONCE_DIGITS = 20
 _INDEX_DIGITS = 5
 _NAME_EDGE = "\U00100000"
-"""A private-use character: normalizers leave it alone, and no word goes on across it."""
+"""A private-use character: normalizers do not change it, and pre-tokenizers split the text at it."""
 
 
 class ControlTokens:
@@ -52,7 +52,7 @@ class ControlTokens:
         self._longest = max(map(len, self._texts), default=0)
         self._beginnings = sorted({text[:2] for text in self._texts})
         self._twin: _Twin | None = None
-        # Made now and not when it is needed first: reading a large vocabulary holds the GIL for a second.
+        # Made in advance, since reading a large vocabulary holds the GIL for a second.
         try:
             self._twin = _Twin(backend, self._texts)
         except Exception as error:  # the Rust extension raises nothing narrower
@@ -60,12 +60,12 @@ class ControlTokens:
 
     @property
     def texts(self) -> list[str]:
-        """Longest first."""
+        """Texts of the special tokens, longest first."""
         return self._texts
 
     def occurs_in(self, text: str) -> Generator[None, None, bool]:
-        """Whether a special token's text occurs in `text`, as work in steps."""
-        # Searching for two characters runs at memory speed, and nearly always decides.
+        """Return, as work in steps, whether a special token's text occurs in `text`."""
+        # Searching for two characters is fast, and rules out nearly all texts.
         if not any(beginning in text for beginning in self._beginnings):
             return False
         for begin in range(0, len(text), _WINDOW_CHARACTERS):
@@ -76,7 +76,8 @@ class ControlTokens:
         return False
 
     def replace_in(self, text: str, names: Mapping[str, str]) -> Generator[None, None, str]:
-        """`text` with each special token's text replaced by its entry in `names`, as work in steps."""
+        """Return, as work in steps, `text` with the text of each special token replaced by its entry in
+        `names`."""
         pieces: list[str] = []
         begin = window = 0
         while window < len(text):
@@ -93,9 +94,9 @@ class ControlTokens:
         return "".join(pieces)
 
     def _search(self, text: str, begin: int) -> re.Match[str] | None:
-        """The first special token's text that begins in the window from `begin` on."""
-        # One window at a time: the regular expression engine holds the GIL, and takes 2.5 µs a character
-        # where every other one could begin one of 256 special tokens.
+        """Return the first text of a special token that begins in the window from `begin` on."""
+        # One window at a time: the regular expression engine holds the GIL. It takes 2.5 µs a character if
+        # every second character could begin one of 256 special tokens.
         end = begin + _WINDOW_CHARACTERS
         found = self._pattern.search(text, begin, end + self._longest)
         return found if found is not None and found.start() < end else None
@@ -108,7 +109,8 @@ class ControlTokens:
         max_tokens: int | None = None,
         longest_token_bytes: int | None = None,
     ) -> Steps:
-        """Token ids of a rendered text; only special tokens outside of the shield's are control tokens."""
+        """Return the token ids of a rendered text. Special tokens that the shield has hidden are plain
+        text."""
         encoder = self._encoder
         if self._twin is not None:
             text = yield from self.replace_in(text, self._twin.names)
@@ -121,12 +123,12 @@ class ControlTokens:
 
 
 class Shield:
-    """One request's: hides the special tokens in what a client wrote from the template and the tokenizer."""
+    """Hides the special tokens in the texts of one request from the template and the tokenizer."""
 
     def __init__(self, control: ControlTokens) -> None:
         self._control = control
         self._placeholders: dict[str, str] = {}
-        """By special token."""
+        """Placeholders by special token."""
         self._pattern: re.Pattern[str] | None = None
         """Finds placeholders."""
 
@@ -136,7 +138,7 @@ class Shield:
         return bool(self._placeholders)
 
     def hide(self, value: Any) -> Generator[None, None, Any]:
-        """A JSON value with placeholders for the special tokens in its strings, as work in steps."""
+        """Return, as work in steps, a JSON value with placeholders for the special tokens in its strings."""
         if isinstance(value, str):
             return (yield from self._hide(value))
         if isinstance(value, list):
@@ -165,7 +167,7 @@ class Shield:
         return (yield from self._control.replace_in(text, self._placeholders))
 
     def restore(self, text: str) -> str:
-        """`text` with what was hidden."""
+        """Return `text` with the placeholders replaced by the hidden texts."""
         if self._pattern is None:
             return text
         texts = self._control.texts
@@ -175,10 +177,10 @@ class Shield:
 
 
 class _Twin:
-    """A copy of a tokenizer whose special tokens have names that nobody can guess."""
+    """A copy of a tokenizer whose special tokens have secret names."""
 
     def __init__(self, backend: tokenizers.Tokenizer, texts: list[str]) -> None:
-        """Raises whatever the tokenizers library raises, and ValueError where an id would change."""
+        """Raises the errors of the tokenizers library, and ValueError if an id would change."""
         secret = secrets.token_hex(16)
         self.names = {text: f"{_NAME_EDGE}{secret}{n}{_NAME_EDGE}" for n, text in enumerate(texts)}
         state = json.loads(backend.to_str())

@@ -1,7 +1,7 @@
-"""Where a text may be cut so that encoding the parts gives the ids of the whole, and how long a token can be.
+"""Cuts texts where encoding the parts gives the token ids of the whole, and bounds the length of a token.
 
-Both are properties of a tokenizer that are derived from its parts: added tokens, normalizer, pre-tokenizer.
-A tokenizer for which they cannot be derived has neither: its texts are encoded whole.
+Both follow from the parts of a tokenizer: added tokens, normalizer, pre-tokenizer. If they cannot be derived,
+texts are encoded whole.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import tokenizers
 from appliance.text.token_table import TokenTable
 
 PIECE_CHARACTERS = 16_384
-"""A piece is encoded in about 15 ms (1 µs a character, measured with the demo model's tokenizer)."""
+"""Size of a piece. Encoding it takes about 15 ms (1 µs a character with the demo model's tokenizer)."""
 
 _WINDOW_CHARACTERS = 16_384
 _SAFE_LETTER = "A-Za-z0-9一-龥ぁ-ゖァ-ヺ가-힣"
 _CUT = re.compile(rf"\w |[{_SAFE_LETTER}][\n.,;!?、。，；！？]")
-"""A cut lies behind the first character of a match."""
+"""A cut is after the first character of a match."""
 
 _CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -43,17 +43,16 @@ _SAFE_ALTERNATIVES = frozenset(
 """Alternatives of the regular expressions of GPT-2, Llama 3, Qwen 2, o200k and Tekken; C is a contraction.
 
 No match of any of them contains a character that is not white space followed by a space, or a letter or digit
-followed by one of the other characters of `_CUT`. None looks behind, and the only one that looks ahead
-(`\\s+(?!\\S)`) ends in white space, which no part before a cut does. So a match begins at every cut, and each
-side is matched as if the other were not there.
-"""
+followed by one of the other characters of `_CUT`. None has a lookbehind, and the only one with a lookahead
+(`\\s+(?!\\S)`) ends in white space, which no part before a cut does. So a match begins at every cut, and the
+matches on one side of a cut do not depend on the other side. """
 
 _MAX_NFC_SHRINKING = 4
 """NFC shortens UTF-8 at most to 1/3.5 (U+1FBE U+0308 U+0301 to U+0390), found by going through Unicode 14."""
 
 
 def can_be_cut(backend: tokenizers.Tokenizer) -> bool:
-    """Whether `split_text` cuts texts of this tokenizer where the ids do not depend on it."""
+    """Return whether encoding the pieces of `split_text` gives this tokenizer's ids of the whole text."""
     for token in backend.get_added_tokens_decoder().values():
         text = token.content
         if token.single_word or _CUT.search(text) or (token.rstrip and re.search(r"\w\Z", text)):
@@ -63,12 +62,12 @@ def can_be_cut(backend: tokenizers.Tokenizer) -> bool:
     steps = _steps(backend.pre_tokenizer, "pretokenizers")
     if not steps or not _splits_at_cuts(steps[0]):
         return False
-    # The steps that follow work on each part of the first one's by itself.
+    # The following steps process each part that the first step makes separately.
     return all(step["type"] in ("Split", "Digits", "Punctuation") or _is_plain(step) for step in steps[1:])
 
 
 def split_text(text: str) -> Iterator[str]:
-    """`text` in pieces of about `PIECE_CHARACTERS`; longer where there is nowhere to cut."""
+    """Yield `text` in pieces of about `PIECE_CHARACTERS`; longer ones where no cut is possible."""
     begin = 0
     while (end := _find_cut(text, begin + PIECE_CHARACTERS)) < len(text):
         yield text[begin:end]
@@ -77,12 +76,12 @@ def split_text(text: str) -> Iterator[str]:
 
 
 def last_cut(text: str) -> int:
-    """Return where the last piece of `text` begins, if it is cut wherever it can be."""
+    """Return where the last piece of `text` begins if `text` is cut at every possible place."""
     return max((found.start() + 1 for found in _CUT.finditer(text)), default=0)
 
 
 def longest_token_bytes(backend: tokenizers.Tokenizer, table: TokenTable | None) -> int | None:
-    """The most bytes of text that one token can stand for, or None where that is not known."""
+    """Return the most bytes of text that one token can stand for, or None if that is not known."""
     added = backend.get_added_tokens_decoder().values()
     if table is None or any(token.lstrip or token.rstrip for token in added):
         return None
@@ -96,7 +95,7 @@ def longest_token_bytes(backend: tokenizers.Tokenizer, table: TokenTable | None)
             and len({data for data in table.raw if len(data) == 1}) == 256
         )
     if not complete:
-        # Characters may vanish, or any number of them become one unknown token.
+        # Characters may be dropped, or any number of them may become one unknown token.
         return None
     shrinking = 1
     for step in _steps(backend.normalizer, "normalizers"):
@@ -109,8 +108,8 @@ def longest_token_bytes(backend: tokenizers.Tokenizer, table: TokenTable | None)
 
 
 def _find_cut(text: str, begin: int) -> int:
-    """The first cut behind `begin`, or the text's end. Looks at a window at a time: the regular expression
-    engine holds the GIL."""
+    """Return the first cut after `begin`, or the text's end. Searches one window at a time, because the
+    regular expression engine holds the GIL."""
     while begin < len(text):
         found = _CUT.search(text, begin - 1, begin + _WINDOW_CHARACTERS)
         if found is not None:
@@ -144,7 +143,7 @@ def _lengthens(step: dict[str, Any]) -> bool:
 
 
 def _steps(component: Any, name: str) -> list[dict[str, Any]]:
-    """A normalizer's or pre-tokenizer's steps, as `tokenizer.json` writes them."""
+    """Return the steps of a normalizer or pre-tokenizer, as `tokenizer.json` writes them."""
     if component is None:
         return []
     # A component's pickled state is its JSON; serialising the whole tokenizer would write the vocabulary too.

@@ -1,4 +1,4 @@
-"""Token ids to text, one stream at a time, never emitting half a character. The front's hottest path."""
+"""Turns token ids into text, one stream at a time, in whole characters. This is the front's hottest path."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from appliance.text.token_table import TokenTable
 
 REPLACEMENT = "\ufffd"
 
-# A stream that keeps ending in U+FFFD is not an unfinished character: emit it, so that neither memory nor the
-# time per token grows without bound. No character has more than a few tokens.
+# A stream that ends in U+FFFD for longer than this does not have an unfinished character, since no character
+# has more than a few tokens. Its text is emitted, so that memory and time per token stay bounded.
 _MAX_HELD_TOKENS = 32
 
 
@@ -21,22 +21,23 @@ class Detokenizer(Protocol):
     """One stream of text. Ids outside of the vocabulary add nothing, as in `tokenizers`' decode."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens complete; "" while a character is incomplete."""
+        """Return the text that these tokens complete; "" while a character is incomplete."""
 
     def finish(self) -> str:
-        """What an incomplete end of the stream decodes to (U+FFFD); call once, push no more."""
+        """Return the text of an incomplete character at the stream's end (U+FFFD). Call once, after the last
+        push."""
 
 
 class TableDetokenizer:
-    """Detokenizes by table lookup; an incremental UTF-8 decoder only where tokens split a character."""
+    """Detokenizes by table lookup. Uses an incremental UTF-8 decoder only where tokens split a character."""
 
     __slots__ = ("_bad_byte_each", "_entries", "_leading_strip", "_pending")
 
     def __init__(
         self, table: TokenTable, skip_special_tokens: bool = True, context: Sequence[int] = ()
     ) -> None:
-        """`context`: visible ids before this stream, not emitted. If there are any, the rule for leading
-        spaces does not apply; if they end within a character, the stream may complete it."""
+        """`context`: visible ids before this stream, which are not emitted. With a context, leading spaces
+        are kept; if the context ends within a character, the stream may complete the character."""
         self._entries = table.shown if skip_special_tokens else table.shown_with_special
         self._leading_strip = 0 if context else table.leading_strip
         self._bad_byte_each = table.bad_byte_each
@@ -87,7 +88,7 @@ class TableDetokenizer:
 
     def _strip(self, text: str) -> str:
         spaces = min(self._leading_strip, len(text) - len(text.lstrip(" ")))
-        # Only a text that is all spaces so far leaves the rule in force for what comes next.
+        # If the text has been only spaces so far, leading spaces of the next text are dropped too.
         self._leading_strip = self._leading_strip - spaces if spaces == len(text) else 0
         return text[spaces:]
 
@@ -95,8 +96,9 @@ class TableDetokenizer:
 class WindowDetokenizer:
     """Detokenizes with any decoder by decoding a short window twice and emitting the difference.
 
-    Exact for decoders whose output for a token depends on its neighbours only, as all of `tokenizers`' do.
-    Holds back while the window ends in U+FFFD. The algorithm of text-generation-inference and vLLM.
+    This is exact for decoders whose output for a token depends only on its neighbours, as for all decoders of
+    `tokenizers`. Nothing is emitted while the window ends in U+FFFD. text-generation-inference and vLLM use
+    the same algorithm.
     """
 
     __slots__ = ("_backend", "_emitted", "_emitted_tokens", "_hidden", "_ids", "_skip")
@@ -108,13 +110,14 @@ class WindowDetokenizer:
         skip_special_tokens: bool = True,
         context: Sequence[int] = (),
     ) -> None:
-        """`hidden`: ids never shown; `context`: visible ids before this stream, not emitted."""
+        """`hidden`: ids that are never shown; `context`: visible ids before this stream, which are not
+        emitted."""
         self._backend = backend
         self._hidden = hidden
         self._skip = skip_special_tokens
         self._ids = list(context)
         self._emitted_tokens = len(self._ids)
-        self._emitted = self._decode(self._ids)  # the window's text that is out already
+        self._emitted = self._decode(self._ids)  # The part of the window's text that was emitted.
 
     def push(self, token_ids: Sequence[int]) -> str:
         ids = self._ids
@@ -124,8 +127,8 @@ class WindowDetokenizer:
             return ""
         new = self._after_emitted(text)
         if new:
-            # What was just emitted becomes the next window's context; a window never begins with nothing
-            # visible, or the decoder would take the middle of the text for its beginning.
+            # The text that was just emitted becomes the next window's context. A window always begins with
+            # visible text, or the decoder would treat the middle of the text as its beginning.
             del ids[: self._emitted_tokens]
             self._emitted_tokens = len(ids)
             self._emitted = self._decode(ids)

@@ -9,11 +9,11 @@ import tokenizers
 from appliance.text.cuts import PIECE_CHARACTERS, can_be_cut, last_cut, split_text
 
 Steps = Generator[None, None, list[list[int]]]
-"""Work that is done by exhausting it, in any thread, one step at a time; returns the ids of each text."""
+"""Work in steps: a generator that any thread may advance, and that returns the ids of each text."""
 
 
 class LoneSurrogateError(ValueError):
-    """Text with half of a surrogate pair, which UTF-8 cannot encode. `position` is its index in the text."""
+    """A text has half of a surrogate pair, which UTF-8 cannot encode, at index `position`."""
 
     def __init__(self, text: str, position: int) -> None:
         super().__init__(
@@ -29,22 +29,23 @@ class TooManyTokensError(ValueError):
     def __init__(self, index: int, tokens: int | None, encoded_tokens: int) -> None:
         super().__init__(f"text {index} has too many tokens")
         self.index = index
-        """Of the text, among those that were to be encoded."""
+        """Index of the text."""
         self.tokens = tokens
-        """How many it has; None where it was not encoded to its end."""
+        """Tokens of the text; None if it was not encoded to its end."""
         self.encoded_tokens = encoded_tokens
-        """Tokens of all texts that were encoded by then."""
+        """Tokens of all texts that were encoded before the error."""
 
 
 MAX_UNCUT_BYTES = 512 << 10
-"""Of UTF-8 in a piece that cannot be cut, and so is encoded in one step: 0.25 s at most, measured with the
-demo model's tokenizer and random letters. A context of 131,072 tokens has as much at 4 bytes a token."""
+"""Bytes of UTF-8 in a piece that cannot be cut and so is encoded in one step. Such a step takes at most 0.25
+s, measured with the demo model's tokenizer and random letters. A context of 131,072 tokens has this size at 4
+bytes a token."""
 _SHOWN_CHARACTERS = 20
 _MAX_CHARACTER_BYTES = 4
 
 
 class UncuttableTextError(ValueError):
-    """A text has a longer piece that cannot be cut than is encoded in one step."""
+    """A text has a piece that cannot be cut and is too long to be encoded in one step."""
 
     def __init__(self, index: int, piece: str, position: int, can_cut: bool, encoded_tokens: int) -> None:
         if can_cut:
@@ -60,9 +61,9 @@ class UncuttableTextError(ValueError):
                 f"most {MAX_UNCUT_BYTES} bytes are encoded at once: shorten it, or send token ids"
             )
         self.index = index
-        """Of the text, among those that were to be encoded."""
+        """Index of the text."""
         self.encoded_tokens = encoded_tokens
-        """Tokens of all texts that were encoded by then."""
+        """Tokens of all texts that were encoded before the error."""
 
 
 class Encoder:
@@ -82,7 +83,7 @@ class Encoder:
         longest_token_bytes: int | None = None,
     ) -> Steps:
         """Encode `texts`. Raises `LoneSurrogateError`, `UncuttableTextError`, and `TooManyTokensError` as
-        soon as one of them has more than `max_tokens`: before encoding it, where its bytes say so."""
+        soon as one of them has more than `max_tokens`; if its bytes prove that, before it is encoded."""
         for index, text in enumerate(texts):
             size = _utf8_bytes(text)
             if max_tokens is not None and longest_token_bytes and size > max_tokens * longest_token_bytes:
@@ -122,13 +123,13 @@ class Encoder:
         return ids + suffix
 
     def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        # Not `encode`: that one holds the GIL while it works.
+        # `encode` would hold the GIL.
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
 
 def _groups(texts: Sequence[str]) -> Generator[tuple[int, Sequence[str]], None, None]:
-    """Runs of texts that are encoded in one step, each with its first one's index."""
+    """Yield the groups of texts that are encoded in one step, each with the index of its first text."""
     first = characters = 0
     for index, text in enumerate(texts):
         if index > first and characters + len(text) > PIECE_CHARACTERS:
@@ -140,7 +141,7 @@ def _groups(texts: Sequence[str]) -> Generator[tuple[int, Sequence[str]], None, 
 
 
 def _affixes(backend: tokenizers.Tokenizer) -> tuple[list[int], list[int]] | None:
-    """The special tokens before and behind a text, or None where that is not all that is added."""
+    """Return the special tokens before and after a text, or None if encoding adds anything else."""
     affixes = None
     for text in ("a", "1 b"):
         plain = backend.encode(text, add_special_tokens=False).ids

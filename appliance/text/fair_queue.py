@@ -1,4 +1,4 @@
-"""Work on clients' texts, shared fairly between tenants and bounded in memory and time."""
+"""Runs work on clients' texts, fairly between tenants and within bounds on memory and time."""
 
 from __future__ import annotations
 
@@ -16,33 +16,34 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 _MIN_BYTES = 4096
-"""What any text counts at least: a request has more than its text."""
+"""Every text counts at least this many bytes, since a request takes memory besides its text."""
 
 NICENESS = 10
-"""Of the threads that encode: lower in priority than event loops, which must answer at once."""
+"""The nice value of the threads that encode. Event loops have a higher priority, since they must react
+fast."""
 
 
 class TooMuchWorkError(Exception):
-    """A tenant has too much work under way; the message says what to do."""
+    """A tenant has too much work in progress; the message gives the remedy."""
 
 
 class TenantQueue(Generic[Item]):
-    """Takes the tenants in turn, and the items of each first in first out. Not thread-safe."""
+    """Takes items of the tenants in turn, in order of arrival within a tenant. Not thread-safe."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[str, deque[Item]] = OrderedDict()
 
     def put(self, tenant: str, item: Item) -> None:
-        """Append the item to its tenant's."""
+        """Append the item to its tenant's items."""
         self._waiting.setdefault(tenant, deque()).append(item)
 
     def put_back(self, tenant: str, item: Item) -> None:
-        """Make the item its tenant's next one, to be taken after the other tenants' turns."""
+        """Make the item its tenant's first one. It is taken after the other tenants' turns."""
         self._waiting.setdefault(tenant, deque()).appendleft(item)
         self._waiting.move_to_end(tenant)
 
     def take(self) -> Item | None:
-        """The next item, or None."""
+        """Return the next item, or None."""
         if not self._waiting:
             return None
         tenant, items = self._waiting.popitem(last=False)
@@ -53,10 +54,10 @@ class TenantQueue(Generic[Item]):
 
 
 class TextMemory:
-    """Bounds the bytes of texts under work: in total, and for each tenant to an equal share of that.
+    """Bounds the bytes of texts in progress: in total, and for each tenant to an equal share of the total.
 
-    A tenant is refused only for what it has itself: one that has less than its share gets its share, even
-    where others, who came when fewer tenants had work, exceed the total together.
+    A tenant is refused only because of its own texts. A tenant with less than its share gets its share, even
+    if other tenants, which began when fewer tenants had texts, exceed the total together.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -65,7 +66,7 @@ class TextMemory:
 
     @contextmanager
     def reserved(self, tenant: str, size: int) -> Iterator[None]:
-        """Count `size` bytes for the tenant meanwhile. Raises `TooMuchWorkError`."""
+        """Count `size` bytes for the tenant while the context lasts. Raises `TooMuchWorkError`."""
         size += _MIN_BYTES
         used = self._used.get(tenant, 0)
         share = self._max_bytes // len(self._used.keys() | {tenant})
@@ -96,7 +97,7 @@ def _lower_priority() -> None:
 
 
 class _Lane:
-    """One thread that advances the tenants' jobs in turn, a step at a time."""
+    """One thread that advances the tenants' work in turn, one step at a time."""
 
     def __init__(self, name: str) -> None:
         self._queue: TenantQueue[_Job] = TenantQueue()
@@ -139,9 +140,8 @@ class _Lane:
 class WorkPool:
     """Runs work on texts in two threads: one for short work, one for long. Belongs to one event loop.
 
-    A piece of work is a generator that yields after each step and returns its result. Steps of several
-    tenants alternate. So short work waits for one short step of each tenant at most, however much long work
-    there is.
+    Work is a generator that yields after each step and returns its result. The steps of several tenants
+    alternate. So short work waits for at most one short step of each tenant, however much long work there is.
     """
 
     def __init__(self, max_wait_s: float) -> None:
@@ -149,7 +149,8 @@ class WorkPool:
         self._short, self._long = _Lane("short-texts"), _Lane("long-texts")
 
     async def run(self, tenant: str, steps: Generator[None, None, Result], is_long: bool) -> Result:
-        """The result of `steps`, or what they raise. Raises `TooMuchWorkError` after `max_wait_s`."""
+        """Return the result of `steps`, or raise their error. Raises `TooMuchWorkError` after
+        `max_wait_s`."""
         job = _Job(tenant, steps, asyncio.get_running_loop().create_future())
         (self._long if is_long else self._short).add(job)
         try:
@@ -175,7 +176,7 @@ def _step(steps: Generator[None, None, Any]) -> tuple[bool, Any]:
 
 
 def run_steps(steps: Generator[None, None, Result]) -> Result:
-    """Do all of the work now, in the calling thread."""
+    """Run all steps now, in the calling thread; return their result."""
     while True:
         has_ended, value = _step(steps)
         if has_ended:

@@ -1,10 +1,11 @@
-"""Takes secrets out of texts that the request log is to keep.
+"""Redacts secrets in texts that a log policy keeps.
 
-What a text costs is proportional to its length, whatever is in it: each pattern begins at something rare (an
-`@`, a `://`) or is a long word whose beginning tells, and looks at a bounded neighbourhood. So operators add
-beginnings of words (`[log] secret_prefixes`), not regular expressions.
+The time is proportional to the length of the text, whatever it contains: each pattern begins at rare
+characters (an `@`, a `://`) or at a long word with a known prefix, and reads a bounded number of characters
+around them. For the same reason operators add prefixes of words (`[log] secret_prefixes`), not regular
+expressions.
 
-It finds what has the form of a secret. A password in plain prose has none.
+Only secrets with a recognizable form are found, not a password in plain prose.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 KINDS = ("keys", "bearer_tokens", "passwords", "private_keys", "emails", "cards")
-"""What can be taken out."""
+"""The kinds of secrets that can be redacted."""
 
 _KEY_PREFIXES = (
     *("ak-", "sk-", "pk-", "rk-", "sk_live_", "sk_test_", "rk_live_", "rk_test_"),
@@ -22,17 +23,17 @@ _KEY_PREFIXES = (
     *("xoxa-", "xoxb-", "xoxe-", "xoxp-", "xoxr-", "xoxs-", "AKIA", "ASIA", "AIza", "ya29.", "SG."),
 )
 _PIECE_CHARS = 4 << 10
-# The n of an escaped line end, in JSON within a text, is not the word's first letter.
+# In JSON within a text, the n of an escaped line end is not the first letter of the word.
 _WORD = re.compile(r"(?:\\[nrt])?[A-Za-z0-9_.~+-]{16,}")
 _SHORTER_WORD = re.compile(r"(?:\\[nrt])?[A-Za-z0-9_.~+-]{8,}")
 _MARKS = "_.~+-"
-"""Of a word, but not of a secret that they stand beside: a full stop, emphasis."""
+"""Characters that may end a word, but not a secret: a full stop, emphasis."""
 _BEARER = re.compile(r"(?:\b|(?<=\\[nrt]))(bearer|basic)([ \t]{1,4})([A-Za-z0-9._~+/=-]{8,})", re.IGNORECASE)
 _URL_PASSWORD = re.compile(r"(://[^\s/@:]{0,128}:)([^\s/]{1,256})@")
 _ASSIGNED = re.compile(
     r"""(pass(?:word|wd|phrase)|(?<![A-Za-z])pwd|secret(?:[_-]?key)?|token|(?:api|access|account|private)[_-]?key)"""
     r"""((?:\\{0,3}["'])?[ \t]{0,3}[=:][ \t]{0,3})"""
-    # In quotes, which may be escaped, it goes on to the like quotes and may have spaces.
+    # In quotes, which may be escaped, a password goes on to the closing quotes and may have spaces.
     r"""(?:(\\{0,3}["'])(?:(?!\3)(?:\\.|[^\n\\])){6,1024}|(?!bearer\b|basic\b)[^\s"',;\\]{6,})""",
     re.IGNORECASE,
 )
@@ -47,27 +48,27 @@ _CARD = re.compile(r"(?<![0-9.-])(?:[0-9][ -]?){12,18}[0-9](?![0-9])")
 
 
 class Redacted(NamedTuple):
-    """A text without its secrets."""
+    """A text whose secrets were replaced."""
 
     text: str
     secrets: int
-    """How many were taken out."""
+    """Number of secrets that were replaced."""
 
 
 class Redactor:
-    """Takes out the kinds of secrets that it was told."""
+    """Replaces secrets of the given kinds."""
 
     def __init__(self, kinds: Iterable[str] = KINDS[:4], prefixes: Iterable[str] = ()) -> None:
-        """`kinds` of KINDS; `prefixes`: what words begin with that are secrets too.
+        """`kinds` are elements of KINDS. Words that begin with one of `prefixes` are secrets too.
 
-        Raises ValueError for a kind that there is not.
+        Raises ValueError for an unknown kind.
         """
         wanted = set(kinds)
         if unknown := wanted - set(KINDS):
-            raise ValueError(f"{sorted(unknown)[0]!r} cannot be redacted: there are {', '.join(KINDS)}")
+            raise ValueError(f"{sorted(unknown)[0]!r} cannot be redacted; the kinds are {', '.join(KINDS)}")
         own = tuple(prefixes)
         steps: dict[str, Callable[[str], tuple[str, int]]] = {
-            # Before passwords: of "token: Bearer abc", they would take the word.
+            # Before passwords, which would take only "Bearer" of "token: Bearer abc".
             "bearer_tokens": lambda text: _BEARER.subn(r"\1\2[token redacted]", text),
             "passwords": _without_passwords,
             "keys": _without_keys,
@@ -80,12 +81,13 @@ class Redactor:
             self._steps.append(lambda text: _without_words(text, _SHORTER_WORD, own, "[secret redacted]"))
 
     def redact(self, text: str) -> Redacted:
-        """The text with each secret replaced by a word in brackets that says what it was."""
+        """Return the text with each secret replaced by its kind in brackets."""
         pieces = list(self.pieces(text))
         return Redacted("".join(piece.text for piece in pieces), sum(piece.secrets for piece in pieces))
 
     def pieces(self, text: str) -> Iterator[Redacted]:
-        """`redact`, a few thousand characters at a time: for whoever must not keep others waiting."""
+        """Do the work of `redact` in pieces of a few thousand characters, so that a caller can pause between
+        them."""
         if self._across_lines:
             text, count = _without_private_keys(text)
             yield Redacted("", count)
@@ -98,8 +100,8 @@ class Redactor:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """The text in parts that end with a line: no step but that of private keys looks over its end, and
-    between two calls of the regular expression engine other threads have their turn."""
+    """Yield the text in parts that end with a line. Only private keys span several lines. Between two calls
+    of the regular expression engine, other threads can run."""
     begin = 0
     while begin < len(text):
         end = text.find("\n", begin + _PIECE_CHARS) + 1 or len(text)
@@ -145,7 +147,7 @@ def _without_emails(text: str) -> tuple[str, int]:
     count = taken = 0
     at = text.find("@")
     while at >= 0:
-        # Backwards from the @, so that nothing is looked at twice.
+        # Backwards from the @, so that no character is read twice.
         before = _BEFORE_AT.match(text[max(taken, at - 64) : at][::-1])
         after = _AFTER_AT.match(text, at + 1)
         if before is not None and after is not None:

@@ -1,4 +1,4 @@
-"""Finds stop strings in text that arrives in pieces, holding back no more than a match could still need."""
+"""Finds stop strings in text that arrives in pieces. Holds back only text that may still become a match."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 4096
-"""Of all stop strings of a request. The automaton needs about 0.5 kB and 1 µs for each."""
+"""Characters of all stop strings of a request. The automaton needs about 0.5 kB and 1 µs for each."""
 
 
 class StopStringsError(ValueError):
@@ -18,9 +18,8 @@ class StopStringsError(ValueError):
 class StopSet:
     """A request's stop strings as an Aho-Corasick automaton (CACM 18/6, 1975); its samples share it.
 
-    A state is the longest suffix of the text that begins some stop string; state 0 is the empty suffix. Time
-    per character does not depend on number, length or self-similarity of the strings.
-    """
+    A state stands for the longest suffix of the text that is a prefix of a stop string; state 0 stands for
+    the empty suffix. The time per character does not depend on the number or the length of the strings."""
 
     __slots__ = ("begins", "children", "depth", "fallback", "match", "strings")
 
@@ -35,9 +34,9 @@ class StopSet:
             )
         self.strings = tuple(strings)
         self.children: list[dict[str, int]] = [{}]
-        self.depth = [0]  # characters of the suffix that a state stands for
-        self.match = [-1]  # index of the longest stop string that ends in a state, or -1
-        self.fallback = [0]  # the state of the next shorter suffix
+        self.depth = [0]  # Length of the suffix that a state stands for.
+        self.match = [-1]  # Index of the longest stop string that ends in a state, or -1.
+        self.fallback = [0]  # The state of the next shorter suffix.
         for index, string in enumerate(self.strings):
             if not string:
                 raise StopStringsError(f"stop[{index}]: is empty; give at least one character")
@@ -71,7 +70,7 @@ class StopSet:
                 queue.append(child)
 
     def step(self, state: int, character: str) -> int:
-        """The state after `character`."""
+        """Return the state after `character`."""
         while True:
             child = self.children[state].get(character)
             if child is not None:
@@ -84,8 +83,8 @@ class StopSet:
 class StopMatcher:
     """One stream's search for its stop strings.
 
-    The match that is complete first ends the text; of those complete at the same character, the longest. So
-    the result does not depend on how the text was cut into pieces.
+    The match that is complete first ends the text; of several matches that end at the same character, the
+    longest one counts. So the result does not depend on how the text was cut into pieces.
     """
 
     __slots__ = ("_held", "_include_stop", "_set", "_state", "stopped")
@@ -128,6 +127,6 @@ class StopMatcher:
         return whole[:emitted], None
 
     def finish(self) -> str:
-        """The text held back for a match that did not come."""
+        """Return the text that was held back for a match that was not completed."""
         held, self._held = self._held, ""
         return held

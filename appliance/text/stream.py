@@ -1,4 +1,4 @@
-"""A sequence's way from token ids to the text that its client gets: detokenizer, then stop strings."""
+"""Turns the token ids of a sequence into the text for its client: detokenizer, then stop strings."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from appliance.text.stop import StopMatcher
 
 
 class TextDelta(msgspec.Struct, frozen=True, gc=False):
-    """What one push brought.
+    """The result of one push.
 
-    `text` may be empty (half a character, or a possible stop string is held back). `stopped` is the stop
+    `text` may be empty, while half a character or a possible stop string is held back. `stopped` is the stop
     string that ended the stream. `tokens_delivered` counts the pushed tokens that the answer needed: all of
     them, or up to and including the one that completed the stop string; later ones are generated, not billed.
     """
@@ -47,7 +47,7 @@ class TextStream:
         return self._matcher.stopped if self._matcher is not None else None
 
     def push(self, token_ids: Sequence[int]) -> TextDelta:
-        """Takes the next tokens of the sequence. After a stop string, further tokens are not delivered."""
+        """Take the next tokens of the sequence. After a stop string, further tokens are not delivered."""
         matcher = self._matcher
         if matcher is None:
             text = self._detokenizer.push(token_ids)
@@ -72,7 +72,8 @@ class TextStream:
         return TextDelta(emitted, stopped, delivered)
 
     def finish(self) -> TextDelta:
-        """Flushes what was held back. Call once, when the sequence ended; harmless after a stop string."""
+        """Return the text that was held back. Call once, when the sequence has ended; after a stop string,
+        the text is empty."""
         matcher = self._matcher
         if matcher is None:
             text = self._detokenizer.finish()

@@ -1,4 +1,4 @@
-"""Reads the chat templates of a model folder. Only reads: they are compiled in a process of their own."""
+"""Reads the chat templates of a model folder. They are compiled elsewhere, in a separate process."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 from appliance.text.tokenizer_files import TokenizerFilesError, read_json_object, read_regular_file
 
 MAX_TEMPLATE_BYTES = 1 << 20
-"""Of one template file. The longest of known models has 20 kB."""
+"""Bytes of one template file. The longest one of known models has 20 kB."""
 
 
 def read_template_sources(folder: Path) -> dict[str, str]:
-    """The text of each template by name: `default`, and others such as `tool_use`; empty if there is none.
+    """Return the text of each template by name: `default`, and others such as `tool_use`; empty without any.
 
-    `chat_template.jinja` (and `additional_chat_templates/`), else `chat_template` in `tokenizer_config.json`
-    (text, or a list of named ones). Raises `TokenizerFilesError`.
+    Templates are in `chat_template.jinja` (and `additional_chat_templates/`), or else in `chat_template` of
+    `tokenizer_config.json` (text, or a list of named ones). Raises `TokenizerFilesError`.
     """
     sources: dict[str, str] = {}
     files = {"default": folder / "chat_template.jinja"} | {

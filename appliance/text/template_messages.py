@@ -1,7 +1,7 @@
-"""What a front and the process that renders a model's chat templates say to each other.
+"""The messages between a front and the process that renders a model's chat templates.
 
-Apart from both, so that the front loads no Jinja2 and the process no asyncio. Frames are a 4-byte
-little-endian length and the msgpack of one struct, as in `engine.wire`.
+This module is separate from both sides, so that the front loads no Jinja2 and the process no asyncio. A frame
+is a 4-byte little-endian length and one struct as msgpack, as in `engine.wire`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 MAX_RENDERED_CHARACTERS = 8 << 20
-"""Of one rendered conversation."""
+"""Characters of one rendered conversation."""
 
 
 class ChatTemplateError(ValueError):
@@ -27,21 +27,22 @@ class TemplateBoundError(ChatTemplateError):
 
 
 class Compile(msgspec.Struct, tag="compile", frozen=True):
-    """First to the process: compile these templates. Answered by `Rendered` (of nothing) or `Failed`."""
+    """The first message to the process: compile these templates. The answer is an empty `Rendered`, or
+    `Failed`."""
 
     sources: dict[str, str]
     """Template text by name."""
     special_tokens: dict[str, str]
-    """Name to text, as templates use them (`bos_token`)."""
+    """Text by name, as templates use them (`bos_token`)."""
 
 
 class Render(msgspec.Struct, tag="render", frozen=True):
-    """Render a conversation. Answered by `Rendered` or `Failed`."""
+    """Render a conversation. The answer is `Rendered` or `Failed`."""
 
     messages: list[dict[str, str]]
     add_generation_prompt: bool
     variables: bytes
-    """Further variables of the template: a JSON object, since its integers may be of any size."""
+    """Further template variables, as a JSON object: msgpack would limit the size of integers."""
 
 
 class Rendered(msgspec.Struct, tag="rendered", frozen=True):
@@ -51,10 +52,10 @@ class Rendered(msgspec.Struct, tag="rendered", frozen=True):
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True):
-    """There is no text. `message` is meant for the client, or of `Compile` for the operator."""
+    """An error. `message` is for the client, or for the operator if the error answers `Compile`."""
 
     kind: Literal["messages", "none", "bound"]
-    """What to raise: `ChatTemplateError`, `NoChatTemplateError` or `TemplateBoundError`."""
+    """The exception to raise: `ChatTemplateError`, `NoChatTemplateError` or `TemplateBoundError`."""
     message: str
 
 

@@ -1,4 +1,4 @@
-"""Renders a model's chat templates in a child process, where time and memory are bounded from outside."""
+"""Renders a model's chat templates in a child process, whose time and memory are bounded."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ __all__ = ["ChatTemplateError", "NoChatTemplateError", "TemplateBoundError", "Te
 log = logging.getLogger(__name__)
 
 MAX_RENDER_S = 5.0
-"""For one conversation. The longest that a request can have (4,096 messages, 2 MiB) takes about 50 ms."""
+"""Time limit for one conversation. The longest possible one (4,096 messages, 2 MiB) takes about 50 ms."""
 MAX_COMPILE_S = 10.0
-"""From the start of the process; Python itself takes 0.1 s of it."""
+"""Time limit for compiling, from the start of the process; Python itself takes 0.1 s of it."""
 MAX_TEMPLATE_MEMORY_BYTES = 256 << 20
-"""What a template may use beside the 30 MB of the process itself."""
+"""Memory for templates, besides the 30 MB of the process itself."""
 MAX_WAIT_S = 30.0
 """A conversation that has waited this long for its turn is refused."""
 
 _ALARM_GRACE_S = 5.0
-"""The child's own alarm comes later than the parent's kill: for a child whose parent is dead."""
+"""The child's own alarm comes this much later than the parent's kill, and ends a child without a parent."""
 _ENVIRONMENT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "TZ")
 _KINDS: dict[str, type[ChatTemplateError]] = {
     "messages": ChatTemplateError,
@@ -72,14 +72,14 @@ class TemplateProcess:
         special_tokens: Mapping[str, str],
         max_render_s: float = MAX_RENDER_S,
     ) -> None:
-        """`sources`: template text by name, empty for a model without one; `special_tokens`: name to text, as
-        templates use them (`bos_token`)."""
+        """`sources`: template text by name, empty for a model without templates; `special_tokens`: text by
+        name, as templates use them (`bos_token`)."""
         self._compile = Compile(dict(sources), dict(special_tokens))
         self._max_render_s = max_render_s
         self.bounds_exceeded = 0
-        """Conversations that the templates could not render within their bounds."""
+        """Number of conversations that the templates could not render within their bounds."""
         self.problem = ""
-        """What the latest of them exceeded."""
+        """The bound that the latest of them exceeded."""
         self._queue: TenantQueue[_Job] = TenantQueue()
         self._child: _Child | None = None
         self._background = Background()
@@ -88,7 +88,7 @@ class TemplateProcess:
 
     @classmethod
     def load(cls, folder: Path | str, special_tokens: Mapping[str, str]) -> TemplateProcess:
-        """Read the templates of a model folder; none at all is no error. Raises `TokenizerFilesError`."""
+        """Read the templates of a model folder, which may have none. Raises `TokenizerFilesError`."""
         return cls(read_template_sources(Path(folder)), special_tokens)
 
     @property
@@ -120,9 +120,9 @@ class TemplateProcess:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt's text, BOS included where the template writes it: encode it without special tokens.
+        """Return the prompt's text. The template writes BOS, so encode the text without special tokens.
 
-        `messages` and `variables` (further ones for the template) are data to the template, never template
+        The template reads `messages` and `variables` (further template variables) as data, never as template
         text. Raises `ChatTemplateError` with the template's own message if it rejects the messages or fails
         on them, `NoChatTemplateError`, `TemplateBoundError`, and `TooMuchWorkError` after `MAX_WAIT_S`.
         """
@@ -144,7 +144,7 @@ class TemplateProcess:
             ) from None
 
     def close(self) -> None:
-        """End the process. Conversations that wait are refused."""
+        """End the process, and refuse the waiting conversations."""
         self._closed = True
         if self._child is not None:
             self._child.kill()
@@ -216,11 +216,12 @@ class _Child:
 
     @property
     def closed(self) -> bool:
-        """The process has ended, or was killed."""
+        """Whether the process has ended, or was killed."""
         return self._channel.closed
 
     async def ask(self, message: ToWorker, limit_s: float) -> str:
-        """The text of the answer. Kills the process after `limit_s`. Raises `ChatTemplateError`."""
+        """Send a message; return the text of the answer. Kills the process after `limit_s`. Raises
+        `ChatTemplateError`."""
         self._reply = asyncio.get_running_loop().create_future()
         self._channel.send(message)
         try:
@@ -252,7 +253,10 @@ class _Child:
     def _lost(self) -> None:
         self._background.run(_reap(self._process))
         self._take(
-            Failed("bound", "the process of the chat template ended, probably for want of memory: send less")
+            Failed(
+                "bound",
+                "the process of the chat template ended, probably at its memory limit: send shorter messages",
+            )
         )
 
 

@@ -1,8 +1,8 @@
 """`python -m appliance.text.template_worker --channel FD`: renders one model's chat templates for a front.
 
-A template is a program that comes with a checkpoint. Here the kernel bounds it: memory by RLIMIT_AS, time by
-an alarm that no Python code handles (the front kills the process earlier). It can write no file and start no
-process. The process ends with its channel.
+A template is a program that comes with a checkpoint. The kernel bounds it here: memory by RLIMIT_AS, time by
+an alarm that no Python code handles (the front usually kills the process before). The process cannot write
+files or start processes, and it ends with its channel.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from appliance.text.template_messages import (
 
 _HEADER = 4
 _MAX_FILES = 16
-"""Enough for Python to import a module (an encoding) when a template first needs it."""
+"""Open files: enough for Python to import a module (an encoding) that a template needs."""
 _DECODER = msgspec.msgpack.Decoder(ToWorker)
 
 
@@ -44,7 +44,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, required=True, help="time limit of one message")
     arguments = parser.parse_args()
     for end in (signal.SIGINT, signal.SIGTERM):
-        # The front ends this process, by closing the channel.
+        # Only the front ends this process, by closing the channel.
         signal.signal(end, signal.SIG_IGN)
     channel = socket.socket(fileno=arguments.channel)
     channel.setblocking(True)
@@ -65,7 +65,9 @@ def main() -> int:
                 text = templates.render(message.messages, message.add_generation_prompt, variables=variables)
                 reply = Rendered(text)
             data = msgspec.msgpack.encode(reply)
-        except Exception as error:  # MemoryError and what a hostile template makes Python raise included
+        except (
+            Exception
+        ) as error:  # Includes MemoryError, and everything that a hostile template can make Python raise.
             data = msgspec.msgpack.encode(_failure(error))
         del frame
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -90,7 +92,7 @@ def _limit_resources(memory: int) -> None:
 
 
 def _receive(channel: socket.socket) -> bytes | None:
-    """The next frame's payload, or None at the end."""
+    """Return the payload of the next frame, or None at the end of the channel."""
     header = _receive_exactly(channel, _HEADER)
     return None if header is None else _receive_exactly(channel, int.from_bytes(header, "little"))
 

@@ -1,4 +1,4 @@
-"""The table from token id to bytes that makes detokenizing one list lookup per token."""
+"""The table from token id to bytes, with which detokenizing takes one list lookup per token."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclass(frozen=True, slots=True)
 class TokenTable:
-    """What each token adds to the text, for decoders where that does not depend on its neighbours.
+    """The text of each token, for decoders where it does not depend on neighbouring tokens.
 
-    `raw[id]` are the token's bytes (empty where the vocabulary has a hole). `shown` and `shown_with_special`
+    `raw[id]` are the token's bytes (empty where the vocabulary has a gap). `shown` and `shown_with_special`
     hold what a detokenizer needs: a `str` where the bytes are whole characters, else the `bytes`; special
     tokens are "" in `shown`. `leading_strip` spaces are dropped where a text begins. `bad_byte_each`: each
     invalid byte becomes one U+FFFD (ByteFallback), not each maximal ill-formed subsequence.
 
-    Shared by all streams of a tokenizer; nobody changes it.
+    All streams of a tokenizer share the table, which is never changed.
     """
 
     raw: list[bytes]
@@ -32,7 +32,7 @@ class TokenTable:
 
 
 def id_to_token(backend: tokenizers.Tokenizer) -> list[str | None]:
-    """Token texts in id order, as written in the vocabulary; None where the vocabulary has a hole."""
+    """Return token texts in id order, as written in the vocabulary; None where the vocabulary has a gap."""
     vocabulary = backend.get_vocab(with_added_tokens=False)
     added = backend.get_added_tokens_decoder()
     tokens: list[str | None] = [None] * (max([-1, *vocabulary.values(), *added]) + 1)
@@ -44,7 +44,7 @@ def id_to_token(backend: tokenizers.Tokenizer) -> list[str | None]:
 
 
 def build_token_table(backend: tokenizers.Tokenizer, tokens: list[str | None]) -> TokenTable | None:
-    """The table of `backend`, or None if its decoder is not one of the two common forms.
+    """Return the table of `backend`, or None if its decoder is not one of the two common kinds.
 
     Byte-level (GPT-2, Llama 3, Qwen): a character is a byte. ByteFallback (Llama 2, Mistral, Gemma): "▁" is a
     space, <0xNN> is a byte, the rest is text. `tokens` comes from `id_to_token`.
@@ -79,13 +79,14 @@ def build_token_table(backend: tokenizers.Tokenizer, tokens: list[str | None]) -
 def _decoder_steps(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
     if backend.decoder is None:
         return []
-    # A decoder's pickled state is its JSON; serialising the whole tokenizer would write the vocabulary too.
+    # A decoder's pickled state is its JSON. Serializing the whole tokenizer would include the vocabulary.
     state = json.loads(backend.decoder.__getstate__())
     return state["decoders"] if state["type"] == "Sequence" else [state]
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-in of each byte (`bytes_to_unicode` in OpenAI's encoder.py)."""
+    """Return the byte that each character of GPT-2's byte-level alphabet stands for (`bytes_to_unicode` in
+    OpenAI's encoder.py)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}

@@ -1,4 +1,4 @@
-"""A model's tokenizer: characters to token ids in bounded steps, token ids to text by table."""
+"""A model's tokenizer: text to token ids in bounded steps, token ids to text by table."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Tokenizer:
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
-        """Takes over `backend`. Callers use `Tokenizer.load`."""
+        """Take ownership of `backend`. Use `Tokenizer.load` instead."""
         self._backend = backend
         self._encoder = Encoder(backend)
         self._tokens = id_to_token(backend)
@@ -48,17 +48,17 @@ class Tokenizer:
         self.eos_ids = tuple(dict.fromkeys([*([] if eos_id is None else [eos_id]), *files.eos_ids]))
         self._control = ControlTokens(backend)
         self.longest_token_bytes = longest_token_bytes(backend, self.table)
-        """The most bytes of text that one token can stand for; None where that is not known."""
+        """The most bytes of text that one token can stand for; None if that is not known."""
         self.adds_bos = self.bos_id is not None and self.bos_id in self.encode_blocking("", True)[:1]
 
     @classmethod
     def load(cls, folder: Path | str) -> Tokenizer:
-        """Reads `tokenizer.json` and the files beside it; takes about 1 s for 128 k tokens.
+        """Read `tokenizer.json` and the files beside it. This takes about 1 s for 128 k tokens.
 
-        `tokenizer.json` is taken as it is, its post-processor included, with what transformers adds: tokens
-        and special marks from `tokenizer_config.json`.
-        A special token that has no id in these files is left out: the model never saw it, and an invented id
-        would lie beyond its embedding. Raises `TokenizerFilesError` with file and remedy.
+        `tokenizer.json` is used unchanged, with its post-processor. As in transformers, tokens and marks of
+        special tokens from `tokenizer_config.json` are added. A special token without an id in these files is
+        left out: the model was not trained on it, and a new id would be outside of the embedding. Raises
+        `TokenizerFilesError`, which names the file and the remedy.
         """
         folder = Path(folder)
         path = folder / "tokenizer.json"
@@ -69,7 +69,7 @@ class Tokenizer:
             )
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the Rust extension raises nothing narrower
+        except Exception as error:  # The Rust extension raises no narrower type.
             raise TokenizerFilesError(
                 f"{path}: not a valid tokenizer file ({error}); copy it again from where the model came from"
             ) from error
@@ -82,28 +82,27 @@ class Tokenizer:
     def encode_steps(
         self, texts: Sequence[str], add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> Steps:
-        """Token ids of each text, as work that is done in steps (`appliance.text.fair_queue`).
+        """Return the token ids of each text, as work in steps (`appliance.text.fair_queue`).
 
-        `add_special_tokens`: add BOS (or what the model's post-processor adds); False for rendered chats,
-        whose template writes it. The work raises `LoneSurrogateError`, and `TooManyTokensError` as soon as a
-        text has more than `max_tokens`.
-        """
+        `add_special_tokens`: add BOS, or whatever the model's post-processor adds. Use False for rendered
+        chats, whose template writes BOS. The work raises `LoneSurrogateError`, and `TooManyTokensError` as
+        soon as a text has more than `max_tokens`."""
         return self._encoder.steps(texts, add_special_tokens, max_tokens, self.longest_token_bytes)
 
     def encode_blocking(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, in the calling thread. Raises `LoneSurrogateError`."""
+        """Return the token ids of `text`, in the calling thread. Raises `LoneSurrogateError`."""
         return run_steps(self.encode_steps([text], add_special_tokens))[0]
 
     def shield(self) -> Shield:
-        """A new shield for one conversation: `encode_rendered_steps` encodes what it hides from the template
-        as plain text."""
+        """Return a new shield for one conversation. `encode_rendered_steps` encodes the texts that it hides
+        from the template as plain text."""
         return Shield(self._control)
 
     def encode_rendered_steps(
         self, text: str, shield: Shield, add_special_tokens: bool = False, max_tokens: int | None = None
     ) -> Steps:
-        """`encode_steps` for a chat that was rendered from what `shield` hid: only special tokens that the
-        template wrote are control tokens, see `appliance.text.control_tokens`."""
+        """Return the token ids of a conversation that was rendered with hidden texts. Only special tokens
+        that the template wrote are control tokens (`appliance.text.control_tokens`)."""
         if not shield.used:
             return self.encode_steps([text], add_special_tokens, max_tokens)
         return self._control.encode_steps(
@@ -111,25 +110,25 @@ class Tokenizer:
         )
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of `token_ids`, equal to what a stream over them emits.
+        """Return the text of `token_ids`, equal to the text that a stream of them emits.
 
-        Equal to transformers' decode but for one case: in a run of ByteFallback tokens that is not valid
-        UTF-8 as a whole, whole characters stay and only bad bytes become U+FFFD (there, all of them do).
-        Ids outside of the vocabulary add nothing. Raises `TokenIdError` for negative ids.
+        It equals transformers' decode except for a run of ByteFallback tokens that is not valid UTF-8: here
+        only the invalid bytes become U+FFFD, there all bytes of the run. Ids outside of the vocabulary add
+        nothing. Raises `TokenIdError` for negative ids.
         """
         return run_steps(self.decode_steps(token_ids, skip_special_tokens))
 
     def decode_steps(
         self, token_ids: Sequence[int], skip_special_tokens: bool = True
     ) -> Generator[None, None, str]:
-        """`decode` as work that is done in steps (`appliance.text.fair_queue`)."""
+        """Return the same as `decode`, as work in steps (`appliance.text.fair_queue`)."""
         if token_ids and min(token_ids) < 0:
             raise TokenIdError(
                 f"token id {min(token_ids)} is negative; ids are 0 to {self.vocabulary_size - 1}"
             )
         if self.table is None:
             known = [token_id for token_id in token_ids if token_id < self.vocabulary_size]
-            # Not `decode`: that one holds the GIL while it works.
+            # `decode` would hold the GIL.
             return self._backend.decode_batch([known], skip_special_tokens=skip_special_tokens)[0]
         detokenizer = TableDetokenizer(self.table, skip_special_tokens)
         texts = []
@@ -139,11 +138,11 @@ class Tokenizer:
         return "".join([*texts, detokenizer.finish()])
 
     def detokenizer(self, skip_special_tokens: bool = True, context: Sequence[int] = ()) -> Detokenizer:
-        """A detokenizer for one stream.
+        """Return a detokenizer for one stream.
 
-        `context`: the prompt's ids, when the text continues the prompt's (completions): they are not emitted,
-        but the stream is not the beginning of a text, so a first token's leading space is kept. A character
-        that begins in the prompt and ends in the stream belongs to the stream.
+        `context`: the prompt's ids, if the text continues the prompt (completions). They are not emitted, but
+        a leading space of the first token is kept, since the stream does not begin a text. A character that
+        begins in the prompt and ends in the stream belongs to the stream.
         """
         visible = [i for i in context[-16:] if not (skip_special_tokens and i in self.special_ids)]
         if self.table is not None:
@@ -165,11 +164,12 @@ class Tokenizer:
         return TextStream(self.detokenizer(skip_special_tokens, context), matcher, min_tokens)
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token as the vocabulary writes it (so a special token's text), or None."""
+        """Return the id of a token that the vocabulary writes like this, such as a special token's text; or
+        None."""
         return self._backend.token_to_id(token)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for, special tokens included; b"" outside of the vocabulary."""
+        """Return the bytes that a token stands for, also of special tokens; b"" outside of the vocabulary."""
         if not 0 <= token_id < self.vocabulary_size:
             return b""
         if self.table is not None:
@@ -177,7 +177,8 @@ class Tokenizer:
         return (self._tokens[token_id] or "").encode()
 
     def token_text(self, token_id: int) -> str:
-        """A token as OpenAI's logprobs write it: its text, or `bytes:\\xe2` where it splits a character."""
+        """Return a token as OpenAI's logprobs write it: its text, or `bytes:\\xe2` where it splits a
+        character."""
         data = self.token_bytes(token_id)
         try:
             return data.decode()
@@ -190,7 +191,7 @@ class Tokenizer:
 
 
 def _add_declared_tokens(backend: tokenizers.Tokenizer, files: TokenizerFiles, path: Path) -> None:
-    """Adds tokens that `tokenizer_config.json` declares beside `tokenizer.json`, and marks special ones."""
+    """Add tokens that only `tokenizer_config.json` declares, and mark special ones."""
     present = backend.get_added_tokens_decoder()
     for token_id, token in sorted(files.added.items()):
         known = present.get(token_id)

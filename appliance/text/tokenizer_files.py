@@ -1,4 +1,5 @@
-"""Reads the JSON files beside a Hugging Face tokenizer, with errors for whoever prepared the folder."""
+"""Reads the JSON files beside a Hugging Face tokenizer. Its errors are for the operator who made the
+folder."""
 
 from __future__ import annotations
 
@@ -29,12 +30,12 @@ class TokenizerFilesError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """What the JSON files beside `tokenizer.json` say.
+    """The content of the JSON files beside `tokenizer.json`.
 
     `named` maps `bos_token`, `eos_token`, … to their text; `special` are all tokens that these files call
     special; `added` maps a token id to a token that `tokenizer.json` may lack (`added_tokens_decoder`).
-    `add_bos_token` and `add_eos_token` are not among it: beside a `tokenizer.json`, whose post-processor adds
-    these tokens, transformers ignores both.
+    `add_bos_token` and `add_eos_token` are left out: transformers ignores both beside a `tokenizer.json`,
+    whose post-processor adds these tokens.
     """
 
     named: dict[str, str]
@@ -44,12 +45,12 @@ class TokenizerFiles:
 
 
 MAX_JSON_BYTES = 256 << 20
-"""Of one file; the largest `tokenizer.json` of known models has 35 MB."""
+"""Bytes of one file; the largest `tokenizer.json` of known models has 35 MB."""
 
 
 def read_regular_file(path: Path, max_bytes: int) -> bytes:
-    """The bytes of a file. Raises OSError, and ValueError for a longer one and for what is no regular file:
-    reading a device or a named pipe need not end."""
+    """Return the bytes of a file. Raises OSError, and ValueError if the file is longer or not a regular file:
+    reading a device or a named pipe may never end."""
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
@@ -60,7 +61,7 @@ def read_regular_file(path: Path, max_bytes: int) -> bytes:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`, or {} if there is no such file. Raises `TokenizerFilesError`."""
+    """Return the JSON object in `path`, or {} if there is no such file. Raises `TokenizerFilesError`."""
     try:
         value = json.loads(read_regular_file(path, MAX_JSON_BYTES).decode())
     except FileNotFoundError:
@@ -75,11 +76,11 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def read_tokenizer_files(folder: Path) -> TokenizerFiles:
-    """Reads `tokenizer_config.json`, `special_tokens_map.json` and the end-of-sequence ids of `folder`.
+    """Read `tokenizer_config.json`, `special_tokens_map.json` and the end-of-sequence ids of `folder`.
 
-    Precedence is that of transformers: the special tokens map counts only where `tokenizer_config.json` has
-    no `added_tokens_decoder`; `config.json` names end-of-sequence ids only without a `generation_config.json`
-    that does. Missing files are fine. Raises `TokenizerFilesError`.
+    The precedence is that of transformers: the special tokens map counts only if `tokenizer_config.json` has
+    no `added_tokens_decoder`; the end-of-sequence ids of `config.json` count only if
+    `generation_config.json` has none. Files may be missing. Raises `TokenizerFilesError`.
     """
     path = folder / "tokenizer_config.json"
     config = read_json_object(path)

@@ -114,8 +114,7 @@ def test_errors_of_the_router_have_openais_shape(front: Harness) -> None:
     missing = ask(front, "GET", "/v1/nothing")
     assert (missing.status, missing.error["code"]) == (404, "not_found")
     assert (
-        missing.error["message"]
-        == "there is no path '/v1/nothing' here; GET /openapi.json lists what there is"
+        missing.error["message"] == "there is no path '/v1/nothing' here; GET /openapi.json lists the paths"
     )
     wrong = ask(front, "GET", "/v1/chat/completions")
     assert (wrong.status, wrong.error["code"], wrong.headers["allow"]) == (405, "method_not_allowed", "POST")

@@ -70,7 +70,7 @@ def test_a_fronts_log_has_the_form_of_the_cores_and_names_the_front() -> None:
         front.kill()
         front.communicate()
     assert re.fullmatch(
-        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO    front-7\.1 process: serves 0 models\n", line
+        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO    front-7\.1 process: serving 0 models\n", line
     )
 
 

@@ -140,7 +140,9 @@ def test_a_retry_while_the_first_streams_gets_it_from_the_beginning(front: Harne
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_retry_after_its_client_left_joins_the_run_which_went_on(front: Harness, stream: bool) -> None:
+def test_a_retry_after_its_client_disconnected_joins_the_run_which_went_on(
+    front: Harness, stream: bool
+) -> None:
     front.replica.hold = True
     body = chat(stream=stream)
     with connect(front) as first:

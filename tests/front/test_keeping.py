@@ -114,7 +114,9 @@ def test_of_a_long_text_its_beginning_is_kept_and_no_half_secret(
     assert answered.text == policy.text(0)[:40] and answered.truncated
 
 
-def test_what_a_client_left_unread_is_kept_as_far_as_it_went(policy: Harness, client: openai.OpenAI) -> None:
+def test_what_a_client_disconnected_unread_is_kept_as_far_as_it_went(
+    policy: Harness, client: openai.OpenAI
+) -> None:
     keeps(policy, "full")
     policy.replica.step_s = 0.01
     with httpx.Client(transport=httpx.HTTPTransport(uds=policy.api_sock)) as http:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -56,7 +56,6 @@ MESSAGE = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None)
 @given(
     messages=st.lists(MESSAGE, min_size=1, max_size=5),
     prompt=st.booleans(),

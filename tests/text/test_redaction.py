@@ -64,7 +64,7 @@ def test_more_kinds_and_own_words_are_taken_out_where_they_are_asked_for() -> No
         found.text
         == "[e-mail redacted] pays with [card number redacted], not 4111 1111 1111 1112; [secret redacted]"
     )
-    with pytest.raises(ValueError, match="'names' cannot be redacted: there are keys,"):
+    with pytest.raises(ValueError, match="'names' cannot be redacted; the kinds are keys,"):
         Redactor(["names"])
 
 
