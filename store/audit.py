@@ -1,5 +1,5 @@
-"""The hash chain of operator actions in `control.db`: one row for what somebody is about to do
-(`intent`), one for what came of it (`result`), joined by `act`.
+"""The hash chain of operator actions in `control.db`. Each action has a row before it begins (`intent`) and a
+row with its outcome (`result`), joined by `act`.
 
 Each row carries the SHA-256 of the previous row's hash followed by the row's own canonical JSON: all of its
 columns that are not null, but for the two hashes (RFC 8259; keys sorted, no spaces, ASCII). So changing,
@@ -25,31 +25,31 @@ GENESIS_HASH = "0" * 64
 INTENT, RESULT = "intent", "result"
 
 KEY_ACTION = "audit.key"
-"""A row in which the service says with which key heads are signed from there on, where it was another."""
+"""Action of the row that names the key which signs heads from then on, after the key has changed."""
 
 _HASHES = frozenset({"previous_hash", "hash"})
 
 
 class Head(NamedTuple):
-    """The newest row of a chain: enough to prove later that it still holds everything up to here."""
+    """The newest row of a chain. It later proves that the rows up to this one are unchanged."""
 
     seq: int
     hash: str
 
 
 class Actor(NamedTuple):
-    """Who acts."""
+    """The person or process that acts."""
 
     name: str
     """`uid:1000`, `key:key_0a1b`, `service`."""
     host: str | None = None
-    """The machine that they act from."""
+    """The machine from which the actor acts."""
     act: str | None = None
-    """Joins the rows of one action, from its intent on."""
+    """The id that joins the rows of one action."""
 
 
 class Entry(NamedTuple):
-    """What there is to record, without its place in the chain. Texts, as they are stored; None is no value.
+    """A row before it gets its position in the chain. All values are texts as stored; None is no value.
 
     `at` is UTC in ISO 8601 with microseconds; `params`, `before` and `after` are canonical JSON.
     """
@@ -68,8 +68,8 @@ class Entry(NamedTuple):
 
 
 class AuditRow(NamedTuple):
-    """A row of the chain, as stored: an `Entry` in its place. Rows from before there were intents have no
-    `act` and no `phase`."""
+    """A row of the chain as stored: an `Entry` with its position. Rows of the first versions, which had no
+    intents, have no `act` and no `phase`."""
 
     seq: int
     at: str
@@ -88,8 +88,8 @@ class AuditRow(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What `verify` found. `broken_seq` is the first row that is wrong or missing, `problem` what is wrong
-    with it."""
+    """The result of `verify`. `broken_seq` is the first row that is wrong or missing; `problem` says what is
+    wrong."""
 
     rows: int
     head: Head
@@ -98,7 +98,7 @@ class Verdict(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """Whether the chain is whole."""
+        """Whether the chain is complete and unchanged."""
         return self.problem is None
 
 
@@ -107,28 +107,29 @@ _MARKS = ", ".join("?" * len(AuditRow._fields))
 
 
 def canonical_json(value: object) -> str:
-    """The one JSON text of `value`. Raises `ValueError` for NaN and infinities, `TypeError` for what is not
-    JSON."""
+    """Return the canonical JSON text of `value`. Raises `ValueError` for NaN and infinities, `TypeError` for
+    values that JSON cannot hold."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def utc_now() -> str:
-    """The time as rows carry it."""
+    """Return the current time in the format of the rows."""
     return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
 def new_act() -> str:
-    """A name for one action."""
+    """Return a new id of an action."""
     return secrets.token_hex(8)
 
 
 def as_actor(actor: Actor | str) -> Actor:
-    """`actor`, where a name says it all too."""
+    """Return `actor` as an `Actor`; a text is the actor's name."""
     return Actor(actor) if isinstance(actor, str) else actor
 
 
 def intent(actor: Actor, action: str, params: Mapping[str, object]) -> Entry:
-    """What `actor`, whose `act` is set, is about to do. Raises what `canonical_json` raises for `params`."""
+    """Return the entry of an action that is about to begin; `actor.act` must be set. Raises as
+    `canonical_json`."""
     return Entry(
         at=utc_now(),
         actor=_storable(actor.name),
@@ -149,7 +150,8 @@ def outcome(
     before: object = None,
     after: object = None,
 ) -> Entry:
-    """What came of it: `result` is `ok` or says why not; `before` and `after` are what it found and left.
+    """Return the entry of an action's outcome: `result` is `ok` or the error; `before` and `after` are the
+    values.
 
     Raises what `canonical_json` raises for values.
     """
@@ -164,7 +166,7 @@ def outcome(
 
 
 def row_hash(row: AuditRow) -> str:
-    """The hash that `row` must carry, in hex, from its other fields. Its texts go in as stored."""
+    """Return the correct hash (hex) of a row, computed from its other fields as stored."""
     content = {
         name: value for name, value in row._asdict().items() if value is not None and name not in _HASHES
     }
@@ -172,8 +174,8 @@ def row_hash(row: AuditRow) -> str:
 
 
 def append(connection: sqlite3.Connection, entry: Entry) -> Head:
-    """Give `entry` its place, inside the open transaction, which is the one of the change that it records:
-    both stand or neither.
+    """Append an entry to the chain within the open transaction of the change that it records, so that both
+    are committed or neither.
 
     Raises `ValueError` outside a transaction.
     """
@@ -191,7 +193,7 @@ def append(connection: sqlite3.Connection, entry: Entry) -> Head:
 
 
 def holds(connection: sqlite3.Connection, entry: Entry) -> bool:
-    """Whether the chain has this phase of this action already."""
+    """Return whether the chain already has this phase of this action."""
     found = connection.execute(
         "SELECT 1 FROM audit WHERE act = ? AND phase = ? LIMIT 1", (entry.act, entry.phase)
     ).fetchone()
@@ -199,7 +201,7 @@ def holds(connection: sqlite3.Connection, entry: Entry) -> bool:
 
 
 def unfinished(connection: sqlite3.Connection, among: int) -> list[AuditRow]:
-    """Intents without a result, of the newest `among` rows, oldest first."""
+    """Return the intents without a result among the newest `among` rows, oldest first."""
     found = connection.execute(
         f"SELECT {_COLUMNS} FROM audit AS intended "
         f"WHERE phase = ? AND seq > (SELECT max(seq) FROM audit) - ? "
@@ -210,26 +212,27 @@ def unfinished(connection: sqlite3.Connection, among: int) -> list[AuditRow]:
 
 
 def key_named(chain: Iterable[AuditRow], key: str) -> int:
-    """The newest row that says that the key of this id signs heads; 0: none does, it did from the start."""
+    """Return the newest row that names the key of this id as the signing key; 0 if there is none, because it
+    signed from the start."""
     named = canonical_json({"key": key})
     return max((row.seq for row in chain if row.action == KEY_ACTION and row.params == named), default=0)
 
 
 def head(connection: sqlite3.Connection) -> Head:
-    """The newest row; `Head(0, GENESIS_HASH)` of an empty chain."""
+    """Return the newest row; `Head(0, GENESIS_HASH)` for an empty chain."""
     row = connection.execute("SELECT seq, hash FROM audit ORDER BY seq DESC LIMIT 1").fetchone()
     return Head(0, GENESIS_HASH) if row is None else Head(*row)
 
 
 def rows_of(connection: sqlite3.Connection, action: str) -> list[AuditRow]:
-    """All rows of an action, oldest first."""
+    """Return all rows of an action, oldest first."""
     found = connection.execute(f"SELECT {_COLUMNS} FROM audit WHERE action = ? ORDER BY seq", (action,))
     return [AuditRow(*row) for row in found]
 
 
 def all_rows(connection: sqlite3.Connection) -> Iterator[AuditRow]:
-    """The whole chain, oldest first. A byte that is no text any more comes as a surrogate, which no row was
-    hashed with."""
+    """Yield the whole chain, oldest first. Invalid UTF-8 bytes become surrogates, so that the hash of a
+    damaged row does not match."""
     cursor = connection.cursor()
     connection.text_factory = lambda text: text.decode("utf-8", "surrogateescape")
     for row in cursor.execute(f"SELECT {_COLUMNS} FROM audit ORDER BY seq"):
@@ -246,7 +249,7 @@ def verify(connection: sqlite3.Connection, recorded: Iterable[Head] = ()) -> Ver
 
 
 def check(chain: Iterable[AuditRow], recorded: Iterable[Head] = (), highest_seq: int = 0) -> Verdict:
-    """`verify` of rows from anywhere, which go on to `highest_seq` at least."""
+    """Check rows from any source, as `verify`. The chain must reach at least `highest_seq`."""
     expected: dict[int, set[str]] = {}
     for known in recorded:
         if known.seq > 0:
@@ -272,7 +275,8 @@ def check(chain: Iterable[AuditRow], recorded: Iterable[Head] = (), highest_seq:
 
 
 def _problem(row: AuditRow, last: Head, recorded: set[str] | None, vouched: int) -> tuple[int, str] | None:
-    """The first seq that is wrong, and what is wrong, given the sound row before; None for a sound row."""
+    """Return the first wrong seq and the problem, given the correct row before; None if the row is
+    correct."""
     if row.seq != last.seq + 1:
         return last.seq + 1, f"missing: row {row.seq} follows row {last.seq}"
     if any(value is not None and not isinstance(value, str) for value in row[1:]):
@@ -291,7 +295,7 @@ def _problem(row: AuditRow, last: Head, recorded: set[str] | None, vouched: int)
 
 
 def highest_seq_given(connection: sqlite3.Connection) -> int:
-    """The highest seq that the table ever gave, by SQLite's own count."""
+    """Return the highest seq that the table has ever used, from `sqlite_sequence`."""
     row = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'audit'").fetchone()
     return 0 if row is None else int(row[0])
 

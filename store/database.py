@@ -348,5 +348,5 @@ def _lock(path: Path) -> int:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
     except OSError:
-        pass  # The process id is a courtesy to whoever meets the lock; a full disk must not cost us the lock.
+        pass  # The process id is only informative; a full disk must not prevent the lock.
     return descriptor

@@ -1,6 +1,5 @@
-"""Reading and judging the audit trail from outside: the chain in `control.db`, the heads that were recorded
-elsewhere, and what still waits in the spool. Read rights are enough, and nothing needs to run.
-"""
+"""Reads and verifies the audit trail: the chain in `control.db`, the heads that were recorded outside of it,
+and the entries in the spool. Needs only read rights, and no running service."""
 
 from __future__ import annotations
 
@@ -32,31 +31,31 @@ AUDIT_FILES = ("control.db", KEY_FILE, HEADS_FILE, SPOOL_FILE)
 
 
 class Recorded(NamedTuple):
-    """A head, and where it was recorded."""
+    """A head and its source."""
 
     head: Head
     source: str
     signed: SignedHead | None = None
-    """None: somebody's own note, which nobody signed."""
+    """None for a head from an auditor's own records, which has no signature."""
 
 
 class Findings(NamedTuple):
-    """What `examine` found."""
+    """The result of `examine`."""
 
     verdict: Verdict
     problems: list[str]
-    """What is wrong, the first row of the chain that is first."""
+    """What is wrong; the first wrong row of the chain comes first."""
     notes: list[str]
-    """What could not be checked, and what is not wrong but worth a look."""
+    """What could not be checked, and other remarks."""
     sources: dict[str, int]
-    """Recorded heads that the chain was held against, by where they were."""
+    """Number of recorded heads that the chain was checked against, by source."""
     vouched_seq: int
-    """Up to here, a recorded head vouches for the chain."""
+    """The newest row that a recorded head confirms."""
     spooled: int
 
     @property
     def heads(self) -> int:
-        """Recorded heads that the chain was held against."""
+        """Number of recorded heads that the chain was checked against."""
         return sum(self.sources.values())
 
     @property
@@ -69,7 +68,7 @@ class ActionRecord(NamedTuple):
     """One action: its intent and its result together. Times in ISO 8601, values as JSON text, as stored."""
 
     seq: int | None
-    """Of its first row; None while it waits in the spool."""
+    """The seq of its first row; None while it waits in the spool."""
     result_seq: int | None
     at: str
     ended_at: str | None
@@ -78,19 +77,19 @@ class ActionRecord(NamedTuple):
     action: str
     params: str
     result: str | None
-    """None: there is none yet, or never will be."""
+    """None if there is no result yet, or none was recorded."""
     before: str | None
     after: str | None
     note: str | None
 
 
 class ActionFilter(NamedTuple):
-    """Which actions to find; None asks nothing."""
+    """Which actions to find; None matches all."""
 
     actor: str | None = None
-    """`uid:0` also finds who showed a key besides."""
+    """`uid:0` also matches actors of this uid that used a key."""
     action: str | None = None
-    """A name, or the beginning of some that ends with a dot: `keys.`."""
+    """A name, or a prefix that ends with a dot: `keys.`."""
     since: str | None = None
     """Time in ISO 8601, UTC, of the first row."""
 
@@ -111,7 +110,7 @@ WHERE (first.phase IS NOT 'result'
 
 
 def read_actions(path: Path, wanted: ActionFilter, limit: int) -> list[ActionRecord]:
-    """The newest `limit` actions that match, oldest first, through a read-only connection. Raises a
+    """Return the newest `limit` actions that match, oldest first, through a read-only connection. Raises a
     `StoreError`."""
     sql, values = _ACTIONS, []
     if wanted.actor is not None:
@@ -130,7 +129,7 @@ def read_actions(path: Path, wanted: ActionFilter, limit: int) -> list[ActionRec
 
 
 def spooled_actions(folder: Path) -> list[ActionRecord]:
-    """The actions that wait in the spool of this folder, oldest first. Raises a `StoreError`."""
+    """Return the actions that wait in the spool of this folder, oldest first. Raises a `StoreError`."""
     found: dict[str, ActionRecord] = {}
     for entry in read_spool(folder):
         intended = found.get(entry.act or "")
@@ -153,19 +152,19 @@ def spooled_actions(folder: Path) -> list[ActionRecord]:
 
 
 def read_audit_head(path: Path) -> Head:
-    """The newest audit row's seq and hash, to be kept outside the file. Raises a `StoreError`."""
+    """Return the head of the chain, to be recorded outside the file. Raises a `StoreError`."""
     with reading(path, CONTROL) as connection:
         return audit.head(connection)
 
 
 def verify_audit(path: Path, recorded: Iterable[Head] = ()) -> Verdict:
-    """`store.audit.verify` of the file at `path`, through a read-only connection. Raises a `StoreError`."""
+    """Verify the chain of the file at `path` through a read-only connection. Raises a `StoreError`."""
     with reading(path, CONTROL) as connection:
         return audit.verify(connection, recorded)
 
 
 def read_spool(folder: Path) -> list[Entry]:
-    """Entries that wait for the chain in this folder. Raises a `StoreError`."""
+    """Return the entries that wait in the spool of this folder. Raises a `StoreError`."""
     try:
         return spool.read_spool(folder / SPOOL_FILE).entries
     except OSError as error:
@@ -173,7 +172,7 @@ def read_spool(folder: Path) -> list[Entry]:
 
 
 def read_heads(path: Path) -> list[Recorded]:
-    """The heads in a file of any kind that holds their lines. Raises a `StoreError`."""
+    """Return the heads in a file of any kind. Raises a `StoreError`."""
     try:
         with path.open(encoding="utf-8", errors="replace") as lines:
             return recorded_in(lines, str(path))
@@ -182,12 +181,12 @@ def read_heads(path: Path) -> list[Recorded]:
 
 
 def recorded_in(lines: Iterable[str], source: str) -> list[Recorded]:
-    """The heads in a text."""
+    """Return the heads in a text."""
     return [Recorded(signed.head, source, signed) for signed in heads_in(lines)]
 
 
 def examine_folder(folder: Path, recorded: Iterable[Recorded] = ()) -> Findings:
-    """Hold the chain of the state directory `folder` against the heads in it and in `recorded`.
+    """Check the chain of the state directory `folder` against the heads in it and in `recorded`.
 
     Raises a `StoreError` for what cannot be read at all.
     """
@@ -205,7 +204,7 @@ def examine_folder(folder: Path, recorded: Iterable[Recorded] = ()) -> Findings:
         key = read_key(folder / KEY_FILE)
     except StoreError as error:
         unchecked = f"signatures of heads were not checked: {error}"
-        # An auditor cannot read it; but that it is there, and is one, everybody may expect.
+        # An auditor cannot read the key, but it must exist.
         kept_from_us = (folder / KEY_FILE).exists() and not os.access(
             folder / KEY_FILE, os.R_OK, effective_ids=True
         )
@@ -227,8 +226,8 @@ def examine_folder(folder: Path, recorded: Iterable[Recorded] = ()) -> Findings:
 
 
 def _recorded_by_now(folder: Path, seq: int) -> int:
-    """The newest row up to `seq` that has a head: a service that runs may have gone on since they were
-    read."""
+    """Return the newest row up to `seq` with a head. Heads are read again, because a running service may have
+    recorded more."""
     try:
         return max((head.seq for head, _, _ in read_heads(folder / HEADS_FILE) if head.seq <= seq), default=0)
     except StoreError:
@@ -268,7 +267,7 @@ def examine(path: Path, recorded: Iterable[Recorded] = (), key: SigningKey | Non
     if verdict.problem is not None:
         problems.insert(0, f"row {verdict.broken_seq}: {verdict.problem}")
     elif replaced:
-        # Nobody can check their signatures any more: what they say must agree all the same.
+        # Their signatures can no longer be checked, but their hashes must match.
         older = held_against(replaced)
         if older.problem is not None:
             problems.insert(
@@ -295,8 +294,8 @@ def examine(path: Path, recorded: Iterable[Recorded] = (), key: SigningKey | Non
 def _by_signature(
     known: list[Recorded], key: SigningKey | None, since: int
 ) -> tuple[list[Recorded], list[Recorded], list[Recorded]]:
-    """Heads that this key signed, or that need no signature; those of other keys from before row `since`, in
-    which the chain says that this one replaced them; and those that nobody should have signed."""
+    """Return three lists: heads that this key signed or that need no signature; heads of earlier keys, from
+    before row `since`, which records that this key replaced them; and heads with a wrong signature."""
     signed, replaced, forged = [], [], []
     for one in known:
         if key is None or one.signed is None or key.signed_head(one.signed):
@@ -313,4 +312,4 @@ def _key_named(path: Path, key: str) -> int:
         try:
             return audit.key_named(audit.rows_of(connection, audit.KEY_ACTION), key)
         except sqlite3.DatabaseError:
-            return 0  # what is damaged is named by row, by who holds the chain against heads
+            return 0  # `verify` names the damaged row

@@ -1,4 +1,4 @@
-"""The audit chain as a file of its own: a line of JSON a row, then one that says how many there are, signed.
+"""The audit chain as an export file: one line of JSON for each row, and a signed last line with their number.
 
 A line has every column that is not null; the last one is
 
@@ -32,11 +32,11 @@ class Trailer(NamedTuple):
     content: str
     signature: str | None
     intact: bool
-    """The lines before have the SHA-256 that it names."""
+    """Whether the lines before have the SHA-256 that the trailer names."""
 
 
 def lines_of(chain: Iterable[AuditRow], key: SigningKey | None) -> Iterator[str]:
-    """The export of a chain, line by line, newlines included."""
+    """Yield the lines of an export, newlines included."""
     digest = hashlib.sha256()
     head, count = Head(0, GENESIS_HASH), 0
     for row in chain:
@@ -59,7 +59,7 @@ def lines_of(chain: Iterable[AuditRow], key: SigningKey | None) -> Iterator[str]
 
 
 def is_export(path: Path) -> bool:
-    """Whether the file begins as an export does, not as a database. Raises a `StoreError`."""
+    """Return whether the file is an export rather than a database. Raises a `StoreError`."""
     try:
         with path.open("rb") as file:
             return file.read(1) == _FIRST_BYTE
@@ -68,7 +68,7 @@ def is_export(path: Path) -> bool:
 
 
 def read(path: Path) -> tuple[list[AuditRow], Trailer | None]:
-    """Rows and trailer of an export; no trailer: it was cut off. Raises a `StoreError`."""
+    """Return rows and trailer of an export; no trailer if its end is missing. Raises a `StoreError`."""
     rows: list[AuditRow] = []
     digest = hashlib.sha256()
     try:
@@ -90,7 +90,7 @@ def read(path: Path) -> tuple[list[AuditRow], Trailer | None]:
 
 
 def problems_of(trailer: Trailer | None, found: Head, key: SigningKey | None) -> list[str]:
-    """What is wrong with an export whose chain ends at `found`."""
+    """Return the problems of an export whose chain ends at `found`."""
     if trailer is None:
         return ["the export has no trailer: its end is missing"]
     problems = []

@@ -1,17 +1,15 @@
-"""Heads of the audit chain, signed and kept outside the database: what makes a rewritten or shortened chain
-show.
+"""Signed heads of the audit chain, recorded outside the database. They reveal a chain that was rewritten or
+shortened.
 
 A signed head is one line, the same in the service's journal and in `audit.heads` beside the database:
 
     audit head seq=41 hash=<64 hex> at=2026-11-20T23:16:01.123456+00:00 key=<16 hex> sig=<64 hex>
 
-In the log ` of ` and the state directory follow: a journal may have the heads of other services too.
+In the log, ` of ` and the state directory follow, because a journal may also have heads of other services.
 `sig` is HMAC-SHA256 under `audit.key`, which the service makes at its first start and only its user can read;
-`key` tells that key from the one that another took the place of.
-It tells a head that this service wrote from one that somebody else put into a file or a journal. It does not
-protect against who can read the key: they can sign whatever they like, and only a head that left the machine
-before (a forwarded journal, a note on paper) speaks against them.
-"""
+`key` is the id of that key, which changes when the key is replaced. The signature proves that this service
+wrote the head. It does not protect against an attacker who can read the key and sign any head. Only a head
+that left the machine before, such as a forwarded journal or a note on paper, reveals their changes."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ log = logging.getLogger(__name__)
 KEY_FILE = "audit.key"
 HEADS_FILE = "audit.heads"
 ROWS_BETWEEN_HEADS = 16
-"""A head is recorded when the chain has grown by so many rows, if not for another reason before."""
+"""A head is recorded at the latest when the chain has grown by this many rows."""
 
 _KEY_BYTES = 32
 _LINE = re.compile(
@@ -44,64 +42,65 @@ _LINE = re.compile(
 
 
 class SignedHead(NamedTuple):
-    """A head, when it was recorded, and the service's signature of both."""
+    """A head with the time at which it was recorded, and the signature of both."""
 
     seq: int
     hash: str
     at: str
     signature: str
     key: str = ""
-    """The id of the key that signed it; empty in heads from before there were ids."""
+    """The id of the signing key; empty in heads of the first versions."""
 
     @property
     def head(self) -> Head:
-        """What it vouches for."""
+        """The head without its signature."""
         return Head(self.seq, self.hash)
 
     @property
     def line(self) -> str:
-        """As it stands in journal and file."""
+        """The line in the journal and in the file."""
         key = f" key={self.key}" if self.key else ""
         return f"audit head seq={self.seq} hash={self.hash} at={self.at}{key} sig={self.signature}"
 
 
 class SigningKey:
-    """The service's own secret, for signatures that only its user and root can make."""
+    """The service's secret, for signatures that only its user and root can make."""
 
     def __init__(self, secret: bytes, fresh: bool = False) -> None:
-        """`fresh`: it was made by this very start."""
+        """`fresh`: the key was created at this start."""
         self._secret = secret
         self.fresh = fresh
 
     @property
     def id(self) -> str:
-        """Tells keys apart, and nothing of the secret."""
+        """The id of the key, which reveals nothing of the secret."""
         return self.sign("audit key id", "")[:16]
 
     def sign(self, purpose: str, content: str) -> str:
-        """The signature of `content`, in hex; one for another purpose never passes for it."""
+        """Return the signature (hex) of `content`. A signature is valid for one purpose only."""
         return hmac.new(self._secret, f"{purpose}\n{content}".encode(), hashlib.sha256).hexdigest()
 
     def signed(self, purpose: str, content: str, signature: str) -> bool:
-        """Whether `signature` is the one of `content`."""
+        """Return whether `signature` is valid for `content`."""
         return hmac.compare_digest(self.sign(purpose, content), signature)
 
     def sign_head(self, head: Head, at: str) -> SignedHead:
-        """The head as the service vouches for it at this time."""
+        """Return the head, signed with this time."""
         signature = self.sign("audit head", f"{head.seq} {head.hash} {at}")
         return SignedHead(head.seq, head.hash, at, signature, self.id)
 
     def signed_head(self, head: SignedHead) -> bool:
-        """Whether this key signed it."""
+        """Return whether this key signed the head."""
         return self.signed("audit head", f"{head.seq} {head.hash} {head.at}", head.signature)
 
 
 def make_or_read_key(folder: Path) -> SigningKey:
-    """The key of the service whose state is in `folder`, made if there is none. Raises a `StoreError`."""
+    """Return the key of the service whose state is in `folder`; create it if there is none. Raises a
+    `StoreError`."""
     path = folder / KEY_FILE
     if not path.exists():
         secret = secrets.token_bytes(_KEY_BYTES)
-        # Whole or not at all: half a key would be another one at the next start.
+        # Create it atomically: the next start could not use half a key.
         fresh = folder / f"{KEY_FILE}.new"
         try:
             fresh.unlink(missing_ok=True)
@@ -117,7 +116,7 @@ def make_or_read_key(folder: Path) -> SigningKey:
 
 
 def read_key(path: Path) -> SigningKey:
-    """The key in this file. Raises a `StoreError`."""
+    """Return the key in this file. Raises a `StoreError`."""
     try:
         secret = bytes.fromhex(path.read_text("ascii").strip())
     except OSError as error:
@@ -134,7 +133,7 @@ def read_key(path: Path) -> SigningKey:
 
 
 def heads_in(lines: Iterable[str]) -> Iterator[SignedHead]:
-    """The heads in a journal's output, a heads file, or any text."""
+    """Yield the heads in the output of a journal, a heads file, or any text."""
     for line in lines:
         for match in _LINE.finditer(line):
             yield SignedHead(
@@ -143,7 +142,7 @@ def heads_in(lines: Iterable[str]) -> Iterator[SignedHead]:
 
 
 def said_of(folder: Path, lines: Iterable[str]) -> Iterator[str]:
-    """The lines of a log whose heads are of the service with this state directory."""
+    """Yield the lines of a log whose heads belong to the service with this state directory."""
     ending = _of(folder)
     return (line for line in lines if line.rstrip("\n").endswith(ending))
 
@@ -153,7 +152,7 @@ def _of(folder: Path) -> str:
 
 
 class HeadKeeper:
-    """Records heads, signed: into the file, and into the log, which systemd's journal takes.
+    """Signs heads and records them in the file and in the log, which systemd's journal stores.
 
     One thread at a time (the database's writer).
     """
@@ -161,18 +160,18 @@ class HeadKeeper:
     def __init__(self, path: Path, key: SigningKey) -> None:
         self.path = path
         self.last_error: str | None = None
-        """Why the file did not take the latest head; the log has it."""
+        """Why the latest head could not be written to the file; only the log has it."""
         self.recorded: SignedHead | None = None
         self.newest = Head(0, "")
         self._key = key
 
     @property
     def key_id(self) -> str:
-        """Of the key that signs."""
+        """The id of the signing key."""
         return self._key.id
 
     def start(self) -> None:
-        """Make the file: that it is missing beside a chain shows that somebody took it away."""
+        """Create the file. If it is missing beside a chain, it has been removed."""
         try:
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o640))
         except OSError as error:
@@ -187,13 +186,13 @@ class HeadKeeper:
         )
 
     def beyond(self, newest: int) -> SignedHead | None:
-        """The head of the latest row after `newest` that this key vouched for: what the chain once had. None:
-        nothing speaks against the chain's end."""
+        """Return the latest head after row `newest` that this key signed: the chain once had this row. None
+        if there is none."""
         ours = (head for head in self._filed() if head.seq > newest and self._key.signed_head(head))
         return max(ours, key=lambda head: head.seq, default=None)
 
     def _filed(self) -> list[SignedHead]:
-        """What the file has; nothing where it cannot be read."""
+        """Return the heads in the file; none if it cannot be read."""
         try:
             with self.path.open(encoding="utf-8", errors="replace") as lines:
                 return list(heads_in(lines))
@@ -201,13 +200,13 @@ class HeadKeeper:
             return []
 
     def saw(self, head: Head) -> None:
-        """The chain has grown to `head`. The first one that the keeper sees is recorded at once."""
+        """Take in the newest head. The first one is recorded at once."""
         self.newest = head
         if self.recorded is None or head.seq - self.recorded.seq >= ROWS_BETWEEN_HEADS:
             self.record()
 
     def record(self) -> None:
-        """Record the newest head, unless it is recorded already."""
+        """Record the newest head if it is not recorded yet."""
         known = self.recorded is not None and self.recorded.head == self.newest
         if self.newest.seq == 0 or (known and self.last_error is None):
             return
@@ -223,7 +222,8 @@ class HeadKeeper:
 
 
 def append_line(path: Path, line: str, mode: int = 0o640) -> None:
-    """Add a line to a file, on the disk when this returns. Raises OSError, and leaves no half line then."""
+    """Append a line to a file and sync it to the disk. Raises OSError, and leaves no half line in that
+    case."""
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, mode), "rb+", 0) as file:
         end = file.seek(0, os.SEEK_END)
         try:

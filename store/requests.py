@@ -85,7 +85,7 @@ class LoggedRequest(RequestRow, frozen=True, kw_only=True):
     """Order of the row's last change; `RequestReader.changes` goes by it."""
     state: Literal["open", "ended"]
     double_ends: int
-    """How often something ended the request again after its end. Never, in a correct service."""
+    """How often the request was ended again after its end; 0 in a correct service."""
 
 
 _COLUMNS = RequestRow.__struct_encode_fields__

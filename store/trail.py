@@ -1,5 +1,5 @@
-"""The audit trail of the running service: puts entries into the chain, or into the spool while the database
-refuses them, and from there into the chain as soon as it can; and has the chain's heads recorded.
+"""The audit trail of the running service. Entries go into the chain, or into the spool while the database
+refuses writes, and from there into the chain. The heads of the chain are recorded regularly.
 
     acting, recorded = trail.intend(actor, action, params)   before anything is done
     trail.append(connection, entry)                          within the transaction of a change, or
@@ -25,36 +25,37 @@ from store.writer import Writer
 log = logging.getLogger(__name__)
 
 WITHIN_S = 5.0
-"""A change of the control database, or an entry of the chain, that has not begun after so many seconds is not
-made: whoever waits for it is told so in time. Entries go into the spool then."""
+"""A change of the control database that has not begun after this time fails, so that its caller gets an
+answer. An audit entry that has not begun goes into the spool."""
 _LOOKED_THROUGH = 10_000
-"""The newest rows, among which a start looks for intents that the last life of the service left."""
+"""Number of newest rows in which a start looks for intents without a result."""
 
 
 _SERVICE = "service"
 
 
 class TrailState(NamedTuple):
-    """How the audit trail is doing."""
+    """The state of the audit trail."""
 
     head: Head
     """The newest row."""
     recorded_seq: int
-    """Up to here, heads vouch for the chain."""
+    """The newest row whose head is recorded outside the database."""
     spool: SpoolState
     last_error: str | None
-    """Why entries are spooled, or heads not filed, or what the chain lacks; None when all is well."""
+    """Why entries are spooled or heads cannot be recorded, or what the chain lacks; None without a
+    problem."""
 
 
 class Appended(NamedTuple):
-    """What a transaction put into the chain: it counts once `AuditTrail.committed` is told."""
+    """What a transaction appended to the chain. Pass it to `AuditTrail.committed` after the commit."""
 
     head: Head
     from_spool: int
 
 
 class AuditTrail:
-    """Any thread may call; `append` and `committed` are for operations of `writer`, on its thread."""
+    """Any thread may call the methods, except `append` and `committed`: only operations of `writer` may."""
 
     def __init__(self, writer: Writer, spool: Spool, heads: HeadKeeper) -> None:
         self._writer = writer
@@ -64,13 +65,13 @@ class AuditTrail:
         self._shorter: str | None = None
 
     def start(self) -> None:
-        """Bring into the chain what a former service left: spooled entries, and a result for each intent that
-        has none. Then record the head. Where the database refuses, later."""
+        """Append what an earlier run left: spooled entries, and a result for each intent without one. Then
+        record the head. If the database refuses writes, this happens later."""
         self._heads.start()
         self._call(self._begin).exception()
 
     def close(self) -> None:
-        """Try a last time to empty the spool, and record the head."""
+        """Try for the last time to empty the spool, and record the head."""
         self._call(self.append).exception()
         self._heads.record()
         self._spool.close()
@@ -96,24 +97,26 @@ class AuditTrail:
         before: object = None,
         after: object = None,
     ) -> Future[None]:
-        """Record what came of it, as `intend`; nothing where the change itself recorded that already.
+        """Record the outcome of an action, as `intend` does; nothing happens if the change recorded it
+        already.
 
         Raises what `canonical_json` raises for values.
         """
         return self._record(audit.outcome(actor, action, params, result, before, after))
 
     def retry(self) -> None:
-        """Empty the spool if the database takes it now. To be called every few seconds."""
+        """Move spooled entries into the chain if the database accepts writes. To be called every few
+        seconds."""
         if self._spool.state().rows:
             self._spool.retry()
             self._call(self.append)
 
     def record_head(self) -> None:
-        """Record the newest head, if it is not recorded yet. To be called every minute or so."""
+        """Record the newest head if it is not recorded yet. To be called about once a minute."""
         self._writer.call(lambda connection: None, lambda _: self._heads.record())
 
     def state(self) -> TrailState:
-        """How it is doing at this moment."""
+        """Return the current state."""
         recorded = self._heads.recorded
         return TrailState(
             head=self._heads.newest,
@@ -125,7 +128,7 @@ class AuditTrail:
     # ── the writer's thread ──
 
     def append(self, connection: sqlite3.Connection, entry: Entry | None = None) -> Appended:
-        """What waits in the spool, then `entry`, inside the open transaction."""
+        """Append the spooled entries, and then `entry`, within the open transaction."""
         waiting = self._spool.waiting()
         late = audit.utc_now()
         for spooled in waiting:
@@ -137,8 +140,8 @@ class AuditTrail:
         return Appended(audit.head(connection), len(waiting))
 
     def committed(self, appended: Appended) -> None:
-        """The transaction stands."""
-        # Heads first: rows that no head vouches for, and an empty spool, would look as if heads were cut.
+        """Handle the commit of a transaction: record heads and remove the spooled entries."""
+        # Record heads first: unrecorded rows and an empty spool would look as if heads had been removed.
         self._heads.saw(appended.head)
         if appended.from_spool:
             self._spool.drop(appended.from_spool)
@@ -146,7 +149,7 @@ class AuditTrail:
         self._refused = None
 
     def refused(self, entry: Entry, error: BaseException) -> None:
-        """The transaction does not stand because the database failed."""
+        """Spool an entry whose transaction failed because the database refused it."""
         news, self._refused = self._refused is None, str(error)
         self._spool.put(entry)
         if news:

@@ -191,7 +191,7 @@ class Writer:
             self._dropped_rows += rows
 
     def state(self) -> WriterState:
-        """The writer's figures at this moment."""
+        """Return the current state of the writer."""
         with self._condition:
             now = time.monotonic()
             return WriterState(
@@ -423,7 +423,7 @@ class Writer:
     def _give_up_the_rest(self) -> None:
         with self._condition:
             if self._close_by is None:
-                self._close_by = time.monotonic()  # opening failed: nobody will serve the queue
+                self._close_by = time.monotonic()  # opening failed, so that the queue is never processed
             rest = list(self._queue)
             self._pop(len(rest))
             self._dropped_rows += len(rest)
@@ -442,7 +442,7 @@ def _nothing(connection: sqlite3.Connection) -> None:
 
 
 def _deliver(item: _Item, result: object) -> None:
-    """Tell whoever waits that the item is committed. Never raises: what is on disk must not be tried
+    """Resolve the future of a committed item. Never raises: what is on disk must not be tried
     again."""
     try:
         if item.after_commit is not None:

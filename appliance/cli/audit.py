@@ -51,7 +51,7 @@ _COLUMNS = (
 _HEAD = re.compile(r"([0-9]{1,18}):([0-9a-fA-F]{64})")
 
 
-class Place(NamedTuple):
+class ChainLocation(NamedTuple):
     """The audit chain that a command reads."""
 
     database: Path
@@ -71,19 +71,19 @@ def list_actions(
     as_json: bool,
 ) -> None:
     """Print actions, oldest first, and then the actions that wait in the spool."""
-    place = _place(run_dir, state_dir, file)
+    location = _location(run_dir, state_dir, file)
     wanted = ActionFilter(
         actor, action, None if since is None else _iso(moment(since, "--since", ahead=False))
     )
     with told(StoreError):
-        found = read_actions(place.database, wanted, limit)
-        waiting = spooled_actions(place.folder) if place.folder else []
+        found = read_actions(location.database, wanted, limit)
+        waiting = spooled_actions(location.folder) if location.folder else []
     found += [record for record in waiting if _matches(record, wanted)]
     if as_json:
         print_json([_shown(record) for record in found])
         return
     if not found:
-        print(f"No action matches in {place.database}.", file=sys.stderr)
+        print(f"No action matches in {location.database}.", file=sys.stderr)
         return
     rows = [_cells(record) for record in found]
     heading, *lines = table(_COLUMNS, rows, width=terminal_width())
@@ -105,7 +105,7 @@ def verify(
     """Check the chain against all recorded heads, print the result and return the exit code. `journal`
     selects the heads in the journal: all (True), those of this state directory, if any (None), or none
     (False)."""
-    place = _place(run_dir, state_dir, file)
+    location = _location(run_dir, state_dir, file)
     with told(StoreError):
         recorded = [_noted(text) for text in noted]
         for name in heads:
@@ -116,16 +116,16 @@ def verify(
             recorded += (
                 recorded_in(sys.stdin or (), "standard input") if name == "-" else read_heads(Path(name))
             )
-        from_journal = _from_journal(place, journal)
+        from_journal = _from_journal(location, journal)
         recorded += from_journal.heads
-        if place.folder is not None:
-            findings = examine_folder(place.folder, recorded)
+        if location.folder is not None:
+            findings = examine_folder(location.folder, recorded)
         else:
-            findings = _examine_file(place.database, recorded, state_dir)
+            findings = _examine_file(location.database, recorded, state_dir)
     if as_json:
-        print_json(_report(place, findings, from_journal.missing))
+        print_json(_report(location, findings, from_journal.missing))
     else:
-        _say(place, findings, from_journal.missing)
+        _say(location, findings, from_journal.missing)
     return 0 if findings.ok else 1
 
 
@@ -133,9 +133,9 @@ def export(
     run_dir: str | None, state_dir: str | None, file: str | None, target: str | None, *, as_json: bool
 ) -> None:
     """Write the chain to a file, which is complete or not created, or to standard output."""
-    place = _place(run_dir, state_dir, file)
-    key = _key(place)
-    with told(StoreError), reading(place.database, CONTROL) as connection, _output(target) as out:
+    location = _location(run_dir, state_dir, file)
+    key = _key(location)
+    with told(StoreError), reading(location.database, CONTROL) as connection, _output(target) as out:
         for line in exports.lines_of(audit.all_rows(connection), key):
             out.write(line)
     if target is not None and as_json:
@@ -171,18 +171,18 @@ def _examine_file(path: Path, recorded: list[Recorded], state_dir: str | None) -
 # ── where ──
 
 
-def _place(run_dir: str | None, state_dir: str | None, file: str | None) -> Place:
+def _location(run_dir: str | None, state_dir: str | None, file: str | None) -> ChainLocation:
     if file is not None:
-        return Place(Path(file).absolute(), None)
+        return ChainLocation(Path(file).absolute(), None)
     run = find_run_dir(run_dir)
     folder = find_state_dir(state_dir, run)
     check_databases(folder, None if state_dir else run, *AUDIT_FILES)
-    return Place(folder / "control.db", folder)
+    return ChainLocation(folder / "control.db", folder)
 
 
-def _key(place: Place) -> SigningKey | None:
+def _key(location: ChainLocation) -> SigningKey | None:
     try:
-        return read_key(place.folder / KEY_FILE) if place.folder is not None else None
+        return read_key(location.folder / KEY_FILE) if location.folder is not None else None
     except StoreError:
         return None
 
@@ -218,7 +218,7 @@ def _noted(text: str) -> Recorded:
     return Recorded(Head(int(found[1]), found[2].lower()), "--head")
 
 
-def _from_journal(place: Place, wanted: bool | None) -> JournalHeads:
+def _from_journal(location: ChainLocation, wanted: bool | None) -> JournalHeads:
     if wanted:
         found = heads_in_journal(None)
         if not found.heads:
@@ -229,15 +229,15 @@ def _from_journal(place: Place, wanted: bool | None) -> JournalHeads:
         return found
     if wanted is not None:
         return JournalHeads([], "--no-journal")
-    if place.folder is None:
+    if location.folder is None:
         return JournalHeads([], "no state directory is named; use --journal to read all heads in the journal")
-    return heads_in_journal(place.folder)
+    return heads_in_journal(location.folder)
 
 
 # ── output ──
 
 
-def _say(place: Place, findings: Findings, missing: str | None) -> None:
+def _say(location: ChainLocation, findings: Findings, missing: str | None) -> None:
     rows, head = findings.verdict.rows, findings.verdict.head
     from_journal = findings.sources.get(JOURNAL, 0)
     why = f" ({printable(missing)})" if missing else ""
@@ -250,20 +250,20 @@ def _say(place: Place, findings: Findings, missing: str | None) -> None:
     for note in findings.notes:
         print(paint(f"note: {printable(note)}", "yellow"))
     if findings.ok:
-        print(f"{place.database} is whole: {rows:,} rows")
+        print(f"{location.database} is whole: {rows:,} rows")
         print(f"head {head.seq}:{head.hash}")
     else:
-        print(f"{place.database} is not what the service wrote; {rows:,} rows before the fault hold")
+        print(f"{location.database} is not what the service wrote; {rows:,} rows before the fault hold")
 
 
 def _of_heads(number: int, kind: str) -> str:
     return f"{number or 'no'} {kind} head{'s' * (number != 1)}"
 
 
-def _report(place: Place, findings: Findings, missing: str | None) -> dict[str, Any]:
+def _report(location: ChainLocation, findings: Findings, missing: str | None) -> dict[str, Any]:
     verdict = findings.verdict
     return {
-        "path": str(place.database),
+        "path": str(location.database),
         "ok": findings.ok,
         "rows": verdict.rows,
         "head": {"seq": verdict.head.seq, "hash": verdict.head.hash},

@@ -17,7 +17,7 @@ from appliance.settings import Fault, Flags, SettingsError, dotted, read_setting
 from appliance.settings.table import as_table
 
 
-class Verdict(msgspec.Struct, kw_only=True):
+class ConfigCheck(msgspec.Struct, kw_only=True):
     """What `config check --json` prints."""
 
     files: list[str]
@@ -33,7 +33,7 @@ def check(file: str | None, *, as_json: bool) -> int:
     except SettingsError as error:
         faults = error.faults
     if as_json:
-        print_json(Verdict(files=files, faults=list(faults)))
+        print_json(ConfigCheck(files=files, faults=list(faults)))
     elif faults:
         for fault in faults:
             print(printable(str(fault)))

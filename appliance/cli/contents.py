@@ -21,7 +21,7 @@ class _Message(msgspec.Struct):
 
 
 def show_contents(run_dir: str | None, request_id: str, *, as_json: bool) -> None:
-    """Ask the service, which writes down that somebody did, and print it."""
+    """Print the stored contents. The service records in the audit who read them."""
     perform(run_dir, ShowContents(request_id=request_id), as_json=as_json, show=_say)
 
 

@@ -15,7 +15,7 @@ from appliance.client import AdminClient, AdminError, NotAllowedError, ServiceNo
 from appliance.models.gpus import find_gpus
 from appliance.monitoring import machine, models, places, processes
 from appliance.monitoring.databases import databases
-from appliance.monitoring.findings import Examination, Finding
+from appliance.monitoring.findings import Area, Examination, Finding, Level
 from appliance.ownership import UntrustedError
 from appliance.protocol import Status
 from appliance.rundir import start_remedy
@@ -34,7 +34,7 @@ def examine(run_dir: Path, state_dir: Path, settings: Settings | str) -> Examina
     status, why_not, kept_out, untrusted = _ask(run_dir)
     running = status is not None
 
-    def look(area: str, check: Callable[[], Iterable[Finding]]) -> None:
+    def look(area: Area, check: Callable[[], Iterable[Finding]]) -> None:
         try:
             findings.extend(check())
         except Exception as error:
@@ -142,8 +142,8 @@ def _service(
         )
 
 
-def _finding(subject: str, level: str, text: str, remedy: str = "") -> Finding:
-    return Finding(area="service", subject=subject, level=level, text=text, remedy=remedy)  # type: ignore[arg-type]
+def _finding(subject: str, level: Level, text: str, remedy: str = "") -> Finding:
+    return Finding(area="service", subject=subject, level=level, text=text, remedy=remedy)
 
 
 def _available_bytes() -> int:

@@ -7,13 +7,13 @@ from typing import Literal
 import msgspec
 
 Level = Literal["ok", "warning", "problem"]
+Area = Literal["versions", "devices", "directories", "sockets", "service", "models", "databases", "leftovers"]
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one check. A problem prevents the service from working; a warning may do so later."""
 
-    area: str
-    """"versions", "devices", "directories", "sockets", "service", "models", "databases" or "leftovers"."""
+    area: Area
     subject: str
     """What was checked, in a word or two."""
     level: Level

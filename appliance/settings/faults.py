@@ -1,4 +1,4 @@
-"""What is wrong with settings: where it stands, what it is, what to do."""
+"""Errors in settings, each with its place, the problem and a remedy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Path = tuple[str, ...]
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where a setting was said."""
+    """Where a setting was given."""
 
     source: str
     """A file, "--listen" (a flag), or "default"."""
@@ -24,11 +24,11 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that cannot be used."""
+    """One error."""
 
     place: Place
     field: str = ""
-    """The setting, as in "models.chat.max_num_seqs"; empty where the whole file is meant."""
+    """The setting, as in "models.chat.max_num_seqs"; empty for the whole file."""
     what: str
     """What is wrong, with the value."""
     remedy: str
@@ -38,7 +38,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SettingsError(Exception):
-    """Settings that cannot be used; each fault says where it stands, what it is and what to do."""
+    """Settings that cannot be used. Each fault has its place, the problem and a remedy."""
 
     def __init__(self, *faults: Fault) -> None:
         super().__init__("\n".join(map(str, faults)))
@@ -46,7 +46,8 @@ class SettingsError(Exception):
 
 
 def dotted(path: Path) -> str:
-    """A path as TOML writes it: names with other characters than letters, digits, _ and - are quoted."""
+    """Return a path as TOML writes it: names with other characters than letters, digits, _ and - are
+    quoted."""
     return ".".join(
         name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
         for name in path

@@ -1,6 +1,6 @@
-"""Every setting: its name, type, default and meaning. docs/configuration.md is made of this file.
+"""Every setting: its name, type, default and meaning. docs/configuration.md is generated from this file.
 
-A struct is a table of the settings files; the words under a field are its documentation.
+A struct is a table of the settings files; the docstring of a field is its documentation.
 """
 
 from __future__ import annotations
@@ -31,47 +31,49 @@ DEMO_MODEL = "demo"
 
 
 class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A model that apps name, and how its replicas run. Without any such table the shipped model is served,
-    named "demo"."""
+    """A served model, by the name that clients use. Without any such table, the shipped model is served as
+    "demo"."""
 
     folder: str
-    """Folder of a Hugging Face checkpoint; relative to the settings file (or, by flag, to where you are)."""
+    """Folder of a Hugging Face checkpoint, relative to the settings file (as a flag: to the current
+    directory)."""
     replicas: Processes = 1
-    """Running copies."""
+    """Number of replicas."""
     pinned: bool = True
-    """Whether the service counts as started only when this model answers: systemd's `start` waits for it."""
+    """Whether the start of the service waits until this model is ready, and systemd's `start` with it."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """"auto" is CUDA where there is one, else the CPU."""
+    """"auto" is CUDA if a GPU is available, otherwise the CPU."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """"auto" is the checkpoint's on CUDA, float32 on the CPU."""
     quantization: Literal["auto", "fp8"] = "auto"
-    """Of the layers' matrices: "auto" is as the checkpoint has them, "fp8" quantises them while they load."""
+    """Quantization of the layers' weights: "auto" keeps the checkpoint's, "fp8" quantises them while they
+    load."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
-    """Of the KV cache: "auto" is the model's, "fp8" halves it."""
+    """Data type of the KV cache: "auto" is the model's; "fp8" halves the memory of the cache."""
     tensor_parallel_size: Processes = 1
-    """Ranks (GPUs) that hold one replica together."""
+    """Number of ranks (GPUs) of one replica."""
     max_model_len: Positive | None = None
-    """Longest sequence in tokens, prompt and output together; without it, the checkpoint's."""
+    """Longest sequence in tokens, prompt and output together. Default: the checkpoint's limit."""
     max_num_seqs: Positive = 64
-    """Sequences that run at once in one replica."""
+    """Maximum number of sequences that run at once in one replica."""
     max_num_batched_tokens: Positive = 2048
     """Token budget of one step."""
     max_mixed_tokens: Positive | None = None
-    """Token budget of a step in which sequences decode: less makes the time between tokens shorter while
-    prompts are computed, and these slower; without it half of `max_num_batched_tokens`, at most 4096."""
+    """Token budget of a step that computes prompts while other sequences decode. A lower value shortens the
+    time between tokens and makes prompts slower. Default: half of `max_num_batched_tokens`, at most 4096."""
     kv_blocks: Positive | None = None
-    """Blocks of 64 tokens in the KV cache; without it, sized from memory."""
+    """Number of blocks of 64 tokens in the KV cache. Default: as many as fit into memory."""
     gpu_memory_utilization: Fraction = 0.95
-    """Part of the device's memory that may be used."""
+    """Fraction of the device's memory that may be used."""
     load_format: Literal["safetensors", "dummy"] = "safetensors"
-    """"dummy" makes random weights: for measuring speed without a checkpoint's files."""
+    """"dummy" creates random weights, to measure the speed without the weights of a checkpoint."""
     prefix_cache: bool = True
-    """Whether equal beginnings of prompts are computed once."""
+    """Whether prompts with equal beginnings share cached KV blocks."""
     threads: Processes | None = None
-    """CPU threads per rank; without it, the cores divided by the ranks."""
+    """CPU threads of each rank. Default: the number of cores divided by the ranks."""
 
     def spec(self, replica: str) -> ReplicaSpec:
-        """What a replica of this model is told."""
+        """Return the specification of a replica of this model."""
         return ReplicaSpec(
             replica=replica,
             model_path=self.folder,
@@ -93,96 +95,98 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class UnixSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    """Who may use the sockets in the run directory."""
+    """Access to the sockets in the run directory."""
 
     uids: Literal["owner", "any"] | list[UserId] = "owner"
-    """Who may ask on `api.sock`: "owner" (the service's own user, and root), "any" (whoever the file mode
-    lets in), or a list of numeric user ids (besides the owner and root)."""
+    """Users who may use `api.sock`: "owner" (the service's user and root), "any" (all users that the file
+    mode permits), or a list of numeric user ids (in addition to the owner and root)."""
     api_mode: SocketMode = "0660"
-    """File mode of `api.sock`, octal. Sockets that systemd made have the mode that their unit says."""
+    """File mode of `api.sock`, octal. Sockets that systemd created have the mode of their unit."""
     admin_mode: SocketMode = "0660"
-    """File mode of `admin.sock`, octal. Whatever it is, only those are answered whom `[admin]` names, and
-    keys of scope `admin` or `read`."""
+    """File mode of `admin.sock`, octal. In any mode, only the operators of `[admin]` and keys of scope
+    `admin` or `read` are permitted."""
 
 
 class AdminSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    """Operators, who may see and do everything on `admin.sock`, besides the service's own user and root."""
+    """Operators, who may use everything on `admin.sock`, in addition to the service's user and root."""
 
     uids: list[UserId] = []
-    """Users, by number."""
+    """Numeric user ids."""
     groups: list[str | UserId] = msgspec.field(default_factory=lambda: ["appliance"])
-    """Groups whose members are operators, by name or number; `admin.sock` belongs to the first that there
-    is."""
+    """Groups whose members are operators, by name or number. `admin.sock` belongs to the first group that
+    exists."""
 
 
 class QueueSettings(QueueRules, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    """Requests that wait for their turn."""
+    """The queue of waiting requests."""
 
 
 class IdempotencySettings(RetryRules, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """Requests with an `Idempotency-Key`, whose retries join the run under way or get its answer again.
+    """Requests with an `Idempotency-Key`: a retry joins the running request, or gets its answer again.
     Answers are kept in memory only."""
 
 
 class LogSettings(KeepRules, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """The request log. What is kept of prompts and answers, if anything, is each tenant's log policy
+    """The request log. The log policy of each tenant decides what is kept of prompts and answers
     (`appliance tenants set --log-policy`)."""
 
     days: Days = 90.0
-    """Requests that ended are removed after so many days; 0: never."""
+    """Number of days after which ended requests are removed; 0: never."""
     contents_days: Days = 30.0
-    """Prompts, answers and their hashes are removed after so many days, unless their tenant has its own
-    `log_days`; 0: never."""
+    """Number of days after which prompts, answers and their hashes are removed, unless their tenant has its
+    own `log_days`; 0: never."""
 
 
 class MetricsSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """Metrics for Prometheus. `GET /metrics` on admin.sock is always there."""
+    """Metrics for Prometheus. `GET /metrics` on admin.sock is always available."""
 
     listen: str | None = None
-    """HOST:PORT on which everybody who can connect gets them, e.g. "127.0.0.1:9464"."""
+    """HOST:PORT on which metrics are served without a key, such as "127.0.0.1:9464"."""
     public: bool = False
-    """Whether `listen` may be another address than the loopback interface's: the metrics name tenants and
+    """Whether `listen` may be an address other than loopback. Metrics contain the names of tenants and
     models."""
     tenants: Positive = 200
-    """The most tenants with metrics of their own: the first that ask after a start. The others are summed
-    up."""
+    """Maximum number of tenants with metrics of their own: the first that send requests after a start. The
+    other tenants are summed up."""
 
     def address(self) -> tuple[str, int] | None:
-        """`listen` as host and port."""
+        """Return `listen` as host and port."""
         return None if self.listen is None else parse_address(self.listen)
 
 
 class LimitSettings(Limits, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """What a front takes from a client."""
+    """Limits of what a front accepts from a client."""
 
 
 class Settings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The settings that stand in no table."""
+    """The settings outside of any table."""
 
     models: dict[str, ModelSettings] = {}
-    """By the name that apps use."""
+    """The served models by name."""
     listen: str | None = None
-    """HOST:PORT (an IP address or localhost) for TCP, where a bearer key is needed; without it there are only
-    the Unix socket and what systemd listens on for the service."""
+    """HOST:PORT (an IP address or localhost) for TCP, where clients need a bearer key. Default: only the Unix
+    socket and the sockets that systemd passes to the service."""
     fronts: Processes = 1
-    """Front processes: more for more streamed tokens per second."""
+    """Number of front processes. More fronts stream more tokens per second."""
     run_dir: str = ""
-    """Where the sockets are; `$RUNTIME_DIRECTORY`, `$XDG_RUNTIME_DIR/appliance` or `/tmp/appliance-UID`."""
+    """Directory of the sockets. Default: `$RUNTIME_DIRECTORY`, `$XDG_RUNTIME_DIR/appliance` or
+    `/tmp/appliance-UID`."""
     state_dir: str = ""
-    """Where the databases are; `$STATE_DIRECTORY` or `$XDG_STATE_HOME/appliance` (`~/.local/state`)."""
+    """Directory of the databases. Default: `$STATE_DIRECTORY` or `$XDG_STATE_HOME/appliance`
+    (`~/.local/state`)."""
     drain_grace_s: Seconds = 10.0
-    """On SIGTERM, running requests get this long to finish."""
+    """How long running requests may continue after SIGTERM."""
     drain_notice_s: Seconds = 0.2
-    """Between "not ready" on `/health/ready` and the first request that a drain refuses: raise it above the
-    interval in which a load balancer looks."""
+    """Time between "not ready" on `/health/ready` and the first request that a drain refuses. Set it above
+    the interval at which a load balancer checks."""
     hang_timeout_s: PositiveSeconds = 20.0
-    """A replica or front that was ready and does not report for this long is killed, and started again unless
-    it was to end. A replica gets longer for a step that it has announced: ten times the predicted time."""
+    """A replica or front that was ready and does not report for this long is killed, and restarted unless it
+    was stopping. For a step that a replica has announced, the limit is ten times the predicted time if that
+    is longer."""
     load_timeout_s: PositiveSeconds = 600.0
-    """A replica that starts or loads and reports no progress for this long is killed and started anew; so is
-    a front that starts and says nothing."""
+    """A replica or front that is starting and reports no progress for this long is killed and restarted."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """The least that is logged."""
+    """Lowest level that is logged."""
     unix: UnixSettings = UnixSettings()
     admin: AdminSettings = AdminSettings()
     queue: QueueSettings = QueueSettings()
@@ -191,7 +195,7 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     metrics: MetricsSettings = MetricsSettings()
     log: LogSettings = LogSettings()
     config_file: str = ""
-    """The file that was read; not a setting."""
+    """The main settings file; not a setting."""
 
     @property
     def api_socket(self) -> Path:
@@ -204,23 +208,23 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         return Path(self.run_dir) / "admin.sock"
 
     def address(self) -> tuple[str, int] | None:
-        """`listen` as host and port."""
+        """Return `listen` as host and port."""
         return None if self.listen is None else parse_address(self.listen)
 
 
 class Flags(msgspec.Struct, kw_only=True):
-    """What the command line says; None and empty say nothing."""
+    """The options of the command line; None or empty: not given."""
 
     config: str | None = None
     models: list[str] = []
-    """NAME=FOLDER each; they replace the files' models."""
+    """As NAME=FOLDER. They replace the models of the settings files."""
     listen: str | None = None
     fronts: int | None = None
     run_dir: str | None = None
     state_dir: str | None = None
     log_level: str | None = None
     device: str | None = None
-    """These change every model."""
+    """This and the following options apply to every model."""
     dtype: str | None = None
     quantization: str | None = None
     kv_cache_dtype: str | None = None
@@ -233,8 +237,8 @@ class Flags(msgspec.Struct, kw_only=True):
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """HOST:PORT, IPv6 hosts in brackets. Raises ValueError, also for names: to look one up may take
-    longer than the service may stand still."""
+    """Parse HOST:PORT, with IPv6 addresses in brackets. Raises ValueError. Names are refused, because a DNS
+    lookup would block the service."""
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not host or not port.isdecimal() or not 0 <= int(port) <= 65535:

@@ -1,4 +1,4 @@
-"""The settings files: the main one, and those in `conf.d` beside it, each laid over the ones before."""
+"""Reads the settings files: the main file, and those in `conf.d` beside it, which override it in order."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _SYNTAX_LINE = re.compile(r" \(at (?:line (\d+), column \d+|end of document)\)$"
 
 
 class Tables(NamedTuple):
-    """What the files say together."""
+    """The merged content of the files."""
 
     values: dict[str, Any]
     places: dict[faults.Path, Place]
-    """Of each setting and table: the file and line that had the last word on it."""
+    """The file and line that set each setting and table last."""
     files: list[Path]
 
 
 def find_config(flag: str | None, environ: Mapping[str, str] = os.environ) -> Path | None:
-    """The main settings file, None if there is none. Where only its `conf.d` is there, it need not exist.
+    """Return the main settings file; None if there is none. If its `conf.d` exists, the file need not exist.
 
-    Raises SettingsError if one is named that does not exist, or if this user may not look.
+    Raises SettingsError if a named file does not exist, or if this user may not access it.
     """
     for named, by in ((flag, "--config"), (environ.get("APPLIANCE_CONFIG"), "$APPLIANCE_CONFIG")):
         if named:
@@ -53,13 +53,12 @@ def find_config(flag: str | None, environ: Mapping[str, str] = os.environ) -> Pa
 
 
 def drop_ins(path: Path) -> list[Path]:
-    """The files that are laid over the main one at `path`, in order of their names."""
+    """Return the files that override the main one at `path`, in order of their names."""
     return sorted(found for found in (path.parent / DROP_INS).glob("*.toml") if _is_file(found))
 
 
 def read_tables(path: Path | None) -> Tables:
-    """Read the main file, if it is there, and those beside it. Raises SettingsError with every fault of
-    syntax."""
+    """Read the main file, if it exists, and those beside it. Raises SettingsError with every syntax error."""
     tables = Tables({}, {}, [])
     if path is None:
         return tables
@@ -80,10 +79,10 @@ def read_tables(path: Path | None) -> Tables:
 
 
 def field_lines(text: str) -> dict[faults.Path, int]:
-    """The line on which each setting and table begins in a text that is TOML.
+    """Return the line on which each setting and table of a TOML text begins.
 
-    The parser keeps no lines, but it says where a statement is whole: statements are cut off one by one, each
-    at the first line with which it parses.
+    The parser keeps no line numbers. Therefore the text is split into statements: each ends at the first line
+    with which it parses.
     """
     import tomllib
 
@@ -96,7 +95,7 @@ def field_lines(text: str) -> dict[faults.Path, int]:
         try:
             table = tomllib.loads(statement)
         except tomllib.TOMLDecodeError:
-            continue  # a value that goes on in the next line
+            continue  # a value that continues on the next line
         if statement.lstrip().startswith("["):
             header = max(_paths(table), key=len)
             found.setdefault(header, begin + 1)
@@ -150,7 +149,7 @@ def _paths(table: Mapping[str, Any]) -> Iterator[faults.Path]:
 
 
 def _anchor_folders(table: dict[str, Any], path: Path) -> None:
-    """Folders of models are relative to the file that names them."""
+    """Make folders of models absolute; they are relative to the file that names them."""
     models = table.get("models")
     if isinstance(models, dict):
         for model in models.values():

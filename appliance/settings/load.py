@@ -1,4 +1,4 @@
-"""Settings as a service runs with them: defaults, then files, then flags."""
+"""Loads the settings of a service: defaults, then files, then flags."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ _MODEL_NAME = r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}"
 
 
 class Loaded(NamedTuple):
-    """Settings, and where each of them was said."""
+    """Settings, with the source of each."""
 
     settings: Settings
     places: dict[faults.Path, Place]
-    """A setting that is not here has its default."""
+    """The file and line, or the flag, of each setting that does not have its default."""
     files: list[Path]
-    """Those that were read, in order."""
+    """The files that were read, in order."""
 
 
 def load_settings(flags: Flags | None = None, environ: Mapping[str, str] = os.environ) -> Settings:
-    """The settings of `read_settings` alone."""
+    """Return the settings of `read_settings` without their sources."""
     return read_settings(flags, environ).settings
 
 
 def read_settings(flags: Flags | None = None, environ: Mapping[str, str] = os.environ) -> Loaded:
-    """Read the settings files, lay the flags over them and fill in what neither says.
+    """Read the settings files, apply the flags, and fill in defaults.
 
-    Raises SettingsError, with every fault, for what cannot be used: nothing is started with it.
+    Raises SettingsError with every fault if a setting cannot be used.
     """
     flags = flags or Flags()
     path = find_config(flags.config, environ)
@@ -70,7 +70,7 @@ def read_settings(flags: Flags | None = None, environ: Mapping[str, str] = os.en
 
 
 def default_run_dir(environ: Mapping[str, str] = os.environ) -> str:
-    """Where the sockets are when nobody says otherwise."""
+    """Return the default directory of the sockets."""
     if environ.get("RUNTIME_DIRECTORY"):
         return environ["RUNTIME_DIRECTORY"].split(":")[0]
     if environ.get("XDG_RUNTIME_DIR"):
@@ -79,7 +79,7 @@ def default_run_dir(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def default_state_dir(environ: Mapping[str, str] = os.environ) -> str:
-    """Where the databases are when nobody says otherwise."""
+    """Return the default directory of the databases."""
     if environ.get("STATE_DIRECTORY"):
         return environ["STATE_DIRECTORY"].split(":")[0]
     home = environ.get("HOME") or os.path.expanduser("~")
@@ -87,7 +87,7 @@ def default_state_dir(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def demo_model_folder() -> Path:
-    """The checkpoint that ships with the product."""
+    """Return the folder of the checkpoint that ships with the product."""
     return Path(__file__).resolve().parents[1] / "demo_model"
 
 
@@ -95,7 +95,7 @@ def demo_model_folder() -> Path:
 
 
 def _lay_flags_over(tables: Tables, flags: Flags) -> None:
-    """As if a last file said them."""
+    """Apply the flags as if they were in a last settings file."""
     values, places = tables.values, tables.places
     for name in _FLAGS_OF_SERVICE:
         if (value := getattr(flags, name)) is not None:
@@ -155,7 +155,7 @@ def _check(settings: Settings, converter: Converter) -> None:
             converter.add(
                 path,
                 f"{name!r} cannot be a model's name",
-                "a model's name begins with a letter or digit and goes on with those or any of . _ : / @ + - "
+                "a model's name begins with a letter or digit, followed by letters, digits or . _ : / @ + - "
                 "(at most 128)",
             )
         if not os.path.isdir(model.folder):
@@ -181,8 +181,8 @@ def _check_metrics(metrics: MetricsSettings, converter: Converter) -> None:
     if address is not None and not metrics.public and not _is_loopback(address[0]):
         converter.add(
             ("metrics", "listen"),
-            f"metrics.listen = {metrics.listen!r} is not an address of the loopback interface, and whoever "
-            f"can connect reads the metrics without a key",
+            f"metrics.listen = {metrics.listen!r} is not a loopback address, so that the metrics "
+            f"could be read without a key",
             f"{remedy}, or set metrics.public = true",
         )
 

@@ -1,4 +1,4 @@
-"""Settings as plain tables: to show, and to compare."""
+"""Settings as plain tables, to show and to compare them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from appliance.settings.fields import Settings
 from appliance.settings.load import Loaded
 
 
-class Change(NamedTuple):
-    """A setting that is not what it was."""
+class SettingChange(NamedTuple):
+    """A setting whose value differs."""
 
     path: Path
     before: Any
@@ -25,7 +25,7 @@ class Change(NamedTuple):
 
 
 def as_table(loaded: Loaded) -> Configuration:
-    """All settings, with the place of each, as operators see them."""
+    """Return all settings with the source of each, for operators."""
     table = _table(loaded.settings)
     return Configuration(
         files=[str(file) for file in loaded.files],
@@ -37,16 +37,16 @@ def as_table(loaded: Loaded) -> Configuration:
     )
 
 
-def differences(before: Settings, after: Settings) -> Iterator[Change]:
-    """The settings that are not the same; what only one of them has is None in the other: of a model its
-    folder alone."""
+def differences(before: Settings, after: Settings) -> Iterator[SettingChange]:
+    """Yield the settings that differ. A setting that only one side has is None in the other; of a model that
+    only one side has, only the folder is compared."""
     old, new = dict(_leaves(_table(before))), dict(_leaves(_table(after)))
     lone = before.models.keys() ^ after.models.keys()
     for path in sorted(old.keys() | new.keys()):
         if path[0] == "models" and path[1] in lone and path[2] != "folder":
             continue
         if old.get(path) != new.get(path):
-            yield Change(path, old.get(path), new.get(path))
+            yield SettingChange(path, old.get(path), new.get(path))
 
 
 def _table(settings: Settings) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from appliance.traffic.model import ModelTraffic
 from appliance.traffic.outputs import most_tokens
 from appliance.traffic.quotas import Quotas, Shortage
 from appliance.traffic.request import Request
-from appliance.traffic.tenants import Tenant, Tenants, Use
+from appliance.traffic.tenants import Tenants, TenantTraffic, Use
 from engine.messages import LEVELS
 
 _MAX_FREE_MULTIPLE = 4.0
@@ -154,7 +154,7 @@ def paused(pause: AdmissionPause) -> Refusal:
     return Refusal(503, "draining", pause.why, _DRAIN_RETRY_S)
 
 
-def suspended(tenant: Tenant) -> Refusal:
+def suspended(tenant: TenantTraffic) -> Refusal:
     """Return the refusal of a request of a suspended tenant."""
     message = f"tenant {tenant.name!r} is suspended: ask the operator of this server"
     return Refusal(403, "tenant_suspended", message)

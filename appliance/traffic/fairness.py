@@ -50,14 +50,14 @@ class Ticket(Generic[Item]):
 
 
 @dataclass(slots=True)
-class Backlog:
+class QueuedTokens:
     """The requests and tokens that wait."""
 
     tickets: int = 0
     prompt_tokens: float = 0.0
     output_tokens: float = 0.0
 
-    def add(self, other: Backlog, sign: int = 1) -> None:
+    def add(self, other: QueuedTokens, sign: int = 1) -> None:
         """Add another backlog; sign -1 subtracts it."""
         self.tickets += sign * other.tickets
         self.prompt_tokens += sign * other.prompt_tokens
@@ -79,7 +79,7 @@ class _Line(Generic[Item]):
     light: bool
     counter: float = 0.0
     tickets: Timeline[Ticket[Item]] = field(default_factory=Timeline)
-    backlog: Backlog = field(default_factory=Backlog)
+    backlog: QueuedTokens = field(default_factory=QueuedTokens)
     parked: dict[str, Timeline[Ticket[Item]]] = field(default_factory=dict)
     held: bool = False
     entry: int = 0
@@ -99,7 +99,7 @@ class FairQueue(Generic[Item]):
     key is. Held tenants and parked requests take no part in the order."""
 
     def __init__(self) -> None:
-        self.backlog = Backlog()
+        self.backlog = QueuedTokens()
         """The requests in the order: neither held nor parked."""
         self.weight = 0.0
         """The sum over the tenants in the order."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from appliance.messages import Admit
 from appliance.traffic.credits import REAL_TIME, CreditAccount, spare_slots
-from appliance.traffic.fairness import Backlog, Ticket
+from appliance.traffic.fairness import QueuedTokens, Ticket
 from appliance.traffic.forecast import Forecast
 from appliance.traffic.load_shedder import LoadShedder
 from appliance.traffic.queue import RequestQueue
@@ -15,7 +15,7 @@ from appliance.traffic.rates import DecayingMean
 from appliance.traffic.remaining import Outstanding
 from appliance.traffic.request import OnReplica, Request
 from appliance.traffic.rules import QueueRules
-from appliance.traffic.tenants import Tenant, Tenants
+from appliance.traffic.tenants import Tenants, TenantTraffic
 from engine.messages import BLOCK_TOKENS, URGENCIES, level_of
 from store.policies import CLASSES, INTERACTIVE
 
@@ -84,7 +84,7 @@ class ModelTraffic:
         self._ends_pushed = 0
         self._running: dict[str, Request] = {}
         self._tokens_per_row = 0.0
-        self._begun = Backlog()
+        self._begun = QueuedTokens()
         """Running mean of the requests that started recently."""
         self._taken_s = [0.0] * CLASSES
         """Service of each class since the last tick, in seconds of all replicas."""
@@ -155,7 +155,7 @@ class ModelTraffic:
         self.remove(request)
         self.stranded[request.request_id] = request
 
-    def reconsider(self, tenant: Tenant, key_id: str = "", most: int | None = None) -> None:
+    def reconsider(self, tenant: TenantTraffic, key_id: str = "", most: int | None = None) -> None:
         """Take in that a tenant's weight, limits or use have changed: put the tenant, and at most `most`
         parked requests of the key, back into the order."""
         for number, fair in enumerate(self.queue.classes):
@@ -198,7 +198,7 @@ class ModelTraffic:
                 return None if account is None else Turn(request, account, level)
         return None
 
-    def level_of(self, request: Request, tenant: Tenant) -> int:
+    def level_of(self, request: Request, tenant: TenantTraffic) -> int:
         """Return the level of a request: its class, and whether it is urgent. P0 and light tenants' P1 are
         urgent unless they have many samples, and most urgent if their prompts fit into one step."""
         number, admit = request.request_class, request.admit
@@ -206,12 +206,12 @@ class ModelTraffic:
             return level_of(number, 0)
         return level_of(number, 2 if admit.prompt_tokens <= self._max_step_prompt_tokens() else 1)
 
-    def is_light(self, tenant: Tenant) -> bool:
+    def is_light(self, tenant: TenantTraffic) -> bool:
         """Return whether the tenant has few sequences running."""
         reserved = sum(account.reserved_slots(self.rules.reserved_slots) for account in self.accounts)
         return tenant.use.rows.get(self.name, 0) < max(1, reserved // _LIGHT_PART)
 
-    def _may_be_urgent(self, request_class: int, tenant: Tenant) -> bool:
+    def _may_be_urgent(self, request_class: int, tenant: TenantTraffic) -> bool:
         return request_class == REAL_TIME or (request_class == INTERACTIVE and self.is_light(tenant))
 
     def _max_urgent_samples(self) -> int:
@@ -224,7 +224,7 @@ class ModelTraffic:
         """Return how many prompt tokens fit into one step of every replica."""
         return min((account.tokens for account in self.accounts), default=0)
 
-    def starts_at_once(self, request: Request, tenant: Tenant, now: float) -> bool:
+    def starts_at_once(self, request: Request, tenant: TenantTraffic, now: float) -> bool:
         """Return whether a new request would be dispatched at once."""
         levels = self.open_levels()
         if self.resumed or not levels >> self.level_of(request, tenant) & 1:
@@ -234,7 +234,7 @@ class ModelTraffic:
             return False
         return self._may_run(tenant, request, key=False) and self._may_run(tenant, request, key=True)
 
-    def _may_run(self, tenant: Tenant, request: Request, *, key: bool) -> bool:
+    def _may_run(self, tenant: TenantTraffic, request: Request, *, key: bool) -> bool:
         use, quota = tenant.use, tenant.quota
         if key:
             if not request.key_id:
@@ -338,7 +338,7 @@ class ModelTraffic:
     def _prompts_per_output(self) -> float:
         """Return the prompt tokens for each output token: of recent or of waiting requests, whichever is
         more."""
-        waits = Backlog()
+        waits = QueuedTokens()
         for fair in self.queue.classes:
             waits.add(fair.backlog)
         both = (self._begun, waits)
@@ -395,7 +395,7 @@ class ModelTraffic:
             served_s = self.forecast.serving_s(request.admit.prompt_tokens, request.expected_tokens)
             self._offered_s += served_s
 
-    def wait_s(self, request: Request, tenant: Tenant, now: float) -> float:
+    def wait_s(self, request: Request, tenant: TenantTraffic, now: float) -> float:
         """Return how long a new request would wait. Valid only while `predictable`, as all predictions."""
         number = request.request_class
         ahead = self.queue.classes[number].ahead(tenant.name, tenant.weight, request.due)

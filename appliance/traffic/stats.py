@@ -8,7 +8,7 @@ from typing import NamedTuple
 from appliance.classes import CLASS_NAMES
 from appliance.protocol import ClassStatus, LimitUsage
 from appliance.traffic.model import ModelTraffic
-from appliance.traffic.tenants import Tenant, Tenants
+from appliance.traffic.tenants import Tenants, TenantTraffic
 from store.policies import CLASSES
 
 
@@ -98,7 +98,7 @@ def classes(models: Iterable[ModelTraffic], now: float) -> list[ClassStatus]:
     return statuses
 
 
-def tenant(one: Tenant) -> TenantStats:
+def tenant(one: TenantTraffic) -> TenantStats:
     """Return the statistics of a tenant."""
     use = one.use
     return TenantStats(one.name, one.weight, use.queued, use.queued_tokens, use.running, one.service)

@@ -73,7 +73,7 @@ class Use:
         return self.kv_tokens[model] + kv_tokens <= quota.kv_share * kv_total
 
 
-class Tenant:
+class TenantTraffic:
     """One tenant that has sent requests."""
 
     def __init__(self, name: str) -> None:
@@ -126,15 +126,15 @@ class Tenants:
 
     def __init__(self) -> None:
         self._policies = Policies()
-        self._tenants: dict[str, Tenant] = {}
+        self._tenants: dict[str, TenantTraffic] = {}
         self._seen: OrderedDict[str, float] = OrderedDict()
         self.outputs = OutputLengths()
         """Lengths of the answers to all tenants."""
 
-    def __iter__(self) -> Iterator[Tenant]:
+    def __iter__(self) -> Iterator[TenantTraffic]:
         return iter(self._tenants.values())
 
-    def set_policies(self, policies: Policies) -> list[Tenant]:
+    def set_policies(self, policies: Policies) -> list[TenantTraffic]:
         """Apply these records. A tenant without a record has weight 1 and no limits. Returns the tenants
         whose own record, or whose keys, changed."""
         before, self._policies = self._policies, policies
@@ -145,11 +145,11 @@ class Tenants:
             self._apply(tenant)
         return changed
 
-    def of(self, name: str) -> Tenant:
+    def of(self, name: str) -> TenantTraffic:
         """Return the tenant of this name."""
         tenant = self._tenants.get(name)
         if tenant is None:
-            tenant = self._tenants[name] = Tenant(name)
+            tenant = self._tenants[name] = TenantTraffic(name)
             self._apply(tenant)
         return tenant
 
@@ -202,7 +202,7 @@ class Tenants:
                 return
             del self._seen[name]
 
-    def _apply(self, tenant: Tenant) -> None:
+    def _apply(self, tenant: TenantTraffic) -> None:
         record: TenantRecord | None = self._policies.tenants.get(tenant.name)
         tenant.weight = record.weight if record is not None else 1.0
         tenant.quota = record.quota if record is not None else _NO_LIMITS
