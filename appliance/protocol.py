@@ -149,11 +149,11 @@ class Configuration(msgspec.Struct, kw_only=True):
     """The settings in effect, and the source of each."""
 
     files: list[str]
-    """Those that were read, in order."""
+    """The files that were read, in order."""
     settings: dict[str, Any]
-    """As in the files, complete."""
+    """The complete settings, in the form of the files."""
     places: dict[str, str]
-    """By setting: FILE:LINE, a flag of the command line, or "default"."""
+    """The source of each setting: FILE:LINE, a flag of the command line, or "default"."""
 
 
 class Reloaded(msgspec.Struct, kw_only=True):
@@ -180,24 +180,24 @@ class DrainStatus(msgspec.Struct, kw_only=True):
     grace_s: float
     """Requests that still run so many seconds after the drain began to refuse requests are ended."""
     grace_left_s: float
-    """Until then."""
+    """Seconds until these requests are ended."""
     queue: bool
     """New requests wait until service is resumed, instead of being refused."""
     started_at: float
     """Unix seconds."""
     elapsed_s: float
-    """Until now, or until it was drained."""
+    """Seconds from the beginning of the drain until now, or until it was complete."""
     running: int
     queued: int
-    """Requests that it waits for: those that run, and those that waited when it began."""
+    """Requests that the drain waits for: those that run, and those that waited when it began."""
     held: int
     """New requests that wait until service is resumed."""
     tokens_left: int
-    """Output tokens that these are expected to take yet, by what answers took lately."""
+    """Output tokens that these requests are expected to need, according to recent answers."""
     eta_s: float | None = None
-    """Until they have ended, by the measured rates; null while nothing was measured."""
+    """Predicted seconds until these requests have ended, by the measured rates; null without measurements."""
     ended: int = 0
-    """Requests that were ended when the grace was over."""
+    """Requests that were ended after the grace period."""
 
 
 class ClassStatus(msgspec.Struct, kw_only=True):
@@ -208,9 +208,9 @@ class ClassStatus(msgspec.Struct, kw_only=True):
     waiting: int
     oldest_wait_s: float
     expected_wait_s: float
-    """Of a request that comes now, by the measured rates; 0 where they are unknown."""
+    """Predicted wait of a request that arrives now, by the measured rates; 0 without measurements."""
     target_s: float | None
-    """None for P3."""
+    """The target for the wait; None for P3."""
 
 
 class QueueStatus(msgspec.Struct, kw_only=True):
@@ -226,7 +226,7 @@ class QueueStatus(msgspec.Struct, kw_only=True):
     admitted: int
     """Since the start."""
     refused: int
-    """By the core, since the start."""
+    """Requests that the core refused since the start."""
     ended: int
     """Rows ended, since the start."""
     waiting_tokens: int = 0
@@ -253,28 +253,28 @@ class AuditStatus(msgspec.Struct, kw_only=True):
     """The audit trail of operators' actions."""
 
     rows: int = 0
-    """In the chain: the newest row's seq."""
+    """Number of rows in the chain: the newest row's seq."""
     head: str = ""
     """The newest row's hash."""
     recorded_rows: int = 0
-    """Up to here, heads that were recorded outside the database vouch for the chain."""
+    """Up to this row, recorded heads outside the database prove that the chain is unchanged."""
     spooled: int = 0
-    """Rows that the database did not take yet: they come into the chain when it does."""
+    """Rows that the database has not accepted yet. They are added to the chain when it does."""
     spooled_since: float | None = None
     """Unix seconds."""
     places: list[str] = []
-    """Files in which they wait."""
+    """Files in which these rows wait."""
     in_memory: int = 0
-    """Of these, how many no file takes either: lost, but for the service's log, if it ends."""
+    """How many of these rows no file accepts either. If the service ends, only its log has them."""
     lost: int = 0
-    """Rows for which there was no room anywhere; the service's log has them."""
+    """Rows that could be stored nowhere; only the service's log has them."""
     last_error: str | None = None
-    """What is wrong; None when all is well."""
+    """The present error; None if there is none."""
 
 
 SocketName = Literal["api", "tcp", "admin", "metrics"]
 SocketState = Literal["accepting", "waiting", "closed"]
-"""While it is waiting, no front is ready, and connections wait in the backlog."""
+"""While a socket is "waiting", no front is ready, and connections wait in its backlog."""
 
 
 class SocketStatus(msgspec.Struct, kw_only=True):
@@ -287,10 +287,10 @@ class SocketStatus(msgspec.Struct, kw_only=True):
 
 
 class Problem(msgspec.Struct, kw_only=True):
-    """Something that went wrong, most recent first in `Status.problems`."""
+    """A past problem."""
 
     at: float
-    """Unix seconds, of the last time."""
+    """When the problem occurred last, in Unix seconds."""
     where: str
     """A front, replica, database or socket."""
     what: str
@@ -298,7 +298,7 @@ class Problem(msgspec.Struct, kw_only=True):
 
 
 class CurrentProblem(msgspec.Struct, kw_only=True):
-    """Something that is wrong now, and what to do about it."""
+    """A present problem, and its remedy."""
 
     where: str
     """A model, replica, front, database, "audit" or "log"."""
@@ -323,7 +323,7 @@ class Status(msgspec.Struct, kw_only=True):
     uptime_s: float
     state: ServiceState
     reason: str = ""
-    """Why it is not ready."""
+    """Why the service is not ready."""
     config_file: str
     run_dir: str
     state_dir: str

@@ -9,24 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("appliance", "engine", "kernels", "store")
 
-KNOWN_DUPLICATES = {
-    "Backlog",
-    "CancelRequest",
-    "Change",
-    "Client",
-    "Connection",
-    "Exchange",
-    "Failure",
-    "FairQueue",
-    "Job",
-    "Place",
-    "Progress",
-    "Record",
-    "Report",
-    "ServedModel",
-    "Tenant",
-    "Verdict",
-}
+KNOWN_DUPLICATES = {"Backlog", "Change", "Connection", "Exchange", "Place", "Tenant", "Verdict"}
 """Names that are still used twice. None may be added."""
 
 

@@ -37,9 +37,11 @@ def admin_backend(
     """Return the backend, and what performs its actions. `publish` applies changed tenants and keys to the
     queue and the fronts."""
     cancel = canceller.cancel_matching
-    peers = PeerAdmin(control, unix=lambda: settings().unix, publish=publish)
-    tenants = TenantAdmin(control, usage=traffic.usage, peers=peers.list, publish=publish, cancel=cancel)
-    keys = KeyAdmin(control, usage=traffic.usage, publish=publish, cancel=cancel)
+    peers = PeerAdmin(control=control, unix=lambda: settings().unix, publish=publish)
+    tenants = TenantAdmin(
+        control=control, usage=traffic.usage, peers=peers.list, publish=publish, cancel=cancel
+    )
+    keys = KeyAdmin(control=control, usage=traffic.usage, publish=publish, cancel=cancel)
     actions = AuditedActions(
         control,
         handlers(

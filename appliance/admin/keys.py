@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from appliance.actions import CreateKey, RevokeKey, RotateKey, SetKey
 from appliance.admin.effects import Effect, committed, done
@@ -13,62 +14,60 @@ from store.control import ControlStore, CreatedKey
 from store.policies import KeyFields, KeyRecord
 
 
+@dataclass(kw_only=True)
 class KeyAdmin:
     """Keys as operators see and change them. Changes reach the fronts before the operator gets the answer."""
 
-    def __init__(
-        self, control: ControlStore, *, usage: Usage, publish: Callable[[], None], cancel: CancelRequests
-    ) -> None:
-        """`publish` tells the fronts about changed identities."""
-        self._control = control
-        self._usage = usage
-        self._publish = publish
-        self._cancel = cancel
+    control: ControlStore
+    usage: Usage
+    publish: Callable[[], None]
+    """Applies the changes to the queue and the fronts."""
+    cancel: CancelRequests
 
     def list(self) -> list[Key]:
         """Return all keys, revoked and expired ones too, oldest first."""
-        return [self._shown(record) for record in self._control.list_keys()]
+        return [self._shown(record) for record in self.control.list_keys()]
 
     async def create(self, actor: Actor, asked: CreateKey) -> Effect:
         """Create a key. Raises ValueError or a StoreError, as all changes do."""
         fields = changes(asked, KeyFields)
         name = str(fields.pop("name"))
         created = await committed(
-            self._control.create_key(actor=actor, name=name, tenant=asked.tenant, **fields)
+            self.control.create_key(actor=actor, name=name, tenant=asked.tenant, **fields)
         )
-        self._publish()
+        self.publish()
         return Effect(_new_key(created))
 
     async def set(self, actor: Actor, asked: SetKey) -> Effect:
         """Change a key."""
         fields = changes(asked, KeyFields)
-        change = await committed(self._control.set_key(actor=actor, key_id=asked.id, changes=fields))
-        self._publish()
+        change = await committed(self.control.set_key(actor=actor, key_id=asked.id, changes=fields))
+        self.publish()
         assert isinstance(change.after, KeyRecord)
         return Effect(self._shown(change.after))
 
     async def rotate(self, actor: Actor, asked: RotateKey) -> Effect:
         """Replace a key by a new one."""
         rotated = await committed(
-            self._control.rotate_key(
+            self.control.rotate_key(
                 actor=actor, key_id=asked.id, overlap_s=asked.overlap_s, expires_at=asked.expires_at
             )
         )
-        self._publish()
+        self.publish()
         return Effect(_new_key(rotated.created, rotated.former))
 
     async def revoke(self, actor: Actor, asked: RevokeKey) -> Effect:
         """Revoke a key."""
-        key = await committed(self._control.revoke_key(actor=actor, key_id=asked.id))
-        self._publish()
+        key = await committed(self.control.revoke_key(actor=actor, key_id=asked.id))
+        self.publish()
         cancelled = None
         if asked.cancel:
-            cancelled = self._cancel(lambda identity: identity.key_id == asked.id, "its key was revoked")
+            cancelled = self.cancel(lambda identity: identity.key_id == asked.id, "its key was revoked")
         return done(f"key {key.id} ({key.name}) revoked; {requests_after(cancelled)}")
 
     def _shown(self, record: KeyRecord) -> Key:
         fields = {name: getattr(record, name) for name in KeyFields.__struct_fields__}
-        return Key(**fields, usage=self._usage("key", record.id))
+        return Key(**fields, usage=self.usage("key", record.id))
 
 
 def _new_key(created: CreatedKey, former: KeyRecord | None = None) -> NewKey:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from appliance.actions import MapPeer, UnmapPeer
 from appliance.admin.effects import Effect, committed, done
@@ -18,21 +19,19 @@ from store.tenants import LOCAL
 _KINDS: dict[str, PeerKind] = {"uid": "uid", "gid": "gid"}
 
 
+@dataclass(kw_only=True)
 class PeerAdmin:
     """Local users and groups that need no key. Changes reach the fronts before the operator gets the
     answer."""
 
-    def __init__(
-        self, control: ControlStore, *, unix: Callable[[], UnixSettings], publish: Callable[[], None]
-    ) -> None:
-        """`publish` tells the fronts about changed identities."""
-        self._control = control
-        self._unix = unix
-        self._publish = publish
+    control: ControlStore
+    unix: Callable[[], UnixSettings]
+    publish: Callable[[], None]
+    """Applies the changes to the queue and the fronts."""
 
     def list(self) -> list[PeerMapping]:
         """Return the users of the settings, then the mapped users and groups."""
-        mapped, unix = self._control.policies.peers, self._unix()
+        mapped, unix = self.control.policies.peers, self.unix()
         own = [
             PeerMapping(kind="uid", number=uid, tenant=LOCAL, source="settings")
             for uid in sorted(local_uids(unix))
@@ -54,15 +53,15 @@ class PeerAdmin:
     async def map(self, actor: Actor, asked: MapPeer) -> Effect:
         """Map a user or group to a tenant. Raises ValueError or a StoreError, as `unmap` does."""
         kind, number = parse_peer(asked.peer)
-        await committed(self._control.map_peer(actor=actor, kind=kind, number=number, tenant=asked.tenant))
-        self._publish()
+        await committed(self.control.map_peer(actor=actor, kind=kind, number=number, tenant=asked.tenant))
+        self.publish()
         return done(f"{kind} {number} mapped to tenant {asked.tenant}")
 
     async def unmap(self, actor: Actor, asked: UnmapPeer) -> Effect:
         """Remove the mapping of a user or group."""
         kind, number = parse_peer(asked.peer)
-        await committed(self._control.unmap_peer(actor=actor, kind=kind, number=number))
-        self._publish()
+        await committed(self.control.unmap_peer(actor=actor, kind=kind, number=number))
+        self.publish()
         return done(f"{kind} {number} unmapped")
 
 

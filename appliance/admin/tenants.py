@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import msgspec
 
@@ -24,77 +25,69 @@ Usage = Callable[[str, str], list[LimitUsage]]
 """Returns how much of its limits a tenant ("tenant", name) or key ("key", id) uses."""
 
 
+@dataclass(kw_only=True)
 class TenantAdmin:
     """Tenants as operators see and change them. Changes reach the fronts before the operator gets the
     answer."""
 
-    def __init__(
-        self,
-        control: ControlStore,
-        *,
-        usage: Usage,
-        peers: Callable[[], Iterable[PeerMapping]],
-        publish: Callable[[], None],
-        cancel: CancelRequests,
-    ) -> None:
-        """`publish` tells the fronts about changed identities."""
-        self._control = control
-        self._usage = usage
-        self._peers = peers
-        self._publish = publish
-        self._cancel = cancel
+    control: ControlStore
+    usage: Usage
+    peers: Callable[[], Iterable[PeerMapping]]
+    publish: Callable[[], None]
+    """Applies the changes to the queue and the fronts."""
+    cancel: CancelRequests
 
     def list(self) -> list[Tenant]:
         """Return all tenants, oldest first."""
-        policies, now = self._control.policies, time.time()
+        policies, now = self.control.policies, time.time()
         keys = Counter(key.tenant for key in policies.keys.values() if key.valid_at(now))
-        peers = Counter(peer.tenant for peer in self._peers())
+        peers = Counter(peer.tenant for peer in self.peers())
         return [self._shown(tenant, keys, peers) for tenant in policies.tenants.values()]
 
     async def create(self, actor: Actor, asked: CreateTenant) -> Effect:
         """Create a tenant. Raises ValueError or a StoreError, as all changes do."""
         fields = changes(asked, TenantRecord)
-        await committed(self._control.create_tenant(actor=actor, name=asked.name, changes=fields))
+        await committed(self.control.create_tenant(actor=actor, name=asked.name, changes=fields))
         return self._changed(asked.name)
 
     async def set(self, actor: Actor, asked: SetTenant) -> Effect:
         """Change a tenant."""
         fields = changes(asked, TenantRecord)
-        await committed(self._control.set_tenant(actor=actor, name=asked.name, changes=fields))
+        await committed(self.control.set_tenant(actor=actor, name=asked.name, changes=fields))
         return self._changed(asked.name)
 
     async def suspend(self, actor: Actor, asked: SuspendTenant) -> Effect:
         """Refuse new requests of a tenant."""
-        await committed(self._control.suspend_tenant(actor=actor, name=asked.name))
-        self._publish()
+        await committed(self.control.suspend_tenant(actor=actor, name=asked.name))
+        self.publish()
         cancelled = None
         if asked.cancel:
-            cancelled = self._cancel(
+            cancelled = self.cancel(
                 lambda identity: identity.tenant == asked.name, "its tenant was suspended"
             )
         return done(f"tenant {asked.name} suspended; {requests_after(cancelled)}")
 
     async def resume(self, actor: Actor, asked: ResumeTenant) -> Effect:
         """Accept requests of a tenant again."""
-        await committed(self._control.resume_tenant(actor=actor, name=asked.name))
-        self._publish()
+        await committed(self.control.resume_tenant(actor=actor, name=asked.name))
+        self.publish()
         return done(f"tenant {asked.name} resumed")
 
     async def delete(self, actor: Actor, asked: DeleteTenant) -> Effect:
         """Delete a tenant that is not in use."""
-        await committed(self._control.delete_tenant(actor=actor, name=asked.name))
-        self._publish()
+        await committed(self.control.delete_tenant(actor=actor, name=asked.name))
+        self.publish()
         return done(f"tenant {asked.name} deleted")
 
     def _changed(self, name: str) -> Effect:
-        self._publish()
+        self.publish()
         return Effect(next(tenant for tenant in self.list() if tenant.name == name))
 
     def _shown(self, tenant: TenantRecord, keys: Counter[str], peers: Counter[str]) -> Tenant:
         return Tenant(
             **msgspec.structs.asdict(tenant),
             built_in=tenant.name in BUILT_IN,
-            usage=self._usage("tenant", tenant.name),
+            usage=self.usage("tenant", tenant.name),
             keys=keys[tenant.name],
             peers=peers[tenant.name],
         )

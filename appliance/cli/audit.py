@@ -1,4 +1,4 @@
-"""`appliance audit`: reads the files itself, so it works whether the service runs or not."""
+"""`appliance audit` reads the files itself, so that it works whether or not the service runs."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ from store.schemas import CONTROL
 _COLUMNS = (
     Column("TIME"),
     Column("ROW", right=True),
-    Column("WHO"),
+    Column("ACTOR"),
     Column("HOST", flexible=True, drop=2),
     Column("ACTION"),
-    Column("WITH", flexible=True, drop=1),
+    Column("PARAMETERS", flexible=True, drop=1),
     Column("RESULT", flexible=True),
     Column("BEFORE", flexible=True, drop=4),
     Column("AFTER", flexible=True, drop=3),
@@ -52,11 +52,11 @@ _HEAD = re.compile(r"([0-9]{1,18}):([0-9a-fA-F]{64})")
 
 
 class Place(NamedTuple):
-    """Where the chain is that a command is about."""
+    """The audit chain that a command reads."""
 
     database: Path
     folder: Path | None
-    """The state directory; None for a file by itself."""
+    """The state directory; None for a single file."""
 
 
 def list_actions(
@@ -70,7 +70,7 @@ def list_actions(
     since: str | None,
     as_json: bool,
 ) -> None:
-    """Print actions, oldest first; then those that wait in the spool."""
+    """Print actions, oldest first, and then the actions that wait in the spool."""
     place = _place(run_dir, state_dir, file)
     wanted = ActionFilter(
         actor, action, None if since is None else _iso(moment(since, "--since", ahead=False))
@@ -102,16 +102,16 @@ def verify(
     noted: list[str],
     as_json: bool,
 ) -> int:
-    """Hold the chain against all recorded heads and say what was found; the exit code. `journal`: with those
-    of the unit, whatever its state directory was (True), of this state directory if there are some (None), or
-    without."""
+    """Check the chain against all recorded heads, print the result and return the exit code. `journal`
+    selects the heads in the journal: all (True), those of this state directory, if any (None), or none
+    (False)."""
     place = _place(run_dir, state_dir, file)
     with told(StoreError):
         recorded = [_noted(text) for text in noted]
         for name in heads:
             if name != "-" and not Path(name).exists():
                 raise Failure(
-                    f"--heads {name} does not exist: name a text that has heads, such as a journal's"
+                    f"--heads {name} does not exist: name a text with heads, such as the output of journalctl"
                 )
             recorded += (
                 recorded_in(sys.stdin or (), "standard input") if name == "-" else read_heads(Path(name))
@@ -132,7 +132,7 @@ def verify(
 def export(
     run_dir: str | None, state_dir: str | None, file: str | None, target: str | None, *, as_json: bool
 ) -> None:
-    """Write the chain to a file, whole or not at all, or to standard output."""
+    """Write the chain to a file, which is complete or not created, or to standard output."""
     place = _place(run_dir, state_dir, file)
     key = _key(place)
     with told(StoreError), reading(place.database, CONTROL) as connection, _output(target) as out:
@@ -150,11 +150,13 @@ def export(
             }
         )
     if key is None:
-        print("The export is not signed: that takes read rights to the service's audit.key.", file=sys.stderr)
+        print(
+            "The export is not signed: signing needs read rights to the service's audit.key.", file=sys.stderr
+        )
 
 
 def _examine_file(path: Path, recorded: list[Recorded], state_dir: str | None) -> Findings:
-    """Of a copy or an export, with the key beside it, or that of the state directory that was named."""
+    """Examine a copy or an export, with the key beside it, or the key of the named state directory."""
     try:
         key = read_key((path.parent if state_dir is None else Path(state_dir)) / KEY_FILE)
     except StoreError:
@@ -228,11 +230,11 @@ def _from_journal(place: Place, wanted: bool | None) -> JournalHeads:
     if wanted is not None:
         return JournalHeads([], "--no-journal")
     if place.folder is None:
-        return JournalHeads([], "a file by itself is of no service here; --journal takes them all the same")
+        return JournalHeads([], "no state directory is named; use --journal to read all heads in the journal")
     return heads_in_journal(place.folder)
 
 
-# ── what is said ──
+# ── output ──
 
 
 def _say(place: Place, findings: Findings, missing: str | None) -> None:
@@ -291,7 +293,7 @@ def _cells(record: ActionRecord) -> tuple[str, ...]:
 
 
 def _values(text: str | None) -> str:
-    """An object of JSON as people read it."""
+    """Return a JSON object as text for people."""
     try:
         value = json.loads(text or "null")
     except ValueError:
@@ -312,7 +314,7 @@ def _value(value: object) -> str:
 def _shown(record: ActionRecord) -> dict[str, Any]:
     fields = record._asdict()
     for name in ("params", "before", "after"):
-        with suppress(ValueError):  # somebody wrote there: shown as it is
+        with suppress(ValueError):  # not JSON: someone changed the row, so show it as it is
             fields[name] = json.loads(fields[name] or "null")
     return fields
 

@@ -10,8 +10,8 @@ import typer
 from appliance.cli.options import Config, Json, Limit, RunDir, StateDir
 
 audit = typer.Typer(
-    help="What operators did: list it, verify that nobody changed the record, export it. Needs read rights "
-    "only, and no service.",
+    help="The audit of operators' actions: list it, verify that it is unchanged, export it. Needs only read "
+    "rights, and no running service.",
     no_args_is_help=True,
 )
 
@@ -30,11 +30,16 @@ File = Annotated[
 def audit_list(
     limit: Limit = 20,
     actor: Annotated[
-        str | None, typer.Option(metavar="WHO", help="Only theirs, as uid:0.", show_default=False)
+        str | None,
+        typer.Option(metavar="ACTOR", help="Only actions of this actor, such as uid:0.", show_default=False),
     ] = None,
     action: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Only this, as keys.create, or all of: keys.", show_default=False),
+        typer.Option(
+            metavar="NAME",
+            help="Only this action, such as keys.create, or all that begin with: keys.",
+            show_default=False,
+        ),
     ] = None,
     since: Annotated[
         str | None, typer.Option(metavar="TIME", help="Not older than this span (30m, 1h, 7d) or this date.")
@@ -44,7 +49,7 @@ def audit_list(
     state_dir: StateDir = None,
     json: Json = False,
 ) -> None:
-    """List actions, oldest first: who did what, and what came of it."""
+    """List actions, oldest first: actor, action and result."""
     from appliance.cli.audit import list_actions
 
     list_actions(run_dir, state_dir, file, limit=limit, actor=actor, action=action, since=since, as_json=json)
@@ -85,7 +90,7 @@ def audit_verify(
     state_dir: StateDir = None,
     json: Json = False,
 ) -> None:
-    """Say whether the record is whole, and if not, which row is the first that is not.
+    """Verify that the audit is complete and unchanged; if not, name the first wrong row.
 
     Exit code 1 where it is not.
     """
@@ -107,7 +112,7 @@ def audit_export(
     state_dir: StateDir = None,
     json: Json = False,
 ) -> None:
-    """Write every row as a line of JSON, and a last line that signs them.
+    """Write every row as a line of JSON, and a last line with the signature.
 
     With FILE, --json says what is in it.
     """
@@ -126,7 +131,7 @@ def backup(
         ),
     ],
     contents: Annotated[
-        bool, typer.Option("--contents/--no-contents", help="With prompts and answers that are kept.")
+        bool, typer.Option("--contents/--no-contents", help="Include stored prompts and answers.")
     ] = True,
     config: Config = None,
     run_dir: RunDir = None,

@@ -17,14 +17,16 @@ MILLISECONDS = number(0.001, 86_400_000)
 BENCH_EPILOG = (
     "Workloads: http1, http256, http1024 (1, 256 and 1,024 streams, 512 in, 256 out), and those of the "
     "engine: b1_50tok, b1_decode, b8_decode, b64_decode, n1024, n1024_sampled, prefill, long, ttft8k. "
-    "Exit code 1 where a request failed."
+    "Exit code 1 if a request failed."
 )
 
 
 def chat(
     prompt: Annotated[
         str | None,
-        typer.Argument(metavar="[PROMPT]", help="Ask this, print the answer and leave.", show_default=False),
+        typer.Argument(
+            metavar="[PROMPT]", help="Print the answer to this prompt and exit.", show_default=False
+        ),
     ] = None,
     model: Annotated[
         str | None, typer.Option("--model", "-m", metavar="NAME", help="Default: the service's first.")
@@ -64,7 +66,7 @@ def bench(
         typer.Option(metavar="URL", help="Any OpenAI-compatible server, as http://127.0.0.1:8080/v1."),
     ] = None,
     socket: Annotated[
-        str | None, typer.Option(metavar="PATH", help="A server on a Unix socket. Default: our service's.")
+        str | None, typer.Option(metavar="PATH", help="A server on a Unix socket. Default: the service's.")
     ] = None,
     api_key: Annotated[
         str | None, typer.Option(metavar="KEY", help="Bearer key. With --base-url also $OPENAI_API_KEY.")

@@ -21,7 +21,7 @@ def drain(
     model: Model = None,
     grace_s: Annotated[
         str,
-        typer.Option("--grace", metavar="SPAN", help="Then running requests end with an error."),
+        typer.Option("--grace", metavar="SPAN", help="After this time, running requests end with an error."),
     ] = "120s",
     queue: Annotated[
         bool,
@@ -60,7 +60,7 @@ def config_check(
         str | None,
         typer.Argument(
             metavar="[FILE]",
-            help="With conf.d beside it. Default: what a service would read.",
+            help="Checked together with conf.d beside it. Default: the file that the service would read.",
             show_default=False,
         ),
     ] = None,

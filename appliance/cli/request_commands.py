@@ -16,7 +16,9 @@ requests = typer.Typer(help="Read the request log, oldest first.", invoke_withou
 def requests_read(
     context: typer.Context,
     limit: Limit = 20,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Then show requests as they end.")] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Keep printing requests as they end.")
+    ] = False,
     request_id: Annotated[
         str | None, typer.Option("--id", metavar="ID", help="Only this request, with every field.")
     ] = None,
@@ -78,7 +80,7 @@ def requests_show(
     run_dir: RunDir = None,
     json: Json = False,
 ) -> None:
-    """Show what is kept of a request's prompts and answers. It is in the audit who looked."""
+    """Show the stored prompts and answers of a request. The audit records who read them."""
     from appliance.cli.contents import show_contents
 
     show_contents(run_dir, request_id, as_json=json)

@@ -108,7 +108,7 @@ def serve(
         ),
     ] = None,
     log_level: Annotated[
-        LogLevel | None, typer.Option(help="Least that is logged.", show_default=False)
+        LogLevel | None, typer.Option(help="Lowest level that is logged.", show_default=False)
     ] = None,
 ) -> None:
     """Run the service in the foreground, until Ctrl-C or SIGTERM."""
@@ -138,7 +138,7 @@ def serve(
 
 
 def status(run_dir: RunDir = None, json: Json = False) -> None:
-    """Say what runs where: sockets, fronts, models, queue, databases, problems."""
+    """Show the state of the service: sockets, fronts, models, queue, databases, problems."""
     from appliance.cli.status import show_status
 
     show_status(run_dir, as_json=json)
@@ -147,7 +147,8 @@ def status(run_dir: RunDir = None, json: Json = False) -> None:
 def doctor(
     config: Config = None, run_dir: RunDir = None, state_dir: StateDir = None, json: Json = False
 ) -> None:
-    """Say what runs where, what is wrong and what to do. Exit code 1 where something is wrong."""
+    """Check everything that can prevent the service from working, and name remedies. Exit code 1 if there is
+    a problem."""
     from appliance.cli.doctor import show_findings
 
     raise typer.Exit(show_findings(config, run_dir, state_dir, as_json=json))

@@ -1,4 +1,4 @@
-"""`appliance status`: the service at a glance."""
+"""`appliance status`: shows the state of the service."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _INDENT = 9
 
 
 def show_status(run_dir: str | None, *, as_json: bool) -> None:
-    """Ask the service and print what it says. Raises Failure when nobody answers."""
+    """Print the status of the service. Raises Failure if it does not answer."""
     with admin_client(run_dir) as client:
         status = client.status()
     if as_json:
@@ -61,7 +61,7 @@ def show_status(run_dir: str | None, *, as_json: bool) -> None:
 
 
 def status_lines(status: Status, width: int | None) -> Iterable[str]:
-    """The whole picture in lines of at most `width` columns; None: as long as they are."""
+    """Yield the status in lines of at most `width` columns; None: of any length."""
     yield from _head(status, width)
     if status.current_problems:
         yield from ("", paint("CURRENT PROBLEMS", "red"), *_current(status.current_problems, width))
@@ -174,7 +174,7 @@ def _replicas(replicas: list[ReplicaStatus], width: int | None) -> list[str]:
     columns = (
         Column("REPLICA"),
         Column("STATE", colours=_COLOURS),
-        Column("ROWS", right=True),
+        Column("SEQS", right=True),
         Column("BLOCKS USED", right=True),
         Column("CACHED", right=True, drop=4),
         Column("STEP ms", right=True, drop=3),
@@ -183,7 +183,7 @@ def _replicas(replicas: list[ReplicaStatus], width: int | None) -> list[str]:
         Column("PREEMPTED", right=True, drop=8),
         Column("RESTARTS", right=True, drop=7),
         Column("MEMORY", right=True, drop=1),
-        Column("ON", flexible=True),
+        Column("DEVICES", flexible=True),
     )
     rows = [
         (
@@ -265,7 +265,7 @@ def _stores(status: Status, width: int | None) -> list[str]:
 
 
 def _audit(audit: AuditStatus, width: int | None) -> list[str]:
-    facts = f"{audit.rows:,} rows · heads recorded up to row {audit.recorded_rows:,}"
+    facts = f"{audit.rows:,} rows · heads anchored up to row {audit.recorded_rows:,}"
     lines = _labelled("AUDIT", facts, width)
     troubles = []
     if audit.spooled:
@@ -273,7 +273,7 @@ def _audit(audit: AuditStatus, width: int | None) -> list[str]:
         since = "" if audit.spooled_since is None else f" since {local_short(audit.spooled_since)}"
         troubles.append(f"{audit.spooled:,} rows wait in {places}{since}")
     if audit.lost:
-        troubles.append(f"{audit.lost:,} rows are lost to the chain: the service's log has them")
+        troubles.append(f"{audit.lost:,} rows are not in the chain: only the service's log has them")
     if audit.last_error:
         troubles.append(audit.last_error)
     for trouble in troubles:

@@ -12,7 +12,7 @@ from appliance.cli.fields import with_fields
 from appliance.cli.options import Json, RunDir, Yes
 from store.policies import KeyFields, TenantRecord
 
-tenants = typer.Typer(help="Who pays for requests, and what they may use.", no_args_is_help=True)
+tenants = typer.Typer(help="Tenants: who is billed for requests, and their limits.", no_args_is_help=True)
 keys = typer.Typer(help="Bearer keys, which TCP clients need.", no_args_is_help=True)
 peers = typer.Typer(help="Local users and groups, which need no key.", no_args_is_help=True)
 
@@ -66,7 +66,7 @@ def tenants_create(
     create_tenant(run_dir, name, fields, as_json=json)
 
 
-@tenants.command("set", help=about("tenants.set") + " none lifts a limit.")
+@tenants.command("set", help=about("tenants.set") + " The value none removes a limit.")
 @with_fields(TenantRecord)
 def tenants_set(name: Name, run_dir: RunDir = None, json: Json = False, **fields: str | None) -> None:
     from appliance.cli.tenants import set_tenant
@@ -132,7 +132,7 @@ def keys_create(
     create_key(run_dir, name, tenant, fields, as_json=json)
 
 
-@keys.command("set", help=about("keys.set") + " none lifts a limit.")
+@keys.command("set", help=about("keys.set") + " The value none removes a limit.")
 @with_fields(KeyFields)
 def keys_set(key_id: KeyId, run_dir: RunDir = None, json: Json = False, **fields: str | None) -> None:
     from appliance.cli.keys import set_key

@@ -7,7 +7,7 @@ import logging
 from appliance.admin.callers import Authenticator
 from appliance.admin.server import AdminServer
 from appliance.core.reload import ReloadHook
-from appliance.front_pool.identities import IdentityTable
+from appliance.front_pool.identities import IdentityRegistry
 from appliance.front_pool.pool import FrontPool
 from appliance.models.manager import ModelManager
 from appliance.monitoring.metrics.tenants import ShownTenants
@@ -19,7 +19,7 @@ def reload_hooks(
     fronts: FrontPool,
     models: ModelManager,
     requests: RequestManager,
-    identities: IdentityTable,
+    identities: IdentityRegistry,
     authenticator: Authenticator,
     admin: AdminServer,
     shown_tenants: ShownTenants,

@@ -26,7 +26,7 @@ from appliance.core.reload_hooks import reload_hooks
 from appliance.core.serving import ServingParts
 from appliance.core.state import State, cache_salts
 from appliance.core.systemd import Manager
-from appliance.front_pool.identities import IdentityTable
+from appliance.front_pool.identities import IdentityRegistry
 from appliance.front_pool.listeners import Listeners
 from appliance.models.registry import describe_models
 from appliance.models.replica import Launch
@@ -61,7 +61,7 @@ class Service:
         settings, control, started_at = loaded.settings, state.control, time.time()
         problems, clock = Problems(), ClockGuard()
         # Requests: identities, quotas, the request log, stored contents, fronts and models.
-        identities = IdentityTable(lambda: control.policies, settings.unix)
+        identities = IdentityRegistry(lambda: control.policies, settings.unix)
         quotas = Quotas(time.monotonic)
         self.levels = LevelKeeper(quotas, QuotaLog(state.history))
         contents = ContentKeeper(state.contents, lambda: control.policies, lambda: self.settings.current.log)

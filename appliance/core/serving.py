@@ -16,7 +16,7 @@ from collections.abc import Callable
 from appliance.core.cancellation import RequestCanceller
 from appliance.core.drains import Drains, DrainTools
 from appliance.core.readiness import Readiness
-from appliance.front_pool.identities import IdentityTable
+from appliance.front_pool.identities import IdentityRegistry
 from appliance.front_pool.pool import FrontPool
 from appliance.messages import Keep, ServedModel
 from appliance.models.manager import ModelManager
@@ -39,7 +39,7 @@ class ServingParts:
         rows: RowSink,
         salt: Callable[[str], str],
         quotas: Quotas,
-        identities: IdentityTable,
+        identities: IdentityRegistry,
         keep: Callable[[Keep, int], None],
         note: Callable[[str, str], None],
         on_availability: Callable[[], None],

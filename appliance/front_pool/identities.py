@@ -1,7 +1,7 @@
 """The table of identities with which fronts authenticate callers, derived from tenants, keys and settings.
 
 It is derived anew only when policies or settings change, and fronts then get the difference. The rights of a
-request always come from the core's own table (`IdentityTable.of`), never from the front.
+request always come from the core's own table (`IdentityRegistry.of`), never from the front.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from store.policies import KeyRecord, Policies, TenantRecord
 from store.tenants import LOCAL
 
 
-class IdentityTable:
+class IdentityRegistry:
     """The identities according to the present policies and settings."""
 
     def __init__(self, policies: Callable[[], Policies], unix: UnixSettings) -> None:

@@ -26,7 +26,7 @@ from appliance.background import Background
 from appliance.front_pool.balancer import ConnectionBalancer
 from appliance.front_pool.claims import Claims
 from appliance.front_pool.front import Front
-from appliance.front_pool.identities import IdentityTable, changes
+from appliance.front_pool.identities import IdentityRegistry, changes
 from appliance.messages import (
     AboutRequest,
     Admit,
@@ -81,7 +81,7 @@ class FrontPool:
         settings: Callable[[], Settings],
         *,
         requests: FrontRequests,
-        identities: IdentityTable,
+        identities: IdentityRegistry,
         configuration: Callable[[], Configure],
         keep: Callable[[Keep, int], None],
         note: Callable[[str, str], None],

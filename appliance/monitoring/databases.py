@@ -1,5 +1,5 @@
-"""Whether the databases are sound. Reads only, and briefly: an open reader keeps a service that stops from
-leaving WAL mode."""
+"""Checks the databases. Opens them for reading only, and briefly, because an open reader prevents a stopping
+service from leaving WAL mode."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from store.schemas import CONTENTS, CONTROL, HISTORY
 
 
 def databases(state_dir: Path, run_dir: Path, running: bool) -> Iterator[Finding]:
-    """The databases: owners, pages, schema version, size; the audit chain; requests that never ended.
+    """Check owners, pages, schema version and size of the databases, the audit chain, and open requests.
 
     Nothing is opened that a user who is not trusted could have put there.
     """
@@ -43,7 +43,7 @@ def databases(state_dir: Path, run_dir: Path, running: bool) -> Iterator[Finding
                 area="databases",
                 subject=name,
                 level="warning",
-                text=f"{path} may not be read by uid {os.geteuid()}",
+                text=f"{path} cannot be read by uid {os.geteuid()}",
                 remedy="run the doctor as the service's user, or as root",
             )
             continue
@@ -52,7 +52,7 @@ def databases(state_dir: Path, run_dir: Path, running: bool) -> Iterator[Finding
                 area="databases",
                 subject=name,
                 level="problem" if running else "ok",
-                text=f"{path} does not exist" + ("" if running else ": the first start makes it"),
+                text=f"{path} does not exist" + ("" if running else ": the first start creates it"),
                 remedy="wait: the service writes it back within seconds; if not, appliance status says why"
                 if running
                 else "",
@@ -70,8 +70,8 @@ def databases(state_dir: Path, run_dir: Path, running: bool) -> Iterator[Finding
 
 
 def _owners(state_dir: Path, run_dir: Path) -> frozenset[int]:
-    """The users who may own the databases. Of a run directory that is not trusted, the owner is not one of
-    them; another finding reports the directory."""
+    """Return the users who may own the databases. The owner of an untrusted run directory is not included;
+    another finding reports the directory."""
     try:
         return trusted_state(state_dir, run_dir)
     except UntrustedError:
@@ -100,7 +100,7 @@ def _soundness(path: Path, schema: Schema) -> Finding:
     if version > known:
         return _broken(
             path.name,
-            f"{path} has schema version {version}, this version of the product knows {known}",
+            f"{path} has schema version {version}, but this version of the product supports {known}",
             "install the version that wrote it",
         )
     size = sum(file.stat().st_size for file in (path, path.with_name(path.name + "-wal")) if file.exists())
@@ -129,7 +129,7 @@ def _audit(state_dir: Path) -> Finding:
         subject="audit chain",
         level="problem",
         text=f"the audit chain is not what the service wrote: {findings.problems[0]}",
-        remedy="keep the files as evidence, and see what else says so: appliance audit verify",
+        remedy="keep the files as evidence, and see the details with: appliance audit verify",
     )
 
 
@@ -140,8 +140,8 @@ def _requests(path: Path, running: bool) -> Iterator[Finding]:
             area="databases",
             subject="request log",
             level="problem",
-            text=f"{twice:,} ends came after a request's end: a fault of the service",
-            remedy="report it, with the rows: SELECT * FROM requests WHERE double_ends > 0",
+            text=f"{twice:,} requests ended twice: a defect of the service",
+            remedy="report the defect with these rows: SELECT * FROM requests WHERE double_ends > 0",
         )
     if not running and (left := reader.query(RequestFilter(state="open"), 1)):
         yield Finding(
@@ -149,7 +149,7 @@ def _requests(path: Path, running: bool) -> Iterator[Finding]:
             subject="request log",
             level="warning",
             text=f"requests are open although no service runs (such as {left[0].request_id})",
-            remedy="nothing: the next start ends their rows",
+            remedy="none needed: the next start ends their rows",
         )
 
 

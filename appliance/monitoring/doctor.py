@@ -1,4 +1,4 @@
-"""The doctor: looks at everything that can keep the service from working, changes nothing.
+"""Checks everything that can prevent the service from working, and changes nothing.
 
 A check that itself fails is a finding, never the end of the visit.
 """
@@ -26,7 +26,8 @@ _RECENT_S = 3600.0
 
 
 def examine(run_dir: Path, state_dir: Path, settings: Settings | str) -> Examination:
-    """All findings about the service of `run_dir`. `settings`: as read, or why they cannot be used."""
+    """Return all findings about the service of `run_dir`. `settings`: the settings, or why they cannot be
+    used."""
     now = time.time()
     findings: list[Finding] = []
     report = find_gpus()
@@ -110,11 +111,11 @@ def _service(
     text = f"the service {status.version} (process {status.pid}, uid {status.uid}) is {status.state}"
     if status.state == "degraded":
         why = f": {status.reason}" if status.reason else ""
-        yield _finding("state", "problem", f"{text}{why}", "the problems below say why")
+        yield _finding("state", "problem", f"{text}{why}", "see the problems below")
     elif status.state == "ready":
         yield _finding("state", "ok", text)
     else:
-        yield _finding("state", "warning", f"{text}: {status.reason}", "wait, then look again")
+        yield _finding("state", "warning", f"{text}: {status.reason}", "wait, then run the doctor again")
     for current in status.current_problems:
         yield _finding(current.where, "problem", f"{current.where}: {current.what}", current.remedy)
     for database in status.databases:

@@ -1,4 +1,4 @@
-"""What the doctor says: one finding a thing that was looked at."""
+"""The findings of the doctor, one for each check."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ Level = Literal["ok", "warning", "problem"]
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that was looked at. A problem keeps the service from working; a warning may, later."""
+    """The result of one check. A problem prevents the service from working; a warning may do so later."""
 
     area: str
     """"versions", "devices", "directories", "sockets", "service", "models", "databases" or "leftovers"."""
     subject: str
-    """What in the area, in a word or two."""
+    """What was checked, in a word or two."""
     level: Level
     text: str
     """What was found, with the values."""
     remedy: str = ""
-    """What to do; empty for what is well."""
+    """What to do; empty if nothing is wrong."""
 
 
 class Examination(msgspec.Struct, frozen=True, kw_only=True):
-    """All findings of one visit."""
+    """All findings of one run."""
 
     at: float
     """Unix seconds."""

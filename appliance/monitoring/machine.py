@@ -1,4 +1,4 @@
-"""Versions and devices: what the product runs on."""
+"""Checks the installed versions and the devices."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LITTLE_MEMORY_BYTES = 1 << 30
 
 
 def versions() -> Iterator[Finding]:
-    """Of ours and of what we stand on, read from the installed packages' records."""
+    """Check the versions of the product and its dependencies, from the records of installed packages."""
     yield _python()
     missing = [name for name in requirements() if version_of(name) is None]
     if product_version().startswith("unknown"):
@@ -50,7 +50,7 @@ def versions() -> Iterator[Finding]:
 
 
 def devices(report: GpuReport) -> Iterator[Finding]:
-    """GPUs, processors, memory, descriptors."""
+    """Check GPUs, processors, memory and the limit of open files."""
     yield from _gpus(report)
     yield from gpu_links(read_topology())
     yield _processors()
@@ -84,7 +84,7 @@ def _kernels_package() -> Finding:
             "versions",
             "kernels",
             "problem",
-            f"the PyPI package kernels {found} is installed here: the product has a package of that name too",
+            f"the PyPI package kernels {found} conflicts with the product's package of the same name",
             f"remove it: {sys.executable} -m pip uninstall kernels, then install appliance again",
         )
     return _finding("versions", "kernels", "ok", "no foreign package named kernels is installed")
@@ -96,7 +96,7 @@ def _gpus(report: GpuReport) -> Iterator[Finding]:
             "devices",
             "GPU",
             "warning",
-            f"NVIDIA's driver cannot be asked: {report.error}",
+            f"NVIDIA's driver does not answer: {report.error}",
             "see nvidia-smi and the kernel's log (dmesg); until then only the CPU backend can be used",
         )
     elif not report.gpus:
@@ -115,13 +115,13 @@ def _gpus(report: GpuReport) -> Iterator[Finding]:
             "devices",
             "torch",
             "problem",
-            f"torch {torch} is built without CUDA: the GPUs stay idle",
+            f"torch {torch} is built without CUDA, so that no GPU is used",
             "install the CUDA build of torch (https://pytorch.org/get-started/locally)",
         )
 
 
 def gpu_links(topology: Topology) -> Iterator[Finding]:
-    """The links between GPUs; nothing for a single GPU."""
+    """Check the links between GPUs; nothing for a single GPU."""
     gpus = range(len(topology.uuids))
     links = topology.between(gpus)
     if not links:
@@ -175,7 +175,7 @@ def _memory() -> Finding:
 
 def _descriptors() -> Finding:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    text = "no limit of open files" if hard == resource.RLIM_INFINITY else f"at most {hard:,} open files"
+    text = "no limit on open files" if hard == resource.RLIM_INFINITY else f"at most {hard:,} open files"
     if hard != resource.RLIM_INFINITY and hard < _MIN_DESCRIPTORS:
         return _finding(
             "devices",

@@ -1,4 +1,4 @@
-"""Whether the models can run here: their folders, and their memory as `engine.sizing` predicts it."""
+"""Checks whether the models can run: their folders, and the memory that `engine.sizing` predicts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _SINGLE = "model.safetensors"
 def configured_models(
     models: Mapping[str, ModelSettings], gpus: list[DetectedGpu], available_bytes: int
 ) -> Iterator[Finding]:
-    """For a service that does not run: could it? `available_bytes` of host memory."""
+    """Check whether the models could run if the service was started, with `available_bytes` of host
+    memory."""
     for name, model in models.items():
         try:
             files = list(_files(model))
@@ -37,7 +38,7 @@ def configured_models(
 
 
 def running_models(models: list[ModelStatus]) -> Iterator[Finding]:
-    """For a service that runs: what it says about them."""
+    """Check the models of a running service by its status."""
     for model in models:
         for replica in model.replicas:
             if replica.state != "ready":
@@ -55,7 +56,7 @@ def running_models(models: list[ModelStatus]) -> Iterator[Finding]:
             yield _finding(
                 model.name,
                 "problem",
-                f"{model.folder} is gone: replicas that run go on, none can be started",
+                f"{model.folder} was removed: running replicas continue, but none can be started",
                 "bring the folder back",
             )
 
@@ -69,11 +70,11 @@ def _is_gone(folder: Path) -> bool:
 
 
 def _files(model: ModelSettings) -> Iterator[str]:
-    """What is missing in the folder."""
+    """Yield what is missing in the folder."""
     try:
         yield from _missing(model)
     except PermissionError as error:
-        yield f"{error.filename} cannot be looked at by uid {os.getuid()}: ask as the service's user"
+        yield f"{error.filename} cannot be read by uid {os.getuid()}: run the doctor as the service's user"
 
 
 def _missing(model: ModelSettings) -> Iterator[str]:

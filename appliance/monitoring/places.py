@@ -1,4 +1,4 @@
-"""The directories and what lies in them: disk, sockets, locks, what a service left behind."""
+"""Checks the directories and their content: disk space, sockets, locks, remains of an earlier service."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _SOCKETS = ("api.sock", "admin.sock")
 
 
 class SocketState(NamedTuple):
-    """What became of one request to a Unix socket."""
+    """The result of one request to a Unix socket."""
 
     exists: bool
     answered: bool
     ready: bool = False
     text: str = ""
-    """What it said, or why it did not."""
+    """The answer, or why there was none."""
 
 
 def directories(run_dir: Path, state_dir: Path) -> Iterator[Finding]:
-    """Whether both can be used, and how much disk is left."""
+    """Check that both directories can be used, and how much disk space is left."""
     for name, path, flag in (("run", run_dir, "--run-dir"), ("state", state_dir, "--state-dir")):
         yield _directory(name, path, flag)
     longest = max(len(os.fsencode(run_dir / name)) for name in _SOCKETS)
@@ -66,7 +66,7 @@ def api_state(socket: Path) -> SocketState:
 
 
 def _reason(body: bytes) -> str:
-    """What a health answer says is missing; of another answer, its text."""
+    """Return what a health answer reports as missing; for any other answer, its text."""
     text = body.decode("utf-8", "replace")
     try:
         document = json.loads(text)
@@ -78,7 +78,7 @@ def _reason(body: bytes) -> str:
 
 
 def sockets(run_dir: Path, api: SocketState, running: bool) -> Iterator[Finding]:
-    """What answers. `running`: the admin socket did."""
+    """Check which sockets answer. `running`: the admin socket answered."""
     if running and not api.answered:
         yield Finding(
             area="sockets",
@@ -103,7 +103,7 @@ def sockets(run_dir: Path, api: SocketState, running: bool) -> Iterator[Finding]
 
 
 def leftovers(run_dir: Path, state_dir: Path, running: bool) -> Iterator[Finding]:
-    """Sockets and locks that belong to nobody, and a service that holds its lock but does not answer."""
+    """Check for sockets and locks of a service that has ended, and for a service that hangs."""
     holder = None if running else lock_holder(run_dir / "service.lock")
     if holder is not None:
         yield Finding(
@@ -120,8 +120,8 @@ def leftovers(run_dir: Path, state_dir: Path, running: bool) -> Iterator[Finding
                     area="leftovers",
                     subject=name,
                     level="warning",
-                    text=f"{run_dir / name} is left of a service that ended without a word",
-                    remedy="nothing: the next start replaces it",
+                    text=f"{run_dir / name} remains of a service that was killed",
+                    remedy="none needed: the next start replaces it",
                 )
         for name in ("control.db", "history.db", "contents.db"):
             if (writer := lock_holder(state_dir / f"{name}-lock")) is not None:
@@ -135,8 +135,8 @@ def leftovers(run_dir: Path, state_dir: Path, running: bool) -> Iterator[Finding
 
 
 def lock_holder(path: Path) -> int | None:
-    """The process that holds the flock on `path`, None if nobody does. Takes no lock itself: one that is
-    held for a moment could turn away a service that starts."""
+    """Return the process that holds the flock on `path`; None if there is none. Takes no lock itself, because
+    a service that starts at the same moment would fail."""
     try:
         wanted = path.stat()
         lines = Path("/proc/locks").read_text().splitlines()
@@ -162,14 +162,14 @@ def _directory(name: str, path: Path, flag: str) -> Finding:
                 area="directories",
                 subject=subject,
                 level="ok",
-                text=f"{path} will be made at the first start",
+                text=f"{path} will be created at the first start",
             )
         return Finding(
             area="directories",
             subject=subject,
             level="problem",
-            text=f"{path} does not exist, and uid {os.geteuid()} may not make {missing}",
-            remedy=f"make it for the service's user, or name another one with {flag}",
+            text=f"{path} does not exist, and uid {os.geteuid()} may not create {missing}",
+            remedy=f"create it for the service's user, or name another one with {flag}",
         )
     if not os.path.isdir(path):
         return Finding(
@@ -191,7 +191,7 @@ def _directory(name: str, path: Path, flag: str) -> Finding:
 
 
 def _missing(path: Path) -> Path | None:
-    """The outermost part of `path` that does not exist."""
+    """Return the outermost part of `path` that does not exist."""
     found = None
     for part in (path, *path.parents):
         if os.path.lexists(part):

@@ -1,4 +1,4 @@
-"""Processes of ours that outlived their service."""
+"""Checks for processes that outlived their service."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ _CHILDREN = ("engine.replica", "appliance.front")
 
 
 def orphans(service_pid: int | None) -> Iterator[Finding]:
-    """Ranks and fronts whose parent is gone: the kernel and their channels should have ended them."""
+    """Check for ranks and fronts whose parent has ended. The kernel and their channels should have ended
+    them."""
     import psutil
 
     found = []

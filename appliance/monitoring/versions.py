@@ -1,4 +1,4 @@
-"""Versions of what is installed, without importing any of it."""
+"""Versions of installed packages, read without importing them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ PRODUCT = "appliance"
 
 
 def product_version() -> str:
-    """Ours."""
+    """Return the version of the product."""
     return version_of(PRODUCT) or "unknown (not installed)"
 
 
 def version_of(distribution: str) -> str | None:
-    """The installed version of a distribution, None if it is not installed."""
+    """Return the installed version of a distribution; None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -21,7 +21,7 @@ def version_of(distribution: str) -> str | None:
 
 
 def requirements() -> list[str]:
-    """Names of the distributions that the product cannot do without."""
+    """Return the names of the distributions that the product requires."""
     try:
         declared = metadata.requires(PRODUCT) or []
     except metadata.PackageNotFoundError:

@@ -1,5 +1,5 @@
-"""Whether a new request may wait for its turn. Decided when it comes; what may wait is refused later only
-when its time has run out."""
+"""Decides whether a new request may wait in the queue. A request that was allowed to wait is refused later
+only if it times out or can no longer meet its deadline."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from appliance.traffic.request import Request
 from appliance.traffic.tenants import Tenant, Tenants, Use
 from engine.messages import LEVELS
 
-_SHARE_OF_WHAT_IS_LEFT = 4.0
-"""Of the queue's places: a tenant may hold so many times those that are free (the
-dynamic threshold of Choudhury and Hahne, 1998), so that one that floods never takes the last."""
+_MAX_FREE_MULTIPLE = 4.0
+"""A tenant may hold this many times the free places of the queue (the dynamic threshold of Choudhury and
+Hahne, 1998), so that one tenant never fills the queue alone."""
 _MAX_RETRY_S = 120.0
-"""Clients of OpenAI's API do not wait for longer."""
+"""OpenAI's clients wait no longer than this before they retry."""
 _DRAIN_RETRY_S = 5.0
 _FAILED_RETRY_S = 30.0
 _DRAINED_PART = 0.1
-"""Of what waits: when it is gone, a client may try again."""
+"""A client may retry when this fraction of the queue has been served."""
 _RUN_MARGIN = 1.2
-"""Of the time that an answer takes at the measured rates: they may be worse when it is made."""
+"""Factor on the predicted run time of an answer: the rates may get worse while it is generated."""
 _HOPELESS = 0.85
-"""Part of that time which is too little to begin with."""
+"""A request is refused if less than this fraction of its predicted run time is left."""
 _MIN_MARGIN_S = 0.02
 
 
@@ -40,12 +40,12 @@ class Refusal(NamedTuple):
     message: str
     retry_after_s: float | None = None
     useless: bool = False
-    """To try again."""
+    """Whether a retry would fail too."""
     kind: str = ""
     """As `Refused.kind`."""
 
     def told(self, request: Request, limits: RateLimits | None) -> Refused:
-        """What its front is told of it, with what is left of the caller's limits."""
+        """Return the message to the front, with what is left of the caller's limits."""
         return Refused(
             request.request_id,
             request.admit.attempt,
@@ -60,7 +60,7 @@ class Refusal(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """In the whole house."""
+    """All requests that wait or are held."""
 
     requests: int
     tokens: int
@@ -69,9 +69,10 @@ class Waiting(NamedTuple):
 def refusal(
     request: Request, model: ModelTraffic, tenants: Tenants, waiting: Waiting, now: float, *, held: bool
 ) -> Refusal | None:
-    """Why the request may not wait; None if it may. One that is to be `held` waits whatever is free, and
-    nobody knows for how long. Then `request.begin_by` and `promised_s` say what its
-    deadline asks of the queue."""
+    """Return why the request may not wait; None if it may.
+
+    A request that will be `held` waits for an unknown time. If the request has a deadline that can be met,
+    its `begin_by` and `promised_s` are set."""
     tenant = tenants.of(request.tenant)
     if tenant.suspended:
         return suspended(tenant)
@@ -91,11 +92,11 @@ def refusal(
 
 
 def hopeless(request: Request, model: ModelTraffic, now: float) -> Refusal | None:
-    """Why a request that waits cannot meet its deadline even if it gets its turn now; None if it can."""
+    """Return why a waiting request cannot meet its deadline even if it starts now; None if it can."""
     if request.deadline_at is None:
         return None
     run_s = 0.0
-    # How much of an answer is left that a replica's death cut off is not known, and its client has read it.
+    # When a replica dies during an answer, the client has read the first part, and the rest is unknown.
     if model.predictable and not request.admit.attempt:
         run_s = _HOPELESS * model.run_s(request, request.expected_tokens / max(1, request.admit.rows))
     return _missed(request, now, 0.0, run_s) if now + run_s > request.deadline_at else None
@@ -104,7 +105,7 @@ def hopeless(request: Request, model: ModelTraffic, now: float) -> Refusal | Non
 def timed_out(
     request: Request, model: ModelTraffic, timeout_s: float, now: float, *, held: bool
 ) -> Refusal | None:
-    """Why a request that waits, or is `held`, waits no longer; None if it has not waited for so long."""
+    """Return why a request that waits or is `held` is refused after `timeout_s`; None before."""
     if now < (request.queued_at or now) + timeout_s:
         return None
     if held:
@@ -117,7 +118,8 @@ def timed_out(
 
 
 def reserve(request: Request, quotas: Quotas) -> Refusal | None:
-    """Have its quotas hold what it may need at most; why it is refused if they do not have it left."""
+    """Reserve the most that the request may need of its quotas. Returns why it is refused if too little is
+    left."""
     first = request.first
     held = quotas.reserve(
         request.tenant,
@@ -136,13 +138,13 @@ def reserve(request: Request, quotas: Quotas) -> Refusal | None:
 
 
 def unknown_model(name: str, known: Iterable[str]) -> Refusal:
-    """No such model is served."""
+    """Return the refusal of a request for a model that is not served."""
     message = f"there is no model {name!r}: there are {', '.join(known) or 'none'}"
     return Refusal(404, "model_not_found", message)
 
 
 def failed_model(name: str, why: str) -> Refusal:
-    """No replica of the model can be started."""
+    """Return the refusal of a request for a model of which no replica can start."""
     message = f"the model {name!r} cannot be served: {why}"
     return Refusal(503, "model_failed", message, _FAILED_RETRY_S)
 
@@ -153,8 +155,8 @@ def paused(pause: AdmissionPause) -> Refusal:
 
 
 def suspended(tenant: Tenant) -> Refusal:
-    """Nothing of the tenant is served."""
-    message = f"tenant {tenant.name!r} is suspended: ask the operator of this box"
+    """Return the refusal of a request of a suspended tenant."""
+    message = f"tenant {tenant.name!r} is suspended: ask the operator of this server"
     return Refusal(403, "tenant_suspended", message)
 
 
@@ -183,12 +185,12 @@ def _no_place(
         message = f"{waiting.requests} requests are waiting, which is the limit"
     elif waiting.tokens and waiting.tokens + tokens > rules.tokens:
         message = f"requests of {waiting.tokens} tokens are waiting, and the limit is {rules.tokens}"
-    elif use.queued >= _SHARE_OF_WHAT_IS_LEFT * (
+    elif use.queued >= _MAX_FREE_MULTIPLE * (
         rules.limit - waiting.requests
-    ) or use.queued_tokens >= _SHARE_OF_WHAT_IS_LEFT * (rules.tokens - waiting.tokens):
+    ) or use.queued_tokens >= _MAX_FREE_MULTIPLE * (rules.tokens - waiting.tokens):
         message = (
-            f"{waiting.requests} requests are waiting, {use.queued} of them tenant {tenant.name!r}'s: the "
-            f"places that are left are for others"
+            f"{waiting.requests} requests are waiting, {use.queued} of them of tenant {tenant.name!r}: the "
+            f"remaining places are reserved for other tenants"
         )
     else:
         return None
@@ -197,14 +199,14 @@ def _no_place(
 
 
 def _too_late(request: Request, model: ModelTraffic, wait_s: float | None) -> Refusal | None:
-    """Refused for the time that it would wait."""
+    """Return why a request is refused because it would wait for too long; None if it is not."""
     rules, shedder = model.rules, model.shedder
     if shedder.refuses(request.request_class, wait_s, rules):
         most_s = min(rules.overload * rules.target_s(request.request_class), rules.timeout_s)
         return Refusal(503, "overloaded", shedder.reason, _bounded((wait_s or 0.0) - most_s))
     if wait_s is not None and wait_s > rules.timeout_s:
         message = (
-            f"the request would wait {wait_s:.0f} s for its turn, and the most that is waited here is "
+            f"the request would wait {wait_s:.0f} s for its turn, more than the limit of "
             f"{rules.timeout_s:g} s: try again later"
         )
         return Refusal(503, "overloaded", message, _bounded(wait_s - rules.timeout_s))
@@ -214,7 +216,7 @@ def _too_late(request: Request, model: ModelTraffic, wait_s: float | None) -> Re
 def _deadline(
     request: Request, model: ModelTraffic, tenants: Tenants, wait_s: float | None, now: float
 ) -> Refusal | None:
-    """Refused because its deadline would be missed, or would make another miss that was promised before."""
+    """Return why a request is refused because its deadline, or one accepted earlier, would be missed."""
     deadline = request.deadline_at or now
     if wait_s is None or not model.predictable:
         return _missed(request, now, 0.0, 0.0) if deadline <= now else None
@@ -245,8 +247,8 @@ def _missed(request: Request, now: float, wait_s: float, run_s: float) -> Refusa
 
 
 def _retry_after_s(wait_s: float | None, oldest_s: float) -> float:
-    """When a client should try again that would wait so long now: when a part of what waits is gone. Where
-    nobody knows, what the oldest has waited is the best guess."""
+    """Return after how many seconds a client should retry: when `_DRAINED_PART` of the queue is served. If
+    the waiting time is unknown, the oldest request's is the best estimate."""
     return _bounded(oldest_s if wait_s is None else _DRAINED_PART * wait_s)
 
 

@@ -11,9 +11,9 @@ class AdmissionPause(NamedTuple):
     """Why new requests are not admitted, and whether they are held or refused."""
 
     why: str
-    """For the client, in words."""
+    """The message to clients."""
     hold: bool = False
-    """They wait until it is open again, instead of being refused."""
+    """Hold new requests until the pause ends, instead of refusing them."""
 
 
 class AdmissionPauses:
@@ -30,14 +30,14 @@ class AdmissionPauses:
         self._by_model[model] = pause
 
     def end(self, model: str | None) -> None:
-        """End the pause of `model`; nothing happens if there is none."""
+        """End the pause of `model`, if there is one."""
         self._by_model.pop(model, None)
 
     def of(self, model: str) -> AdmissionPause | None:
-        """What holds for a request to `model`; None if it is taken."""
+        """Return the pause that applies to requests for `model`; None if they are admitted."""
         return self._by_model.get(None) or self._by_model.get(model)
 
-    # ── what is held ──
+    # ── held requests ──
 
     def __len__(self) -> int:
         return len(self._held)
@@ -46,24 +46,25 @@ class AdmissionPauses:
         return request.request_id in self._held
 
     def hold(self, request: Request) -> None:
-        """It waits until it may be queued."""
+        """Hold a request until it may be queued."""
         self._held[request.request_id] = request
 
     def let_go(self, request: Request) -> bool:
-        """It is held no more; False if it was not."""
+        """Stop holding a request. Returns False if it was not held."""
         return self._held.pop(request.request_id, None) is not None
 
     def held(self, model: str | None = None) -> list[Request]:
-        """What is held (for `model`, None: for any), in the order in which it came."""
+        """Return the held requests (for `model`, None: for all) in order of arrival."""
         return [request for request in self._held.values() if model in (None, request.first.model)]
 
     def released(self) -> list[tuple[Request, AdmissionPause | None]]:
-        """What is held and nothing holds any more, with what refuses it now."""
+        """Return the held requests that no pause holds any more, each with the pause that refuses it, if
+        any."""
         found = [(request, self.of(request.first.model)) for request in self._held.values()]
         return [(request, pause) for request, pause in found if pause is None or not pause.hold]
 
     @property
     def held_since(self) -> float | None:
-        """When the request came that is held for longest."""
+        """The time since which the oldest held request waits; None if no request is held."""
         first = next(iter(self._held.values()), None)
         return None if first is None else first.queued_at

@@ -12,13 +12,13 @@ LIMITS = {
     "tokens_per_minute": "tokens per minute",
     "tokens_per_day": "tokens per day",
 }
-"""The limits of a quota that are rates, by their field, in words."""
+"""The limits of a quota that are rates: field and description."""
 
 _MINUTE_S, _DAY_S = 60.0, 86400.0
 
 
 class Rate:
-    """How a bucket refills: `capacity` at most, `per_s` each second."""
+    """How a bucket refills: by `per_s` each second, up to `capacity`."""
 
     __slots__ = ("capacity", "per_s")
 
@@ -28,10 +28,10 @@ class Rate:
 
 
 def rate_of(quota: Quota, limit: str) -> Rate | None:
-    """How the bucket of a limit (of LIMITS) refills; None without that limit.
+    """Return how the bucket of a limit (of LIMITS) refills; None if the quota does not have this limit.
 
-    What may be used at once is `burst_s` seconds of a rate a minute, and a day's worth of one a day; never
-    less than one request, or there would be none ever.
+    The capacity of a limit per minute is `burst_s` seconds of it, of a limit per day the whole day. It is at
+    least one request, because otherwise no request could ever run.
     """
     amount: float | None = getattr(quota, limit)
     if amount is None:
@@ -44,63 +44,62 @@ def rate_of(quota: Quota, limit: str) -> Rate | None:
 
 
 class Bucket:
-    """One limit of one tenant or key. It refills continuously, up to its capacity.
+    """One limit of one tenant or key, which refills continuously up to its capacity.
 
-    A request takes the most that it may use, and what it did not use comes back: but no more of it than would
-    be there had it never been taken. Where the bucket would have been full meanwhile, refill would have been
-    lost. So over any time, what was used is at most the capacity and what refills in that time, however long
-    requests hold how much more than they use.
+    A request takes the most that it may use, and returns what it did not use. It returns no more than the
+    bucket would have had if that part had not been taken: in the meantime the bucket may have been full. So
+    in any period, at most the capacity plus the refill of the period is used, whatever requests reserve.
 
-    `level` may be below zero only after a crash, when more was used than was known.
+    `level` is negative only after a crash, when more was used than had been recorded.
     """
 
     __slots__ = ("_peaks", "held", "level", "limit", "owner", "rate", "updated_at")
 
     def __init__(self, owner: str, limit: str, rate: Rate, now: float) -> None:
         self.owner = owner
-        """In words: "tenant 'acme'"."""
+        """For messages: "tenant 'acme'"."""
         self.limit = limit
         """Of LIMITS."""
         self.rate = rate
         self.level = rate.capacity
         self.held = 0.0
-        """Taken by requests whose rows have not ended: reserved, or charged already."""
+        """Amount taken by requests whose rows have not ended, whether reserved or charged."""
         self.updated_at = now
         self._peaks = Peaks()
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether it counts tokens; else requests."""
+        """Whether the limit counts tokens. Otherwise it counts requests."""
         return self.limit != "requests_per_minute"
 
     @property
     def settled(self) -> float:
-        """The level as if no request whose row has not ended had taken anything."""
+        """The level without what the requests in flight have taken."""
         return min(self.rate.capacity, self.level + self.held)
 
     def refill(self, now: float) -> None:
-        """Bring the level up to `now`. A clock that went back gives nothing and takes nothing."""
+        """Add the refill up to `now`. The level stays the same if the clock went back."""
         elapsed_s = now - self.updated_at
         self.updated_at = now
         if elapsed_s > 0.0:
             self.level = min(self.rate.capacity, self.level + elapsed_s * self.rate.per_s)
 
     def set_rate(self, rate: Rate, now: float) -> None:
-        """Refill in another way from now on. What is left is left, as far as it fits: raising a limit gives
-        nothing at once."""
+        """Change how the bucket refills. The level stays, but at most at the new capacity: raising a limit
+        does not add anything at once."""
         self.refill(now)
         self.rate = rate
         self.level = min(self.level, rate.capacity)
 
     def take(self, amount: float) -> int:
-        """A request takes this much of a bucket that was refilled just now; the number of this take."""
+        """Take this amount for a request and return the number of this take. Call `refill` before."""
         number = self._peaks.take(self.level)
         self.level -= amount
         self.held += amount
         return number
 
     def settle(self, number: int, unused: float, now: float) -> None:
-        """Of what that take took, so much was not used. To be called once for each."""
+        """Return the unused amount of a take. Call this once for each take."""
         self.refill(now)
         capacity = self.rate.capacity
         peak = max(self.level, self._peaks.settle(number, unused, capacity))
@@ -108,39 +107,39 @@ class Bucket:
         self.held -= unused
 
     def let_go(self, amount: float) -> None:
-        """A request that holds so much has ended: it is used."""
+        """Stop counting this amount as held: its request has ended and used it."""
         self.held -= amount
 
     def wait_s(self, amount: float) -> float:
-        """Seconds until this much is there if nobody takes or gives back any; inf if it never can be."""
+        """Return the seconds until the level reaches this amount by refill alone; inf if it never does."""
         if amount > self.rate.capacity:
             return math.inf
         return max(0.0, (amount - self.level) / self.rate.per_s)
 
 
 class Peaks:
-    """How high a bucket's level was at most since each take that is not settled.
+    """The highest level of a bucket since each take that is not settled.
 
-    A level rises but for takes, so its peaks are before takes. Kept are those that it did not reach again
-    since, and one of them after each open take.
-    """
+    The level only falls when a request takes from the bucket, so that its peaks are just before takes. A peak
+    is kept until the level is as high again, and only one after each open take."""
 
     __slots__ = ("_levels", "_numbers", "_open", "_takes")
 
-    MOST = 1024
-    """Bounds what settling costs; with more takes open, the levels are known more coarsely."""
+    MAX = 1024
+    """Maximum number of peaks, to bound the cost of settling. With more open takes, the peaks are less
+    precise."""
 
     def __init__(self) -> None:
         self._takes = 0
         self._open: list[int] = []
         """Numbers of the takes that are not settled, oldest first."""
         self._numbers: list[int] = []
-        """Of the takes before which the peaks were."""
+        """The number of the take after each peak."""
         self._levels: list[float] = []
-        """Of the peaks, falling."""
+        """The level of each peak, descending."""
 
     def take(self, level: float) -> int:
-        """A take begins, at this level before it; its number."""
+        """Begin a take and return its number. `level` is the level before it."""
         number = self._takes
         self._takes += 1
         if self._open:
@@ -149,24 +148,25 @@ class Peaks:
             if not self._numbers or self._numbers[-1] <= self._open[-1]:
                 self._numbers.append(number)
                 self._levels.append(level)
-                if len(self._numbers) > self.MOST:
+                if len(self._numbers) > self.MAX:
                     self._forget_half()
         self._open.append(number)
         return number
 
     def settle(self, number: int, unused: float, capacity: float) -> float:
-        """A take ends, which took so much too much; the highest level since (-inf: no take came since)."""
+        """End a take with this unused amount. Returns the highest level since then; -inf if no take
+        followed."""
         numbers, levels = self._numbers, self._levels
         first = bisect_right(numbers, number)
         peak = levels[first] if first < len(levels) else -math.inf
         if unused:
-            # Had it not been taken, it would have been there at these peaks too.
+            # If the unused amount had not been taken, these peaks would have been higher.
             levels[first:] = [min(capacity, level + unused) for level in levels[first:]]
         self._close(number, first)
         return peak
 
     def _close(self, number: int, first: int) -> None:
-        """Keep what the other open takes need. `first` is the first peak after the take."""
+        """Remove the peaks that no other open take needs. `first` is the first peak after the take."""
         numbers, levels = self._numbers, self._levels
         at = bisect_left(self._open, number)
         before = self._open[at - 1] if at else -1
@@ -182,7 +182,7 @@ class Peaks:
         del numbers[:useless], levels[:useless]
 
     def _forget_half(self) -> None:
-        # Of two peaks, the higher level at the later take: none is taken for lower than it was.
+        # Of two peaks, keep the higher level and the later take, so that no peak is underestimated.
         odd = len(self._numbers) % 2
         numbers, levels = self._numbers[1::2], self._levels[: len(self._levels) - odd : 2]
         if odd:

@@ -1,4 +1,4 @@
-"""When requests that wait are to be looked at again."""
+"""When waiting requests must be checked for timeouts and deadlines."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from appliance.traffic.request import Request
 
 _CHECK_EVERY_S = 0.05
 _MAX_VOID = 1024
-"""Entries of requests that wait no more, before they are looked for and dropped."""
+"""Entries of requests that no longer wait, before they are removed."""
 
 
 class Checks:
-    """Requests by the time of their next check; those that wait no more drop out by themselves."""
+    """Waiting requests by the time of their next check."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Request]] = []
         self._serial = 0
         self._waited = 0
-        """How many waited when those that did not were last dropped."""
+        """How many requests waited when void entries were last removed."""
 
     def push(self, request: Request, timeout_s: float, now: float) -> None:
-        """Look at a waiting request again when it may have run out of time; it may wait for so long."""
+        """Check a waiting request at its timeout, or earlier if its deadline may be missed by then."""
         due = (request.queued_at or now) + timeout_s
         if request.deadline_at is not None:
             due = min(due, max(request.begin_by or request.deadline_at, now + _CHECK_EVERY_S))
@@ -34,7 +34,7 @@ class Checks:
             self._waited = len(self._heap)
 
     def due(self, now: float) -> Iterator[Request]:
-        """Those to look at now, which are forgotten."""
+        """Remove and yield the waiting requests whose check is due."""
         while self._heap and self._heap[0][0] <= now:
             request = heapq.heappop(self._heap)[2]
             if request.queued_at is not None:

@@ -1,4 +1,4 @@
-"""What a replica can take now: what it granted and what was spent on it, by level of service."""
+"""The credits of a replica: what it granted, minus what was dispatched to it, by level of service."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def spare_slots(level: int, reserved: int) -> int:
 
 
 class CreditAccount:
-    """The credits of one life of a replica; a replica that comes back has a new account.
+    """The credits of one incarnation of a replica; a restarted replica gets a new account.
 
-    Both sides only ever count up what was granted and dispatched, so no message can be counted twice. A
-    request is dispatched while something is left, whatever its size, and it uses up the credit of its own
-    level and of worse ones, which the engine serves after it.
+    Both sides keep running totals of what was granted and dispatched, so that no message is counted twice. A
+    request of any size is dispatched while some credit is left. It uses the credit of its own level and of
+    worse levels, which the engine serves after it.
     """
 
     def __init__(self, replica: str, model: str, devices: str = "", version: str = "") -> None:
@@ -44,9 +44,9 @@ class CreditAccount:
         self.model = model
         self.devices = devices
         self.version = version
-        """Of the files that the replica has read; empty while nobody knows."""
+        """The version of the files that the replica loaded; empty if not known yet."""
         self.rows = 0
-        """Sequences that it runs at once."""
+        """Slots: sequences that the replica runs at once."""
         self.tokens = 0
         """Prompt tokens of two steps beside decodes, or of one full step if that is more."""
         self._spent_rows = [0] * LEVELS
@@ -58,10 +58,10 @@ class CreditAccount:
         self._open_levels: dict[int, int] = {}
         """What `open_levels` returned for each number of reserved slots since the last change."""
         self.kv_tokens = 0
-        """That its cache holds."""
+        """Tokens that the KV cache holds."""
         self.generated_each = 0.0
-        """Output tokens of each of its rows, on average, since its start: what a row's sequence was given
-        meanwhile, as long as only its end tells exactly."""
+        """Output tokens of each slot, on average, since the start of the replica. Estimates the output of a
+        running sequence, since exact counts arrive only at its end."""
         self._generated = 0
         self.rates = ReplicaRates()
 
@@ -72,7 +72,7 @@ class CreditAccount:
 
     @property
     def available_tokens(self) -> int:
-        """Prompt tokens that the replica takes before it has too much ahead of it, for the worst class."""
+        """The token credit of the worst class."""
         return self.tokens_left(LEVELS - 1)
 
     def tokens_left(self, level: int) -> int:
@@ -81,7 +81,7 @@ class CreditAccount:
         return self.tokens - sum(self._spent_tokens[:end]) + sum(self._returned_tokens[:end])
 
     def reserved_slots(self, share: float) -> int:
-        """Slots that are reserved for urgent requests, where they are this part of all."""
+        """Return how many slots are reserved for urgent requests if `share` of all slots are."""
         if share <= 0:
             return int(self.rows >= _MANY_SLOTS)
         return max(1, int(share * self.rows)) if self.rows >= _FEW_SLOTS else 0

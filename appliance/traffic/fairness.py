@@ -1,11 +1,10 @@
-"""Who of one class is next: weighted fair service over tenants, earliest due first inside a tenant.
+"""The order of requests in one class: weighted fair sharing between tenants, earliest due first in a tenant.
 
 The virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024): each
-tenant has a counter of the service it got, divided by its weight, and the least counter is next. Service is
-charged for a prompt when its request gets its turn, and for output as it is made. A tenant that had nothing
-waiting returns at the counter of the last turn: the least of the active ones, so that nobody saves up
-idleness.
-"""
+tenant has a counter of the service it received, divided by its weight, and the tenant with the lowest counter
+is next. A prompt is charged when its request starts, output while it is generated. A tenant that returns
+after an idle time starts at the counter of the last turn, which is the lowest of the active tenants, so that
+idle time earns no credit."""
 
 from __future__ import annotations
 
@@ -20,12 +19,12 @@ from engine.messages import URGENCIES
 Item = TypeVar("Item")
 
 _MAX_PASSED = 8
-"""Urgent tenants that are passed over at a time because they got more than their share."""
+"""Urgent tenants that one search skips because they received more than their share."""
 
 
 @dataclass(slots=True, eq=False)
 class Ticket(Generic[Item]):
-    """A request that waits."""
+    """A waiting request."""
 
     item: Item
     tenant: str
@@ -35,37 +34,37 @@ class Ticket(Generic[Item]):
     """Order of arrival."""
     queued_at: float
     due: float
-    """Its tenant's requests go by this: the deadline, or the time at which its class would call it late."""
+    """Order within the tenant: the deadline, or the time from which its class counts the request as late."""
     service: float
-    """Weighted tokens that it is expected to take."""
+    """Expected weighted tokens."""
     prompt_tokens: int
     output_tokens: float
-    """As expected, over all samples."""
+    """Expected output of all samples."""
     rows: int = 1
     """Samples of all prompts."""
     begin_by: float | None = None
-    """When it must get its turn for its deadline to be met, as promised on admission."""
+    """When the request must start to meet its deadline, as promised on admission."""
     waiting: bool = False
     parked: bool = False
-    """Its key has as many running as it may."""
+    """Its key has reached its limit of running requests."""
 
 
 @dataclass(slots=True)
 class Backlog:
-    """Tokens that wait."""
+    """The requests and tokens that wait."""
 
     tickets: int = 0
     prompt_tokens: float = 0.0
     output_tokens: float = 0.0
 
     def add(self, other: Backlog, sign: int = 1) -> None:
-        """Add or (-1) subtract."""
+        """Add another backlog; sign -1 subtracts it."""
         self.tickets += sign * other.tickets
         self.prompt_tokens += sign * other.prompt_tokens
         self.output_tokens += sign * other.output_tokens
 
     def count(self, ticket: Ticket[Item], sign: int) -> None:
-        """Add or (-1) subtract one."""
+        """Add a request; sign -1 subtracts it."""
         self.tickets += sign
         self.prompt_tokens += sign * ticket.prompt_tokens
         self.output_tokens += sign * ticket.output_tokens
@@ -73,7 +72,7 @@ class Backlog:
 
 @dataclass(slots=True, eq=False)
 class _Line(Generic[Item]):
-    """A tenant's requests of the class."""
+    """The requests of one tenant in the class."""
 
     tenant: str
     weight: float
@@ -84,40 +83,39 @@ class _Line(Generic[Item]):
     parked: dict[str, Timeline[Ticket[Item]]] = field(default_factory=dict)
     held: bool = False
     entry: int = 0
-    """Its entry in the order; 0 while it takes no part."""
+    """Its valid entry in the order; 0 if it has none."""
     urgency: int = 0
-    """That of its first request."""
+    """The urgency of its first request."""
 
 
 _Entry = tuple[float, int, _Line[Item]]
 
 
 class FairQueue(Generic[Item]):
-    """The waiting requests of one class. What it is asked costs the logarithm of the tenants, or the square
-    root of a tenant's requests.
+    """The waiting requests of one class.
 
-    A tenant is *light* while it has little running. Its requests are *urgent* unless they are wide. A tenant
-    that is *held* (it runs as much as it may), and a request that is *parked* (its key does), wait aside.
-    """
+    A tenant is *light* while it has few sequences running. Its requests are *urgent* unless they have many
+    samples. A tenant is *held* while it is at its limit of running requests; a request is *parked* while its
+    key is. Held tenants and parked requests take no part in the order."""
 
     def __init__(self) -> None:
         self.backlog = Backlog()
-        """Of those who take part: neither held nor parked."""
+        """The requests in the order: neither held nor parked."""
         self.weight = 0.0
-        """Of the tenants that take part."""
+        """The sum over the tenants in the order."""
         self.tenants = 0
-        """That take part."""
+        """The number of tenants in the order."""
         self.floor = 0.0
         """The counter of the last turn."""
         self._lines: dict[str, _Line[Item]] = {}
         self._orders: list[list[_Entry[Item]]] = [[] for _ in range(URGENCIES)]
-        """Heaps of tenants by counter, then by who has waited longer with it. The heap of an urgency has the
-        tenants whose first request is at least as urgent."""
+        """A heap of tenants by counter for each urgency, with the tenants whose first request is at least as
+        urgent. Equal counters are in order of entry."""
         self._entries = 0
-        self._most_rows = 1
-        """Samples of an urgent request."""
-        self._step_tokens = 0
-        """Prompt tokens of the most urgent ones."""
+        self._max_samples = 1
+        """Most samples of an urgent request."""
+        self._max_prompt_tokens = 0
+        """Most prompt tokens of a request of the highest urgency."""
 
     def push(self, ticket: Ticket[Item], weight: float, light: bool) -> None:
         """Queue a request of a tenant of this weight."""
@@ -128,7 +126,7 @@ class FairQueue(Generic[Item]):
         self._insert(line, ticket)
 
     def remove(self, ticket: Ticket[Item]) -> None:
-        """Take out a request that waits, wherever it stands."""
+        """Remove a waiting request, parked or not."""
         line = self._lines[ticket.tenant]
         ticket.waiting = False
         if ticket.parked:
@@ -140,16 +138,15 @@ class FairQueue(Generic[Item]):
             self._extract(line, ticket)
 
     def next(self, urgency: int = 0) -> Ticket[Item] | None:
-        """Return the request whose turn it is among those that are at least so urgent.
+        """Return the next request among those of at least this urgency.
 
-        An urgent request may go before a tenant that got less, as long as its own tenant has few requests
-        waiting and got at most one step's tokens more than its share.
-        """
+        An urgent request may overtake a tenant with a lower counter, as long as its own tenant has few
+        waiting requests and received at most one step's tokens more than its share."""
         order, least = self._orders[urgency], _first(self._orders[0])
         passed: list[_Entry[Item]] = []
         found: Ticket[Item] | None = None
         while (line := _first(order)) is not None and least is not None and len(passed) < _MAX_PASSED:
-            slack = self._step_tokens if len(line.tickets) <= self._most_rows else 0
+            slack = self._max_prompt_tokens if len(line.tickets) <= self._max_samples else 0
             if (line.counter - least.counter) * line.weight <= slack:
                 found = line.tickets.first()
                 break
@@ -159,21 +156,21 @@ class FairQueue(Generic[Item]):
         return found
 
     def urgency(self, ticket: Ticket[Item]) -> int:
-        """Return the urgency of a request that waits (`Submit.urgency`)."""
-        if not self._lines[ticket.tenant].light or ticket.rows > self._most_rows:
+        """Return the urgency of a waiting request (`Submit.urgency`)."""
+        if not self._lines[ticket.tenant].light or ticket.rows > self._max_samples:
             return 0
-        return 2 if ticket.prompt_tokens <= self._step_tokens else 1
+        return 2 if ticket.prompt_tokens <= self._max_prompt_tokens else 1
 
-    def set_urgent(self, most_rows: int, step_tokens: int) -> None:
-        """Take requests of light tenants with at most so many samples as urgent, and most urgent if all their
-        prompts fit into a step of so many tokens."""
-        if (most_rows, step_tokens) != (self._most_rows, self._step_tokens):
-            self._most_rows, self._step_tokens = most_rows, step_tokens
+    def set_urgent(self, max_samples: int, max_prompt_tokens: int) -> None:
+        """Set which requests of light tenants are urgent: those with at most `max_samples` samples, and of
+        the highest urgency those with at most `max_prompt_tokens` prompt tokens."""
+        if (max_samples, max_prompt_tokens) != (self._max_samples, self._max_prompt_tokens):
+            self._max_samples, self._max_prompt_tokens = max_samples, max_prompt_tokens
             for line in self._lines.values():
                 self._reorder(line)
 
     def take(self, ticket: Ticket[Item]) -> None:
-        """It gets its turn: its tenant is charged for the prompt."""
+        """Remove a request that starts, and charge its tenant for the prompt."""
         line = self._lines[ticket.tenant]
         self.floor = max(self.floor, line.counter)
         line.counter += ticket.prompt_tokens / line.weight
@@ -182,7 +179,7 @@ class FairQueue(Generic[Item]):
             self._enter(line)
 
     def charge(self, tenant: str, service: float) -> None:
-        """Charge a tenant for what was made for it, or (less than 0) correct that."""
+        """Charge a tenant for generated output; a negative amount corrects an earlier charge."""
         line = self._lines.get(tenant)
         if line is None or not service:
             return
@@ -191,14 +188,15 @@ class FairQueue(Generic[Item]):
             self._enter(line)
 
     def counter(self, tenant: str) -> float:
-        """Service of a tenant divided by its weight; idle ones that fell behind stand at the last turn's."""
+        """Return a tenant's service divided by its weight; for an unknown tenant, the counter of the last
+        turn."""
         line = self._lines.get(tenant)
         return self.floor if line is None else line.counter
 
     # ── tenants and keys at their limits ──
 
     def set_tenant(self, tenant: str, weight: float, light: bool) -> None:
-        """Its weight, or how much it has running, is another."""
+        """Set a tenant's weight, and whether it is light."""
         line = self._lines.get(tenant)
         if line is None or (line.weight, line.light) == (weight, light):
             return
@@ -208,26 +206,26 @@ class FairQueue(Generic[Item]):
         self._reorder(line)
 
     def hold(self, tenant: str) -> None:
-        """Nothing of this tenant gets a turn."""
+        """Take a tenant out of the order."""
         line = self._lines[tenant]
         if not line.held:
             line.held = True
             self._leave(line)
 
     def is_held(self, tenant: str) -> bool:
-        """Whether nothing of the tenant gets a turn."""
+        """Return whether the tenant is held."""
         line = self._lines.get(tenant)
         return line is not None and line.held
 
     def release(self, tenant: str) -> None:
-        """It may have turns again. What it could not use meanwhile is not made up for."""
+        """Put a held tenant back into the order. It is not compensated for the time."""
         line = self._lines.get(tenant)
         if line is not None and line.held:
             line.held = False
             self._join(line)
 
     def park(self, ticket: Ticket[Item]) -> None:
-        """Let its tenant's other requests go first until its key is unparked."""
+        """Take a request out of the order until its key is unparked."""
         line = self._lines[ticket.tenant]
         self._extract(line, ticket)
         ticket.parked = True
@@ -235,7 +233,7 @@ class FairQueue(Generic[Item]):
         parked.add(ticket.due, ticket.serial, ticket.prompt_tokens, ticket.output_tokens, ticket)
 
     def unpark(self, tenant: str, key_id: str, most: int | None = None) -> None:
-        """Bring a key's parked requests back, the first `most` of them."""
+        """Put the parked requests of a key back into the order, at most the first `most`."""
         line = self._lines.get(tenant)
         while line is not None and key_id in line.parked and (most is None or most > 0):
             parked = line.parked[key_id]
@@ -251,8 +249,8 @@ class FairQueue(Generic[Item]):
     # ── how much is ahead ──
 
     def ahead(self, tenant: str, weight: float, due: float) -> tuple[float, float]:
-        """Prompt and output tokens that get their turn before a request of this tenant that is due then: its
-        own, as many more of each other tenant as their weights say, and at most all that wait."""
+        """Return the prompt and output tokens that are served before a request of this tenant that is due
+        then: the tenant's own earlier ones, and those of other tenants by weight, at most all that wait."""
         total = self.backlog
         line = self._lines.get(tenant)
         if not total.tickets:
@@ -268,19 +266,19 @@ class FairQueue(Generic[Item]):
         )
 
     def waiting(self, tenant: str) -> int:
-        """Requests of a tenant that wait, parked and held ones included."""
+        """Return how many requests of a tenant wait, including parked and held ones."""
         line = self._lines.get(tenant)
         return 0 if line is None else len(line.tickets) + sum(map(len, line.parked.values()))
 
     def __iter__(self) -> Iterator[Ticket[Item]]:
-        """Every request that waits, tenant by tenant."""
+        """Iterate over the waiting requests, tenant by tenant."""
         for line in self._lines.values():
             yield from line.tickets
             for parked in line.parked.values():
                 yield from parked
 
     def forget_idle(self) -> None:
-        """Drop the counters of tenants that would return at the last turn's anyway. To be called at times."""
+        """Remove idle tenants whose counter is at most the last turn's. To be called from time to time."""
         idle = [line for line in self._lines.values() if not (line.tickets or line.parked)]
         for line in idle:
             if line.counter <= self.floor:
@@ -324,7 +322,7 @@ class FairQueue(Generic[Item]):
             self.backlog.add(line.backlog, -1)
 
     def _enter(self, line: _Line[Item]) -> None:
-        """Give the line its place in the orders; the entries that it had are void."""
+        """Add a new entry of the line to the orders; its earlier entries become void."""
         self._entries += 1
         line.entry = self._entries
         first = line.tickets.first()
@@ -336,7 +334,7 @@ class FairQueue(Generic[Item]):
                 heapq.heapify(order)
 
     def _reorder(self, line: _Line[Item]) -> None:
-        """Give the line another place if its first request has another urgency than before."""
+        """Add a new entry if the urgency of the line's first request has changed."""
         first = line.tickets.first()
         if line.entry and first is not None and self.urgency(first) != line.urgency:
             self._enter(line)

@@ -1,9 +1,8 @@
-"""When a request would begin and end on a model's replicas, by their measured rates.
+"""Predicts when a request starts and ends on a model's replicas, from their measured rates.
 
-The model of a replica: rows that each carry a sequence through its prompt and its answer, a step for each
-token; and prompts that are computed one after another. What waits is served as fast as the scarcer of the two
-allows. As long as nothing was measured nothing is known, and whoever asks must do without.
-"""
+The model of a replica has slots, each of which runs one sequence, one step for each output token, and prompts
+that are computed one after another. The scarcer of the two limits how fast waiting requests are served.
+Nothing is predicted until rates are measured."""
 
 from __future__ import annotations
 
@@ -11,29 +10,29 @@ from collections.abc import Sequence
 
 from appliance.traffic.credits import CreditAccount
 
-_PART_OF_A_REPLICA = 0.95
-"""Rows that are busy on average while requests wait: a row that ends is filled a step or two later."""
+_BUSY_SHARE = 0.95
+"""Fraction of slots that are busy while requests wait: a free slot is filled a step or two later."""
 
 
 class Forecast:
-    """What the replicas of a model can do together. `refresh` takes in what their accounts have learned."""
+    """The speed of all replicas of a model together. `refresh` updates it from the accounts."""
 
     def __init__(self) -> None:
         self.known = False
-        """Whether anything below means something."""
+        """Whether rates are measured; otherwise the other values are meaningless."""
         self.step_s = 0.0
-        """Of late, the mean over replicas, as all here."""
+        """Recent time of a step. All values here are means over the replicas."""
         self.prompt_token_s = 0.0
         self._full_step_s = 0.0
-        """With all rows busy."""
+        """Time of a step with all slots busy."""
         self._computed_share = 1.0
         self._rows = 0.0
         self._replicas = 0
         self._row_slope_s = 0.0
         self._longest_step_s = 0.0
-        """With all rows busy and as many prompts as a step takes."""
+        """Time of a step with all slots busy and as many prompt tokens as a step takes."""
         self._prompt_s = 0.0
-        """Of a request's prompt."""
+        """Time of the prompt of an average request."""
         self._running = 0.0
 
     def refresh(
@@ -43,8 +42,8 @@ class Forecast:
         prompt_tokens: float,
         prompts_per_output: float,
     ) -> None:
-        """Learn the latest. A request's prompt has so many tokens; a sequence takes `tokens_per_row` of the
-        cache, and brings so many prompt tokens for each of its output."""
+        """Update the forecast. `prompt_tokens` is the mean prompt of a request, `tokens_per_row` the mean
+        cache use of a sequence, and `prompts_per_output` the prompt tokens for each output token."""
         measured = [account for account in accounts if account.rates.known]
         self.known = bool(measured)
         if not measured:
@@ -69,42 +68,42 @@ class Forecast:
         self._row_slope_s = (self._full_step_s - self.step_s) / empty
 
     def serving_s(self, prompt_tokens: float, output_tokens: float) -> float:
-        """Seconds in which all replicas together serve so many tokens, while others wait behind them."""
+        """Return the seconds in which all replicas together serve so many tokens, with all slots busy."""
         if not self.known or not prompt_tokens + output_tokens:
             return 0.0
         prompts_s = prompt_tokens * self.prompt_token_s * self._computed_share
-        rows_s = (prompts_s + output_tokens * self._full_step_s) / (self._rows * _PART_OF_A_REPLICA)
+        rows_s = (prompts_s + output_tokens * self._full_step_s) / (self._rows * _BUSY_SHARE)
         return max(rows_s, prompts_s / self._replicas)
 
     def running_s(self, prompt_tokens: float, output_tokens: float, rows_more: float) -> float:
-        """Seconds from its turn to its end of a request whose answer has so many tokens, when by then so many
-        rows more are busy on each replica than now."""
+        """Return the seconds from the start of a request to its end. `output_tokens` is the length of its
+        answer; `rows_more` is by how many the busy slots of each replica will increase."""
         rows_more = max(0.0, min(rows_more, self.rows_each - self._running))
         step_s = min(self.step_s + rows_more * self._row_slope_s, max(self._full_step_s, self.step_s))
-        steps = 2.0 + output_tokens  # Two are launched already when it comes.
-        # Each of these rows begins with a prompt, which all wait for, as far as a step takes prompts.
+        steps = 2.0 + output_tokens  # Two steps are launched already.
+        # Each additional sequence begins with a prompt, which delays the steps of all.
         filling_s = min(rows_more * self._prompt_s, steps * max(0.0, self._longest_step_s - step_s))
         return prompt_tokens * self.prompt_token_s + steps * step_s + filling_s
 
     @property
     def rows_running(self) -> float:
-        """Of a replica, now."""
+        """Busy slots of a replica now."""
         return self._running
 
     @property
     def rows_each(self) -> float:
-        """Rows of a replica that can be busy."""
+        """Slots of a replica that can be busy."""
         return self._rows / self._replicas if self._replicas else 0.0
 
     @property
     def replicas(self) -> int:
-        """That serve the model."""
+        """The number of replicas of the model."""
         return self._replicas
 
 
 def _full_step_s(account: CreditAccount, rows: float, prompt_tokens: float) -> float:
-    """A step with so many rows busy, and so many tokens of prompts as far as a step takes them: what steps
-    took, or what this asks of them."""
+    """Return the time of a step with so many busy slots and prompt tokens: the measured time, or the sum of
+    its predicted parts if that is longer."""
     rates = account.rates
     computed = min(prompt_tokens * rates.computed_share, account.tokens / 2)
     return max(rates.step_at(rows), rates.decode_s(rows) + computed * rates.prompt_token_s)

@@ -1,4 +1,4 @@
-"""What is given up under overload, in which order, and when it is taken back."""
+"""Load shedding: which requests are refused under overload, in which order, and until when."""
 
 from __future__ import annotations
 
@@ -8,40 +8,40 @@ from appliance.classes import CLASS_NAMES
 from appliance.traffic.rules import QueueRules
 
 CALM, REFUSE_BACKGROUND, DROP_BACKGROUND, REFUSE_BATCH, REFUSE_INTERACTIVE = range(5)
-"""The steps of load shedding. P2 and P1 are refused only where they would wait too long."""
+"""The steps of load shedding. P2 and P1 requests are refused only if they would wait for too long."""
 
 _DONE = (
     "",
     "new P3 requests are refused",
-    "P3 requests are refused, also those that waited",
+    "new and waiting P3 requests are refused",
     "P3 requests are refused, and P2 requests that would wait too long",
     "P3 requests are refused, and P2 and P1 requests that would wait too long",
 )
-_GIVEN_UP_FOR = (REFUSE_INTERACTIVE, REFUSE_INTERACTIVE, REFUSE_BATCH)
-"""By class, how far its overload goes."""
+_MAX_STEP = (REFUSE_INTERACTIVE, REFUSE_INTERACTIVE, REFUSE_BATCH)
+"""The last step that an overload of each class leads to."""
 _RELIEVED = 0.5
-"""Waits below this part of what is an overload are none any more."""
+"""An overload is over when waits are below this fraction of the overload limit."""
 
 
 class LoadShedder:
-    """One step up for each `overload_s` that an overload lasts, one down for each that it is over."""
+    """Goes up one step for each `overload_s` of overload, and down one step for each `overload_s` without."""
 
     def __init__(self) -> None:
         self.step = CALM
         self._why = ""
         self._direction = 0
         self._since = 0.0
-        """When the present direction began, or the last step was taken."""
+        """When the current direction began, or the last step was taken."""
 
     @property
     def reason(self) -> str:
-        """Why, and what is done about it; empty without an overload."""
+        """The cause, and which requests are refused; empty without overload."""
         return f"{self._why}: {_DONE[self.step]}" if self.step else ""
 
     def observe(self, rules: QueueRules, now: float, waits_s: Sequence[float | None]) -> None:
-        """`waits_s`: what a request that came now would wait, by class; None where nobody knows."""
+        """Take in how long a request that arrives now would wait, by class; None if unknown."""
         goal, relieved = CALM, True
-        for number, given_up in enumerate(_GIVEN_UP_FOR):
+        for number, given_up in enumerate(_MAX_STEP):
             wait_s, most_s = waits_s[number], rules.overload * rules.target_s(number)
             if wait_s is None:
                 continue
@@ -59,9 +59,9 @@ class LoadShedder:
             self._since = now
 
     def refuses(self, request_class: int, wait_s: float | None, rules: QueueRules) -> bool:
-        """Whether a new request of this class, which would wait so long, is refused."""
-        if request_class >= len(_GIVEN_UP_FOR):
+        """Return whether a new request of this class that would wait for `wait_s` is refused."""
+        if request_class >= len(_MAX_STEP):
             return self.step >= REFUSE_BACKGROUND
-        if not request_class or self.step < _GIVEN_UP_FOR[request_class]:
+        if not request_class or self.step < _MAX_STEP[request_class]:
             return False
         return wait_s is not None and wait_s > rules.overload * rules.target_s(request_class)

@@ -25,26 +25,26 @@ request has at most so many samples."""
 _BUSY_HALF_LIFE_S = 4.0
 _OFFERED_HALF_LIFE_S = 0.5
 _LIGHT_LOAD, _FULL_LOAD = 0.2, 0.8
-"""Parts of the service that are asked for: up to the first, as many rows are busy as are now; from the
-second on all will be."""
+"""Offered load, as a fraction of the capacity. Up to the first, the number of busy slots is expected to stay;
+from the second on, all slots are expected to become busy."""
 _MIN_SHARE = 0.02
-"""Of the service, however busy better classes are."""
+"""Least share of the service of any class, however busy better classes are."""
 _MAX_PROMISED = 0.8
-"""Part of the service that may be promised to deadlines; the rest is for what comes meanwhile."""
+"""Share of the service that may be promised to deadlines; the rest is for requests that arrive later."""
 _OF_THE_NEW = 0.02
-"""Weight of the latest request in the mean of tokens that a row takes of the cache."""
+"""Weight of the latest request in running means."""
 _UNKNOWN_RUN_S, _MIN_RUN_S = 1.0, 0.1
 
 
 def most_kv_tokens(admit: Admit) -> int:
-    """The most that a request may keep in the cache: its last blocks are not full, and samples of one prompt
-    each have a copy of its last block."""
+    """Return the most cache tokens that a request may hold: its last blocks are partly filled, and each
+    sample of a prompt has its own copy of the prompt's last block."""
     ends = admit.rows if admit.rows == admit.submissions else 2 * admit.rows
     return admit.prompt_tokens + admit.max_tokens + ends * BLOCK_TOKENS
 
 
 class Turn(NamedTuple):
-    """The request whose turn it is, its replica, and the level at which it runs there."""
+    """The next request, its replica, and its level there."""
 
     request: Request
     account: CreditAccount
@@ -71,29 +71,29 @@ class ModelTraffic:
         self.failure: str | None = None
         self.queue: RequestQueue[Request] = RequestQueue(rules)
         self.resumed: dict[str, Request] = {}
-        """Requests that lost their replica: their clients wait in the middle of an answer. They go first."""
+        """Requests that lost their replica in the middle of an answer. They go first."""
         self.stranded: dict[str, Request] = {}
-        """Requests of fronts that closed a channel to a replica: what is dispatched for them may get lost."""
+        """Waiting requests of broken fronts (`TrafficState.broken_fronts`). They are not dispatched."""
         self.accounts: list[CreditAccount] = []
         self.outstanding = Outstanding()
         self.forecast = Forecast()
         self.shedder = LoadShedder()
         self._tenants = tenants
         self._ends: list[tuple[float, int, Request]] = []
-        """When requests that run are expected to end."""
+        """A heap of the expected ends of running requests."""
         self._ends_pushed = 0
         self._running: dict[str, Request] = {}
         self._tokens_per_row = 0.0
         self._begun = Backlog()
-        """Mean of the requests that began of late."""
+        """Running mean of the requests that started recently."""
         self._taken_s = [0.0] * CLASSES
-        """Service, in seconds of all replicas, that classes took since the last tick."""
+        """Service of each class since the last tick, in seconds of all replicas."""
         self._busy = [0.0] * CLASSES
-        """Part of the service that classes take, of late."""
+        """Recent share of the service of each class."""
         self._offered_s = 0.0
-        """Service, in seconds of all replicas, that was asked for since the last tick."""
+        """Service that was requested since the last tick, in seconds of all replicas."""
         self._offered = DecayingMean()
-        """The same as part of what they can do, of late."""
+        """Recent offered load, as a fraction of the capacity."""
         self._ticked_at: float | None = None
 
     @property
@@ -103,23 +103,23 @@ class ModelTraffic:
 
     @property
     def kv_tokens(self) -> int:
-        """For how many tokens all replicas have KV blocks; 0 if nobody knows."""
+        """The tokens that the KV caches of all replicas hold; 0 if not known yet."""
         return sum(account.kv_tokens for account in self.accounts)
 
     @property
     def running(self) -> int:
-        """How many requests are on its replicas."""
+        """How many requests run on its replicas."""
         return len(self._running)
 
     def waiting(self) -> list[Request]:
-        """Every request that waits."""
+        """Return every waiting request."""
         return [*self.resumed.values(), *self.stranded.values(), *self.queue]
 
     def set_rules(self, rules: QueueRules) -> None:
-        """Go by other rules from now on."""
+        """Apply other rules from now on."""
         self.rules = self.queue.rules = rules
 
-    # ── who waits ──
+    # ── waiting requests ──
 
     def push(self, request: Request, serial: int) -> None:
         """Queue a request for its first turn."""
@@ -143,7 +143,7 @@ class ModelTraffic:
         self.queue.push(request.ticket, tenant.weight, light, request.promised_s)
 
     def remove(self, request: Request) -> None:
-        """It waits no more."""
+        """Remove a request that waited."""
         if request.ticket is not None and request.ticket.waiting:
             self.queue.remove(request.ticket)
             request.ticket = None
@@ -151,24 +151,24 @@ class ModelTraffic:
         self.stranded.pop(request.request_id, None)
 
     def strand(self, request: Request) -> None:
-        """It waits, and gets no turn."""
+        """Let a request wait without being dispatched."""
         self.remove(request)
         self.stranded[request.request_id] = request
 
     def reconsider(self, tenant: Tenant, key_id: str = "", most: int | None = None) -> None:
-        """The tenant's weight, limits or use have changed: what was set aside of it, and `most` requests of
-        its key, may have turns again."""
+        """Take in that a tenant's weight, limits or use have changed: put the tenant, and at most `most`
+        parked requests of the key, back into the order."""
         for number, fair in enumerate(self.queue.classes):
             fair.set_tenant(tenant.name, tenant.weight, self._may_be_urgent(number, tenant))
             fair.release(tenant.name)
             if key_id:
                 fair.unpark(tenant.name, key_id, most)
 
-    # ── whose turn it is ──
+    # ── the next request ──
 
     def open_levels(self) -> int:
-        """Return the levels of which some replica takes a request now: bit `l` is set for level `l`."""
-        share, levels = self._kept_share(), 0
+        """Return the levels that some replica accepts now: bit `l` is set for level `l`."""
+        share, levels = self._reserved_share(), 0
         for account in self.accounts:
             levels |= account.open_levels(account.reserved_slots(share))
         return levels
@@ -202,30 +202,30 @@ class ModelTraffic:
         """Return the level of a request: its class, and whether it is urgent. P0 and light tenants' P1 are
         urgent unless they have many samples, and most urgent if their prompts fit into one step."""
         number, admit = request.request_class, request.admit
-        if not self._may_be_urgent(number, tenant) or admit.rows > self._most_urgent_rows():
+        if not self._may_be_urgent(number, tenant) or admit.rows > self._max_urgent_samples():
             return level_of(number, 0)
-        return level_of(number, 2 if admit.prompt_tokens <= self._step_tokens() else 1)
+        return level_of(number, 2 if admit.prompt_tokens <= self._max_step_prompt_tokens() else 1)
 
     def is_light(self, tenant: Tenant) -> bool:
-        """Whether the tenant has little running."""
-        reserved = sum(account.reserved_slots(self.rules.kept_rows) for account in self.accounts)
+        """Return whether the tenant has few sequences running."""
+        reserved = sum(account.reserved_slots(self.rules.reserved_slots) for account in self.accounts)
         return tenant.use.rows.get(self.name, 0) < max(1, reserved // _LIGHT_PART)
 
     def _may_be_urgent(self, request_class: int, tenant: Tenant) -> bool:
         return request_class == REAL_TIME or (request_class == INTERACTIVE and self.is_light(tenant))
 
-    def _most_urgent_rows(self) -> int:
+    def _max_urgent_samples(self) -> int:
         """Return how many samples an urgent request may have."""
-        share = self._kept_share()
+        share = self._reserved_share()
         reserved = min((account.reserved_slots(share) for account in self.accounts), default=0)
         return max(1, reserved // _LIGHT_PART)
 
-    def _step_tokens(self) -> int:
+    def _max_step_prompt_tokens(self) -> int:
         """Return how many prompt tokens fit into one step of every replica."""
         return min((account.tokens for account in self.accounts), default=0)
 
     def starts_at_once(self, request: Request, tenant: Tenant, now: float) -> bool:
-        """Whether a new request would have its turn now."""
+        """Return whether a new request would be dispatched at once."""
         levels = self.open_levels()
         if self.resumed or not levels >> self.level_of(request, tenant) & 1:
             return False
@@ -243,9 +243,9 @@ class ModelTraffic:
         return use.may_run(quota, self.name, most_kv_tokens(request.admit), self.kv_tokens)
 
     def _account_for(self, level: int, request: Request) -> CreditAccount | None:
-        """The replica with the most credit for this level. One that the request was on before is one that its
-        front has lost, whether or not we know yet."""
-        share = self._kept_share()
+        """Return the replica with the most credit for this level. A replica that the request has run on is
+        excluded: its front has lost it, even if the core has not noticed yet."""
+        share = self._reserved_share()
         fit = [
             (account.free_slots(level, reserved), account.tokens_left(level), -index)
             for index, account in enumerate(self.accounts)
@@ -254,16 +254,16 @@ class ModelTraffic:
         ]
         return self.accounts[-max(fit)[2]] if fit else None
 
-    def _kept_share(self) -> float:
-        return self.rules.kept_rows if self._tenants.several else 0.0
+    def _reserved_share(self) -> float:
+        return self.rules.reserved_slots if self._tenants.several else 0.0
 
-    # ── what runs ──
+    # ── running requests ──
 
     def start(self, turn: Turn, now: float) -> int:
-        """The request goes to the replica. Returns how many slots its samples leave free there."""
+        """Count a request as running on its replica. Returns how many slots its samples leave free there."""
         request, account, level = turn
         admit, tenant = request.admit, self._tenants.of(request.tenant)
-        spare = spare_slots(level, account.reserved_slots(self._kept_share()))
+        spare = spare_slots(level, account.reserved_slots(self._reserved_share()))
         if request.ticket is not None and request.ticket.waiting:
             self.queue.take(request.ticket, now)
             request.charged = request.ticket.prompt_tokens
@@ -289,25 +289,25 @@ class ModelTraffic:
         return spare
 
     def stop(self, request: Request) -> None:
-        """Nothing of the request is on any replica any more."""
+        """Stop counting a request as running: nothing of it is left on any replica."""
         del self._running[request.request_id]
         self._tenants.count_answer(request.tenant, -1)
 
     def charge(self, request: Request, service: float) -> None:
-        """The request took so much service in all."""
+        """Correct the charge of a request to its total service."""
         self.queue.classes[request.request_class].charge(request.tenant, service - request.charged)
         request.charged = service
 
     def learned(self) -> None:
-        """A replica has reported, has come or is gone."""
+        """Update the forecast after a replica has reported, started or ended."""
         self.forecast.refresh(
             self.accounts, self._tokens_per_row, self._begun.prompt_tokens, self._prompts_per_output()
         )
         for fair in self.queue.classes:
-            fair.set_urgent(self._most_urgent_rows(), self._step_tokens())
+            fair.set_urgent(self._max_urgent_samples(), self._max_step_prompt_tokens())
 
     def tick(self, now: float) -> None:
-        """To be called a few times a second."""
+        """Update the load and its effects. To be called a few times a second."""
         if self._ticked_at is not None and now > self._ticked_at:
             passed_s = now - self._ticked_at
             keep = 0.5 ** (passed_s / _BUSY_HALF_LIFE_S)
@@ -336,7 +336,8 @@ class ModelTraffic:
             self._taken_s[request.request_class] += served_s
 
     def _prompts_per_output(self) -> float:
-        """Prompt tokens for each output token, of what began of late or of what waits: whichever are more."""
+        """Return the prompt tokens for each output token: of recent or of waiting requests, whichever is
+        more."""
         waits = Backlog()
         for fair in self.queue.classes:
             waits.add(fair.backlog)
@@ -346,7 +347,8 @@ class ModelTraffic:
         )
 
     def _charge_output(self) -> None:
-        """Charge what was made since the last time for requests that run. Only their ends tell exactly."""
+        """Charge the estimated output of running requests since the last call. Exact counts arrive at their
+        ends."""
         services: list[dict[str, float]] = [{} for _ in range(CLASSES)]
         for request in self._running.values():
             made = 0.0
@@ -362,7 +364,7 @@ class ModelTraffic:
                 fair.charge(tenant, service)
 
     def _expect_longer(self, now: float) -> None:
-        """A request that has not ended as expected is expected to go on for as long again."""
+        """Move the expected ends that have passed: such a request is expected to run for as long again."""
         while (end := self._next_end()) is not None and end <= now:
             request = heapq.heappop(self._ends)[2]
             self._expect_end(request, now + max(_MIN_RUN_S, now - (request.began_at or now)))
@@ -380,27 +382,27 @@ class ModelTraffic:
             heapq.heappop(self._ends)
         return None
 
-    # ── how soon ──
+    # ── predictions ──
 
     @property
     def predictable(self) -> bool:
-        """Whether anything is known of how soon."""
+        """Whether waiting and run times can be predicted."""
         return self.forecast.known and bool(self.accounts)
 
     def expect_load(self, request: Request) -> None:
-        """A new request has come that may run, or might if there were less to do."""
+        """Count a new request in the offered load, whether or not it is admitted."""
         if self.forecast.known:
             served_s = self.forecast.serving_s(request.admit.prompt_tokens, request.expected_tokens)
             self._offered_s += served_s
 
     def wait_s(self, request: Request, tenant: Tenant, now: float) -> float:
-        """What a new request would wait for its turn. Only while `predictable`, as all here."""
+        """Return how long a new request would wait. Valid only while `predictable`, as all predictions."""
         number = request.request_class
         ahead = self.queue.classes[number].ahead(tenant.name, tenant.weight, request.due)
         return self.first_credit_s(self.level_of(request, tenant), now) + self._served_s(number, *ahead)
 
     def waits_s(self, now: float) -> list[float | None]:
-        """What a request at the end of each class would wait; None where nobody knows."""
+        """Return how long a request at the end of each class would wait; None if unknown."""
         if not self.predictable:
             return [None] * CLASSES
         waits_s: list[float | None] = []
@@ -411,47 +413,47 @@ class ModelTraffic:
         return waits_s
 
     def run_s(self, request: Request, output_tokens: float) -> float:
-        """From its turn to its end, with so many output tokens in each sample."""
+        """Return the time from a request's start to its end, if each sample has so many output tokens."""
         waiting = sum(fair.backlog.tickets for fair in self.queue.classes)
         more_rows = waiting / max(1, self.forecast.replicas)
-        # Where as much is asked as can be served, rows that are free now will not be for long.
+        # Near full load, slots that are free now will soon be busy.
         filling = max(0.0, min(1.0, (self._offered.ratio - _LIGHT_LOAD) / (_FULL_LOAD - _LIGHT_LOAD)))
         more_rows = max(more_rows, filling * self.forecast.rows_each - self.forecast.rows_running)
         return self.forecast.running_s(request.admit.prompt_tokens, output_tokens, more_rows)
 
     def promises_from(self, now: float) -> float:
-        """When promised requests begin at the latest if they alone are served from now on, after those that
-        lost their replica."""
+        """Return when promised requests start at the latest if only they are served from now on, after the
+        requests that lost their replica."""
         resumed = self.resumed.values()
         prompt_tokens = sum([request.admit.prompt_tokens for request in resumed])
         output_tokens = sum([request.expected_tokens for request in resumed])
         return now + 2.0 * self.forecast.step_s + self.forecast.serving_s(prompt_tokens, output_tokens)
 
     def promise_s(self, request: Request, output_tokens: float) -> float:
-        """The time that a promise to it takes from other promises: better classes and requests without
-        deadlines keep their part of the service."""
+        """Return the time that serving the request takes from other promises. Better classes and requests
+        without deadlines keep their share of the service."""
         share = max(_MIN_SHARE, _MAX_PROMISED - sum(self._busy[: request.request_class]))
         return self.forecast.serving_s(request.admit.prompt_tokens, output_tokens) / share
 
     def first_credit_s(self, level: int, now: float) -> float:
-        """Until a replica has credit for this level."""
+        """Return the seconds until a replica has credit for this level."""
         if self.open_levels() >> level & 1:
             return 0.0
-        share = self._kept_share()
+        share = self._reserved_share()
         if any(account.free_slots(level, account.reserved_slots(share)) > 0 for account in self.accounts):
             return self.forecast.step_s
         end = self._next_end()
         return self.forecast.step_s if end is None else max(0.0, end - now)
 
     def oldest_wait_s(self, now: float) -> float:
-        """How long the request has waited that has waited longest."""
+        """Return how long the oldest request has waited."""
         since = [oldest for number in range(CLASSES) if (oldest := self.queue.oldest(number)) is not None]
         for others in (self.resumed, self.stranded):
             since += [r.queued_at for r in list(others.values())[:1] if r.queued_at is not None]
         return max(0.0, now - min(since)) if since else 0.0
 
     def _served_s(self, request_class: int, prompt_tokens: float, output_tokens: float) -> float:
-        """Until so much of the class, and all of better ones, is served."""
+        """Return the seconds until so much of the class, and all of better classes, is served."""
         for fair in self.queue.classes[:request_class]:
             prompt_tokens += fair.backlog.prompt_tokens
             output_tokens += fair.backlog.output_tokens

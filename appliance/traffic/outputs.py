@@ -1,52 +1,51 @@
-"""How long answers are: learned from those that ended, for a tenant or for all."""
+"""Lengths of answers, learned from answers that ended, of a tenant or of all tenants."""
 
 from __future__ import annotations
 
 import math
 
 _OF_THE_NEW = 0.05
-"""Weight of the latest answer, once there are enough for their mean not to be better."""
+"""Least weight of the latest answer in the running means."""
 _ENOUGH = 8
-"""Answers after which their lengths tell something."""
+"""Ended answers that are needed before lengths are predicted."""
 _FOR_EACH_RUNNING = 2
-"""And as many for each one that runs: short answers end first, and the first that ended mislead."""
+"""Additional answers needed for each running one: short answers end first, so early lengths are biased."""
 _BUCKET = math.log(1.15)
-"""Lengths are counted in buckets, each so much (as a logarithm) wider than the one before."""
+"""Logarithmic width of the histogram's buckets."""
 _BEYOND = 0.01
-"""Part of the answers that are longer than what hardly any is."""
+"""Fraction of answers that may exceed `likely_most`."""
 _KEPT = 2000.0
-"""Answers that the buckets hold before all count half."""
+"""Total weight of the histogram above which all counts are halved."""
 _FEW = 20.0
-"""With so many answers in the buckets, what hardly any exceeds is twice the longest."""
+"""With this many answers in the histogram, `likely_most` is twice the longest."""
 _ALL_BUT = 0.98
-"""An answer with this part of its most tokens has used them."""
+"""An answer with this fraction of its token limit counts as having used the limit."""
 UNKNOWN_TOKENS = 256.0
-"""Expected of an answer while nothing is known."""
+"""Expected length of an answer before lengths are known."""
 _UNKNOWN_MOST_TOKENS = 2048.0
-"""What hardly any answer exceeds, while nothing is known."""
+"""Likely maximum of an answer before lengths are known."""
 
 
 class OutputLengths:
-    """How often answers are as long as they may be; and of the others, the running mean and how they are
-    distributed."""
+    """How often answers reach their token limit, and the mean and distribution of the others."""
 
     __slots__ = ("_buckets", "_likely_most", "count", "known", "mean", "others", "running", "used_up")
 
     def __init__(self) -> None:
         self.count = 0
         self.running = 0
-        """Answers that are being made."""
+        """Answers that are running."""
         self.known = False
-        """Whether enough have ended to tell something."""
+        """Whether enough answers have ended to predict lengths."""
         self.used_up = 0.0
-        """Part of the answers that used all tokens that they might."""
+        """Fraction of answers that reached their limit."""
         self.others = 0
         self.mean = 0.0
         self._buckets: list[float] = []
         self._likely_most = 0.0
 
     def learn(self, tokens: int, most: float) -> None:
-        """An answer has ended with so many tokens, which might have had `most`."""
+        """Learn from an answer that ended; `most` was its token limit."""
         self.count += 1
         self.known = self.known or self.count >= _ENOUGH + _FOR_EACH_RUNNING * self.running
         share = max(_OF_THE_NEW, 1.0 / self.count)
@@ -60,11 +59,11 @@ class OutputLengths:
         self._count(tokens)
 
     def expected(self, most: float) -> float:
-        """Of an answer that may have `most`."""
+        """Return the expected length of an answer with this token limit."""
         return self.used_up * most + (1.0 - self.used_up) * min(most, self.mean)
 
     def likely_most(self, most: float) -> float:
-        """Tokens that hardly any answer that may have `most` is longer than."""
+        """Return a length that few answers with this token limit exceed."""
         if self.others < _ENOUGH or self.used_up > _OF_THE_NEW:
             return most
         return min(most, self._likely_most)
@@ -86,13 +85,13 @@ class OutputLengths:
 
 
 def expected_tokens(lengths: OutputLengths, of_all: OutputLengths, most: float) -> float:
-    """What an answer of at most `most` tokens is expected to have: by its tenant's answers, or else by
-    everybody's."""
+    """Return the expected length of an answer with this token limit, from its tenant's answers, or else from
+    all answers."""
     known = lengths if lengths.known else of_all
     return known.expected(most) if known.known else min(most, UNKNOWN_TOKENS)
 
 
 def most_tokens(lengths: OutputLengths, of_all: OutputLengths, most: float) -> float:
-    """What an answer of at most `most` tokens hardly exceeds."""
+    """Return a length that few answers with this token limit exceed."""
     known = lengths if lengths.known else of_all
     return known.likely_most(most) if known.known else min(most, _UNKNOWN_MOST_TOKENS)

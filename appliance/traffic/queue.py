@@ -1,8 +1,9 @@
-"""The order in which the waiting requests of one model get their turn.
+"""The order in which the waiting requests of one model are dispatched.
 
-1. What must go now for its deadline to be met, as it was promised when it was admitted.
-2. A class with lifted requests, as far as its part of the service has come together: nobody starves.
-3. The best class with something waiting. Inside a class `FairQueue` decides.
+1. Requests that must start now to meet a deadline that was accepted on admission.
+2. A class whose requests have waited for too long, up to its reserved share of the service, so that no class
+   starves.
+3. The best class with a waiting request. `FairQueue` decides the order within a class.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from store.policies import CLASSES, INTERACTIVE
 Item = TypeVar("Item")
 
 _PROMISES_LOOKED_AT = 8
-"""Of those due first, if their tenants may not run more."""
+"""Number of promised requests to consider, because tenants at their limits are skipped."""
 
 
 class Next(NamedTuple, Generic[Item]):
-    """The request whose turn it is, and the level at which it runs."""
+    """The next request, and the level at which it runs."""
 
     ticket: Ticket[Item]
     level: int
@@ -42,26 +43,26 @@ class RequestQueue(Generic[Item]):
         self._length = 0
         self._lengths = [0] * CLASSES
         self._arrivals: list[deque[Ticket[Item]]] = [deque() for _ in range(CLASSES)]
-        """In order of arrival; those that have left are dropped when they come first."""
+        """In order of arrival. Requests that left are removed when they become the first."""
         self._owed = [0.0] * CLASSES
-        """Service that a class with lifted requests may take before better ones."""
+        """Service that a late class may take before better classes."""
 
     def __len__(self) -> int:
         return self._length
 
     def __iter__(self) -> Iterator[Item]:
-        """Class by class, tenant by tenant."""
+        """Iterate over the waiting requests by class and tenant."""
         for fair in self.classes:
             for ticket in fair:
                 yield ticket.item
 
     def length(self, request_class: int) -> int:
-        """Requests of a class that wait."""
+        """Return how many requests of a class wait."""
         return self._lengths[request_class]
 
     def push(self, ticket: Ticket[Item], weight: float, light: bool, promised_s: float = 0.0) -> None:
         """Queue a request of a tenant of this weight. `promised_s` is the work that its promise takes, if it
-        has one (`Ticket.begin_by`)."""
+        has a promise (`Ticket.begin_by`)."""
         number = ticket.request_class
         self.classes[number].push(ticket, weight, light)
         self._length += 1
@@ -79,15 +80,14 @@ class RequestQueue(Generic[Item]):
         self._forget(ticket)
 
     def next(self, open_levels: int, now: float, promises_from: float) -> Next[Item] | None:
-        """Return the request whose turn it is among those of the open levels (bit `l` is set for level `l`);
-        None if there is none. `promises_from` is the time from which on promised requests would begin if
-        they alone were served."""
+        """Return the next request of the open levels (bit `l` is set for level `l`); None if there is none.
+        `promises_from` is when promised requests would start if only they were served."""
         for ticket in (self._promised(promises_from), self._lifted(now)):
             if ticket is not None and open_levels >> (level := self._overtaking_level(ticket)) & 1:
                 return Next(ticket, level)
         for number, fair in enumerate(self.classes):
             for urgency in range(URGENCIES):
-                # Whatever is open to a request that is not urgent is open to urgent ones of its class.
+                # A slot that is open to a request is open to more urgent requests of its class.
                 if open_levels >> level_of(number, urgency) & 1:
                     if (ticket := fair.next(urgency)) is not None:
                         return Next(ticket, level_of(number, fair.urgency(ticket)))
@@ -95,7 +95,7 @@ class RequestQueue(Generic[Item]):
         return None
 
     def take(self, ticket: Ticket[Item], now: float) -> None:
-        """It gets its turn."""
+        """Remove a request that starts, and update the reserved shares of late classes."""
         number = ticket.request_class
         self.classes[number].take(ticket)
         self._forget(ticket)
@@ -108,7 +108,7 @@ class RequestQueue(Generic[Item]):
                 self._owed[lower] = 0.0
 
     def oldest(self, request_class: int) -> float | None:
-        """When the request of a class that has waited longest was queued."""
+        """Return when the oldest request of a class was queued; None if none waits."""
         arrivals = self._arrivals[request_class]
         while arrivals and not arrivals[0].waiting:
             arrivals.popleft()
@@ -117,8 +117,8 @@ class RequestQueue(Generic[Item]):
     # ── the order ──
 
     def _overtaking_level(self, ticket: Ticket[Item]) -> int:
-        """Return the level of a request that may have its turn before better classes. It runs as one of the
-        best class that waits, or the engine would serve that class first; but never as P0."""
+        """Return the level of a request that goes before better classes. It runs at the level of the best
+        waiting class, because the engine would serve that class first otherwise, but never as P0."""
         number = ticket.request_class
         level = level_of(number, self.classes[number].urgency(ticket))
         for better, fair in enumerate(self.classes[:number]):

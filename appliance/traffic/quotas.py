@@ -1,13 +1,13 @@
-"""What tenants and keys may use, held to it before a request's turn.
+"""Reserves and charges the quotas of tenants and keys.
 
     reserve ──► Reservation ──► settle (what it really took) ──► close (its row has ended)
        └──► Shortage: nothing was taken
 
-A request reserves, of its tenant's and of its key's buckets and of all of them or none, one request, and its
-prompt with the most that it may produce: however many come at once, none of them can find that it produces
-more than is left. What it did not use comes back when it is settled. Resubmissions keep the reservation.
+A request reserves one request, and its prompt with the most that it may generate, in all buckets of its
+tenant and its key, or in none. So concurrent requests together never exceed a limit. What a request did not
+use is returned when it is settled. Further attempts of a request keep its reservation.
 
-No I/O. Not thread-safe: everything belongs to the core's event loop.
+No I/O. Not thread-safe: all calls are made on the core's event loop.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from store.policies import Policies, Quota
 from store.quotas import QuotaLevels, QuotaState, Used
 
 MIN_ANSWER_TOKENS = 16
-"""An answer without `max_tokens` is made shorter where little is left, but never shorter than this: the
-request is refused instead."""
+"""The answer of a request without `max_tokens` is limited to what the quota has left. If that is less than
+this, the request is refused instead."""
 MAX_USEFUL_WAIT_S = 120.0
-"""Clients of OpenAI's API wait no longer than this before they try again; then trying is useless."""
+"""OpenAI's clients wait no longer than this before they retry. If the quota needs longer, a retry would
+fail."""
 
 Name = tuple[str, str]
 """Scope ("tenant" or "key") and name."""
@@ -44,8 +45,8 @@ class Account:
         self.set_quota(quota, now)
 
     def set_quota(self, quota: Quota, now: float) -> None:
-        """Hold to this quota from now on. A limit that was not there begins full; one that is changed keeps
-        what is left (`Bucket.set_rate`)."""
+        """Apply this quota from now on. The bucket of a new limit is full; a changed limit keeps its level
+        (`Bucket.set_rate`)."""
         if quota == self.quota:
             return
         self.quota = quota
@@ -61,7 +62,7 @@ class Account:
 
 
 class Reservation:
-    """What one request holds until its row has ended."""
+    """What one request holds of its quotas until its row has ended."""
 
     __slots__ = ("accounts", "max_tokens", "taken", "tokens")
 
@@ -73,23 +74,23 @@ class Reservation:
         max_tokens: int,
     ) -> None:
         self.accounts = accounts
-        """Whose buckets these are."""
+        """The accounts of the buckets."""
         self.tokens = prompt_tokens + max_tokens
-        """Reserved; after `Quotas.settle`, charged."""
+        """Tokens reserved; after `Quotas.settle`, tokens charged."""
         self.max_tokens = max_tokens
-        """The most that it may produce, over all samples."""
+        """Limit of the generated tokens, over all samples."""
         self.taken = taken
-        """From which buckets, and the number of each take."""
+        """The buckets, each with the number of the take."""
 
 
 class Shortage:
-    """Why a request cannot run now: the limit that holds it up for longest."""
+    """The limit that prevents a request from running for the longest time."""
 
     def __init__(self, bucket: Bucket, needed: int) -> None:
         self._bucket = bucket
         self._needed = needed
         self.wait_s = bucket.wait_s(needed)
-        """Until enough is left, if nobody else takes or gives back any; inf: never."""
+        """Seconds until enough is left by refill alone; inf: never."""
 
     @property
     def kind(self) -> str:
@@ -98,12 +99,12 @@ class Shortage:
 
     @property
     def useful(self) -> bool:
-        """Whether a client that waits and tries again may be served."""
+        """Whether a client that waits and retries may be served."""
         return self.wait_s <= MAX_USEFUL_WAIT_S
 
     @property
     def message(self) -> str:
-        """Which limit, how much of it is used, what was asked, and when it frees."""
+        """The limit, its use, the requested amount, and when that much is left."""
         bucket, words = self._bucket, LIMITS[self._bucket.limit]
         limit, used = math.floor(bucket.rate.capacity), math.ceil(bucket.rate.capacity - bucket.level)
         head = f"{words} of {bucket.owner}: limit {limit}"
@@ -112,7 +113,7 @@ class Shortage:
                 f"request too large for {head} at once, requested {self._needed}: shorten the prompt or ask "
                 f"for fewer max_tokens"
             )
-        # What is held longer than it takes to refill is not missing any more.
+        # A long-held reservation may have been refilled: it no longer counts as used.
         reserved = min(used, math.ceil(bucket.held))
         held = f" ({reserved} by requests that have not ended)" if reserved else ""
         return (
@@ -130,16 +131,16 @@ class Quotas:
         self._accounts: dict[Name, Account] = {}
         self._tenants: dict[str, Account] = {}
         self._keys: dict[str, Account] = {}
-        """By the ids of a key and of those that it has replaced: rotating a key gives nothing new."""
+        """By the id of a key and of the keys that it replaced: a rotated key shares its account."""
         self._changed: dict[Account, None] = {}
-        """Whose levels are others than were last told as news, in the order in which they became so."""
+        """Accounts that changed since the last `news`, in the order of their changes."""
         self._gone: set[Name] = set()
         self._asked = False
 
     # ── what operators decide ──
 
     def set_policies(self, policies: Policies) -> None:
-        """Hold everybody to these quotas from now on. Cheap where nothing has changed."""
+        """Apply these quotas from now on. Returns at once if nothing has changed."""
         if policies is self._policies:
             return
         self._policies = policies
@@ -184,10 +185,10 @@ class Quotas:
         samples: int = 1,
         may_lower: bool = False,
     ) -> Reservation | Shortage:
-        """Take what a request may need at most, or nothing.
+        """Reserve the most that a request may need, or nothing.
 
-        `max_tokens` is over all samples. With `may_lower` (its client did not say how long the answer may be)
-        it becomes less, the same for each sample, where less is left.
+        `max_tokens` is over all samples. With `may_lower` (the client gave no limit) it is lowered to what is
+        left, by the same amount for each sample.
         """
         self._asked = True
         now = self._clock()
@@ -206,8 +207,9 @@ class Quotas:
         return reservation
 
     def settle(self, reservation: Reservation, tokens: int) -> None:
-        """It took so many tokens, prompt and output together, and no more than were reserved: the others come
-        back. With 0, it never ran, and was no request either. To be called once."""
+        """Charge a request for `tokens`, prompt and output together, and return the rest of its reservation.
+        With 0 tokens it never ran, and is not counted as a request either. Call this once for each
+        reservation."""
         now = self._clock()
         unused = max(0, reservation.tokens - tokens)
         for bucket, number in reservation.taken:
@@ -218,7 +220,7 @@ class Quotas:
         reservation.tokens -= unused
 
     def close(self, reservation: Reservation) -> None:
-        """The row of a settled request has ended: what it took is used. To be called once."""
+        """Stop counting what a settled request took as held: its row has ended. Call this once."""
         for bucket, _ in reservation.taken:
             bucket.let_go(reservation.tokens if bucket.counts_tokens else 1)
         if reservation.taken:
@@ -226,8 +228,7 @@ class Quotas:
         reservation.taken = ()
 
     def charge(self, tenant: str, key_id: str, tokens: int, requests: int = 1) -> None:
-        """Count work on so many tokens, and so many requests, that nothing was reserved for: as much of it as
-        is left."""
+        """Charge tokens and requests for which nothing was reserved, at most as much as is left."""
         accounts, now = self._accounts_of(tenant, key_id), self._clock()
         for bucket in _refilled(accounts, now):
             amount = max(0.0, min(bucket.level, tokens if bucket.counts_tokens else requests))
@@ -236,17 +237,17 @@ class Quotas:
         self._changed |= dict.fromkeys(accounts)
 
     def rate_limits(self, tenant: str, key_id: str) -> RateLimits | None:
-        """For the headers of an answer: the tightest limit on requests and that on tokens. None without any
-        limit."""
+        """Return the tightest limit on requests and the tightest on tokens, for the headers of an answer;
+        None if there is no limit."""
         buckets = _refilled(self._accounts_of(tenant, key_id), self._clock())
         if not buckets:
             return None
         requests = min((b for b in buckets if not b.counts_tokens), key=_level, default=None)
         tokens = min((b for b in buckets if b.counts_tokens), key=_level, default=None)
-        return RateLimits(*_figures(requests), *_figures(tokens))
+        return RateLimits(*_remaining(requests), *_remaining(tokens))
 
     def usage(self, scope: str, name: str) -> list[LimitUsage]:
-        """How much of its limits a tenant or key uses, for operators."""
+        """Return how much of each rate limit a tenant or key uses, for operators."""
         account = (self._tenants if scope == "tenant" else self._keys).get(name)
         if account is None:
             return []
@@ -267,7 +268,7 @@ class Quotas:
         return usage
 
     def buckets(self, tenant: str) -> list[Bucket]:
-        """Those of a tenant, refilled; nobody else may change them."""
+        """Return the buckets of a tenant, refilled. The caller must not change them."""
         return list(_refilled(self._accounts_of(tenant, ""), self._clock()))
 
     def _accounts_of(self, tenant: str, key_id: str) -> tuple[Account, ...]:
@@ -275,33 +276,33 @@ class Quotas:
         return tuple([account for account in (of_tenant, of_key) if account is not None])
 
     def _note(self, reservation: Reservation) -> None:
-        """The levels that it takes from are others now."""
+        """Note that the levels of a reservation's accounts have changed."""
         for account in reservation.accounts:
             self._changed[account] = None
 
     # ── restarts ──
 
     def news(self, now: float) -> tuple[list[QuotaLevels], list[Name]]:
-        """What is to be written down at unix time `now`: levels that have changed since the last time, and
-        who has none any more."""
+        """Return what must be stored at unix time `now`: the levels that changed since the last call, and the
+        names of accounts that no longer exist."""
         monotonic = self._clock()
         gone, self._gone = list(self._gone), set()
-        # Some were changed by requests that outlived them.
+        # Accounts that were removed may have been changed by requests that were still running.
         changed = [one for one in self._changed if self._accounts.get((one.scope, one.name)) is one]
         self._changed = {}
         if not changed and self._asked:
-            # Says up to which row of the request log the others are right, so that a start reads few of them.
+            # A stored level tells from which row of the log on a start must read.
             changed = list(self._accounts.values())[:1]
         self._asked = False
         return [_levels(account, monotonic, now) for account in changed], gone
 
     def remember(self, gone: Iterable[Name] = ()) -> None:
-        """What `news` gave was not written: all of it, and who has none, is news again."""
+        """Return everything in the next `news` again, because the last one was not stored."""
         self._gone |= set(gone) - self._accounts.keys()
         self._changed = dict.fromkeys(self._accounts.values())
 
     def restore(self, state: QuotaState, now: float) -> None:
-        """Go on at unix time `now` where the last run ended. To be called after the first `set_policies`."""
+        """Restore stored levels at unix time `now`. To be called after the first `set_policies`."""
         known: dict[Account, QuotaLevels] = {}
         for levels in state.levels:
             account = (self._tenants if levels.scope == "tenant" else self._keys).get(levels.name)
@@ -335,7 +336,7 @@ def _refilled(accounts: Iterable[Account], now: float) -> tuple[Bucket, ...]:
 
 
 def _lowered(buckets: Iterable[Bucket], prompt_tokens: int, max_tokens: int, samples: int) -> int:
-    """The most to produce with what is left of every limit on tokens."""
+    """Return `max_tokens`, lowered to what every limit on tokens has left."""
     left = min((bucket.level for bucket in buckets if bucket.counts_tokens), default=math.inf)
     if prompt_tokens + max_tokens <= left:
         return max_tokens
@@ -347,7 +348,7 @@ def _level(bucket: Bucket) -> float:
     return bucket.level
 
 
-def _figures(bucket: Bucket | None) -> tuple[int, int, float] | tuple[None, None, None]:
+def _remaining(bucket: Bucket | None) -> tuple[int, int, float] | tuple[None, None, None]:
     if bucket is None:
         return None, None, None
     capacity = bucket.rate.capacity
@@ -363,12 +364,12 @@ def _levels(account: Account, monotonic: float, now: float) -> QuotaLevels:
 
 
 def _replay(bucket: Bucket, level: float | None, at: float, used: Iterable[Used], now: float) -> None:
-    """Bring a bucket from the level that it had at unix time `at` (None: full) to `now`, through what was
-    used meanwhile."""
+    """Compute a bucket's level at `now` from its level at unix time `at` (None: full) and the use since
+    then."""
     moment = min(at, now)
     left = bucket.rate.capacity if level is None else level
     for one in used:
-        # What was reserved before the snapshot is not in its level: taken first, before the level is cut off.
+        # The level does not include earlier reservations: subtract them before the refill is capped.
         if one.at > moment:
             later = min(one.at, now)
             left = min(bucket.rate.capacity, left + (later - moment) * bucket.rate.per_s)

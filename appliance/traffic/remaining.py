@@ -1,4 +1,4 @@
-"""What is left to do of the requests in flight: what a drain waits for, and for how long."""
+"""The remaining work of the requests in flight: what a drain waits for, and for how long."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from appliance.traffic.forecast import Forecast
 from appliance.traffic.request import Request
 
 _MAX_VOID = 1024
-"""Entries of requests that wait no more, before they are dropped."""
+"""Entries of requests that no longer wait, before they are removed."""
 
 
 class Remaining(NamedTuple):
-    """The work of some requests."""
+    """The remaining work of a set of requests."""
 
     running: int = 0
     queued: int = 0
     tokens: int = 0
-    """Output tokens that they are expected to take yet."""
+    """Expected output tokens that are still to be generated."""
     seconds: float | None = 0.0
-    """Until they have ended, by the measured rates; None while nothing was measured."""
+    """Predicted time until they have ended; None until rates are measured."""
 
     def beside(self, other: Remaining) -> Remaining:
-        """Both together, on replicas of their own."""
+        """Return the sum of both, which run at the same time on different replicas."""
         unknown = self.seconds is None or other.seconds is None
         return Remaining(
             self.running + other.running,
@@ -34,20 +34,20 @@ class Remaining(NamedTuple):
 
 
 class Outstanding:
-    """The unfinished requests of one model, counted as they come and go. What waits is known by its sums:
-    what is left of all costs only those that had a turn, however many wait."""
+    """The unfinished requests of one model. Waiting requests are kept as sums, so that the cost of
+    `remaining` does not depend on their number."""
 
     def __init__(self) -> None:
         self._begun: dict[str, Request] = {}
-        """Those that wait no more and have not ended."""
+        """Requests that started and have not ended."""
         self._waiting: dict[str, _Work] = {}
         self._prompts = 0
         self._outputs = 0.0
         self._longest: list[tuple[float, str]] = []
-        """A heap of (−output of a sample, request id) of those that wait; entries of others are void."""
+        """A heap of (−output of a sample, request id) of waiting requests; entries of others are void."""
 
     def wait(self, request: Request) -> None:
-        """It begins to wait for a turn: its first, or to go on."""
+        """Count a request that begins to wait, for its first turn or for the next attempt."""
         self._begun.pop(request.request_id, None)
         outputs = request.expected_tokens
         work = _Work(request.admit.prompt_tokens, outputs, outputs / max(1, request.admit.rows))
@@ -60,20 +60,20 @@ class Outstanding:
             heapq.heapify(self._longest)
 
     def begin(self, request: Request) -> None:
-        """It waits no more: it runs, or is ending."""
+        """Count a request that no longer waits: it runs, or is ending."""
         work = self._waiting.pop(request.request_id)
         self._begun[request.request_id] = request
         self._prompts -= work.prompt_tokens
-        # What rounding has left over the hours goes where nothing waits.
+        # Rounding errors are removed when nothing waits.
         self._outputs = self._outputs - work.outputs if self._waiting else 0.0
 
     def end(self, request: Request) -> None:
-        """It has ended; nothing happens if it never waited here."""
+        """Remove a request that has ended; nothing happens if it never waited here."""
         self._begun.pop(request.request_id, None)
 
     def remaining(self, forecast: Forecast, now: float) -> Remaining:
-        """Return the work of all at `now`. Those that run end by themselves; those that wait follow, all
-        replicas serving them together."""
+        """Return the remaining work of all requests at `now`: running requests end first, then all replicas
+        together serve the waiting ones."""
         tokens = seconds = 0.0
         for request in self._begun.values():
             rows = max(1, request.admit.rows)
@@ -87,7 +87,7 @@ class Outstanding:
         return Remaining(running, queued, round(tokens + self._outputs), seconds if known else None)
 
     def _most_each(self) -> float:
-        """The longest that a sample of those that wait is expected to be."""
+        """Return the longest expected sample of the waiting requests."""
         while self._longest:
             each, name = -self._longest[0][0], self._longest[0][1]
             if (work := self._waiting.get(name)) is not None and work.each == each:
@@ -97,10 +97,9 @@ class Outstanding:
 
 
 def _left_each(request: Request, step_s: float, now: float) -> float:
-    """Return the output tokens that each sample of a running request is expected to take yet.
+    """Return the output tokens that each sample of a running request is still expected to generate.
 
-    A request that has outlived its expected length is expected to run as long again as it has run so far, at
-    most to the length that it may have.
+    A request that is longer than expected is expected to become twice as long as it is, up to its limit.
     """
     made = request.generated_each
     if not made and request.began_at is not None and step_s > 0:
@@ -111,7 +110,7 @@ def _left_each(request: Request, step_s: float, now: float) -> float:
 
 
 class _Work(NamedTuple):
-    """What a request that waits is expected to take."""
+    """The expected work of a waiting request."""
 
     prompt_tokens: int
     outputs: float

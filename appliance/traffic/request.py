@@ -1,4 +1,4 @@
-"""A request in flight, and the row in the log that tells of it."""
+"""A request in flight, and its row in the request log."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ log = logging.getLogger(__name__)
 
 
 class OnReplica:
-    """What of a request is on one replica and has not left it."""
+    """The part of a request that is on one replica."""
 
     __slots__ = ("began_each", "charged_each", "level", "rows", "submissions", "tokens")
 
     def __init__(self, admit: Admit, charged_each: float, level: int) -> None:
         self.began_each = self.charged_each = charged_each
-        """Of `CreditAccount.generated_each`, what it was charged for or came too late for."""
+        """Value of `CreditAccount.generated_each` up to which the request was charged; at first, its value at
+        the start."""
         self.level = level
-        """Of service, whose credit it uses."""
+        """The level of service whose credit it uses."""
         self.submissions = admit.submissions
         self.rows = admit.rows
         self.tokens = admit.prompt_tokens
 
     def end(self, rows: int, tokens: int) -> None:
-        """One of its submissions has left the replica."""
+        """Subtract a submission that has left the replica."""
         self.submissions -= 1
         self.rows -= rows
         self.tokens -= tokens
@@ -49,73 +50,73 @@ class Request:
         self.front = front
         self.first = admit
         self.admit = admit
-        """Of the latest attempt."""
+        """The message of the latest attempt."""
         self.version = version
         self.tenant = admit.identity.tenant
         self.key_id = key_id
-        """Whose limits it counts against: its key, or the one in that one's place; "" without."""
+        """The key whose limits apply: its own, or the one that replaced it; empty without a key."""
         self.request_class = service_class(admit.asked_class, admit.identity)
         self.deadline_at = deadline_at
         self.reservation: Reservation | None = None
-        """What its quotas hold for it, from its acceptance to its end, whatever happens to its replicas."""
+        """What its quotas hold for it, from its acceptance to its end."""
         self.most_tokens: int | None = None
         """As `Admitted.most_tokens`."""
         self.front_died = False
-        """What reached the client is not known."""
+        """If set, it is unknown what the client received."""
 
         self.queued_at: float | None = None
         """Set while it waits for its turn."""
         self.queue_ms: float | None = None
         self.ticket: Ticket[Request] | None = None
-        """Its place in the queue."""
+        """Its entry in the queue."""
         self.due = 0.0
-        """Its tenant's requests go by this."""
+        """The order within its tenant, as `Ticket.due`."""
         self.begin_by: float | None = None
-        """Promised when it was admitted, for its deadline."""
+        """When it must start to meet its deadline, as promised on admission."""
         self.promised_s = 0.0
-        """The time that the promise takes from others."""
+        """The time that the promise takes from other promises."""
 
         self.dispatched: dict[CreditAccount, OnReplica] = {}
         self.tried: set[CreditAccount] = set()
         self.latest: CreditAccount | None = None
         self.began_at: float | None = None
         self.ends_at = 0.0
-        """When it is expected to end."""
+        """The expected end."""
         self.keeps_place = False
-        """It lost its replica, and counts against the limits of its tenant and key until it runs again."""
+        """Whether it lost its replica but still counts against the limits of its tenant and key."""
         self.running_rows = 0
         self.kv_tokens = 0
-        """What its tenant's use counts while it runs, as `running_rows`."""
+        """Cache tokens that it may hold. Counted in its tenant's use while it runs, like `running_rows`."""
         self.expected_tokens = 0.0
-        """Output over all samples: a guess."""
+        """Expected output tokens of all samples."""
         self.charged = 0.0
-        """Service that its tenant's counter has for it."""
+        """Service that its tenant was charged for it so far."""
 
         self.settled: Settle | None = None
         self.lost_counts = False
-        """A replica died with its count of what it generated."""
+        """Whether a replica died before it reported what it generated."""
         self.counted = False
-        """A replica has said what it did for it."""
+        """Whether a replica has reported what it generated."""
         self.generated_tokens = 0
         self.cached_tokens = 0
         self.preemptions = 0
         self.batch_size_at_start: int | None = None
 
     def hold(self, reservation: Reservation) -> None:
-        """Its quotas hold this for it: it may not produce more."""
+        """Store its reservation, and lower its token limit to what was reserved."""
         self.reservation = reservation
         if reservation.max_tokens < self.first.max_tokens:
             self.most_tokens = reservation.max_tokens // max(1, self.first.rows)
             self.first = self.admit = msgspec.structs.replace(self.first, max_tokens=reservation.max_tokens)
 
     def count_against(self, key_id: str) -> None:
-        """Its key was replaced: from now on it counts against the limits of this one."""
+        """Count it against the limits of this key from now on, because its own was replaced."""
         self.key_id = key_id
         if self.ticket is not None:
             self.ticket.key_id = key_id
 
     def count(self, finished: Finished) -> None:
-        """A replica says what it did for one of its submissions."""
+        """Add what a replica reported for one of its submissions."""
         self.counted = True
         self.generated_tokens += finished.generated_tokens
         self.cached_tokens += finished.cached_tokens
@@ -125,9 +126,8 @@ class Request:
 
     @property
     def taken_tokens(self) -> int:
-        """What its quotas are charged at its end: the prompt and what was billed. What reached the client is
-        not known where its front died: then what was generated, and if that count is lost too, all that it
-        held. 0 if it never ran."""
+        """The tokens that its quotas are charged at its end: the prompt and what was delivered. If its front
+        died, what was generated counts; if that is unknown too, the whole reservation. 0 if it never ran."""
         if self.reservation is None or self.settled is None:
             return 0
         reserved = self.reservation.tokens
@@ -143,7 +143,7 @@ class Request:
 
     @property
     def generated_each(self) -> float:
-        """Return about how many tokens each of its samples was given since its turn; 0 if unknown."""
+        """Estimated tokens that each sample has generated since its start; 0 if unknown."""
         return max(
             (account.generated_each - left.began_each for account, left in self.dispatched.items()),
             default=0.0,
@@ -151,11 +151,11 @@ class Request:
 
     @property
     def most_each(self) -> float:
-        """The most tokens that a sample may have."""
+        """The token limit of a sample."""
         return self.first.max_tokens / max(1, self.first.rows)
 
     def service(self, output_weight: float) -> float:
-        """Weighted tokens that replicas computed for it, as far as is known."""
+        """Return the weighted tokens that replicas are known to have computed for it."""
         if not (self.counted or self.lost_counts):
             return 0.0
         prompt_tokens = max(0, self.first.prompt_tokens - self.cached_tokens)
@@ -163,19 +163,19 @@ class Request:
 
     @property
     def known_tokens(self) -> int:
-        """Output tokens that were surely generated: a dead replica's count is lost, but what was delivered is
-        known."""
+        """Output tokens that were certainly generated. The count of a dead replica is lost, but what was
+        delivered is known."""
         delivered = self.settled.delivered_tokens if self.settled is not None else 0
         return max(self.generated_tokens, delivered) if self.lost_counts else self.generated_tokens
 
     @property
     def request_id(self) -> str:
-        """The front's name for it."""
+        """The id that the front gave it."""
         return self.first.request_id
 
     @property
     def state(self) -> RequestState:
-        """In a word: see `appliance.protocol.InFlight`."""
+        """The state, as in `appliance.protocol.InFlight`."""
         if self.settled is not None:
             return "ending"
         if self.queued_at is not None:
@@ -184,8 +184,8 @@ class Request:
 
 
 def own_settle(request: Request, status: int, finish_reason: str, error: str, now: float) -> Settle:
-    """The core's last word, at unix time `now`, where the front has none. What reached the client is unknown:
-    not billed."""
+    """Return the settlement that the core makes in place of the front, at unix time `now`. Nothing is billed,
+    because it is unknown what the client received."""
     return Settle(
         request_id=request.request_id,
         submitted=False,
@@ -198,7 +198,7 @@ def own_settle(request: Request, status: int, finish_reason: str, error: str, no
 
 
 def row_of(request: Request, now: float) -> RequestRow:
-    """The request's row as it is at unix time `now`."""
+    """Return the request's row as of unix time `now`."""
     first, end = request.first, request.settled
     delivered = end.delivered_tokens if end else 0
     generated = request.known_tokens
@@ -240,7 +240,7 @@ def row_of(request: Request, now: float) -> RequestRow:
 
 
 def retried_row(retried: Retried, version: str | None, now: float) -> RequestRow:
-    """The row of a request that was answered from another one's run: it took nothing of its own."""
+    """Return the row of a retry that was answered with the result of an earlier request."""
     return RequestRow(
         request_id=retried.request_id,
         created_at=retried.arrived_at,
@@ -265,7 +265,7 @@ def retried_row(retried: Retried, version: str | None, now: float) -> RequestRow
 
 
 def rejected_row(rejected: Rejected, version: str | None, now: float) -> RequestRow:
-    """The row of a request that its front refused by itself; `version` is that of the model's files."""
+    """Return the row of a request that its front refused; `version` is that of the model's files."""
     return RequestRow(
         request_id=rejected.request_id,
         created_at=rejected.arrived_at,

@@ -1,4 +1,4 @@
-"""The operator's rules for the queue: `[queue]` of the settings."""
+"""The settings of the queue: the table `[queue]`."""
 
 from __future__ import annotations
 
@@ -14,38 +14,41 @@ _Part = Annotated[float, msgspec.Meta(ge=0, le=0.5)]
 
 
 class QueueRules(msgspec.Struct, frozen=True, kw_only=True):
-    """How requests wait. `docs/traffic.md` explains each in its place."""
+    """How requests wait. `docs/traffic.md` explains each setting."""
 
     limit: _Count = 2048
-    """The most requests that wait; more are refused with 503 and `Retry-After`."""
+    """Maximum number of waiting requests; more are refused with 503 and `Retry-After`."""
     tokens: _Count = 8 << 20
-    """The most prompt tokens that wait."""
+    """Maximum number of prompt tokens of the waiting requests."""
     timeout_s: _Seconds = 120.0
-    """A request that has waited this long is refused with 503; one that would is refused at once."""
+    """A request that has waited this long is refused with 503. A new request that would wait longer is
+    refused at once."""
     targets_ms: tuple[_Factor, _Factor, _Factor] = (100.0, 1000.0, 10_000.0)
     """How long a request of P0, P1 and P2 should wait at most. P3 has no target."""
     output_weight: _Weight = 2.0
-    """What an output token counts in fair shares; a prompt token counts 1."""
+    """Weight of an output token in fair shares; a prompt token has weight 1."""
     ageing: _Factor = 5.0
-    """A request that has waited so many times its class's target is lifted: its class gets turns ahead of
-    better ones."""
+    """A request that has waited this many times its class's target is late: its class gets a share of the
+    service before better classes (`lifted_share`)."""
     lifted_share: _Part = 0.1
-    """Part of the service that classes with lifted requests get before better ones, each."""
+    """Fraction of the service that each class with late requests gets before better classes."""
     background_share: _Part = 0.02
-    """The same for P3, whenever something of it waits."""
-    kept_rows: _Part = 0.03
-    """Part of a replica's rows that is left to tenants with little running, while several tenants ask."""
+    """The same fraction for P3, whenever P3 requests wait."""
+    reserved_slots: _Part = 0.03
+    """Fraction of a replica's slots that is reserved for tenants with few running sequences, while several
+    tenants send requests."""
     overload: _Factor = 10.0
-    """It is an overload when requests would wait so many times their class's target."""
+    """Overload begins when requests would wait this many times their class's target."""
     overload_s: _Seconds = 5.0
-    """So long it must last before the next thing is done against it, or be over before that is undone."""
+    """How long an overload must last before the next step of load shedding, or be over before a step is
+    undone."""
 
     def target_s(self, request_class: int) -> float:
-        """Of a class; infinite for P3."""
+        """Return the target of a class in seconds; infinite for P3."""
         if request_class < len(self.targets_ms):
             return self.targets_ms[request_class] / 1e3
         return float("inf")
 
     def late_s(self, request_class: int) -> float:
-        """Waiting time from which on a request counts as late: of P3, what it is of P2."""
+        """Return the waiting time from which a request counts as late; P3 has the same as P2."""
         return self.ageing * self.targets_ms[min(request_class, len(self.targets_ms) - 1)] / 1e3

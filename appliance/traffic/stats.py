@@ -13,7 +13,7 @@ from store.policies import CLASSES
 
 
 class QueueStats(NamedTuple):
-    """How full the house is."""
+    """Statistics of all queues together."""
 
     waiting: int
     running: int
@@ -23,9 +23,9 @@ class QueueStats(NamedTuple):
     ended: int
     waiting_tokens: int
     preemptions: int
-    """Since the start, by requests that have ended."""
+    """Of the requests that have ended since the start."""
     overload: str
-    """What is overloaded, and what is done about it; empty without."""
+    """The overloaded models and which requests they refuse; empty without overload."""
     overload_step: int
     """Of the load shedder; 0 without overload."""
     classes: list[ClassStatus]
@@ -33,21 +33,21 @@ class QueueStats(NamedTuple):
 
 
 class ModelStats(NamedTuple):
-    """What there is of one model in the house; lists are by class, from P0 on."""
+    """Statistics of one model. Lists are by class, from P0 on."""
 
     name: str
     waiting: list[int]
-    """For their first turn."""
+    """Requests that wait for their first turn."""
     oldest_wait_s: list[float]
     resuming: int
-    """Requests that wait to go on."""
+    """Requests that lost their replica and wait to continue."""
     running: int
     overload_step: int
     """Of the load shedder; 0 without overload."""
 
 
 class TenantStats(NamedTuple):
-    """What one tenant has in the house."""
+    """Statistics of one tenant."""
 
     name: str
     weight: float
@@ -59,7 +59,7 @@ class TenantStats(NamedTuple):
 
 
 def model(one: ModelTraffic, now: float) -> ModelStats:
-    """What there is of this model in the house; at the cost of its classes, however many requests wait."""
+    """Return the statistics of a model. The cost does not depend on the number of waiting requests."""
     oldest = [one.queue.oldest(number) for number in range(CLASSES)]
     return ModelStats(
         name=one.name,
@@ -72,14 +72,14 @@ def model(one: ModelTraffic, now: float) -> ModelStats:
 
 
 def overload(models: Iterable[ModelTraffic]) -> tuple[str, int]:
-    """The models' overloads in words, and the highest step."""
+    """Return a description of the models' overloads, and the highest step of load shedding."""
     steps = [(model.shedder.step, f"{model.name}: {model.shedder.reason}") for model in models]
     taken = [(step, words) for step, words in steps if step]
     return "; ".join(words for _, words in taken), max((step for step, _ in taken), default=0)
 
 
 def classes(models: Iterable[ModelTraffic], now: float) -> list[ClassStatus]:
-    """Each class over all models; of what is expected and how long some have waited, the worst."""
+    """Return the status of each class over all models, with the longest waits of any model."""
     known = list(models)
     waits_s = [model.waits_s(now) for model in known]
     statuses = []
@@ -99,14 +99,14 @@ def classes(models: Iterable[ModelTraffic], now: float) -> list[ClassStatus]:
 
 
 def tenant(one: Tenant) -> TenantStats:
-    """What this tenant has in the house."""
+    """Return the statistics of a tenant."""
     use = one.use
     return TenantStats(one.name, one.weight, use.queued, use.queued_tokens, use.running, one.service)
 
 
 def usage(tenants: Tenants, scope: str, name: str, kv_tokens: Mapping[str, int]) -> list[LimitUsage]:
-    """How much a tenant or key uses of the limits on what it has in the house now. `kv_tokens`: for how many
-    there are KV blocks, by model."""
+    """Return how much a tenant or key uses of its limits on waiting and running requests. `kv_tokens` is the
+    capacity of the KV caches by model."""
     quota, use = tenants.quota_of(scope, name)
     found = [
         ("concurrent_requests", quota.concurrent_requests, use.running),

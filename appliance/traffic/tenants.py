@@ -1,4 +1,4 @@
-"""What tenants and their keys have in the house now, against what they may have."""
+"""What tenants and their keys have waiting and running, and their limits."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from store.policies import KeyRecord, Policies, Quota, TenantRecord
 Record = TypeVar("Record", TenantRecord, KeyRecord)
 
 _SEEN_S = 60.0
-"""A tenant that asked so lately is expected to ask again."""
+"""A tenant that sent a request this recently is expected to send more."""
 _NO_LIMITS = Quota()
 
 
 class Use:
-    """Of one tenant, or one key."""
+    """What one tenant, or one key, has waiting and running."""
 
     __slots__ = ("kv_tokens", "queued", "queued_tokens", "rows", "running")
 
@@ -28,26 +28,26 @@ class Use:
         self.rows: dict[str, int] = {}
         """Sequences on replicas, by model."""
         self.kv_tokens: dict[str, int] = {}
-        """The most that these may keep in the cache, by model."""
+        """Most cache tokens that these sequences may hold, by model."""
 
     @property
     def idle(self) -> bool:
-        """Nothing in the house."""
+        """Whether no request waits or runs."""
         return not (self.queued or self.running)
 
     def queue(self, tokens: int, sign: int) -> None:
-        """A request begins (1) or ends (-1) to wait."""
+        """Count a request that begins (sign 1) or stops (sign -1) to wait."""
         self.queued += sign
         self.queued_tokens += sign * tokens
 
     def run(self, model: str, rows: int, kv_tokens: int) -> None:
-        """A request begins to run."""
+        """Count a request that begins to run."""
         self.running += 1
         self.rows[model] = self.rows.get(model, 0) + rows
         self.kv_tokens[model] = self.kv_tokens.get(model, 0) + kv_tokens
 
     def leave(self, model: str, rows: int, kv_tokens: int) -> None:
-        """It ran."""
+        """Stop counting a request that ran."""
         self.running -= 1
         self.rows[model] -= rows
         self.kv_tokens[model] -= kv_tokens
@@ -55,7 +55,7 @@ class Use:
             del self.rows[model], self.kv_tokens[model]
 
     def add(self, other: Use) -> None:
-        """Have what another has too."""
+        """Add the use of another key."""
         self.queued += other.queued
         self.queued_tokens += other.queued_tokens
         self.running += other.running
@@ -64,8 +64,8 @@ class Use:
             self.kv_tokens[model] = self.kv_tokens.get(model, 0) + other.kv_tokens[model]
 
     def may_run(self, quota: Quota, model: str, kv_tokens: int, kv_total: int) -> bool:
-        """Whether one more may run that may keep so many tokens, where all replicas of the model have room
-        for `kv_total` (0: nobody knows). Whoever has nothing running may always run one."""
+        """Return whether a request that may hold `kv_tokens` may run. All replicas of the model together hold
+        `kv_total` tokens (0: unknown). Without a running request of the model, any request may run."""
         if quota.concurrent_requests is not None and self.running >= quota.concurrent_requests:
             return False
         if quota.kv_share is None or not kv_total or not self.rows.get(model):
@@ -74,7 +74,7 @@ class Use:
 
 
 class Tenant:
-    """One tenant's presence."""
+    """One tenant that has sent requests."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -83,26 +83,27 @@ class Tenant:
         self.suspended = False
         self.use = Use()
         self.keys: dict[str, Use] = {}
-        """Of keys that have something in the house."""
+        """Use of the keys that have waiting or running requests."""
         self.outputs = OutputLengths()
         self.service = 0.0
-        """Weighted tokens since the service began, as corrected at the end of each request."""
+        """Weighted tokens since the service started, corrected at the end of each request."""
         self.held_at: set[tuple[str, str]] = set()
-        """Models whose queue holds it, or (named) one of its keys: these run as much as they may."""
+        """Model and key id (empty: the tenant) where the tenant or key is at its limit of running
+        requests."""
 
     def key(self, key_id: str) -> Use:
-        """What one of its keys has."""
+        """Return the use of one of the tenant's keys."""
         use = self.keys.get(key_id)
         if use is None:
             use = self.keys[key_id] = Use()
         return use
 
     def uses(self, key_id: str) -> tuple[Use, ...]:
-        """Whose limits a request with this key counts against."""
+        """Return what a request with this key counts against: the tenant's use, and the key's."""
         return (self.use, self.key(key_id)) if key_id else (self.use,)
 
     def leave(self, model: str, key_id: str, rows: int, kv_tokens: int) -> set[str]:
-        """A request ran; the models at which others may have turns now."""
+        """Stop counting a request that ran. Returns the models whose waiting requests may run now."""
         for use in self.uses(key_id):
             use.leave(model, rows, kv_tokens)
         freed = {held for held in self.held_at if held[1] in ("", key_id)}
@@ -110,32 +111,32 @@ class Tenant:
         return {model, *(name for name, _ in freed)}
 
     def follow_rotations(self, latest: Callable[[str], str]) -> None:
-        """What a replaced key has in the house is its successor's: `latest` names whose limits hold."""
+        """Move the use of replaced keys to their successors; `latest` returns a key's successor."""
         for key_id in list(self.keys):
             if (successor := latest(key_id)) != key_id:
                 self.key(successor).add(self.keys.pop(key_id))
 
     def forget_idle_keys(self) -> None:
-        """Drop what is known of keys that have nothing in the house. To be called now and then."""
+        """Remove keys without waiting or running requests. To be called from time to time."""
         self.keys = {key_id: use for key_id, use in self.keys.items() if not use.idle}
 
 
 class Tenants:
-    """All tenants that were seen, and what operators decided about them."""
+    """All tenants that have sent requests, and their records."""
 
     def __init__(self) -> None:
         self._policies = Policies()
         self._tenants: dict[str, Tenant] = {}
         self._seen: OrderedDict[str, float] = OrderedDict()
         self.outputs = OutputLengths()
-        """Of everybody's answers."""
+        """Lengths of the answers to all tenants."""
 
     def __iter__(self) -> Iterator[Tenant]:
         return iter(self._tenants.values())
 
     def set_policies(self, policies: Policies) -> list[Tenant]:
-        """Take other decisions; a tenant that nothing was decided about has a weight of 1 and no limits.
-        Returns the tenants for which, or for whose keys, something is different."""
+        """Apply these records. A tenant without a record has weight 1 and no limits. Returns the tenants
+        whose own record, or whose keys, changed."""
         before, self._policies = self._policies, policies
         names = {record.name for record in _different(before.tenants, policies.tenants)}
         names |= {record.tenant for record in _different(before.keys, policies.keys)}
@@ -145,7 +146,7 @@ class Tenants:
         return changed
 
     def of(self, name: str) -> Tenant:
-        """The tenant of this name."""
+        """Return the tenant of this name."""
         tenant = self._tenants.get(name)
         if tenant is None:
             tenant = self._tenants[name] = Tenant(name)
@@ -153,12 +154,12 @@ class Tenants:
         return tenant
 
     def limits_key(self, key_id: str) -> str:
-        """Whose limits hold for a key: those of the one that a rotation put in its place."""
+        """Return the id of the key whose limits apply: after a rotation, the new key's."""
         key = self._policies.keys.get(key_id)
         return self._policies.latest(key).id if key is not None else key_id
 
     def quota_of(self, scope: str, name: str) -> tuple[Quota, Use]:
-        """The limits of a tenant or key, and what it has in the house."""
+        """Return the limits and the use of a tenant or key."""
         if scope == "tenant":
             record, seen = self._policies.tenants.get(name), self._tenants.get(name)
             return record.quota if record is not None else _NO_LIMITS, seen.use if seen is not None else Use()
@@ -168,33 +169,33 @@ class Tenants:
         return self.key_quota(name), seen.keys.get(name, Use()) if seen is not None else Use()
 
     def key_quota(self, key_id: str) -> Quota:
-        """A key's own limits."""
+        """Return a key's own limits."""
         key = self._policies.keys.get(self.limits_key(key_id)) if key_id else None
         return key.quota if key is not None else _NO_LIMITS
 
     def learn_output(self, name: str, tokens: int, most: float) -> None:
-        """An answer to this tenant had so many tokens, and might have had `most`."""
+        """Learn from an answer to this tenant that ended; `most` was its token limit."""
         for outputs in (self.of(name).outputs, self.outputs):
             outputs.learn(tokens, most)
 
     def count_answer(self, name: str, sign: int) -> None:
-        """An answer to this tenant begins (1) or ends (-1) to be made."""
+        """Count an answer to this tenant that begins (sign 1) or ends (sign -1)."""
         for outputs in (self.of(name).outputs, self.outputs):
             outputs.running += sign
 
     def saw(self, name: str, now: float) -> None:
-        """A request of this tenant came."""
+        """Note that a request of this tenant arrived."""
         self._seen[name] = now
         self._seen.move_to_end(name)
         self.forget_unseen(now)
 
     @property
     def several(self) -> bool:
-        """Whether more than one tenant asked of late."""
+        """Whether more than one tenant sent requests recently."""
         return len(self._seen) > 1
 
     def forget_unseen(self, now: float) -> None:
-        """To be called now and then."""
+        """Remove tenants that sent no request recently. To be called from time to time."""
         while self._seen:
             name, seen_at = next(iter(self._seen.items()))
             if seen_at > now - _SEEN_S:
@@ -209,7 +210,7 @@ class Tenants:
 
 
 def _different(before: Mapping[str, Record], after: Mapping[str, Record]) -> Iterator[Record]:
-    """The records that are not in both, or not the same."""
+    """Yield the records that were added, removed or changed."""
     for one, other in ((before, after), (after, before)):
         for name, record in one.items():
             # Most are the same object: a change keeps the records that it is not about.

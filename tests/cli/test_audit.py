@@ -52,7 +52,7 @@ def forge(state: Path, sql: str) -> None:
 
 def test_actions_are_listed_oldest_first_one_line_each(cli: Run, state: Path) -> None:
     lines = cli("audit", "list", "--state-dir", state).out.splitlines()
-    assert lines[0].split()[:4] == ["TIME", "ROW", "WHO", "HOST"]
+    assert lines[0].split()[:4] == ["TIME", "ROW", "ACTOR", "HOST"]
     assert len(lines) == 5
     assert lines[3].split()[2:6] == ["3", "uid:7", "box", "tenants.create"]
     assert "weight=2.0" in lines[3] and " ok " in lines[3] and "name=acme" in lines[3]
@@ -242,7 +242,7 @@ def test_a_file_of_heads_or_a_folder_that_is_not_there_is_said_with_what_to_name
     cli: Run, state: Path, run_dir: Path
 ) -> None:
     heads = cli("audit", "verify", "--state-dir", state, "--heads", state / "none")
-    assert heads.code == 1 and "name a text that has heads" in heads.err
+    assert heads.code == 1 and "name a text with heads" in heads.err
     place = ("--run-dir", run_dir, "--state-dir", state)
     backup = cli("backup", state / "none" / "x", *place)
     assert backup.code == 1 and f"{state / 'none'} is no folder that takes files" in backup.err

@@ -192,7 +192,7 @@ def test_a_directory_that_cannot_be_made_or_written_is_a_problem(doctor: Doctor,
     code, findings = doctor("--state-dir", tmp_path / "file")
     assert code == 1 and "is not a directory" in found(findings, "directories", "problem")
     code, findings = doctor("--run-dir", "/proc/1/run")
-    assert code == 1 and "may not make /proc/1/run" in found(findings, "directories", "problem")
+    assert code == 1 and "may not create /proc/1/run" in found(findings, "directories", "problem")
 
 
 def test_a_directory_of_somebody_else_is_a_problem(run_dir: Path) -> None:
@@ -289,7 +289,7 @@ def test_sockets_that_a_dead_service_left_are_a_warning(doctor: Doctor, run_dir:
         dead.bind(str(run_dir / "api.sock"))
     code, findings = doctor()
     assert code == 0
-    assert "is left of a service that ended" in found(findings, "leftovers", "warning")
+    assert "remains of a service that was killed" in found(findings, "leftovers", "warning")
 
 
 def test_a_service_that_holds_its_directory_but_does_not_answer_is_a_problem(
@@ -359,7 +359,7 @@ def test_a_foreign_package_named_kernels_is_a_problem(
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     code, findings = doctor()
     assert code == 1
-    assert "kernels 0.9.0 is installed" in found(findings, "versions", "problem")
+    assert "kernels 0.9.0 conflicts" in found(findings, "versions", "problem")
     assert "pip uninstall kernels" in found(findings, "versions", "problem")
 
 
@@ -369,7 +369,7 @@ def test_a_running_service_is_asked_what_is_wrong(
     _, findings = doctor()
     text = " ".join(finding["text"] for finding in findings)
     assert "api.sock answers and is ready" in text and "1.2 GiB used, 1.0 GiB predicted (+17%)" in text
-    assert "is gone: replicas that run go on" in found(findings, "models", "problem")
+    assert "was removed: running replicas continue" in found(findings, "models", "problem")
 
 
 def test_why_the_api_is_not_ready_is_told_in_words(

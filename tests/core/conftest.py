@@ -54,7 +54,7 @@ class Service:
         self.admin = AdminClient(self.run_dir)
         self.log = folder / "log"
         self.tree = ROOT
-        """The source that it runs."""
+        """The checkout whose modules run."""
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -73,13 +73,13 @@ class Service:
         return "down"
 
     def pids(self) -> list[int]:
-        """Of every child."""
+        """Return the process ids of all fronts and ranks."""
         status = self.admin.status()
         fronts = [front.pid for front in status.fronts if front.pid is not None]
         return fronts + [pid for model in status.models for replica in model.replicas for pid in replica.pids]
 
     def connect(self, line: str, address: tuple[str, int] | None = None) -> socket.socket:
-        """Send a request; its answer comes on the socket."""
+        """Send a request and return the socket of its answer."""
         sock = socket.socket(socket.AF_UNIX if address is None else socket.AF_INET)
         sock.settimeout(60)
         sock.connect(str(self.run_dir / "api.sock") if address is None else address)
@@ -90,7 +90,7 @@ class Service:
         return RequestReader(self.state_dir / "history.db").tail(1000)
 
     def have_time_to_load(self) -> None:
-        """However slow the machine is, where the test needed a `load_timeout_s` of 2."""
+        """Raise `load_timeout_s`, which a test has set to 2, so that a slow machine has time to load."""
         self.config.write_text(self.config.read_text().replace("load_timeout_s = 2", "load_timeout_s = 600"))
         self.admin.act(ReloadConfig())
 
@@ -101,7 +101,7 @@ class Service:
 
 
 def read_answer(sock: socket.socket) -> list[str]:
-    """Every line of an answer."""
+    """Return every line of an answer."""
     with sock, sock.makefile() as lines:
         return [line.strip() for line in lines]
 

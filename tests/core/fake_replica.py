@@ -171,7 +171,7 @@ class FakeReplica:
 
 
 def said(script: Path) -> dict[str, Any]:
-    """What it is to do while it loads."""
+    """Returns what the fake should do while it loads."""
     try:
         found: dict[str, Any] = json.loads(script.read_text())
     except FileNotFoundError:

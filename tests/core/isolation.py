@@ -1,4 +1,4 @@
-"""What docs/traffic.md promises to urgent and light requests, on a box in virtual time.
+"""What docs/traffic.md promises to urgent and light requests, on a server in virtual time.
 
 `figures` has the time to first token of single requests behind one that takes much; `broken_promises` runs a
 random mix of such requests and returns the probes that waited longer than promised.
@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from appliance.traffic.rules import QueueRules
 from store.policies import TenantRecord
-from tests.core.simulated_box import HOST_S, Asked, Box, Shape, Speed
+from tests.core.simulated_replica import HOST_S, Speed
+from tests.core.simulated_server import Asked, Shape, SimulatedServer
 
 SPEED = Speed()
 BUDGET = 8192
@@ -52,16 +53,16 @@ def figures() -> dict[str, float]:
 
 
 def _ttft_ms(slots: int, front: tuple[Shape, int, str] | None, behind_class: str) -> float:
-    box = Box(tenants=[_tenant("front"), _tenant("behind")])
-    box.add_replica(rows=slots)
-    box.run(1.0)
+    server = SimulatedServer(tenants=[_tenant("front"), _tenant("behind")])
+    server.add_replica(rows=slots)
+    server.run(1.0)
     if front is not None:
         shape, samples, front_class = front
-        box.ask("front", shape, asked_class=front_class, samples=samples)
-    box.run(1.2)
-    behind = box.ask("behind", Shape(50, 5, 5), asked_class=behind_class)
-    while behind.first_token_at is None and box.now < 100.0:
-        box.run(box.now + 1.0)
+        server.ask("front", shape, asked_class=front_class, samples=samples)
+    server.run(1.2)
+    behind = server.ask("behind", Shape(50, 5, 5), asked_class=behind_class)
+    while behind.first_token_at is None and server.now < 100.0:
+        server.run(server.now + 1.0)
     return round(1e3 * behind.ttft_s, 1)
 
 
@@ -109,7 +110,7 @@ def random_load(draw: random.Random, classes: Sequence[str], seconds: float) -> 
 
 @dataclass(frozen=True)
 class Mix:
-    """A box, what happens to it, and what is asked of it."""
+    """A server, what happens to it, and what is asked of it."""
 
     slots: int
     blocks: int
@@ -163,23 +164,23 @@ def _run(mix: Mix, loads: Sequence[Load]) -> list[Asked]:
     names = ("probe", *(f"heavy-{number}" for number in range(3)))
     # No turns for P2 and P3 before P1: those count as P1's own work.
     rules = QueueRules(background_share=0.0, lifted_share=0.0)
-    box = Box(tenants=[_tenant(name) for name in names], rules=rules)
+    server = SimulatedServer(tenants=[_tenant(name) for name in names], rules=rules)
     for _ in range(mix.replicas):
-        box.add_replica(rows=mix.slots, blocks=mix.blocks)
-    box.run(0.5)
+        server.add_replica(rows=mix.slots, blocks=mix.blocks)
+    server.run(0.5)
     if mix.probes == "busy":
         for _ in range(8):
-            box.ask("probe", Shape(50, 1500, 1500), asked_class="P1")
+            server.ask("probe", Shape(50, 1500, 1500), asked_class="P1")
     if mix.probes == "light" and loads and mix.slots == 64:
         # One slot is reserved, so nobody else may be light.
         for name in names[1:]:
-            box.ask(name, Shape(50, 3000, 3000), asked_class="P1", samples=2)
-    box.run(1.0)
-    start = box.now
+            server.ask(name, Shape(50, 3000, 3000), asked_class="P1", samples=2)
+    server.run(1.0)
+    start = server.now
     for load in loads:
-        box.at(
+        server.at(
             start + load.at,
-            lambda load=load: box.ask(  # type: ignore[misc]
+            lambda load=load: server.ask(  # type: ignore[misc]
                 load.tenant,
                 load.shape,
                 asked_class=load.asked_class,
@@ -188,25 +189,25 @@ def _run(mix: Mix, loads: Sequence[Load]) -> list[Asked]:
             ),
         )
     if mix.event == "death":
-        box.at(start + mix.seconds / 2, lambda: box.kill_replica(box.replicas[0]))
+        server.at(start + mix.seconds / 2, lambda: server.kill_replica(server.replicas[0]))
     elif mix.event == "drain":
-        box.at(start + mix.seconds / 2, lambda: box.requests.retire_replica(box.replicas[0].account))
+        server.at(start + mix.seconds / 2, lambda: server.requests.retire_replica(server.replicas[0].account))
     probes: list[Asked] = []
 
     asked_class = "P0" if mix.probes == "P0" else "P1"
 
     def probe(ended: Asked | None = None) -> None:
         def ask() -> None:
-            if box.now < start + mix.seconds:
+            if server.now < start + mix.seconds:
                 done = probe if asked_class == "P1" else None
-                probes.append(box.ask("probe", Shape(200, 5, 5), asked_class=asked_class, done=done))
+                probes.append(server.ask("probe", Shape(200, 5, 5), asked_class=asked_class, done=done))
                 if done is None:
                     probe()
 
-        box.after(0.23, ask)
+        server.after(0.23, ask)
 
     probe()
-    box.run(start + mix.seconds + 1.0)
+    server.run(start + mix.seconds + 1.0)
     for asked in probes:
         asked.arrived_at -= start
         if asked.first_token_at is not None:

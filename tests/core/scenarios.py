@@ -1,4 +1,4 @@
-"""What tenants are promised, tried on a box in virtual time: fair shares, a quiet tenant beside one that
+"""What tenants are promised, tried on a server in virtual time: fair shares, a quiet tenant beside one that
 floods, deadlines under three times the load that can be served.
 
     python -m tests.core.scenarios --seconds 120 --out figures.json
@@ -20,17 +20,9 @@ from typing import Any
 
 from store.policies import TenantRecord
 from tests.core import isolation
-from tests.core.simulated_box import (
-    Asked,
-    Box,
-    Shape,
-    Speed,
-    backlogged,
-    fixed,
-    percentile,
-    poisson,
-    uniform,
-)
+from tests.core.simulated_clients import backlogged, fixed, percentile, poisson, uniform
+from tests.core.simulated_replica import Speed
+from tests.core.simulated_server import Asked, Shape, SimulatedServer
 
 ROWS = 256
 SPEED = Speed()
@@ -51,15 +43,15 @@ WEIGHTS = {"a": 1.0, "b": 2.0, "c": 4.0}
 
 def shares(*, seconds: float, warm_up: float = 20.0, seed: int = 0) -> Figures:
     """Tenants that always have more to ask: long prompts, long answers, and both."""
-    box = Box(tenants=[tenant(name, weight) for name, weight in WEIGHTS.items()], seed=seed)
-    box.add_replica(rows=ROWS)
-    backlogged(box, "a", 400, fixed(2000, 20))
-    backlogged(box, "b", 400, fixed(50, 400))
-    backlogged(box, "c", 400, uniform((100, 3000), (10, 300)))
-    box.run(warm_up)
-    before = dict(box.served)
-    box.run(warm_up + seconds)
-    normal = [(box.served[name] - before[name]) / weight for name, weight in WEIGHTS.items()]
+    server = SimulatedServer(tenants=[tenant(name, weight) for name, weight in WEIGHTS.items()], seed=seed)
+    server.add_replica(rows=ROWS)
+    backlogged(server, "a", 400, fixed(2000, 20))
+    backlogged(server, "b", 400, fixed(50, 400))
+    backlogged(server, "c", 400, uniform((100, 3000), (10, 300)))
+    server.run(warm_up)
+    before = dict(server.served)
+    server.run(warm_up + seconds)
+    normal = [(server.served[name] - before[name]) / weight for name, weight in WEIGHTS.items()]
     return {
         "seconds": seconds,
         "seed": seed,
@@ -73,7 +65,7 @@ def shares(*, seconds: float, warm_up: float = 20.0, seed: int = 0) -> Figures:
 
 
 def quiet(*, seconds: float, flood_per_s: float, seed: int = 0) -> Figures:
-    """A tenant that asks about one long document after another, alone and beside one that floods the box.
+    """A tenant that asks about one long document after another, alone and beside one that floods the server.
 
     Its first token is behind the step that runs when it comes and the one that is launched already, and its
     prompt's steps carry the flood's decodes: what is short itself cannot be within a part of its value alone.
@@ -81,8 +73,8 @@ def quiet(*, seconds: float, flood_per_s: float, seed: int = 0) -> Figures:
     alone = _quiet(seconds, 0.0, seed)
     beside = _quiet(seconds, flood_per_s, seed)
     p99 = [
-        percentile([one.ttft_s for one in box.asked if one.tenant == "quiet"], 0.99)
-        for box in (alone, beside)
+        percentile([one.ttft_s for one in server.asked if one.tenant == "quiet"], 0.99)
+        for server in (alone, beside)
     ]
     steps = [replica.longest_step_s for replica in beside.replicas]
     return {
@@ -98,26 +90,26 @@ def quiet(*, seconds: float, flood_per_s: float, seed: int = 0) -> Figures:
     }
 
 
-def _quiet(seconds: float, flood_per_s: float, seed: int) -> Box:
-    box = Box(tenants=[tenant("quiet"), tenant("flood")], seed=seed)
+def _quiet(seconds: float, flood_per_s: float, seed: int) -> SimulatedServer:
+    server = SimulatedServer(tenants=[tenant("quiet"), tenant("flood")], seed=seed)
     for _ in range(2):
-        box.add_replica(rows=ROWS)
+        server.add_replica(rows=ROWS)
     shape = uniform((8000, 12_000), (20, 60))
     draw = random.Random(seed)
 
     def ask(_: Asked | None = None) -> None:
-        if box.now < seconds - 3.0:
-            box.after(draw.expovariate(2.0), lambda: box.ask("quiet", shape(draw), done=ask))
+        if server.now < seconds - 3.0:
+            server.after(draw.expovariate(2.0), lambda: server.ask("quiet", shape(draw), done=ask))
 
     ask()
     if flood_per_s:
-        poisson(box, "flood", flood_per_s, uniform((20, 60), (60, 200)))
-    box.run(seconds)
-    unserved = [one for one in box.asked if one.tenant == "quiet" and one.first_token_at is None]
+        poisson(server, "flood", flood_per_s, uniform((20, 60), (60, 200)))
+    server.run(seconds)
+    unserved = [one for one in server.asked if one.tenant == "quiet" and one.first_token_at is None]
     assert not unserved, (
         f"{len(unserved)} requests of the quiet tenant were not served: {unserved[0].refused}"
     )
-    return box
+    return server
 
 
 # ── deadlines ──
@@ -134,39 +126,46 @@ REPLICAS = 2
 
 
 def deadlines(*, mix: str, event: str, seconds: float, load: float = 3.0, seed: int = 0) -> Figures:
-    """Four tenants ask for `load` times what the box can serve, three of them with deadlines of every kind.
+    """Four tenants ask for `load` times what the server can serve, three of them with deadlines.
 
     "cold": from the first moment, before anything was measured; otherwise it follows a light load. "surge":
     that comes a second time. "mix": long prompts come as well. "death": a replica dies, and comes back 5 s
     later.
     """
-    box = Box(tenants=[tenant(name) for name in "abcd"], seed=seed)
+    server = SimulatedServer(tenants=[tenant(name) for name in "abcd"], seed=seed)
     for _ in range(REPLICAS):
-        box.add_replica(rows=ROWS)
+        server.add_replica(rows=ROWS)
     warm_up = 0.0 if event == "cold" else 10.0
     if warm_up:
-        _ask(box, mix, 0.3, until=warm_up)
-        box.run(warm_up)
+        _ask(server, mix, 0.3, until=warm_up)
+        server.run(warm_up)
     half = warm_up + seconds / 2
     end = warm_up + seconds
     if event == "surge":
-        _ask(box, mix, load, until=half)
-        box.at(half, lambda: _ask(box, mix, 0.3, until=half + 10.0))
-        box.at(half + 10.0, lambda: _ask(box, mix, load, until=end))
+        _ask(server, mix, load, until=half)
+        server.at(half, lambda: _ask(server, mix, 0.3, until=half + 10.0))
+        server.at(half + 10.0, lambda: _ask(server, mix, load, until=end))
     else:
-        _ask(box, mix, load, until=end)
+        _ask(server, mix, load, until=end)
     if event == "mix":
-        box.at(half, lambda: _ask(box, "long", 1.0, until=end))
+        server.at(half, lambda: _ask(server, "long", 1.0, until=end))
     died_at = None
     if event == "death":
         died_at = half
-        box.at(half, lambda: box.kill_replica(box.replicas[0]))
-        box.at(half + 5.0, lambda: box.add_replica(rows=ROWS))
-    box.run(end + 30.0)
-    return {"mix": mix, "event": event, "seconds": seconds, "load": load, "seed": seed, **_met(box, died_at)}
+        server.at(half, lambda: server.kill_replica(server.replicas[0]))
+        server.at(half + 5.0, lambda: server.add_replica(rows=ROWS))
+    server.run(end + 30.0)
+    return {
+        "mix": mix,
+        "event": event,
+        "seconds": seconds,
+        "load": load,
+        "seed": seed,
+        **_met(server, died_at),
+    }
 
 
-def _ask(box: Box, mix: str, load: float, until: float) -> None:
+def _ask(server: SimulatedServer, mix: str, load: float, until: float) -> None:
     prompt, output, shape = MIXES[mix]
     # What a replica serves with all rows busy.
     served_s = prompt * SPEED.prompt_token_s + output * SPEED.step_s * 2 / ROWS
@@ -176,15 +175,15 @@ def _ask(box: Box, mix: str, load: float, until: float) -> None:
         return draw.uniform(0.5, 8.0) + 0.02 * output
 
     for name, part in (("a", 0.3), ("b", 0.3), ("c", 0.2)):
-        poisson(box, name, part * per_s, shape, until=until, deadline_s=deadline_s)
-    poisson(box, "d", 0.2 * per_s, shape, until=until)
+        poisson(server, name, part * per_s, shape, until=until, deadline_s=deadline_s)
+    poisson(server, "d", 0.2 * per_s, shape, until=until)
 
 
-def _met(box: Box, died_at: float | None) -> Figures:
-    asked = [one for one in box.asked if one.deadline_s is not None]
+def _met(server: SimulatedServer, died_at: float | None) -> Figures:
+    asked = [one for one in server.asked if one.deadline_s is not None]
     admitted = [one for one in asked if not _refused_at_once(one)]
     # What was promised on a replica that died is no part of the promise.
-    spared = [one for one in admitted if died_at is not None and _was_in_the_house(one, died_at)]
+    spared = [one for one in admitted if died_at is not None and _was_in_flight(one, died_at)]
     counted = len(admitted) - len(spared)
     met = sum(one.met for one in admitted) - sum(one.met for one in spared)
     decided = [one.decided_at - one.arrived_at for one in asked if _refused_at_once(one) and one.decided_at]
@@ -194,12 +193,12 @@ def _met(box: Box, died_at: float | None) -> Figures:
         "admitted": len(admitted),
         "met": sum(one.met for one in admitted) / max(1, len(admitted)),
         "met_but_those_at_a_death": met / max(1, counted),
-        "in_the_house_at_a_death": len(spared),
+        "in_flight_at_a_death": len(spared),
         "refused_later": dict(late),
         "refused_within_ms": 1e3 * max(decided, default=0.0),
-        "output_tokens": sum(one.tokens for one in box.asked),
+        "output_tokens": sum(one.tokens for one in server.asked),
         "served_without_deadline": sum(
-            one.deadline_s is None and one.ended_at is not None for one in box.asked
+            one.deadline_s is None and one.ended_at is not None for one in server.asked
         ),
     }
 
@@ -208,7 +207,7 @@ def _refused_at_once(one: Asked) -> bool:
     return one.refused is not None and (one.decided_at or 0.0) - one.arrived_at <= DECIDED_S
 
 
-def _was_in_the_house(one: Asked, at: float) -> bool:
+def _was_in_flight(one: Asked, at: float) -> bool:
     return one.arrived_at <= at and (one.ended_at is None or one.ended_at >= at)
 
 
@@ -249,10 +248,9 @@ def main() -> int:
                 note("deadlines", one, one["refused_within_ms"] <= 1e3 * DECIDED_S)
     for mix in MIXES:
         runs = [one for one in figures["deadlines"] if one["mix"] == mix]
-        admitted = sum(one["admitted"] - one["in_the_house_at_a_death"] for one in runs)
+        admitted = sum(one["admitted"] - one["in_flight_at_a_death"] for one in runs)
         met = sum(
-            one["met_but_those_at_a_death"] * (one["admitted"] - one["in_the_house_at_a_death"])
-            for one in runs
+            one["met_but_those_at_a_death"] * (one["admitted"] - one["in_flight_at_a_death"]) for one in runs
         )
         share = met / max(1, admitted)
         figures["deadlines_in_all"][mix] = {"admitted": admitted, "met": share}

@@ -16,7 +16,7 @@ class Clocks:
 
 
 @pytest.mark.parametrize("jump_s", [HOUR_S, -HOUR_S, YEAR_S, -YEAR_S])
-def test_a_jump_is_noticed_until_it_is_taken_back(jump_s: float) -> None:
+def test_a_jump_is_reported_until_the_clock_is_set_back(jump_s: float) -> None:
     clocks = Clocks()
     clocks.steady += YEAR_S
     assert clocks.guard.jump_s == 0
@@ -26,7 +26,7 @@ def test_a_jump_is_noticed_until_it_is_taken_back(jump_s: float) -> None:
     assert clocks.guard.jump_s == 0
 
 
-def test_a_new_time_that_stays_is_taken_for_right_after_a_day() -> None:
+def test_a_new_time_counts_as_right_after_a_day() -> None:
     clocks = Clocks()
     clocks.set_by = YEAR_S
     assert clocks.guard.jump_s > 0
@@ -38,7 +38,7 @@ def test_a_new_time_that_stays_is_taken_for_right_after_a_day() -> None:
     assert clocks.guard.jump_s == pytest.approx(-YEAR_S)
 
 
-def test_small_corrections_are_no_jump() -> None:
+def test_small_corrections_do_not_count_as_jumps() -> None:
     clocks = Clocks()
     clocks.set_by = 5.0
     assert clocks.guard.jump_s == 0

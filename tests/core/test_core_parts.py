@@ -1,4 +1,4 @@
-"""The core's small parts: versions of models, listeners, the run directory, the admin's door."""
+"""The core's small parts: versions of models, listeners, the run directory, access to the admin API."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_lock_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
         RunDirLock(tmp_path, tmp_path)
 
 
-def test_where_ranks_met_is_gone_with_the_next_holder_at_the_latest(tmp_path: Path) -> None:
+def test_the_next_lock_holder_removes_rendezvous_files(tmp_path: Path) -> None:
     Path(new_rendezvous(tmp_path)).write_text("of a service that was killed")
     assert len(list(tmp_path.iterdir())) == 1
     RunDirLock(tmp_path, tmp_path).release()
@@ -85,7 +85,7 @@ def test_a_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
         prepare_directories(tmp_path / "file", tmp_path)
 
 
-def test_delays_double_up_to_five_seconds_and_a_healthy_life_starts_over() -> None:
+def test_delays_double_up_to_five_seconds_and_start_over_after_healthy_service() -> None:
     backoff = Backoff()
     assert [backoff.delay_s(0.0) for _ in range(8)] == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
     assert backoff.delay_s(60.0) == 0.1
@@ -149,7 +149,7 @@ def ask(path: str, uid: int | None, method: str = "GET", body: bytes = b"") -> t
     return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:])
 
 
-def test_the_admin_api_answers_nobody_but_its_own_users() -> None:
+def test_the_admin_api_denies_other_users() -> None:
     paths = ["/status", "/requests", "/keys", "/openapi.json", "/nothing"]
     for path in paths + [f"/actions/{action.name}" for action in ACTIONS]:
         for uid in (None, 8, -1):
@@ -172,6 +172,6 @@ def test_an_action_with_wrong_parameters_is_refused_with_the_field() -> None:
     assert (status, b"nme" in body) == (400, True)
 
 
-def test_the_registry_names_what_it_has() -> None:
+def test_the_registry_lists_its_actions() -> None:
     with pytest.raises(LookupError, match=r"keys\.create"):
         action_named("keys.burn")

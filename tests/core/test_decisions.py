@@ -1,5 +1,4 @@
-"""Tenants, keys and peers through the admin API of a real core: who may decide, what comes of it, and what is
-recorded of it."""
+"""Changes of tenants, keys and peers through the admin API of a real core: rights, effects and audit."""
 
 from __future__ import annotations
 
@@ -63,7 +62,7 @@ def service(make_service: Make) -> Iterator[Service]:
 
 
 def audit(service: Service) -> list[dict[str, Any]]:
-    """The results in the audit chain, oldest first."""
+    """Return the results in the audit chain, oldest first."""
     path = f"file:{service.state_dir}/control.db?mode=ro"
     with closing(sqlite3.connect(path, uri=True)) as connection:
         connection.row_factory = sqlite3.Row
@@ -82,7 +81,7 @@ def new_key(service: Service, **fields: Any) -> NewKey:
     return made
 
 
-def test_what_is_decided_is_shown_and_survives_a_restart(service: Service) -> None:
+def test_changes_by_operators_are_shown_and_survive_a_restart(service: Service) -> None:
     admin = service.admin
     made = admin.act(CreateTenant(name="acme", weight=2.0, tokens_per_day=1e6))
     assert isinstance(made, Tenant) and (made.weight, made.quota.tokens_per_day) == (2.0, 1e6)
@@ -117,7 +116,7 @@ def test_what_is_decided_is_shown_and_survives_a_restart(service: Service) -> No
     assert [tenant.name for tenant in admin.tenants()] == ["default", "local"]
 
 
-def test_a_key_given_for_its_id_is_written_down_nowhere(service: Service) -> None:
+def test_a_key_given_instead_of_its_id_is_stored_nowhere(service: Service) -> None:
     key = new_key(service).key
     for slip in (RevokeKey(id=key), SetKey(id=key, name="x"), CreateKey(name=key), DeleteTenant(name=key)):
         with contextlib.suppress(AdminError):
@@ -144,7 +143,7 @@ def test_a_denied_client_cannot_forge_a_line_of_the_log(service: Service) -> Non
     assert any("denied POST '/actions/keys.revoke'" in line and "key:key_" in line for line in lines)
 
 
-def test_who_tries_an_action_without_its_scope_is_in_the_audit_some_times_a_minute(service: Service) -> None:
+def test_denied_actions_are_audited_a_limited_number_of_times_a_minute(service: Service) -> None:
     made = new_key(service, scopes=["read"])
     transport = httpx.HTTPTransport(uds=str(service.run_dir / "admin.sock"))
     with httpx.Client(transport=transport, base_url="http://box") as http:
@@ -164,7 +163,7 @@ def test_who_tries_an_action_without_its_scope_is_in_the_audit_some_times_a_minu
     assert all(row.result.startswith("refused: this needs a key of scope 'admin'") for row in rows)
 
 
-def test_each_decision_is_recorded_with_who_where_before_and_after(service: Service) -> None:
+def test_each_change_is_audited_with_actor_host_before_and_after(service: Service) -> None:
     service.admin.act(CreateTenant(name="acme"))
     service.admin.act(SetTenant(name="acme", weight=3.0, requests_per_minute=60.0))
     with pytest.raises(AdminError, match="in use by uid 9"):
@@ -200,7 +199,9 @@ def test_each_decision_is_recorded_with_who_where_before_and_after(service: Serv
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, msgspec.Struct) else None,
 )
-def test_mistakes_are_told_apart(shared: Service, asked: msgspec.Struct, status: int, said: str) -> None:
+def test_errors_have_distinct_status_codes(
+    shared: Service, asked: msgspec.Struct, status: int, said: str
+) -> None:
     with pytest.raises(AdminError, match=said) as caught:
         shared.admin.act(asked)
     assert caught.value.status == status
@@ -215,7 +216,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     running.stop()
 
 
-def test_what_runs_goes_on_unless_it_is_to_be_ended(service: Service) -> None:
+def test_running_requests_continue_unless_they_are_cancelled(service: Service) -> None:
     # The fake front asks for the tenant "t".
     service.admin.act(CreateTenant(name="t"))
     running = service.connect("m 100000")
@@ -233,7 +234,7 @@ def test_what_runs_goes_on_unless_it_is_to_be_ended(service: Service) -> None:
     wait_until(lambda: service.admin.in_flight() == [])
 
 
-def test_a_key_of_scope_read_looks_and_one_of_scope_admin_acts(service: Service) -> None:
+def test_scope_read_allows_reading_and_scope_admin_allows_actions(service: Service) -> None:
     reader, operator = new_key(service, scopes=["read"]), new_key(service, scopes=["admin"])
     app = new_key(service)
     with AdminClient(service.run_dir, key=reader.key) as looking:
@@ -256,7 +257,7 @@ def test_a_key_of_scope_read_looks_and_one_of_scope_admin_acts(service: Service)
         assert caught.value.status == status
 
 
-def test_a_suspended_tenants_operator_key_opens_nothing(service: Service) -> None:
+def test_an_operator_key_of_a_suspended_tenant_is_denied(service: Service) -> None:
     service.admin.act(CreateTenant(name="ops"))
     key = new_key(service, tenant="ops", scopes=["admin"])
     with AdminClient(service.run_dir, key=key.key) as acting:
@@ -269,7 +270,7 @@ def test_a_suspended_tenants_operator_key_opens_nothing(service: Service) -> Non
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
-def test_operators_are_known_by_uid_and_by_group(open_folder: Path, make_service: Make) -> None:
+def test_operators_are_identified_by_uid_and_group(open_folder: Path, make_service: Make) -> None:
     service = make_service(
         "[admin]\nuids = [4001]\ngroups = [4100, 'no such group']\n[unix]\nadmin_mode = '0666'",
         folder=open_folder,
@@ -306,7 +307,7 @@ print(sock.recv(1000).split()[1].decode())
     assert "no such group" in service.log.read_text()
 
 
-def test_of_a_change_that_the_disk_does_not_finish_the_outcome_is_unknown_and_shown_later(
+def test_a_change_that_the_disk_does_not_finish_has_an_unknown_outcome(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(effects, "_MAX_CHANGE_S", 0.2)
@@ -334,9 +335,9 @@ def test_of_a_change_that_the_disk_does_not_finish_the_outcome_is_unknown_and_sh
 def test_every_action_of_the_registry_has_a_handler_for_its_parameters() -> None:
     nothing: Any = None
     table = handlers(
-        tenants=TenantAdmin(nothing, usage=nothing, peers=nothing, publish=nothing, cancel=nothing),
-        keys=KeyAdmin(nothing, usage=nothing, publish=nothing, cancel=nothing),
-        peers=PeerAdmin(nothing, unix=nothing, publish=nothing),
+        tenants=TenantAdmin(control=nothing, usage=nothing, peers=nothing, publish=nothing, cancel=nothing),
+        keys=KeyAdmin(control=nothing, usage=nothing, publish=nothing, cancel=nothing),
+        peers=PeerAdmin(control=nothing, unix=nothing, publish=nothing),
         drains=DrainAdmin(nothing, nothing),
         requests=RequestAdmin(nothing, nothing, nothing),
         backups=BackupAdmin(nothing),

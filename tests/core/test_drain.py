@@ -82,7 +82,7 @@ def test_nothing_is_refused_before_every_front_knows() -> None:
     asyncio.run(check())
 
 
-def test_what_outlives_the_grace_is_ended_with_a_word() -> None:
+def test_requests_that_outlast_the_grace_period_are_ended_with_an_error() -> None:
     async def check() -> None:
         service = FakeService(looks=10**9)
         service.fronts_know.set()
@@ -94,7 +94,7 @@ def test_what_outlives_the_grace_is_ended_with_a_word() -> None:
     asyncio.run(check())
 
 
-def test_a_hurry_ends_the_notice_and_the_grace() -> None:
+def test_hurry_ends_the_notice_and_the_grace_period() -> None:
     async def check() -> None:
         service, hurry = FakeService(looks=10**9), asyncio.Event()
         service.fronts_know.set()
@@ -109,7 +109,7 @@ def test_a_hurry_ends_the_notice_and_the_grace() -> None:
     asyncio.run(check())
 
 
-def test_a_clock_that_somebody_sets_changes_nothing_of_how_long_it_takes(
+def test_a_change_of_the_time_of_day_does_not_change_durations(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = SimpleNamespace(time=lambda: 1e9, monotonic=lambda: 100.0)

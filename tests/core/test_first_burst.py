@@ -8,18 +8,19 @@ from appliance.traffic.rates import FIRST_STEPS, ReplicaRates
 from appliance.traffic.rules import QueueRules
 from engine.messages import Report
 from store.policies import TenantRecord
-from tests.core.simulated_box import Asked, Box, Shape, Speed
+from tests.core.simulated_replica import Speed
+from tests.core.simulated_server import Asked, Shape, SimulatedServer
 
 SLOW_FIRST = Speed(step_s=0.012, first_steps=8, first_step_s=2.0)
 """A device whose first steps take more than a hundred times as long as later ones."""
 SHAPE = Shape(512, 128, 128)
 
 
-def box() -> Box:
-    return Box(tenants=[TenantRecord(name="a", created_at=0.0)])
+def server() -> SimulatedServer:
+    return SimulatedServer(tenants=[TenantRecord(name="a", created_at=0.0)])
 
 
-def burst(on: Box, streams: int, gap_s: float = 0.0) -> list[Asked]:
+def burst(on: SimulatedServer, streams: int, gap_s: float = 0.0) -> list[Asked]:
     """Send requests one after another."""
     asked: list[Asked] = []
     for number in range(streams):
@@ -33,7 +34,7 @@ def burst(on: Box, streams: int, gap_s: float = 0.0) -> list[Asked]:
 def test_slow_first_steps_refuse_no_request_of_a_first_burst(
     streams: int, gap_s: float, predicted: bool
 ) -> None:
-    served = box()
+    served = server()
     replica = served.add_replica(rows=16, max_num_batched_tokens=2048, speed=SLOW_FIRST)
     if predicted:
         replica.account.rates.predict(0.010, 1 / 50_000)
@@ -48,7 +49,7 @@ def test_slow_first_steps_refuse_no_request_of_a_first_burst(
 
 
 def test_a_device_that_stays_slow_refuses_what_would_wait_too_long() -> None:
-    served = box()
+    served = server()
     served.add_replica(rows=16, max_num_batched_tokens=2048, speed=Speed(step_s=1.0))
     asked = burst(served, 256, gap_s=0.5)
     served.run(130.0)
@@ -58,7 +59,7 @@ def test_a_device_that_stays_slow_refuses_what_would_wait_too_long() -> None:
 
 
 def test_a_prediction_refuses_only_what_even_the_fastest_device_could_not_serve() -> None:
-    served = box()
+    served = server()
     replica = served.add_replica(rows=4, max_num_batched_tokens=2048, speed=Speed(step_s=0.5))
     replica.account.rates.predict(0.4, 1 / 40_000)
     asked = burst(served, 64)

@@ -1,4 +1,4 @@
-"""Log records: which are written, and that a stalled reader of standard error blocks nobody."""
+"""Log records: which are written, and that a stalled reader of standard error does not block the process."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_heads_of_the_audit_chain_are_in_the_log_at_every_level(capfd: pytest.Ca
     assert len(lines) == 1 and lines[0].endswith("INFO    heads: audit head seq=1")
 
 
-def test_lines_that_nobody_reads_are_dropped_and_counted_and_reported_later(
+def test_unread_lines_are_dropped_counted_and_reported_later(
     pipe: tuple[int, LineQueue],
 ) -> None:
     reader, lines = pipe
@@ -93,7 +93,7 @@ def test_a_long_record_is_cut(pipe: tuple[int, LineQueue]) -> None:
     assert len(received) < MAX_LINE_CHARS + 200 and b"more characters cut" in received
 
 
-def test_a_reader_that_is_gone_costs_lines_and_nothing_else() -> None:
+def test_without_a_reader_only_lines_are_lost() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     lines = LineQueue(UtcFormatter("test"), writer)

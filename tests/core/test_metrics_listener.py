@@ -80,7 +80,7 @@ def test_a_deleted_tenant_leaves_the_metrics_and_its_last_requests_count_for_the
     assert 'tenant="t"' not in scrape(port)
 
 
-def test_requests_that_come_together_share_a_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_requests_share_a_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
     now, scrapes = [100.0], iter([b"first", b"second"])
     monkeypatch.setattr("appliance.monitoring.metrics.server.time.monotonic", lambda: now[0])
     shared = SharedScrape(lambda: next(scrapes))
@@ -90,9 +90,7 @@ def test_requests_that_come_together_share_a_scrape(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:9464", "[::]:9464", "192.0.2.1:9464"])
-def test_only_loopback_addresses_are_taken_unless_the_settings_say_public(
-    tmp_path: Path, address: str
-) -> None:
+def test_other_than_loopback_addresses_need_the_public_setting(tmp_path: Path, address: str) -> None:
     path = tmp_path / "appliance.toml"
     path.write_text(f'[metrics]\nlisten = "{address}"\n')
     with pytest.raises(SettingsError) as refused:
@@ -104,7 +102,7 @@ def test_only_loopback_addresses_are_taken_unless_the_settings_say_public(
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:9464", "127.8.8.8:1", "[::1]:9464", "localhost:9464"])
-def test_loopback_addresses_are_taken(tmp_path: Path, address: str) -> None:
+def test_loopback_addresses_are_accepted(tmp_path: Path, address: str) -> None:
     path = tmp_path / "appliance.toml"
     path.write_text(f'[metrics]\nlisten = "{address}"\n')
     assert load_settings(Flags(config=str(path)), {}).metrics.listen == address

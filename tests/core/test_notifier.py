@@ -1,5 +1,4 @@
-"""What the service manager hears: over a whole life of the real core, and when a database's writer is in
-trouble."""
+"""Reports to the service manager: from start to stop of the real core, and while a writer hangs."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ WATCHDOG_S = 0.4
 
 
 class Heard:
-    """The service manager's end."""
+    """The service manager's end of the socket."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "notify"
@@ -39,7 +38,7 @@ class Heard:
         self.words: list[dict[str, str]] = []
 
     def listen(self) -> list[dict[str, str]]:
-        """Everything so far."""
+        """Return everything received so far."""
         while True:
             try:
                 said = self._socket.recv(4096, socket.MSG_DONTWAIT).decode()
@@ -51,7 +50,7 @@ class Heard:
         return sum(name in said for said in self.listen())
 
     def place(self, **wanted: str) -> int:
-        """Of the first word that says it."""
+        """Return the index of the first report that contains the values."""
         for place, said in enumerate(self.listen()):
             if all(said.get(name, "").startswith(text) for name, text in wanted.items()):
                 return place
@@ -75,7 +74,7 @@ def heard(tmp_path: Path) -> Iterator[Heard]:
     made.close()
 
 
-def test_a_life_is_told_from_loading_over_ready_to_drained(
+def test_the_service_manager_is_told_loading_ready_and_drained(
     make_service: Callable[..., Service], heard: Heard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NOTIFY_SOCKET", str(heard.path))
@@ -109,7 +108,7 @@ def test_a_life_is_told_from_loading_over_ready_to_drained(
     assert last == f"stopped: closing {service.state_dir}/control.db"
 
 
-def test_databases_that_take_long_to_open_or_to_close_are_waited_for(
+def test_the_service_manager_waits_for_slow_databases(
     tmp_path: Path, heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on = threading.Event()
@@ -156,7 +155,7 @@ def test_databases_that_take_long_to_open_or_to_close_are_waited_for(
 
 
 class Board:
-    """What the notifier looks at, in the place of a `Readiness`."""
+    """Replaces `Readiness` for the notifier."""
 
     def __init__(self) -> None:
         self.is_started = self.is_worth_it = False
@@ -172,7 +171,7 @@ class Board:
 
 
 class Watched:
-    """A notifier at work beside a writer."""
+    """Run a notifier beside a writer."""
 
     def __init__(self, folder: Path, heard: Heard) -> None:
         self.heard = heard
@@ -187,7 +186,7 @@ class Watched:
                 await asyncio.sleep(0.01)
 
     async def signs(self, more: int) -> None:
-        """Wait for so many more signs of life."""
+        """Wait for further keep-alives."""
         so_far = self.heard.count("WATCHDOG")
         await self.until(lambda: self.heard.count("WATCHDOG") >= so_far + more)
 
@@ -200,7 +199,7 @@ def watched(tmp_path: Path, heard: Heard) -> Iterator[Watched]:
     made.writer.close(0.1)
 
 
-def test_a_writer_that_hangs_ends_the_signs_of_life_until_it_gets_on(
+def test_no_keep_alive_is_sent_while_a_writer_hangs(
     watched: Watched, caplog: pytest.LogCaptureFixture
 ) -> None:
     def complaints() -> int:
@@ -224,7 +223,7 @@ def test_a_writer_that_hangs_ends_the_signs_of_life_until_it_gets_on(
         asyncio.run(scenario())
 
 
-def test_a_full_disk_ends_no_sign_of_life(watched: Watched) -> None:
+def test_keep_alives_continue_with_a_full_disk(watched: Watched) -> None:
     def fill(connection: sqlite3.Connection) -> None:
         connection.execute("PRAGMA max_page_count = 5").fetchone()
         connection.execute("INSERT INTO notes VALUES (zeroblob(1000000))")
@@ -240,7 +239,7 @@ def test_a_full_disk_ends_no_sign_of_life(watched: Watched) -> None:
     asyncio.run(scenario())
 
 
-def test_a_start_gets_time_only_while_there_is_something_to_wait_for(watched: Watched) -> None:
+def test_a_start_is_extended_only_while_something_is_loading(watched: Watched) -> None:
     async def scenario() -> None:
         heard = watched.heard
         watched.notifier.start()

@@ -1,4 +1,4 @@
-"""What is left of quotas is written down, and found again."""
+"""Levels of quotas are saved and loaded."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def used(quotas: Quotas) -> list[int]:
     return [usage.used for usage in quotas.usage("tenant", "acme")]
 
 
-def test_the_next_run_goes_on_where_this_one_ended(history: Writer) -> None:
+def test_levels_survive_a_restart(history: Writer) -> None:
     quotas = fresh()
     keeper = LevelKeeper(quotas, QuotaLog(history))
     spend(quotas, 300)
@@ -54,7 +54,7 @@ def test_the_next_run_goes_on_where_this_one_ended(history: Writer) -> None:
     assert used(again) == [300]
 
 
-def test_a_limit_that_was_lifted_meanwhile_is_forgotten(history: Writer) -> None:
+def test_the_level_of_a_removed_limit_is_forgotten(history: Writer) -> None:
     quotas = fresh()
     keeper = LevelKeeper(quotas, QuotaLog(history))
     spend(quotas, 300)
@@ -67,7 +67,7 @@ def test_a_limit_that_was_lifted_meanwhile_is_forgotten(history: Writer) -> None
     assert used(again) == [0]
 
 
-def test_what_a_full_writer_dropped_is_written_the_next_time(history: Writer, tmp_path: Path) -> None:
+def test_levels_that_a_full_writer_dropped_are_saved_the_next_time(history: Writer, tmp_path: Path) -> None:
     full = Writer(tmp_path / "other.db", HISTORY, synchronous="NORMAL")
     full.close()  # takes nothing any more
     quotas = fresh()
@@ -80,7 +80,7 @@ def test_what_a_full_writer_dropped_is_written_the_next_time(history: Writer, tm
     assert used(again) == [300]
 
 
-def test_levels_that_cannot_be_read_do_not_keep_the_service_from_starting(
+def test_the_service_starts_with_unreadable_levels(
     tmp_path: Path, history: Writer, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "torn.db").write_bytes(b"no database" * 1000)

@@ -34,7 +34,7 @@ quotas = st.sampled_from(
 
 @dataclass
 class Ask:
-    """A request, as its row and the house know it."""
+    """A request, as its row and the service know it."""
 
     key: str
     at: float
@@ -50,16 +50,16 @@ class Ask:
 @examples(500)
 @given(
     st.lists(st.tuples(st.booleans(), st.integers(0, 60), st.integers(0, 5)), max_size=60),
-    st.sampled_from([Peaks.MOST, 3]),
+    st.sampled_from([Peaks.MAX, 3]),
 )
 def test_a_bucket_knows_how_high_it_was_since_each_take(
     happens: list[tuple[bool, int, int]], most: int
 ) -> None:
-    peaks, exact = Peaks(), most == Peaks.MOST
+    peaks, exact = Peaks(), most == Peaks.MAX
     levels: list[float] = []
     running: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Peaks, "MOST", most)
+        patch.setattr(Peaks, "MAX", most)
         for takes, amount, which in happens:
             if takes:
                 running.append(peaks.take(float(amount)))

@@ -1,4 +1,4 @@
-"""Reloading the settings of a running service: what changed is applied, and nothing else is touched."""
+"""Reloads of the settings of a running service: changes are applied, everything else stays untouched."""
 
 from __future__ import annotations
 
@@ -60,21 +60,21 @@ def names(service: Service, model: str = "m") -> list[tuple[str, str]]:
     return [(replica.name, replica.state) for replica in replicas(service, model)]
 
 
-def test_every_setting_has_a_way_into_the_running_service() -> None:
+def test_every_setting_has_a_reload_hook() -> None:
     fields = {field.name for field in msgspec.structs.fields(Settings)} - {"config_file"}
     applied = reload_hooks(None, None, None, None, None, None, None).keys()  # type: ignore[arg-type]
     assert fields == AT_RESTART | APPLIED_HERE | applied
     assert len(fields) == len(AT_RESTART) + len(APPLIED_HERE) + len(applied)
 
 
-def test_a_file_that_did_not_change_changes_nothing(make_service: Make) -> None:
+def test_an_unchanged_file_changes_nothing(make_service: Make) -> None:
     service = running(make_service)
     pids = service.pids()
     assert reload(service) == Reloaded(changed=[], models=[], at_restart=[])
     assert service.pids() == pids
 
 
-def test_settings_of_the_service_are_applied_and_no_process_is_another(make_service: Make) -> None:
+def test_settings_of_the_service_are_applied_without_restarting_a_process(make_service: Make) -> None:
     service = running(make_service, models=("m", "n"))
     pids = service.pids()
     service.config.write_text(
@@ -110,7 +110,7 @@ def test_settings_of_the_service_are_applied_and_no_process_is_another(make_serv
     assert reload(service).at_restart == reloaded.at_restart
 
 
-def test_only_the_changed_model_gets_another_process_and_serves_until_it_is_there(
+def test_only_a_changed_model_is_replaced_and_it_serves_until_then(
     make_service: Make,
 ) -> None:
     service = running(make_service, models=("m", "n"))
@@ -128,7 +128,7 @@ def test_only_the_changed_model_gets_another_process_and_serves_until_it_is_ther
     assert {(row.status, row.resubmissions) for row in service.rows()} == {(200, 0)}
 
 
-def test_models_come_and_go_and_what_runs_on_one_that_goes_is_finished(make_service: Make) -> None:
+def test_models_are_added_and_removed_and_requests_of_removed_ones_finish(make_service: Make) -> None:
     service = running(make_service, models=("m", "n"))
     kept = replicas(service)[0].pids
     stream = service.connect("n 100")
@@ -154,7 +154,7 @@ def test_models_come_and_go_and_what_runs_on_one_that_goes_is_finished(make_serv
     assert replicas(service)[0].pids == kept
 
 
-def test_replicas_are_added_and_taken_away_and_the_first_one_stays(make_service: Make) -> None:
+def test_replicas_are_added_and_removed_and_the_first_one_stays(make_service: Make) -> None:
     service = running(make_service)
     kept = replicas(service)[0].pids
     assert change(service, ('folder = "m"', 'folder = "m"\nreplicas = 3')).models == [
@@ -166,7 +166,7 @@ def test_replicas_are_added_and_taken_away_and_the_first_one_stays(make_service:
     assert replicas(service)[0].pids == kept
 
 
-def test_a_change_that_overtakes_another_leaves_the_last_wish_and_nothing_else(make_service: Make) -> None:
+def test_of_two_overlapping_changes_the_last_one_holds(make_service: Make) -> None:
     service = running(make_service)
     stream = service.connect("m 100")
     wait_until(lambda: len(service.rows()) == 1)
@@ -183,7 +183,7 @@ def test_a_change_that_overtakes_another_leaves_the_last_wish_and_nothing_else(m
     assert read_answer(service.connect("m 2"))[-1] == "front-0 length"
 
 
-def test_settings_that_cannot_be_loaded_leave_the_model_as_it_was_until_a_reload_can(
+def test_a_model_with_settings_that_cannot_be_loaded_keeps_the_former_ones(
     make_service: Make,
 ) -> None:
     service = running(make_service)
@@ -203,7 +203,7 @@ def test_settings_that_cannot_be_loaded_leave_the_model_as_it_was_until_a_reload
     assert service.admin.status().models[0].folder == str(bad)
 
 
-def test_the_address_is_listened_on_elsewhere_and_connections_go_on(make_service: Make) -> None:
+def test_the_address_can_change_and_connections_continue(make_service: Make) -> None:
     port, other = free_port(), free_port()
     service = running(make_service, f'listen = "127.0.0.1:{port}"')
     stream = service.connect("m 80", ("127.0.0.1", port))
@@ -224,7 +224,7 @@ def test_the_address_is_listened_on_elsewhere_and_connections_go_on(make_service
     assert [sock.name for sock in service.admin.status().sockets] == ["api", "admin"]
 
 
-def test_fronts_are_added_and_those_too_many_finish_what_they_have(make_service: Make) -> None:
+def test_fronts_are_added_and_surplus_fronts_finish_their_requests(make_service: Make) -> None:
     service = running(make_service, "fronts = 1")
     first = service.admin.status().fronts[0].pid
     change(service, ("fronts = 1", "fronts = 3"))
@@ -244,7 +244,7 @@ def test_fronts_are_added_and_those_too_many_finish_what_they_have(make_service:
     assert sorted(answers) == ["front-0 length", "front-3 length"]
 
 
-def test_a_front_that_hangs_while_it_leaves_is_killed_and_is_gone(make_service: Make) -> None:
+def test_a_surplus_front_that_hangs_is_killed(make_service: Make) -> None:
     service = running(make_service, "fronts = 2\nhang_timeout_s = 2")
     streams = [service.connect("m 100000") for _ in range(2)]
     wait_until(lambda: len(service.rows()) == 2)
@@ -260,7 +260,7 @@ def test_a_front_that_hangs_while_it_leaves_is_killed_and_is_gone(make_service: 
         stream.close()
 
 
-def test_what_cannot_be_used_changes_nothing_and_is_told_with_its_line(make_service: Make) -> None:
+def test_unusable_settings_change_nothing_and_the_error_names_the_line(make_service: Make) -> None:
     service = running(make_service, "# here")
     good, pids, settings = service.config.read_text(), service.pids(), service.admin.configuration().settings
     (service.folder / "empty").mkdir()
@@ -343,14 +343,12 @@ def loaded(*files: str) -> Loaded:
         (loaded(), loaded("/a.toml"), False),
     ],
 )
-def test_without_the_main_settings_file_nothing_is_turned_off(
-    former: Loaded, now: Loaded, refused: bool
-) -> None:
+def test_a_missing_main_settings_file_is_refused(former: Loaded, now: Loaded, refused: bool) -> None:
     with pytest.raises(SettingsError, match="was deleted") if refused else nullcontext():
         check_still_there(former, now)
 
 
-def test_a_hang_up_signal_reloads_and_is_audited(make_service: Make) -> None:
+def test_sighup_reloads_and_is_audited(make_service: Make) -> None:
     service = running(make_service)
     assert service.process is not None
     service.config.write_text(f"drain_grace_s = 4\n{service.config.read_text()}")
@@ -368,7 +366,7 @@ def test_a_hang_up_signal_reloads_and_is_audited(make_service: Make) -> None:
     assert service.state() == "ready"
 
 
-def test_a_reload_while_it_drains_leaves_the_drain_as_it_is(make_service: Make) -> None:
+def test_a_reload_during_a_drain_does_not_change_the_drain(make_service: Make) -> None:
     service = running(make_service, models=("m", "n"))
     service.admin.drain(DrainService(model="m"))
     service.admin.drain(DrainService(model="n"))
@@ -387,7 +385,7 @@ def test_a_reload_while_it_drains_leaves_the_drain_as_it_is(make_service: Make) 
     assert read_answer(service.connect("n 1"))[-1] == "front-0 length"
 
 
-def test_a_conf_d_file_may_come_and_go(make_service: Make) -> None:
+def test_conf_d_files_can_be_added_and_removed(make_service: Make) -> None:
     service = running(make_service)
     extra = Path(service.config.parent / "conf.d" / "20-more.toml")
     extra.parent.mkdir()

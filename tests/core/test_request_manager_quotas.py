@@ -291,7 +291,7 @@ def test_rotating_a_key_gives_no_second_share(service: SimulatedService) -> None
     assert [row.key_id for row in service.rows.ended] == ["old", "new"]
 
 
-def test_what_a_key_has_in_the_house_when_it_is_rotated_counts_for_its_successor(
+def test_what_a_key_has_in_flight_when_it_is_rotated_counts_for_its_successor(
     service: SimulatedService,
 ) -> None:
     def key(key_id: str, successor: str | None = None) -> KeyRecord:

@@ -1,4 +1,4 @@
-"""The real core, its sockets, databases and children; only HTTP and the engine are fakes."""
+"""The real core with its sockets, databases and processes; only HTTP and the engine are fakes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.system
 Make = Callable[..., Service]
 
 
-def test_connections_are_dealt_to_the_fronts_in_turn_and_each_request_is_one_row(make_service: Make) -> None:
+def test_connections_go_to_the_fronts_in_turn_and_each_request_has_one_row(make_service: Make) -> None:
     port = free_port()
     service = make_service(f'fronts = 2\nlisten = "127.0.0.1:{port}"')
     service.start()
@@ -64,7 +64,7 @@ def test_connections_made_before_a_front_is_ready_wait_in_the_backlog(make_servi
     assert read_answer(taken[0])[-1] == "front-0 length"
 
 
-def test_when_the_core_is_killed_its_children_end_and_the_next_start_seals_the_rows(
+def test_when_the_core_is_killed_its_children_end_and_the_next_start_closes_open_rows(
     make_service: Make,
 ) -> None:
     service = make_service("fronts = 2")
@@ -85,7 +85,7 @@ def test_when_the_core_is_killed_its_children_end_and_the_next_start_seals_the_r
     assert {(row.state, row.finish_reason) for row in service.rows()} == {("ended", "interrupted")}
 
 
-def test_a_killed_front_costs_only_its_own_clients_and_comes_back(make_service: Make) -> None:
+def test_a_killed_front_loses_only_its_own_clients_and_is_restarted(make_service: Make) -> None:
     service = make_service("fronts = 2")
     service.start()
     status = service.wait_ready()
@@ -110,7 +110,7 @@ def test_a_killed_front_costs_only_its_own_clients_and_comes_back(make_service: 
     wait_until(lambda: credits() == (64, 4096), what="the return of all credits")
 
 
-def test_a_killed_replica_comes_back_and_the_answer_goes_on_without_a_gap(make_service: Make) -> None:
+def test_a_killed_replica_is_restarted_and_answers_continue_without_a_gap(make_service: Make) -> None:
     service = make_service()
     service.start()
     status = service.wait_ready()
@@ -131,7 +131,7 @@ def test_a_killed_replica_comes_back_and_the_answer_goes_on_without_a_gap(make_s
     assert "killed by SIGKILL" in service.admin.status().problems[0].what
 
 
-def test_a_replica_that_hangs_is_killed_and_started_anew(make_service: Make) -> None:
+def test_a_replica_that_hangs_is_killed_and_restarted(make_service: Make) -> None:
     service = make_service("hang_timeout_s = 3")
     service.start()
     pid = service.wait_ready().models[0].replicas[0].pids[0]
@@ -143,7 +143,7 @@ def test_a_replica_that_hangs_is_killed_and_started_anew(make_service: Make) -> 
     assert "did not report" in replica.last_error
 
 
-def test_a_step_that_was_announced_is_neither_silence_nor_a_hang(make_service: Make) -> None:
+def test_an_announced_step_counts_neither_as_silence_nor_as_a_hang(make_service: Make) -> None:
     service = make_service("hang_timeout_s = 2")
     service.start()
     before = service.wait_ready().models[0].replicas[0]
@@ -164,7 +164,7 @@ def test_a_step_that_was_announced_is_neither_silence_nor_a_hang(make_service: M
     assert (after.pids, after.restarts) == (before.pids, 0)
 
 
-def test_a_step_that_takes_far_longer_than_announced_is_a_hang(make_service: Make) -> None:
+def test_a_step_that_takes_far_longer_than_announced_counts_as_a_hang(make_service: Make) -> None:
     service = make_service("hang_timeout_s = 2")
     service.start()
     before = service.wait_ready().models[0].replicas[0]
@@ -175,7 +175,7 @@ def test_a_step_that_takes_far_longer_than_announced_is_a_hang(make_service: Mak
     assert service.wait_ready().models[0].replicas[0].pids != before.pids
 
 
-def test_a_front_that_hangs_gets_no_connections_until_it_speaks_again(make_service: Make) -> None:
+def test_a_front_that_hangs_gets_no_connections_until_it_reports_again(make_service: Make) -> None:
     service = make_service("fronts = 2")
     service.start()
     pid = service.wait_ready().fronts[0].pid or 0
@@ -188,7 +188,7 @@ def test_a_front_that_hangs_gets_no_connections_until_it_speaks_again(make_servi
     assert {read_answer(service.connect("m 2"))[-1] for _ in range(2)} == {"front-0 length", "front-1 length"}
 
 
-def test_a_front_that_hangs_while_it_starts_is_killed_and_started_anew(make_service: Make) -> None:
+def test_a_front_that_hangs_during_its_start_is_killed_and_restarted(make_service: Make) -> None:
     service = make_service("load_timeout_s = 2")
     (service.folder / "m" / "hang").touch()
     service.start()
@@ -213,7 +213,7 @@ def test_a_front_that_does_not_become_ready_is_a_problem_of_status_and_doctor(ma
     assert any("front-0: starting for" in one.text for one in found if one.level == "problem")
 
 
-def test_a_bad_checkpoint_fails_its_model_and_the_others_go_on(make_service: Make) -> None:
+def test_a_bad_checkpoint_fails_its_model_and_no_other(make_service: Make) -> None:
     service = make_service(models=("good", "bad"))
     why = "model-2.safetensors is truncated"
     (service.folder / "bad" / "fake.json").write_text(json.dumps({"fatal": ["checkpoint", why]}))
@@ -235,7 +235,7 @@ def test_a_bad_checkpoint_fails_its_model_and_the_others_go_on(make_service: Mak
     ]
 
 
-def test_a_model_that_a_front_cannot_serve_is_a_problem_until_it_can(make_service: Make) -> None:
+def test_a_model_that_a_front_cannot_serve_is_listed_as_a_problem(make_service: Make) -> None:
     service = make_service("fronts = 2", models=("good", "m"))
     service.start()
     service.wait_ready()
@@ -261,7 +261,7 @@ def test_a_model_that_a_front_cannot_serve_is_a_problem_until_it_can(make_servic
     assert service.admin.status().reason == ""
 
 
-def test_a_model_whose_files_come_back_is_served_again_and_rows_name_the_new_files(
+def test_a_model_whose_files_return_is_served_again_and_rows_name_the_new_version(
     make_service: Make,
 ) -> None:
     service = make_service()
@@ -280,7 +280,7 @@ def test_a_model_whose_files_come_back_is_served_again_and_rows_name_the_new_fil
     assert {row.status: row.version for row in service.rows()} == {503: before.version, 200: after.version}
 
 
-def test_memory_that_lacks_twice_in_a_row_fails_the_model_until_there_is_some(make_service: Make) -> None:
+def test_a_model_without_enough_memory_at_two_starts_fails_until_there_is_memory(make_service: Make) -> None:
     service = make_service()
     (service.folder / "m" / "fake.json").write_text(json.dumps({"fatal": ["memory", "3 blocks"]}))
     service.start()
@@ -298,7 +298,7 @@ def test_memory_that_lacks_twice_in_a_row_fails_the_model_until_there_is_some(ma
     service.wait_ready()
 
 
-def test_a_replica_that_stops_while_it_loads_is_started_anew(make_service: Make) -> None:
+def test_a_replica_that_ends_while_it_loads_is_restarted(make_service: Make) -> None:
     service = make_service("load_timeout_s = 2")
     (service.folder / "m" / "fake.json").write_text(json.dumps({"hang": True}))
     service.start()
@@ -310,7 +310,7 @@ def test_a_replica_that_stops_while_it_loads_is_started_anew(make_service: Make)
     assert "no progress" in replica.last_error and "load_timeout_s" in replica.last_error
 
 
-def test_a_stop_does_not_wait_for_what_still_loads(make_service: Make) -> None:
+def test_a_stop_does_not_wait_for_loading_replicas(make_service: Make) -> None:
     service = make_service("drain_notice_s = 0\ndrain_grace_s = 60")
     (service.folder / "m" / "fake.json").write_text(json.dumps({"hang": True}))
     service.start()
@@ -320,7 +320,7 @@ def test_a_stop_does_not_wait_for_what_still_loads(make_service: Make) -> None:
     assert time.monotonic() - began < 30
 
 
-def test_a_replica_that_dies_at_once_is_tried_again_ever_more_slowly(make_service: Make) -> None:
+def test_a_replica_that_always_ends_at_once_is_restarted_with_growing_delays(make_service: Make) -> None:
     service = make_service()
     (service.folder / "m" / "fake.json").write_text(json.dumps({"exit": 3}))
     service.start()
@@ -353,7 +353,7 @@ def test_a_stop_lets_running_requests_finish_and_leaves_nothing_behind(make_serv
         connection.close()
 
 
-def test_a_second_signal_ends_what_still_runs_with_an_error(make_service: Make) -> None:
+def test_a_second_signal_ends_running_requests_with_an_error(make_service: Make) -> None:
     service = make_service("drain_grace_s = 60")
     service.start()
     service.wait_ready()
@@ -370,7 +370,7 @@ def test_a_second_signal_ends_what_still_runs_with_an_error(make_service: Make) 
     assert service.rows()[0].status == 503
 
 
-def test_one_service_a_run_directory_and_the_message_names_the_other(make_service: Make) -> None:
+def test_a_run_directory_has_one_service_and_the_message_names_it(make_service: Make) -> None:
     service = make_service()
     service.start()
     service.wait_ready()
@@ -389,7 +389,7 @@ def test_one_service_a_run_directory_and_the_message_names_the_other(make_servic
     assert read_answer(service.connect("m 2"))[-1] == "front-0 length"
 
 
-def test_operator_actions_are_done_and_audited_with_the_peers_uid(make_service: Make) -> None:
+def test_operator_actions_are_audited_with_the_peers_uid(make_service: Make) -> None:
     service = make_service()
     service.start()
     service.wait_ready()

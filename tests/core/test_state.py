@@ -24,7 +24,7 @@ def open_once(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["history.db", "contents.db"])
 @pytest.mark.parametrize("emptied", [False, True])
-def test_a_database_that_is_gone_is_begun_anew_and_said(
+def test_a_missing_database_is_created_and_logged(
     name: str, emptied: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):

@@ -1,4 +1,4 @@
-"""The words between systemd and the service, as sd_listen_fds(3) and sd_notify(3) have them."""
+"""The protocols between systemd and the service, sd_listen_fds(3) and sd_notify(3)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ print(json.dumps({
 
 
 def activated(environ: dict[str, str], *sockets: socket.socket) -> dict[str, object]:
-    """What a process says that is started as systemd starts it: sockets from descriptor 3 on."""
+    """Return the output of a process that is started as systemd does it, with sockets from descriptor 3
+    on."""
     copies = [os.dup(sock.fileno()) for sock in sockets]
     moves = " ".join(f"{3 + number}<&{copy}" for number, copy in enumerate(copies))
     script = f'export LISTEN_PID=$$; exec "$0" -c "$1" {moves}'
@@ -45,7 +46,7 @@ def activated(environ: dict[str, str], *sockets: socket.socket) -> dict[str, obj
     return result
 
 
-def test_sockets_are_taken_over_and_the_variables_are_gone(tmp_path: Path) -> None:
+def test_sockets_are_taken_over_and_the_variables_removed(tmp_path: Path) -> None:
     unix = socket.socket(socket.AF_UNIX)
     unix.bind(str(tmp_path / "api.sock"))
     tcp = socket.socket()
@@ -65,14 +66,14 @@ def test_sockets_are_taken_over_and_the_variables_are_gone(tmp_path: Path) -> No
     assert (said["watchdog_s"], said["left"]) == (30.0, [])
 
 
-def test_what_is_meant_for_another_process_is_left_alone() -> None:
+def test_variables_for_another_process_are_ignored() -> None:
     environ = {"LISTEN_PID": "1", "LISTEN_FDS": "2", "WATCHDOG_PID": "1", "WATCHDOG_USEC": "1000000"}
     manager = Manager(environ)
     assert (manager.sockets, manager.watchdog_s, manager.listens) == ([], None, False)
     manager.tell(READY=1)
 
 
-def test_words_reach_the_manager_and_a_value_is_one_line(tmp_path: Path) -> None:
+def test_states_reach_the_manager_and_a_value_is_one_line(tmp_path: Path) -> None:
     for address in (str(tmp_path / "notify"), f"@appliance-test-{os.getpid()}"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
             systemd.bind(f"\0{address[1:]}" if address.startswith("@") else address)
@@ -84,7 +85,7 @@ def test_words_reach_the_manager_and_a_value_is_one_line(tmp_path: Path) -> None
             manager.close()
 
 
-def test_a_manager_that_is_gone_disturbs_nobody(tmp_path: Path) -> None:
+def test_a_manager_that_has_ended_causes_no_error(tmp_path: Path) -> None:
     manager = Manager({"NOTIFY_SOCKET": str(tmp_path / "nobody")})
     assert not manager.listens
     manager.tell(READY=1)

@@ -1,5 +1,5 @@
-"""Prints how many kernels of collectives a build enumerates for a model on several ranks. Runs in a separate
-process, like `launches_of_serving`."""
+"""Prints how many kernels of collectives a build enumerates for a model on several ranks, in a line for each
+kind of passes: `whole` or in `halves`. Runs in a separate process, like `launches_of_serving`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ GPU = compiling.GpuModel.of("any", 90)
 
 if __name__ == "__main__":
     folder, ranks = Path(sys.argv[1]), int(sys.argv[2])
-    peer_ranks.OVERLAP_FROM_TOKENS = 1024 if sys.argv[3] == "halves" else None
-    served = read_served(folder, tensor_parallel_size=ranks, max_num_seqs=4, max_num_batched_tokens=1280)
-    jobs = compiling.record(GPU.target, lambda: launch_all(served, GPU, Table()))
-    kernels = ("_all_reduce_add", "_all_gather", "_best_of_ranks", "_sum_parts")
-    names = Counter(job.name.split(".")[-1] for job in jobs)
-    print(*(names[kernel] for kernel in kernels))
+    for kind in sys.argv[3:]:
+        peer_ranks.OVERLAP_FROM_TOKENS = 1024 if kind == "halves" else None
+        served = read_served(folder, tensor_parallel_size=ranks, max_num_seqs=4, max_num_batched_tokens=1280)
+        jobs = compiling.record(GPU.target, lambda served=served: launch_all(served, GPU, Table()))
+        kernels = ("_all_reduce_add", "_all_gather", "_best_of_ranks", "_sum_parts")
+        names = Counter(job.name.split(".")[-1] for job in jobs)
+        print(*(names[kernel] for kernel in kernels))

@@ -37,7 +37,7 @@ from engine.generate import LocalEngine
 from engine.memory import resident_bytes
 from engine.messages import ReplicaSpec, SamplingParams, Submit
 from tests.engine.output_checker import OutputChecker
-from tests.engine.soak_known import Known
+from tests.engine.soak_known import KINDS, Known
 from tests.engine.soak_traffic import Cancelled, Limits, Rhythm, draw_submit
 from tests.engine.tiny import TINY
 
@@ -80,6 +80,7 @@ class Soak:
     engine: LocalEngine
     draw: random.Random
     near_tie: float
+    known_requests: int = KINDS
     limits: Limits = field(init=False)
     checker: OutputChecker = field(init=False)
     known: Known = field(init=False)
@@ -100,7 +101,7 @@ class Soak:
         self.credit_tokens = self.engine.core.gauges().credit_tokens
         self.checker = OutputChecker(self.limits.max_model_len, self.limits.vocab, self.limits.poison)
         self.rhythm = Rhythm(self.draw, self.limits.rows)
-        self.known = Known(self.engine, self.limits, self.draw, self.near_tie)
+        self.known = Known(self.engine, self.limits, self.draw, self.near_tie, self.known_requests)
         gauges = self.engine.core.gauges()
         self.credits_spent = (
             gauges.credit_seqs - self.limits.rows,
@@ -347,7 +348,7 @@ def _run(engine: LocalEngine, arguments: argparse.Namespace) -> tuple[dict[str, 
 def soak(engine: LocalEngine, arguments: argparse.Namespace) -> dict[str, Any]:
     """Run rounds until the time or the number of rounds is reached."""
     draw = random.Random(arguments.seed)
-    running = Soak(engine, draw, arguments.near_tie)
+    running = Soak(engine, draw, arguments.near_tie, arguments.known)
     wrong = None
     told = 0.0
     try:
@@ -384,6 +385,9 @@ def _arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--rounds", type=int, help="number of rounds, instead of a duration")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--known", type=int, default=KINDS, help="number of requests with known outputs (%(default)s)"
+    )
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--shape", default="tiny", choices=["tiny", *sorted(SHAPES)])
     parser.add_argument(

@@ -21,7 +21,8 @@ from kernels import sampling as reference
 from tests.engine.output_checker import Entry
 from tests.engine.soak_traffic import Limits
 
-_KINDS = 24
+KINDS = 24
+"""Number of known requests, each of another kind."""
 _TRIES = 60
 """Number of random perturbations that are tried before a different token counts as wrong."""
 
@@ -35,9 +36,11 @@ class Answer:
 class Known:
     """A few requests of every kind, with their reference outputs. near_tie: nats by which log probabilities
     may differ between runs. listed: number of alternatives in the references; all tokens, or enough of them
-    to include the sampled one."""
+    to include the sampled one. kinds: number of requests."""
 
-    def __init__(self, engine: LocalEngine, limits: Limits, draw: random.Random, near_tie: float) -> None:
+    def __init__(
+        self, engine: LocalEngine, limits: Limits, draw: random.Random, near_tie: float, kinds: int = KINDS
+    ) -> None:
         self._vocab, self._near_tie, self._draw = limits.vocab, near_tie, draw
         self.counts: Counter[str] = Counter()
         self.largest_error = 0.0
@@ -47,7 +50,7 @@ class Known:
         self._asks: list[tuple[list[int], SamplingParams]] = []
         self._answers: list[Answer] = []
         listed = limits.vocab if limits.vocab <= 1000 else 200
-        while len(self._asks) < _KINDS:
+        while len(self._asks) < kinds:
             prompt, params = _ask(draw, limits, len(self._asks))
             asked = msgspec.structs.replace(params, logprobs=listed)
             ((sample,),) = engine.generate([prompt], asked, cache_salt=f"reference-{len(self._asks)}")

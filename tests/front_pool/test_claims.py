@@ -1,4 +1,4 @@
-"""Who runs, or keeps the answer of, a request with an Idempotency-Key: one front at a time."""
+"""A request with an Idempotency-Key is run, and its answer kept, by one front at a time."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def claim(scope: bytes = b"s", request_id: str = "r1") -> Claim:
     return Claim(scope, request_id)
 
 
-def test_the_first_front_runs_it_and_the_others_are_sent_there(claims: Claims) -> None:
+def test_the_first_front_runs_the_request_and_others_are_referred_to_it(claims: Claims) -> None:
     assert claims.claim("front-0", claim()) == Claimed(b"s", False)
     assert claims.claim("front-1", claim(request_id="r2")) == Claimed(b"s", True)
     assert claims.owner(b"s") == "front-0"
     assert claims.claim("front-1", claim(b"t", "r3")) == Claimed(b"t", False)
 
 
-def test_what_was_kept_for_its_time_is_forgotten_and_what_was_lost_runs_anew(claims: Claims) -> None:
+def test_expired_answers_are_forgotten_and_lost_ones_run_anew(claims: Claims) -> None:
     claims.claim("front-0", claim())
     claims.release("front-0", Release(b"s", "r1", void=False))
     assert claims.claim("front-1", claim(request_id="r2")) == Claimed(b"s", False)
@@ -44,7 +44,7 @@ def test_what_was_kept_for_its_time_is_forgotten_and_what_was_lost_runs_anew(cla
     assert claims.claim("front-0", claim(request_id="r3")) == Claimed(b"s", False, retry_of="r2")
 
 
-def test_a_release_that_comes_late_takes_nothing_from_the_next_owner(claims: Claims) -> None:
+def test_a_late_release_does_not_affect_the_next_owner(claims: Claims) -> None:
     claims.claim("front-0", claim())
     claims.lose_front("front-0")
     claims.claim("front-1", claim(request_id="r2"))
@@ -52,7 +52,7 @@ def test_a_release_that_comes_late_takes_nothing_from_the_next_owner(claims: Cla
     assert claims.owner(b"s") == "front-1"
 
 
-def test_with_a_front_its_answers_are_lost_and_with_time_that_they_were(claims: Claims, time: Time) -> None:
+def test_lost_answers_of_a_front_are_remembered_for_a_time(claims: Claims, time: Time) -> None:
     for number in range(3):
         claims.claim("front-0", claim(b"%d" % number, f"r{number}"))
     claims.claim("front-1", claim(b"other", "r9"))
@@ -63,7 +63,7 @@ def test_with_a_front_its_answers_are_lost_and_with_time_that_they_were(claims: 
     assert claims.claim("front-1", claim(b"1", "later")).retry_of == ""
 
 
-def test_what_is_remembered_of_lost_runs_is_bounded(claims: Claims) -> None:
+def test_the_memory_of_lost_runs_is_bounded(claims: Claims) -> None:
     for number in range(MAX_LOST_RUNS + 10):
         claims.claim("front-0", claim(b"%d" % number, f"r{number}"))
     claims.lose_front("front-0")

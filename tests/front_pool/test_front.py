@@ -1,4 +1,5 @@
-"""Fronts as the core sees them: starts that fail, the choice of a front, and what operators are told."""
+"""Fronts as the core sees them: starts that fail, the choice of a front, and what is reported to
+operators."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def too_many(*words: object, **options: object) -> None:
 
 
 class Events:
-    """Who is told; what is asked of a front needs nobody's answer here."""
+    """Records events of fronts and ignores their messages."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []
@@ -48,7 +49,7 @@ class Events:
 
 
 def held() -> tuple[list[str], str]:
-    """This process's descriptors and children."""
+    """Return this process's descriptors and children."""
     return sorted(os.listdir("/proc/self/fd")), Path(f"/proc/self/task/{os.getpid()}/children").read_text()
 
 
@@ -61,7 +62,7 @@ def held() -> tuple[list[str], str]:
         (Events, "front_started", "its channels could not be made"),
     ],
 )
-def test_a_front_that_cannot_be_started_leaves_nothing_behind_and_is_tried_again(
+def test_a_failed_start_of_a_front_releases_everything_and_is_retried(
     owner: Any, name: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:
@@ -87,7 +88,7 @@ def test_a_front_that_cannot_be_started_leaves_nothing_behind_and_is_tried_again
     asyncio.run(scenario())
 
 
-def test_a_front_that_reports_but_does_not_become_ready_is_a_problem_and_is_killed() -> None:
+def test_a_front_that_never_becomes_ready_is_a_problem_and_is_killed() -> None:
     class Unconfigured(Events):
         """Fronts are told nothing, so that they report and never become ready."""
 
@@ -132,7 +133,7 @@ class Full(Front):
         self.got += 1
 
 
-def test_a_full_front_is_passed_over_while_another_one_has_room() -> None:
+def test_full_fronts_are_skipped_while_another_one_has_room() -> None:
     async def scenario() -> None:
         full, free = Full(0, room=False), Full(1, room=True)
         balancer = ConnectionBalancer([full, free])
@@ -151,7 +152,7 @@ def report(**counts: int) -> FrontReport:
     )
 
 
-def test_refusals_are_told_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals_are_reported_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr("appliance.front_pool.refusals.time.monotonic", lambda: now[0])
     watch = RefusalWatch()

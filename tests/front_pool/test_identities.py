@@ -1,4 +1,4 @@
-"""Who may ask, and for what: made of tenants, keys, peers and settings, told to fronts as it changes."""
+"""The table of identities: derived from tenants, keys, peers and settings, and sent to fronts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from appliance.classes import service_class
 from appliance.core.state import cache_salts
-from appliance.front_pool.identities import IdentityTable, changes
+from appliance.front_pool.identities import IdentityRegistry, changes
 from appliance.messages import Identities, Identity
 from appliance.settings import UnixSettings
 from store.control import ControlStore
@@ -32,12 +32,12 @@ def peer(kind: str, number: int, tenant: str) -> PeerRecord:
 
 
 class Box:
-    """Policies that change, and the table made of them."""
+    """Policies that change, and the table derived from them."""
 
     def __init__(self, *records: TenantRecord | KeyRecord | PeerRecord, unix: Any = "owner") -> None:
         self.policies = Policies([tenant("local"), tenant("default")])
         self.put(*records)
-        self.table = IdentityTable(lambda: self.policies, UnixSettings(uids=unix))
+        self.table = IdentityRegistry(lambda: self.policies, UnixSettings(uids=unix))
 
     def put(self, *records: TenantRecord | KeyRecord | PeerRecord) -> None:
         self.policies = self.policies.with_changes(*(Change(None, record) for record in records))
@@ -51,7 +51,7 @@ class Box:
         return identity
 
 
-def test_only_valid_keys_and_named_uids_may_ask() -> None:
+def test_only_valid_keys_and_named_uids_are_in_the_table() -> None:
     past, future = time.time() - 1, time.time() + 1000
     box = Box(
         tenant("acme"),
@@ -75,7 +75,7 @@ def test_only_valid_keys_and_named_uids_may_ask() -> None:
     assert 1234 not in Box().table.current().uids
 
 
-def test_mapped_users_and_groups_stand_for_their_tenant_and_go_before_the_settings() -> None:
+def test_mapped_users_and_groups_take_precedence_over_the_settings() -> None:
     box = Box(tenant("acme"), peer("uid", 1234, "acme"), peer("uid", 0, "acme"), peer("gid", 50, "acme"))
     box.table.unix = UnixSettings(uids=[1234, 77])
     table = box.table.current()
@@ -84,7 +84,7 @@ def test_mapped_users_and_groups_stand_for_their_tenant_and_go_before_the_settin
     assert table.uids[1234].scopes == ("inference",)
 
 
-def test_a_key_narrows_its_tenant_and_never_widens_it() -> None:
+def test_a_key_restricts_its_tenants_rights_and_never_extends_them() -> None:
     quota = Quota(context_tokens=100)
     box = Box(
         tenant("acme", highest_class=1, default_class=1, quota=quota, default_max_tokens=7),
@@ -99,14 +99,14 @@ def test_a_key_narrows_its_tenant_and_never_widens_it() -> None:
     assert (narrow.models, narrow.scopes, narrow.default_max_tokens) == (("m",), ("read",), 7)
 
 
-def test_all_that_stands_for_a_suspended_tenant_is_marked() -> None:
+def test_all_identities_of_a_suspended_tenant_are_marked() -> None:
     box = Box(tenant("acme", suspended_at=5.0), key("k"), peer("uid", 9, "acme"), peer("gid", 9, "acme"))
     table = box.table.current()
     assert box.key("k").suspended and table.uids[9].suspended and table.gids[9].suspended
     assert not table.uids[0].suspended
 
 
-def test_the_table_is_made_anew_only_when_something_changed() -> None:
+def test_the_table_is_derived_anew_only_after_a_change() -> None:
     box = Box(tenant("acme"), key("k"))
     first = box.table.current()
     assert box.table.current() is first
@@ -118,7 +118,7 @@ def test_the_table_is_made_anew_only_when_something_changed() -> None:
     assert 5 in box.table.current().uids
 
 
-def test_fronts_are_told_what_is_different_and_end_up_with_the_whole() -> None:
+def test_the_changes_for_fronts_add_up_to_the_whole_table() -> None:
     box = Box(tenant("acme"), tenant("other"), *(key(f"k{number}") for number in range(20)))
     before = box.table.current()
     assert changes(before, before) is None
@@ -134,7 +134,7 @@ def test_fronts_are_told_what_is_different_and_end_up_with_the_whole() -> None:
     assert (known, news.uids, news.gids) == (after.keys, after.uids, after.gids)
 
 
-def test_what_a_front_claims_is_replaced_by_what_the_core_knows() -> None:
+def test_rights_sent_by_a_front_are_replaced_by_those_of_the_core() -> None:
     box = Box(tenant("acme", highest_class=2), key("k", highest_class=3), tenant("rich", highest_class=0))
     claim = {"highest_class": 0, "context_tokens": None, "scopes": ("inference", "admin")}
     assert box.table.of(Identity(tenant="acme", key_id="k", **claim)) == box.key("k")  # type: ignore[arg-type]
@@ -164,7 +164,7 @@ def test_what_a_front_claims_is_replaced_by_what_the_core_knows() -> None:
         ("P9", 1, 1, 1),
     ],
 )
-def test_a_class_is_what_was_asked_for_and_never_better_than_allowed(
+def test_a_request_gets_the_class_it_asks_for_but_none_better_than_allowed(
     asked: str, highest: int, default: int, got: int
 ) -> None:
     assert service_class(asked, Identity(tenant="t", highest_class=highest, default_class=default)) == got
@@ -185,7 +185,7 @@ def test_tenants_share_a_salt_exactly_when_they_are_in_one_group(tmp_path: Any) 
         control.close()
 
 
-def test_a_thousand_tenants_and_five_thousand_keys_are_told_in_one_small_frame() -> None:
+def test_a_thousand_tenants_and_five_thousand_keys_fit_into_one_small_frame() -> None:
     import msgspec
 
     tenants = [tenant(f"t{number:04}") for number in range(1000)]

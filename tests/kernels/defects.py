@@ -142,7 +142,7 @@ _DECODE = [
         "new_tokens",
     ),
     Defect(
-        "a new token is not normed",
+        "a new token is not normalised",
         "new_tokens.py",
         "own = (own * inverse * own_gain)",
         "own = (own * own_gain)",

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from appliance.core.serving import ServingParts
-from appliance.front_pool.identities import IdentityTable
+from appliance.front_pool.identities import IdentityRegistry
 from appliance.messages import Admit, Identity
 from appliance.models.registry import describe_models
 from appliance.monitoring.metrics.counting import CountedRows
@@ -48,7 +48,7 @@ class Parts:
             rows=self.counted,
             salt=str,
             quotas=Quotas(time.monotonic),
-            identities=IdentityTable(lambda: policies, loaded.settings.unix),
+            identities=IdentityRegistry(lambda: policies, loaded.settings.unix),
             keep=lambda message, descriptor: None,
             note=lambda where, what: None,
             on_availability=lambda: None,

@@ -1,4 +1,4 @@
-"""A scrape reads running figures only: it costs the same however many requests are in the house."""
+"""A scrape reads counters only: its cost does not depend on the number of requests."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.core.simulated_box import percentile
+from tests.core.simulated_clients import percentile
 from tests.system.attackers import Orders
 from tests.system.attacks.conftest import Target, target
 from tests.system.attacks.wire import post

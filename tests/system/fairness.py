@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from tests.core.simulated_box import percentile
+from tests.core.simulated_clients import percentile
 from tests.system.service import Service, service
 
 OUTPUT_WEIGHT = 2.0

@@ -56,8 +56,10 @@ class Box:
 @pytest.fixture(scope="module")
 def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
     path = tmp_path_factory.mktemp("reload") / "appliance.toml"
+    # Settings of the service come first: the tests insert tables after `fronts`.
     path.write_text(
-        f'fronts = 2\nlisten = "127.0.0.1:{free_port()}"\n[models.demo]\n{MODEL}[models.other]\n{MODEL}'
+        f'drain_grace_s = 120\nlisten = "127.0.0.1:{free_port()}"\nfronts = 2\n'
+        f"[models.demo]\n{MODEL}[models.other]\n{MODEL}"
     )
     with service("--config", str(path)) as running:
         yield Box(path, running)
@@ -88,7 +90,7 @@ def test_what_changed_is_applied_under_load_and_nothing_else_is_touched(box: Box
         "models.other.max_num_seqs",
     ]
     for stream in streams:
-        stream.join(60)
+        stream.join(120)
         assert (stream.error, stream.finish_reason) == (None, "length")
     running.wait_until(lambda: box.pids("new"), 60, "the new model")
     running.wait_until(lambda: not set(changed) & set(box.pids("other") or changed), 60, "its successor")
@@ -110,7 +112,7 @@ def test_what_changed_is_applied_under_load_and_nothing_else_is_touched(box: Box
 def test_a_model_that_is_taken_out_ends_and_the_others_stay(box: Box) -> None:
     others = box.pids("demo") + box.pids("other")
     box.change(f"[models.new]\n{MODEL}", "")
-    assert box.reload()["models"] == ["model new: is removed; its requests get 10 s"]
+    assert box.reload()["models"] == ["model new: is removed; its requests get 120 s"]
     box.running.wait_until(lambda: len(box.running.descendants()) == 3, 60, "the end of its replica")
     assert box.completes("new") == 404
     assert box.pids("demo") + box.pids("other") == others

@@ -151,7 +151,7 @@ SERVICE = (
            "Always 1; the running version.",
            lambda s: {s.version: 1}, ("version",)),
     Metric("gauge", "appliance_ready", "",
-           "1 if every model answers: what /health/ready says.",
+           "1 if every model answers, as /health/ready reports.",
            lambda s: int(s.ready)),
     Metric("gauge", "appliance_draining", "",
            "1 while the whole service is draining or drained.",
@@ -190,7 +190,7 @@ ROWS = (
 RETRIES = (
     Metric("counter", "appliance_retries_total", "requests",
            "Retries with a known Idempotency-Key: joined the run in progress, repeated its kept answer, or "
-           "ran anew.",
+           "ran again.",
            lambda row: {} if row.retry is None else {row.retry: 1}, ("retry",)),
 )
 TIMES = (
@@ -218,7 +218,7 @@ MODELS = (
            "Requests that lost their replica and wait to continue.",
            lambda m: m.resuming),
     Metric("gauge", "appliance_running_requests", "requests",
-           "Requests handed to a replica that have not ended.",
+           "Requests dispatched to a replica that have not ended.",
            lambda m: m.running),
     Metric("gauge", "appliance_overload_step", "",
            "Step of load shedding of a model; 0 without overload.",
@@ -243,7 +243,7 @@ TENANT_ROWS = (
 )
 TENANTS = (
     Metric("counter", "appliance_tenant_service_total", "tokens",
-           "Weighted tokens of service that a tenant got; fair share equalises them by weight.",
+           "Weighted tokens of service that a tenant received; fair sharing equalises them by weight.",
            lambda t: t.service),
     Metric("gauge", "appliance_tenant_queue_requests", "requests",
            "A tenant's queued requests.",

@@ -2,10 +2,10 @@
 exchanging the real messages. Only the device, the delays of channels and the clients are simulated. The
 simulation is deterministic, and much faster than real time.
 
-    box = Box(tenants=[TenantRecord(name="a", created_at=0.0, weight=2.0)])
-    box.add_replica(rows=256)
-    box.source(poisson(box, "a", per_s=50.0, shape=uniform((100, 900), (20, 200))))
-    box.run(60.0)
+    server = SimulatedServer(tenants=[TenantRecord(name="a", created_at=0.0, weight=2.0)])
+    server.add_replica(rows=256)
+    poisson(server, "a", per_s=50.0, shape=uniform((100, 900), (20, 200)))
+    server.run(60.0)
 """
 
 from __future__ import annotations
@@ -20,27 +20,17 @@ from typing import NamedTuple
 import msgspec
 
 from appliance.messages import Abort, Admit, Admitted, Identity, Refused, Settle
-from appliance.traffic.credits import CreditAccount
 from appliance.traffic.quotas import Quotas
 from appliance.traffic.request_manager import RequestManager
 from appliance.traffic.rules import QueueRules
-from engine.core import EngineCore
-from engine.messages import Output, Report, SamplingParams, Submit
-from engine.plan import StepPlan, StepTokens
-from engine.scheduling.scheduler import Scheduler
+from engine.messages import Output, SamplingParams, Submit
 from store.policies import KeyRecord, Policies, TenantRecord
 from store.requests import RequestRow
-from tests.engine.scheduling.simulated_runner import sampling_slots
+from tests.core.simulated_replica import FRONT, HOP_S, MODEL, Replica, Speed
 
-FRONT = "front-0"
-MODEL = "m"
-HOP_S = 0.0001
-"""From process to process."""
 RESUBMIT_S = 0.05
-"""From a replica's death until its fronts ask again."""
+"""Time from a replica's death until its fronts send the next attempts."""
 TICK_S = 0.25
-HOST_S = 0.0002
-"""What the step loop takes between two steps."""
 _PROMPT = [1] * 131_072
 _EPOCH = 1000.0
 
@@ -53,23 +43,6 @@ class Shape(NamedTuple):
     """Tokens that are made."""
     max_tokens: int
     """That the client allows."""
-
-
-class Speed(NamedTuple):
-    """Of a device: a step takes so long for itself, for each row, and for each prompt token."""
-
-    step_s: float = 0.005
-    row_s: float = 0.020 / 1024
-    prompt_token_s: float = 1 / 40_000
-    first_steps: int = 0
-    """Number of steps at the start that each take `first_step_s` longer."""
-    first_step_s: float = 0.0
-
-    def of(self, plan: StepPlan) -> float:
-        """Return the seconds of a step that is not one of the first."""
-        rows = len(plan.decodes) + sum(len(chunk.sample_slots) for chunk in plan.chunks)
-        prompts = sum(len(chunk.token_ids) for chunk in plan.chunks)
-        return self.step_s + self.row_s * rows + self.prompt_token_s * prompts
 
 
 @dataclass(eq=False)
@@ -134,149 +107,8 @@ class _Rows:
         return True
 
 
-class _Step:
-    """A step on the simulated device."""
-
-    host_gap_us = 0.0
-
-    def __init__(self, device: _Device, plan: StepPlan, ends_at: float, seconds: float) -> None:
-        self._device, self._ends_at, self._seconds = device, ends_at, seconds
-        self._tokens = StepTokens([1] * len(sampling_slots(plan)), None, {})
-
-    def wait(self) -> StepTokens:
-        self._device.waited_until, self._device.step_s = self._ends_at, self._seconds
-        return self._tokens
-
-    def ready(self) -> bool:
-        return True
-
-
-class _Device:
-    """Runs plans one after another."""
-
-    def __init__(self, box: Box, speed: Speed) -> None:
-        self._box, self.speed = box, speed
-        self._busy_until = 0.0
-        self._launched = 0
-        self.waited_until = 0.0
-        self.step_s = 0.0
-        self.busy_s = 0.0
-
-    def launch(self, plan: StepPlan) -> _Step:
-        seconds = self.speed.of(plan)
-        if self._launched < self.speed.first_steps:
-            seconds += self.speed.first_step_s
-        self._launched += 1
-        begins = max(self._box.now, self._busy_until)
-        self._busy_until = begins + seconds
-        self.busy_s += seconds
-        return _Step(self, plan, self._busy_until, seconds)
-
-
-class Replica:
-    """A replica's step loop around the real scheduler."""
-
-    def __init__(
-        self,
-        box: Box,
-        name: str,
-        *,
-        rows: int,
-        max_num_batched_tokens: int,
-        max_mixed_tokens: int | None,
-        blocks: int,
-        speed: Speed,
-    ) -> None:
-        self.box = box
-        self.account = CreditAccount(name, MODEL, "simulated")
-        self.device = _Device(box, speed)
-        self.scheduler = Scheduler(
-            max_num_seqs=rows,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_mixed_tokens=max_mixed_tokens,
-            max_model_len=131_072,
-            vocab_size=10,
-            blocks=blocks,
-            prefix_cache=False,
-        )
-        self.core = EngineCore(self.scheduler, self.device)
-        self._inbox: list[Submit] = []
-        self._looping = False
-        self._steps = {False: [0, 0.0], True: [0, 0.0]}
-        self._reported_at = 0.0
-        self.longest_step_s = 0.0
-        self.dead = False
-
-    def submit(self, submit: Submit) -> None:
-        """A front's submission arrives."""
-        self._inbox.append(submit)
-        if not self._looping:
-            self._looping = True
-            self._loop()
-
-    def _loop(self) -> None:
-        if self.dead:
-            return
-        for submit in self._inbox:
-            self.scheduler.add(FRONT, submit)
-        self._inbox.clear()
-        if not self.core.has_work:
-            self._looping = False
-            self._report([])
-            return
-        self.device.waited_until = self.box.now
-        result = self.core.step()
-        if result.timing is not None:
-            steps = self._steps[result.timing.mixed]
-            steps[0] += 1
-            self.longest_step_s = max(self.longest_step_s, self.device.step_s)
-            steps[1] += 1e3 * self.device.step_s
-
-        def emit() -> None:
-            if self.dead:
-                return
-            outputs = [output for of_front in result.outputs.values() for output in of_front]
-            if outputs:
-                self.box.after(HOP_S, lambda: self.box.hear(self, outputs))
-            news = result.finished or result.credits_changed
-            if news or self.box.now - self._reported_at >= 0.5:
-                self._report(result.finished)
-            self.box.after(HOST_S, self._loop)
-
-        self.box.at(self.device.waited_until, emit)
-
-    def _report(self, finished: list) -> None:  # type: ignore[type-arg]
-        gauges = self.core.gauges()
-        (decode_steps, decode_ms), (mixed_steps, mixed_ms) = self._steps[False], self._steps[True]
-        self._steps = {False: [0, 0.0], True: [0, 0.0]}
-        report = Report(
-            step=gauges.step,
-            credit_seqs=gauges.credit_seqs,
-            credit_tokens=gauges.credit_tokens,
-            waiting_seqs=gauges.waiting_seqs,
-            returned_seqs=gauges.returned_seqs,
-            returned_tokens=gauges.returned_tokens,
-            finished=finished,
-            running=gauges.running,
-            waiting=gauges.waiting,
-            blocks_total=gauges.blocks_total,
-            blocks_used=gauges.blocks_used,
-            preemptions=gauges.preemptions,
-            prompt_tokens=gauges.prompt_tokens,
-            cached_tokens=gauges.cached_tokens,
-            computed_tokens=gauges.computed_tokens,
-            generated_tokens=gauges.generated_tokens,
-            decode_steps=int(decode_steps),
-            step_ms=decode_ms / max(1, decode_steps),
-            mixed_steps=int(mixed_steps),
-            mixed_step_ms=mixed_ms / max(1, mixed_steps),
-        )
-        self._reported_at = self.box.now
-        self.box.after(HOP_S, lambda: None if self.dead else self.box.requests.report(self.account, report))
-
-
-class Box:
-    """The house in virtual time. `now` counts from 0."""
+class SimulatedServer:
+    """A server in virtual time. `now` counts from 0."""
 
     def __init__(
         self,
@@ -508,74 +340,3 @@ def _order_of(message: Admitted) -> dict[str, int]:
         "urgency": message.urgency,
         "spare_slots": message.spare_slots,
     }
-
-
-# ── clients ──
-
-
-def poisson(
-    box: Box,
-    tenant: str,
-    per_s: float,
-    shape: Callable[[random.Random], Shape],
-    *,
-    until: float = float("inf"),
-    deadline_s: Callable[[random.Random], float] | None = None,
-    asked_class: str = "",
-) -> None:
-    """A tenant whose requests come at random, so many a second, from now on."""
-    draw = random.Random(f"{box.draw.random()} {tenant}")
-
-    def come() -> None:
-        if box.now < until:
-            deadline = None if deadline_s is None else deadline_s(draw)
-            box.ask(tenant, shape(draw), deadline_s=deadline, asked_class=asked_class)
-            box.after(draw.expovariate(per_s), come)
-
-    box.after(draw.expovariate(per_s), come)
-
-
-def backlogged(
-    box: Box,
-    tenant: str,
-    outstanding: int,
-    shape: Callable[[random.Random], Shape],
-    *,
-    asked_class: str = "",
-) -> None:
-    """A tenant that always has so many requests in the house."""
-    draw = random.Random(f"{box.draw.random()} {tenant}")
-
-    def again(asked: Asked | None = None) -> None:
-        def ask() -> None:
-            box.ask(tenant, shape(draw), asked_class=asked_class, done=again)
-
-        # Whoever is refused tries again when told to.
-        wait_s = asked.refused.retry_after_s if asked is not None and asked.refused is not None else None
-        box.after(wait_s or 0.0, ask)
-
-    for _ in range(outstanding):
-        again()
-
-
-def fixed(prompt: int, output: int) -> Callable[[random.Random], Shape]:
-    """Always the same."""
-    return lambda draw: Shape(prompt, output, output)
-
-
-def uniform(
-    prompt: tuple[int, int], output: tuple[int, int], max_tokens: int | None = None
-) -> Callable[[random.Random], Shape]:
-    """Sizes between bounds; the client allows `max_tokens`, or exactly what comes."""
-
-    def shape(draw: random.Random) -> Shape:
-        made = draw.randint(*output)
-        return Shape(draw.randint(*prompt), made, max_tokens or made)
-
-    return shape
-
-
-def percentile(values: Iterable[float], part: float) -> float:
-    """The value below which that part of all lies (nearest rank)."""
-    known = sorted(values)
-    return known[min(len(known) - 1, int(part * len(known)))]

@@ -1,0 +1,182 @@
+"""A replica in virtual time: the real scheduler on a simulated device. See `tests.core.simulated_server`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from appliance.traffic.credits import CreditAccount
+from engine.core import EngineCore
+from engine.messages import Report, Submit
+from engine.plan import StepPlan, StepTokens
+from engine.scheduling.scheduler import Scheduler
+from tests.engine.scheduling.simulated_runner import sampling_slots
+
+if TYPE_CHECKING:
+    from tests.core.simulated_server import SimulatedServer
+
+FRONT = "front-0"
+MODEL = "m"
+HOP_S = 0.0001
+"""Time of a message between two processes."""
+HOST_S = 0.0002
+"""Time of the step loop between two steps."""
+
+
+class Speed(NamedTuple):
+    """Of a device: a step takes so long for itself, for each row, and for each prompt token."""
+
+    step_s: float = 0.005
+    row_s: float = 0.020 / 1024
+    prompt_token_s: float = 1 / 40_000
+    first_steps: int = 0
+    """Number of steps at the start that each take `first_step_s` longer."""
+    first_step_s: float = 0.0
+
+    def of(self, plan: StepPlan) -> float:
+        """Return the seconds of a step that is not one of the first."""
+        rows = len(plan.decodes) + sum(len(chunk.sample_slots) for chunk in plan.chunks)
+        prompts = sum(len(chunk.token_ids) for chunk in plan.chunks)
+        return self.step_s + self.row_s * rows + self.prompt_token_s * prompts
+
+
+class _Step:
+    """A step on the simulated device."""
+
+    host_gap_us = 0.0
+
+    def __init__(self, device: _Device, plan: StepPlan, ends_at: float, seconds: float) -> None:
+        self._device, self._ends_at, self._seconds = device, ends_at, seconds
+        self._tokens = StepTokens([1] * len(sampling_slots(plan)), None, {})
+
+    def wait(self) -> StepTokens:
+        self._device.waited_until, self._device.step_s = self._ends_at, self._seconds
+        return self._tokens
+
+    def ready(self) -> bool:
+        return True
+
+
+class _Device:
+    """Runs plans one after another."""
+
+    def __init__(self, server: SimulatedServer, speed: Speed) -> None:
+        self._server, self.speed = server, speed
+        self._busy_until = 0.0
+        self._launched = 0
+        self.waited_until = 0.0
+        self.step_s = 0.0
+        self.busy_s = 0.0
+
+    def launch(self, plan: StepPlan) -> _Step:
+        seconds = self.speed.of(plan)
+        if self._launched < self.speed.first_steps:
+            seconds += self.speed.first_step_s
+        self._launched += 1
+        begins = max(self._server.now, self._busy_until)
+        self._busy_until = begins + seconds
+        self.busy_s += seconds
+        return _Step(self, plan, self._busy_until, seconds)
+
+
+class Replica:
+    """A replica's step loop around the real scheduler."""
+
+    def __init__(
+        self,
+        server: SimulatedServer,
+        name: str,
+        *,
+        rows: int,
+        max_num_batched_tokens: int,
+        max_mixed_tokens: int | None,
+        blocks: int,
+        speed: Speed,
+    ) -> None:
+        self.server = server
+        self.account = CreditAccount(name, MODEL, "simulated")
+        self.device = _Device(server, speed)
+        self.scheduler = Scheduler(
+            max_num_seqs=rows,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_mixed_tokens=max_mixed_tokens,
+            max_model_len=131_072,
+            vocab_size=10,
+            blocks=blocks,
+            prefix_cache=False,
+        )
+        self.core = EngineCore(self.scheduler, self.device)
+        self._inbox: list[Submit] = []
+        self._looping = False
+        self._steps = {False: [0, 0.0], True: [0, 0.0]}
+        self._reported_at = 0.0
+        self.longest_step_s = 0.0
+        self.dead = False
+
+    def submit(self, submit: Submit) -> None:
+        """A front's submission arrives."""
+        self._inbox.append(submit)
+        if not self._looping:
+            self._looping = True
+            self._loop()
+
+    def _loop(self) -> None:
+        if self.dead:
+            return
+        for submit in self._inbox:
+            self.scheduler.add(FRONT, submit)
+        self._inbox.clear()
+        if not self.core.has_work:
+            self._looping = False
+            self._report([])
+            return
+        self.device.waited_until = self.server.now
+        result = self.core.step()
+        if result.timing is not None:
+            steps = self._steps[result.timing.mixed]
+            steps[0] += 1
+            self.longest_step_s = max(self.longest_step_s, self.device.step_s)
+            steps[1] += 1e3 * self.device.step_s
+
+        def emit() -> None:
+            if self.dead:
+                return
+            outputs = [output for of_front in result.outputs.values() for output in of_front]
+            if outputs:
+                self.server.after(HOP_S, lambda: self.server.hear(self, outputs))
+            news = result.finished or result.credits_changed
+            if news or self.server.now - self._reported_at >= 0.5:
+                self._report(result.finished)
+            self.server.after(HOST_S, self._loop)
+
+        self.server.at(self.device.waited_until, emit)
+
+    def _report(self, finished: list) -> None:  # type: ignore[type-arg]
+        gauges = self.core.gauges()
+        (decode_steps, decode_ms), (mixed_steps, mixed_ms) = self._steps[False], self._steps[True]
+        self._steps = {False: [0, 0.0], True: [0, 0.0]}
+        report = Report(
+            step=gauges.step,
+            credit_seqs=gauges.credit_seqs,
+            credit_tokens=gauges.credit_tokens,
+            waiting_seqs=gauges.waiting_seqs,
+            returned_seqs=gauges.returned_seqs,
+            returned_tokens=gauges.returned_tokens,
+            finished=finished,
+            running=gauges.running,
+            waiting=gauges.waiting,
+            blocks_total=gauges.blocks_total,
+            blocks_used=gauges.blocks_used,
+            preemptions=gauges.preemptions,
+            prompt_tokens=gauges.prompt_tokens,
+            cached_tokens=gauges.cached_tokens,
+            computed_tokens=gauges.computed_tokens,
+            generated_tokens=gauges.generated_tokens,
+            decode_steps=int(decode_steps),
+            step_ms=decode_ms / max(1, decode_steps),
+            mixed_steps=int(mixed_steps),
+            mixed_step_ms=mixed_ms / max(1, mixed_steps),
+        )
+        self._reported_at = self.server.now
+        self.server.after(
+            HOP_S, lambda: None if self.dead else self.server.requests.report(self.account, report)
+        )
