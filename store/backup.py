@@ -1,9 +1,9 @@
-"""A copy of everything that must survive, taken while the service runs or not, checked before it has its
+"""Backs up the state directory, whether or not the service runs. A backup is checked before it gets its final
 name.
 
-Each database is copied by SQLite's backup in one read transaction of a connection that can only read: the
-copy is of one moment, the writer does not wait, and no checkpoint is run by anybody but the writer (see
-`store.database`). Meanwhile the write-ahead log grows by what is written.
+SQLite's backup copies each database in one read transaction, through a connection that can only read. So the
+copy shows one moment, the writer does not wait, and only the writer runs checkpoints (see `store.database`).
+While the copy is made, the write-ahead log grows by the bytes that are written.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from store.spool import SPOOL_FILE
 MANIFEST_FILE = "backup.json"
 CONTENTS_FILE = "contents.db"
 _ARCHIVES = {".tar": "w", ".tar.gz": "w:gz", ".tgz": "w:gz"}
-# Before the chain: all of these heads must be in it, and what goes over from the spool is in both.
+# These files are copied before the databases: the chain must contain all copied heads, and an entry that
+# moves from the spool to the chain during the backup is then in both copies.
 _FILES = (HEADS_FILE, KEY_FILE, SPOOL_FILE)
 _DATABASES = ("control.db", "history.db", CONTENTS_FILE)
 
@@ -60,7 +61,7 @@ class Backup(NamedTuple):
     audit_rows: int
     audit_head: str
     sha256: str = ""
-    """Of the archive; of a folder's `backup.json`, which has those of its other files."""
+    """SHA-256 of the archive. Of a folder: of its `backup.json`, which has those of the other files."""
 
 
 def back_up(
@@ -71,16 +72,18 @@ def back_up(
     recorded: Iterable[Recorded] = (),
     contents: bool = True,
 ) -> Backup:
-    """Copy the state and `others` (files by the names that they get) to `target`: a new folder; a new one in
-    it, named by the time, where it is a folder already; or an archive, if its name ends with .tar, .tar.gz
-    or .tgz. For its owner's eyes only.
+    """Copy the state and `others` (files by their names in the backup) to `target`. The target is a new
+    folder; an existing folder, in which a new one is made that is named by the time; or an archive, if the
+    name ends with .tar, .tar.gz or .tgz. Only the owner can read the backup.
 
-    It gets its name when every copy has been checked: each database as a whole, the audit chain against the
-    heads that are copied with it and those in `recorded`. Raises a `StoreError`, and leaves nothing then.
+    The backup gets its name after every copy has been checked: each database as a whole, and the audit chain
+    against the copied heads and those in `recorded`. Raises a `StoreError`, and leaves no files in that case.
     """
     made_at = datetime.now(UTC)
     suffix = next((suffix for suffix in _ARCHIVES if target.name.endswith(suffix)), None)
-    if suffix is None and os.path.isdir(target):  # says no where it may not look: making it says why
+    if suffix is None and os.path.isdir(
+        target
+    ):  # False for a folder that cannot be searched; the error then comes when the target is made.
         target = target / f"appliance-{made_at:%Y%m%dT%H%M%SZ}"
     if os.path.lexists(target):
         raise StoreError(f"{target} exists already: name another one, or move it away")
@@ -102,7 +105,7 @@ def back_up(
         _sync(target.parent)
     except FileNotFoundError as error:
         raise StoreError(
-            f"{error.filename or target} went away while the backup was taken: begin again"
+            f"{error.filename or target} disappeared during the backup: start the backup again"
         ) from error
     except OSError as error:
         raise explain_os(Path(error.filename or target), error) from error
@@ -123,7 +126,7 @@ def _fill(
         if (state_dir / name).exists() and not _is_reserve(state_dir / name):
             _copy(state_dir / name, folder / name)
     for name in _DATABASES:
-        # What came with a later version may not be there yet.
+        # Files of later versions may not exist yet.
         if name == CONTENTS_FILE and not (contents and (state_dir / name).exists()):
             continue
         _copy_database(state_dir / name, folder / name)
@@ -160,7 +163,7 @@ def _copy_database(source: Path, target: Path) -> None:
     try:
         with closing(open_readonly(source)) as reader, closing(sqlite3.connect(target)) as copy:
             reader.backup(copy)
-            # Complete by itself, and readable without write rights.
+            # The copy is complete without a -wal file, and readable without write rights.
             copy.execute("PRAGMA journal_mode=DELETE").fetchone()
     except sqlite3.Error as error:
         damaged = primary_code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
@@ -175,7 +178,7 @@ def _copy_database(source: Path, target: Path) -> None:
 
 
 def _is_reserve(path: Path) -> bool:
-    """Whether it is a spool in which nothing waits."""
+    """Return whether the file is a spool without entries."""
     return path.name == SPOOL_FILE and not path.read_bytes().strip(b"\0")
 
 
@@ -183,11 +186,11 @@ def _copy(source: Path, target: Path) -> None:
     try:
         _write(target, source.read_bytes())
     except FileNotFoundError as error:
-        raise MissingDatabaseError(f"{source} does not exist any more: begin again") from error
+        raise MissingDatabaseError(f"{source} does not exist any more: start the backup again") from error
 
 
 def _append_heads(source: Path, target: Path, seq: int) -> None:
-    """Add those of rows up to `seq` that were recorded since the copy was made."""
+    """Add the recorded heads of rows up to `seq` that are missing from the copy because they are newer."""
     with target.open("ab") as file, source.open("rb") as lines:
         lines.seek(file.tell())
         for line in lines:

@@ -1,8 +1,8 @@
-"""What tenants' policies keep of prompts and answers, in `contents.db`: hashes, or texts without their
-secrets.
+"""Stores in `contents.db` the prompts and answers that tenants' log policies keep: hashes, or texts without
+their secrets.
 
-A file of its own, because not everybody who may read the request log may read what people asked: it opens for
-the service's user alone, and everybody else looks through an action of the service, which is audited.
+The contents are in a separate file because fewer people may read them than the request log. Only the
+service's user can open the file. Operators read it through an action of the service, which is audited.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from store.structs import KeptText
 from store.writer import Writer
 
 MAX_WAITING_BYTES = 32 << 20
-"""Texts that wait in memory for their commit; more are dropped, and counted."""
+"""Limit on the texts that wait in memory for their commit. Further texts are dropped and counted."""
 
 
 class Content(KeptText, frozen=True, kw_only=True):
-    """One prompt or answer of a request, as a row: fields are the table's columns."""
+    """One prompt or answer of a request, as a row. The fields are the table's columns."""
 
     request_id: str
     tenant: str
     created_at: float
-    """Of the request, unix seconds; its retention starts there."""
+    """When the request was created, in unix seconds. Retention counts from this time."""
 
 
 _COLUMNS = Content.__struct_fields__
@@ -39,8 +39,8 @@ _INSERT = f"INSERT OR IGNORE INTO contents ({', '.join(_COLUMNS)}) VALUES ({', '
 
 
 class ContentLog:
-    """Writes through `writer`, which must have `store.schemas.CONTENTS` as its schema. Any thread may
-    call."""
+    """Writes contents through `writer`, which must have `store.schemas.CONTENTS` as its schema. Any thread
+    may call."""
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
@@ -50,11 +50,13 @@ class ContentLog:
 
     @property
     def dropped(self) -> int:
-        """Requests whose contents were lost, because too much waited or the database cannot take them."""
+        """Number of requests whose contents were dropped, because too many texts waited or the database
+        cannot store them."""
         return self._dropped
 
     def keep(self, contents: Iterable[Content]) -> bool:
-        """Keep what there is of one request. Never blocks; False if it was dropped."""
+        """Queue the contents of one request to be written. Never blocks; returns False if they were
+        dropped."""
         rows = [msgspec.structs.astuple(content) for content in contents]
         size = sum(len(value) for row in rows for value in row if isinstance(value, str))
         with self._lock:
@@ -79,7 +81,7 @@ def _insert(rows: list[tuple[object, ...]], connection: sqlite3.Connection) -> N
 
 
 def read_contents(path: Path, request_id: str) -> list[Content]:
-    """What is kept of a request, prompts before answers, through a read-only connection. Raises a
+    """Return the kept contents of a request, prompts before answers, through a read-only connection. Raises a
     `StoreError`."""
     with reading(path, CONTENTS) as connection:
         rows = connection.execute(

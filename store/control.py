@@ -1,9 +1,10 @@
 """Control state in `control.db`: tenants, keys and peers. Every change goes through `ControlStore.change`,
-which writes its audit row, with the old and the new value, in the same transaction, flushed to the disk
-(`synchronous=FULL`).
+which writes the change and its audit row, with the old and the new value, in one transaction that is flushed
+to the disk (`synchronous=FULL`).
 
-Reading needs no I/O: everything is in memory (`ControlStore.policies`), so a failing disk denies no caller
-access."""
+Reads need no I/O, because everything is in memory (`ControlStore.policies`). So a failing disk denies no
+caller access.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +32,11 @@ from store.writer import Writer, WriterState
 T = TypeVar("T")
 
 BeforeAndAfter = tuple[Mapping[str, object] | None, Mapping[str, object] | None]
-"""What a change found and left, as JSON objects."""
+"""The old and the new values of a change, as JSON objects."""
 
 _MAX_OVERLAP_S = 366 * 86400.0
 _UNAUDITED = frozenset({"sha256"})
-"""No secret, and nothing that an auditor could use."""
+"""Fields that are not audited. The hash of a key is no secret, but an auditor has no use for it."""
 
 
 class CreatedKey(NamedTuple):
@@ -53,14 +54,15 @@ class RotatedKey(NamedTuple):
 
 
 class ControlStore:
-    """The control database at `path`; the only one in the system that has it open for writing.
+    """The control database at `path`. This object is the only one in the service that opens the file for
+    writing.
 
-    Changes return a future that resolves when they are on the disk (`asyncio.wrap_future` awaits it) or has
-    the `StoreError` or `ValueError` that prevented them. Safe to call from any thread.
+    Changes return a future (`asyncio.wrap_future` awaits it). The future resolves when the change is on the
+    disk, or raises the `StoreError` or `ValueError` that prevented it. Safe to call from any thread.
     """
 
     trail: AuditTrail
-    """Of the operators' actions, from `start` on."""
+    """The audit trail of operator actions; available after `start`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -68,7 +70,7 @@ class ControlStore:
         self._policies = Policies()
 
     def start(self) -> None:
-        """Open (create, migrate) the database and read what it holds. Raises a `StoreError`."""
+        """Open (create, migrate) the database and read its records. Raises a `StoreError`."""
         self._writer.start()
         try:
             self._policies = read_policies(self.path)
@@ -84,12 +86,12 @@ class ControlStore:
             why = self._writer.state().last_error
             self._writer.close()
             if why is not None and isinstance(error, MissingDatabaseError | SchemaVersionError):
-                # A new database that could not be made: what the disk said is the cause.
+                # A new database could not be created: report the error of the disk as the cause.
                 raise StorageFaultError(why) from error
             raise
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Finish the changes under way and close the file, readable without write rights."""
+        """Finish the changes under way and close the file, so that it is readable without write rights."""
         self.trail.close()
         self._writer.close(timeout_s)
 
@@ -99,24 +101,25 @@ class ControlStore:
 
     @property
     def stalled_s(self) -> float:
-        """For how long the writer has worked on one operation."""
+        """Return for how many seconds the writer has worked on one operation."""
         return self._writer.stalled_s
 
     # ── reading, from memory ──
 
     @property
     def policies(self) -> Policies:
-        """All tenants, keys and peers as they are now."""
+        """Return the current tenants, keys and peers."""
         return self._policies
 
     def list_keys(self) -> list[KeyRecord]:
-        """All keys, revoked and expired ones too, oldest first."""
+        """Return all keys, oldest first, including revoked and expired ones."""
         return list(self._policies.keys.values())
 
     def lookup(self, key: str) -> KeyRecord | None:
-        """The record of a key that is valid now; None for every other text. Microseconds, no I/O.
+        """Return the record of a key that is valid now; None for any other text. Takes microseconds and needs
+        no I/O.
 
-        The table is keyed by SHA-256 of the secret, so the time it takes tells a guesser nothing.
+        The table is keyed by the SHA-256 of the secret, so the time of a lookup reveals nothing to a guesser.
         """
         record = self._policies.keys_by_hash.get(keys.sha256(key))
         return record if record is not None and record.valid_at(time.time()) else None
@@ -133,11 +136,12 @@ class ControlStore:
         after_commit: Callable[[T], None] | None = None,
         values: Callable[[T], BeforeAndAfter] | None = None,
     ) -> Future[T]:
-        """Run `apply` on the writer thread and audit it, in one transaction; what it raises undoes both.
+        """Run `apply` on the writer thread and audit it, in one transaction. An exception of `apply` rolls
+        back both.
 
-        `actor` is who asked (`trail.intend` has recorded that), `action` its name in the registry of actions,
-        `params` what it was given, without secrets; `values` says what it found and left. `after_commit`
-        updates what memory keeps of the change, before the future resolves.
+        `actor` is the caller (`trail.intend` has recorded the intent), `action` the name in the registry of
+        actions, `params` the parameters without secrets; `values` returns the old and the new values.
+        `after_commit` updates the copy in memory before the future resolves.
         """
         changed: Future[T] = Future()
         changed.set_running_or_notify_cancel()
@@ -167,8 +171,8 @@ class ControlStore:
     def record(
         self, *, actor: Actor | str, action: str, params: Mapping[str, object], result: str
     ) -> Future[None]:
-        """Audit an action that changes nothing here, or that was refused: `result` is `ok` or says why
-        not."""
+        """Audit an action that changes nothing in this database, or that was refused. `result` is `ok` or the
+        reason."""
         return self.trail.conclude(actor, action, params, result)
 
     # ── tenants ──
@@ -176,11 +180,12 @@ class ControlStore:
     def create_tenant(
         self, *, actor: Actor | str, name: str, changes: Mapping[str, object]
     ) -> Future[Change]:
-        """Create a tenant that differs from the default in `changes` (fields of `TenantRecord`; of a quota, a
-        mapping of those that differ).
+        """Create a tenant. `changes` are the fields of `TenantRecord` that differ from the default; for a
+        quota, a mapping of the fields that differ.
 
-        The future raises `ValueError` for a value that cannot be used, `ConflictError` for a name that
-        exists."""
+        The future raises `ValueError` for a value that cannot be used, and `ConflictError` for a name that
+        exists.
+        """
 
         def apply(connection: sqlite3.Connection) -> Change:
             plain = TenantRecord(name=name, created_at=time.time())
@@ -216,9 +221,9 @@ class ControlStore:
         )
 
     def delete_tenant(self, *, actor: Actor | str, name: str) -> Future[Change]:
-        """Delete a tenant. Its former keys and its requests keep its name.
+        """Delete a tenant. Its former keys and requests keep its name.
 
-        The future raises `UnknownTenantError`, or `ConflictError` while it has a valid key or a peer.
+        The future raises `UnknownTenantError`, or `ConflictError` while the tenant has a valid key or a peer.
         """
         return self._decide(
             actor,
@@ -256,8 +261,8 @@ class ControlStore:
     def create_key(
         self, *, actor: Actor | str, name: str, tenant: str, **fields: object
     ) -> Future[CreatedKey]:
-        """Create a key of `tenant` with these declared fields, and the defaults of the others. The future has
-        the secret, which is shown only once, or raises `UnknownTenantError`.
+        """Create a key of `tenant` with these declared fields; other fields get their defaults. The future
+        has the secret, which is shown only once, or raises `UnknownTenantError`.
 
         Raises `ValueError` for a value that cannot be used: an unprintable name, an expiry in the past.
         """
@@ -291,8 +296,9 @@ class ControlStore:
     ) -> Future[RotatedKey]:
         """Create a successor with the same rights. The old key stays valid for `overlap_s` seconds.
 
-        Without `expires_at`, the successor is good for as long as the former was made for. The future raises
-        `ValueError`, `UnknownKeyError`, or `ConflictError` for a key that is not valid or was rotated before.
+        Without `expires_at`, the successor gets the lifetime that the old key was created with. The future
+        raises `ValueError`, `UnknownKeyError`, or `ConflictError` for a key that is not valid or was rotated
+        before.
         """
         if not 0 <= overlap_s <= _MAX_OVERLAP_S:
             raise ValueError(f"overlap_s is {overlap_s}: give 0 to {_MAX_OVERLAP_S} seconds (a year)")
@@ -316,7 +322,7 @@ class ControlStore:
         )
 
     def revoke_key(self, *, actor: Actor | str, key_id: str) -> Future[KeyRecord]:
-        """Revoke a key, effective when the future resolves. Revoking it again keeps the first time.
+        """Revoke a key. The key is refused once the future resolves. Revoking it again keeps the first time.
 
         The future raises `UnknownKeyError` if there is no such key.
         """
@@ -355,7 +361,7 @@ class ControlStore:
         apply: Callable[[sqlite3.Connection], list[Change]],
         outcome: Callable[[list[Change]], T],
     ) -> Future[T]:
-        """A change of records: audited with their old and new values, then remembered."""
+        """Change records: audit their old and new values, then update the copy in memory."""
         changes: list[Change] = []
 
         def apply_and_keep(connection: sqlite3.Connection) -> T:
@@ -376,8 +382,8 @@ class ControlStore:
 
 
 def _before_and_after(changes: list[Change]) -> BeforeAndAfter:
-    """For the audit: of a record that was changed, the fields that differ; of one that was made or is gone,
-    all. A second change is of the record that takes the first one's place."""
+    """Return the values to audit: the fields that differ of a changed record, all fields of a created or
+    deleted one. A second change concerns the record that replaces the first one's."""
     before, after = (_shown(record) for record in changes[0])
     if before is not None and after is not None:
         same = {name for name in before if before[name] == after[name]}
@@ -395,7 +401,7 @@ def _shown(record: Record | None) -> dict[str, object] | None:
 
 
 def read_policies(path: Path) -> Policies:
-    """All tenants, keys and peers in the file at `path`, through a read-only connection. Raises a
+    """Return all tenants, keys and peers in the file at `path`, through a read-only connection. Raises a
     `StoreError`."""
     with reading(path, CONTROL) as connection:
         return Policies(

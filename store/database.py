@@ -1,9 +1,9 @@
 """Opening and closing SQLite files: one writer at a time, any number of readers.
 
-SQLite up to 3.51.2 can corrupt a WAL file when two connections write or checkpoint at once, so exactly one
-connection may do either: the writer's, guarded by a lock file across processes. Readers open `mode=ro`, which
-can do neither. Memory-mapped reads stay off: a truncated file would kill the process instead of raising an
-error.
+SQLite up to 3.51.2 can corrupt a WAL file when two connections write or checkpoint at once. So exactly one
+connection may do either: the writer's, guarded by a lock file across processes. Readers open the file with
+`mode=ro`, which allows neither. Memory-mapped reads stay off, because a truncated file would kill the process
+instead of raising an error.
 """
 
 from __future__ import annotations
@@ -44,17 +44,16 @@ _COPIED_PAGES = 1000
 
 
 class WritableDatabase:
-    """The one writing connection to a database. Use it, and close it, on the thread that opened it.
+    """The one writing connection to a database. Use and close it on the thread that opened it.
 
-    `synchronous="FULL"` puts every commit on the disk; `"NORMAL"` survives the death of the process at any
-    moment, and loses at most the commits since the last checkpoint when the machine loses power.
+    `synchronous="FULL"` puts every commit on the disk. With `"NORMAL"`, commits survive the death of the
+    process at any moment; a power loss loses at most the commits since the last checkpoint.
     """
 
     def __init__(self, path: Path, schema: Schema, synchronous: Synchronous) -> None:
-        """Open or create the file and bring it up to `schema`.
+        """Open or create the file and migrate it to `schema`.
 
-        Raises a `StoreError`: `StorageFaultError` where trying again later can help, another one where it
-        cannot.
+        Raises a `StoreError`: a `StorageFaultError` if a later attempt can succeed, another one if it cannot.
         """
         self.path = path
         self._schema = schema
@@ -71,10 +70,10 @@ class WritableDatabase:
             raise
 
     def displaced(self) -> str:
-        """Return which open file has been deleted or replaced on the disk, in words; empty if none has.
+        """Describe which open file has been deleted or replaced on the disk; empty if none has.
 
-        The connection keeps the open file, so nothing is lost yet; but everything that is committed goes into
-        a file without a name.
+        The connection keeps the open file, so no data is lost yet. But new commits go into a file without a
+        name.
         """
         for path, found in self._identities().items():
             known = self._files[path]
@@ -85,11 +84,11 @@ class WritableDatabase:
         return ""
 
     def write_back(self, progress: Callable[[], None]) -> str:
-        """Write the content of the displaced file to the path again and continue there. Return the name that
-        a foreign file at the path has now; empty if there was none.
+        """Write the content of the displaced file to the path again and continue there. Return the new name
+        of a foreign file that was at the path; empty if there was none.
 
-        `progress` is called now and then. Raises a `StoreError` if the disk does not take it; the content is
-        still in the open file then.
+        `progress` is called every few pages. Raises a `StoreError` if the disk refuses the content, which
+        then remains in the open file.
         """
         if not self.path.parent.is_dir():
             raise MissingDatabaseError(
@@ -123,8 +122,8 @@ class WritableDatabase:
         _sync(copy)
 
     def _move_aside(self) -> str:
-        """Rename a foreign file at the path, and remove the log files of the displaced one: SQLite would
-        apply them to the file that is written back."""
+        """Rename a foreign file at the path, and remove the log files of the displaced one, because SQLite
+        would apply them to the file that is written back."""
         known, found = self._files[self.path], _identity(self.path)
         foreign = found is not None and found != known
         aside = self.path.with_name(f"{self.path.name}.replaced-{datetime.now(UTC):%Y%m%dT%H%M%SZ}")
@@ -140,16 +139,16 @@ class WritableDatabase:
         return str(aside)
 
     def _identities(self) -> dict[Path, tuple[int, int] | None]:
-        """Return what is at the paths of the database's files."""
+        """Return device and inode of each of the database's files."""
         paths = [self.path.with_name(self.path.name + suffix) for suffix in ("", "-wal", "-shm")]
         return {path: _identity(path) for path in paths}
 
     def close(self) -> None:
-        """Checkpoint, leave WAL mode and close, so that the file alone is complete and readable by anyone who
-        may read it.
+        """Checkpoint, leave WAL mode and close. The file is then complete by itself, and readable without
+        write rights.
 
-        Leaving WAL mode needs the file for oneself. If a reader keeps it open, the file stays in WAL mode,
-        which is logged and harmless: the next start carries on from there.
+        Leaving WAL mode needs exclusive access. If a reader keeps the file open, it stays in WAL mode. This
+        is logged and harmless: the next start continues from there.
         """
         try:
             self._leave_wal()
@@ -159,8 +158,7 @@ class WritableDatabase:
             self.abandon()
 
     def abandon(self) -> None:
-        """Close the connection as it is, without a checkpoint: for a disk that no longer does what it is
-        asked."""
+        """Close the connection without a checkpoint. For a disk that has failed."""
         try:
             self.connection.close()
         except sqlite3.Error as error:
@@ -170,8 +168,8 @@ class WritableDatabase:
 
     def _leave_wal(self) -> None:
         self.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-        # The busy timeout does not cover this switch, and short reads come and go: try until they leave a
-        # gap.
+        # The busy timeout does not apply to this switch. Short reads come and go, so retry until no reader is
+        # left.
         deadline = time.monotonic() + _LEAVE_WAL_TIMEOUT_S
         while True:
             try:
@@ -184,8 +182,8 @@ class WritableDatabase:
 
 
 def open_readonly(path: Path, schema: Schema | None = None) -> sqlite3.Connection:
-    """A connection that can only read, to a file that may or may not be in use. The caller closes it, soon:
-    an open reader keeps the writer from leaving WAL mode when the service stops.
+    """Open a connection that can only read, whether or not the file is in use. The caller closes it soon: an
+    open reader keeps the writer from leaving WAL mode when the service stops.
 
     With `schema`, a file of another schema version is refused. Raises a `StoreError`.
     """
@@ -202,8 +200,9 @@ def open_readonly(path: Path, schema: Schema | None = None) -> sqlite3.Connectio
     try:
         connection = _open_and_touch(path, "mode=ro")
     except sqlite3.Error as error:
-        # A WAL file whose -wal and -shm are gone (a copy, say), in a folder where this process cannot make
-        # new ones. Nobody can be writing it then, and it is complete: read it as it lies.
+        # A file in WAL mode without -wal and -shm (a copy, for example), in a folder where this process
+        # cannot create them. No process can be writing the file then, and it is complete: read it as
+        # immutable.
         wal = path.with_name(path.name + "-wal")
         stopped = not wal.exists() or wal.stat().st_size == 0
         if primary_code(error) not in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY) or not stopped:
@@ -228,7 +227,7 @@ def open_readonly(path: Path, schema: Schema | None = None) -> sqlite3.Connectio
 
 @contextmanager
 def reading(path: Path, schema: Schema) -> Iterator[sqlite3.Connection]:
-    """`open_readonly` for the length of a `with` block, with SQLite's errors as `StoreError`."""
+    """`open_readonly` as a context manager that raises SQLite's errors as `StoreError`."""
     connection = open_readonly(path, schema)
     try:
         yield connection
@@ -239,8 +238,7 @@ def reading(path: Path, schema: Schema) -> Iterator[sqlite3.Connection]:
 
 
 def integrity_problems(path: Path) -> list[str]:
-    """What SQLite's full check finds wrong with the file, in its words; empty if nothing. Reads the whole
-    file."""
+    """Return the problems that SQLite's full check reports; empty if there are none. Reads the whole file."""
     connection = open_readonly(path)
     try:
         found = [str(row[0]) for row in connection.execute("PRAGMA integrity_check")]
@@ -254,12 +252,13 @@ def integrity_problems(path: Path) -> list[str]:
 def _open_writer(path: Path, schema: Schema, synchronous: Synchronous) -> sqlite3.Connection:
     connection: sqlite3.Connection | None = None
     try:
-        # isolation_level=None: transactions begin where this package says BEGIN, nowhere else.
+        # isolation_level=None: transactions begin only where this package executes BEGIN.
         connection = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
         check_not_newer(connection, path, schema)
         connection.execute("PRAGMA mmap_size=0")
         connection.execute("PRAGMA foreign_keys=ON")
-        # Only before the first table, and entering WAL mode writes the first page: this line comes first.
+        # auto_vacuum can only be set before the first page is written, and entering WAL mode writes it: set
+        # it first.
         connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
         mode = connection.execute("PRAGMA journal_mode=WAL").fetchone()[0]
         if mode != "wal":
@@ -291,7 +290,7 @@ def _open_and_touch(path: Path, how: str) -> sqlite3.Connection:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Return device and inode; None where there is no file."""
+    """Return device and inode; None if there is no file."""
     try:
         found = path.stat()
     except OSError:
@@ -300,7 +299,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _sync(path: Path) -> None:
-    """Put a file or a folder on the disk."""
+    """Sync a file or a folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -322,8 +321,8 @@ def _check_writable(path: Path) -> None:
 
 
 def _create(path: Path, mode: int = 0o640) -> int:
-    """Open `path`, making it if need be, for the service's user and group at most: SQLite would let everybody
-    read it. Its -wal and -shm get the same mode."""
+    """Open `path`, and create it if it is missing, readable by the service's user and group at most: SQLite
+    would let all users read it. SQLite gives -wal and -shm the same mode."""
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
     except OSError as error:
@@ -331,9 +330,11 @@ def _create(path: Path, mode: int = 0o640) -> int:
 
 
 def _lock(path: Path) -> int:
-    """Take the writer's lock; return its file descriptor, which holds it until closed or the process is gone.
+    """Take the writer's lock and return its file descriptor. The lock is held until the descriptor is closed
+    or the process ends.
 
-    A file of its own: opening and closing the database itself would drop SQLite's own POSIX locks on it.
+    The lock has a separate file, because opening and closing the database file would drop SQLite's own POSIX
+    locks on it.
     """
     descriptor = _create(path.with_name(path.name + "-lock"))
     try:
@@ -348,5 +349,5 @@ def _lock(path: Path) -> int:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
     except OSError:
-        pass  # The process id is only informative; a full disk must not prevent the lock.
+        pass  # The process id is only informative, so a full disk must not prevent the lock.
     return descriptor

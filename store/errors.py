@@ -1,4 +1,4 @@
-"""What can be wrong with a database. Every message names the path, what was found and what to do about it."""
+"""The errors of this package. Every message names the path, the problem and the remedy."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 
 class StoreError(Exception):
-    """Base of everything that this package raises on its own account."""
+    """Base class of the errors that this package defines."""
 
 
 class MissingDatabaseError(StoreError):
-    """There is no such file, or no folder to make it in."""
+    """The file does not exist, or the folder to create it in does not exist."""
 
 
 class CorruptDatabaseError(StoreError):
@@ -24,27 +24,28 @@ class SchemaVersionError(StoreError):
 
 
 class NotWritableError(StoreError):
-    """The file or its folder may not be written by this process."""
+    """This process may not write the file or its folder."""
 
 
 class DatabaseInUseError(StoreError):
-    """Another writer has the database open: there is one at a time."""
+    """Another writer has the database open; only one is allowed at a time."""
 
 
 class StorageFaultError(StoreError):
-    """The disk is full, fails, or is locked for longer than the busy timeout: it may work again later."""
+    """The disk is full or fails, or the file is locked for longer than the busy timeout. A later attempt may
+    succeed."""
 
 
 class OutcomeUnknownError(StoreError):
-    """The disk has not answered in time: whether the change is made shows later."""
+    """The disk did not answer in time. Whether the change was made is not known yet."""
 
 
 class WriterClosedError(StoreError):
-    """The operation came after `Writer.close()`, or was still waiting when it gave up."""
+    """The operation was submitted after `Writer.close()`, or still waited when the writer gave up."""
 
 
 class UnknownRecordError(StoreError):
-    """There is nothing of that name."""
+    """There is no record with this name."""
 
 
 class UnknownKeyError(UnknownRecordError):
@@ -60,21 +61,20 @@ class UnknownPeerError(UnknownRecordError):
 
 
 class ConflictError(StoreError):
-    """What is there already, or still in use, stands against the change."""
+    """An existing record, or one that is still in use, prevents the change."""
 
 
 def primary_code(error: sqlite3.Error) -> int:
-    """SQLite's primary result code of `error` (the extended codes carry it in their low byte); 0 if it has
-    none."""
+    """Return SQLite's primary result code of `error` (the low byte of an extended code); 0 if it has none."""
     return (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
 
 
-# The causes that a later attempt may not meet any more. Everything else needs a person.
+# Errors that a later attempt may not meet. All other errors need an operator.
 _PASSING = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
 
 
 def explain(path: Path, error: sqlite3.Error) -> StoreError:
-    """The error of ours that says what `error` means for the file at `path`."""
+    """Return the `StoreError` for a SQLite error on the file at `path`."""
     code = primary_code(error)
     if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
         return CorruptDatabaseError(
@@ -95,7 +95,7 @@ def explain(path: Path, error: sqlite3.Error) -> StoreError:
 
 
 def explain_os(path: Path, error: OSError) -> StoreError:
-    """The error of ours that says what `error` means for the file at `path`."""
+    """Return the `StoreError` for an OSError on the file at `path`."""
     if isinstance(error, FileNotFoundError):
         return MissingDatabaseError(
             f"{path} does not exist: start the service once, or restore it from a backup"

@@ -1,8 +1,9 @@
-"""How a field of a tenant, a key or a quota is declared: once, in its record of `store.policies`.
+"""How a field of a tenant, a key or a quota is declared: once, in its record in `store.policies`.
 
-A record's annotation gives the name, the type and the default, and `Field` the rest. Checks (`store.rules`),
-columns (`store.schemas`), parameters of actions (`appliance.actions`), options and tables of the command line
-and the tables of the documentation (`scripts/generated_tables.py`) are derived from it."""
+A record's annotation gives the name, the type and the default; `Field` gives the rest. Checks
+(`store.rules`), columns (`store.schemas`), parameters of actions (`appliance.actions`), options and tables of
+the command line and the tables of the documentation (`scripts/generated_tables.py`) are derived from it.
+"""
 
 from __future__ import annotations
 
@@ -21,22 +22,22 @@ Kind = Literal["number", "count", "class", "span", "time", "text", "choice", "li
 MAX_COUNT = 10**12
 MAX_TEXT_CHARS = 200
 MAX_NAMES = 256
-"""Names in one list."""
+"""Maximum number of names in one list."""
 CLASSES = 4
 """P0 real-time, P1 interactive, P2 batch, P3 background."""
 
 
 class Field(NamedTuple):
-    """What a field's annotation says beside its type. A field without it is not for operators to set."""
+    """What a field's annotation says besides its type. Operators cannot set a field without a `Field`."""
 
     help: str
-    """What the field decides, as a sentence without its full stop."""
+    """What the field controls, as a sentence without its full stop."""
     unit: Unit = ""
     low: float = 1
     high: float = MAX_COUNT
-    """The range of a number; both ends can be used."""
+    """The range of a number; both ends are allowed."""
     none: str = ""
-    """What None means, where a field can be None."""
+    """What None means, for a field that can be None."""
 
 
 class Declared(NamedTuple):
@@ -44,30 +45,31 @@ class Declared(NamedTuple):
 
     name: str
     type: Any
-    """As annotated, without the `Field`."""
+    """The annotated type, without the `Field`."""
     default: Any
-    """`msgspec.NODEFAULT` for a field that every record must give."""
+    """`msgspec.NODEFAULT` for a field that every record must set."""
     field: Field
 
     @property
     def optional(self) -> bool:
-        """Whether the field can be None."""
+        """Return whether the field can be None."""
         return is_optional(self.type)
 
     @property
     def description(self) -> str:
-        """What the field decides and what None means, in one line."""
+        """Return one line that says what the field controls and what None means."""
         return self.field.help + (f" (none: {self.field.none})" if self.optional else "")
 
     @property
     def label(self) -> str:
-        """The name for people to read: "tokens per minute", "burst"."""
+        """Return the display name: "tokens per minute", "burst"."""
         words = self.name.removesuffix("_s").removesuffix("_at").replace("_", " ")
         return words.replace("kv ", "KV ")
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The texts that the field, or each item of its list, can be; empty: any."""
+        """Return the allowed texts of the field, or of each item of its list; empty if any text is
+        allowed."""
         inner = without_none(self.type)
         if get_origin(inner) is tuple:
             inner = get_args(inner)[0]
@@ -75,7 +77,7 @@ class Declared(NamedTuple):
 
     @property
     def kind(self) -> Kind:
-        """How a value is written and read."""
+        """Return how a value is written and read."""
         inner = without_none(self.type)
         if get_origin(inner) is tuple:
             return "list"
@@ -87,7 +89,7 @@ class Declared(NamedTuple):
 
     @property
     def expected(self) -> str:
-        """What a value must be, in words."""
+        """Return a description of the allowed values."""
         low, high = self.field.low, self.field.high
         match self.kind:
             case "number" | "span":
@@ -109,7 +111,7 @@ class Declared(NamedTuple):
 
 
 def declared(record: type[msgspec.Struct]) -> Mapping[str, Declared]:
-    """Return the fields of a record that have a `Field`, by name, in their order."""
+    """Return the fields of a record that have a `Field`, by name, in the order of declaration."""
     return _declared(record)
 
 

@@ -1,5 +1,5 @@
-"""Changes of keys. Each runs inside the caller's transaction. A key's secret is generated here and not
-kept."""
+"""Changes of keys. Each runs inside the caller's transaction. The secret of a key is generated here and not
+stored."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ def new_secret() -> str:
 
 
 def without_secrets(text: str) -> str:
-    """Return the text with every key in it cut to the prefix that lists show. People type a key where its id
-    is meant."""
+    """Return the text with every secret in it shortened to the prefix that lists show. Users sometimes type a
+    secret where a key id is expected."""
     return _SECRET.sub(lambda found: found[0][:_SHOWN_PREFIX_CHARS] + "...", text)
 
 
 def new_id() -> str:
-    """Return the id of a new key, as lists, logs and commands use it."""
+    """Return a new key id, which lists, logs and commands use."""
     return "key_" + secrets.token_hex(8)
 
 
 def sha256(secret: str) -> str:
-    """Return the hash of a secret that is kept. A plain hash of 256 random bits reveals nothing."""
+    """Return the stored hash of a secret. A plain hash is safe, because the secret has 256 random bits."""
     return hashlib.sha256(secret.encode("utf-8", "backslashreplace")).hexdigest()
 
 
 def of_secret(record: KeyRecord, secret: str) -> KeyRecord:
-    """Return the record with this secret's prefix and hash."""
+    """Return the record with the prefix and the hash of this secret."""
     return msgspec.structs.replace(record, prefix=secret[:_SHOWN_PREFIX_CHARS], sha256=sha256(secret))
 
 

@@ -1,8 +1,7 @@
 """Schemas as ordered migrations, recorded in the database by sqlite-utils.
 
-`PRAGMA user_version` counts the migrations that a file has, so that opening a current file needs no
-sqlite-utils (importing it costs 116 ms); `_sqlite_migrations` is the record of when each was applied. One
-transaction writes both.
+`PRAGMA user_version` counts the applied migrations, so that opening a current file does not need sqlite-utils
+(importing it costs 116 ms). `_sqlite_migrations` records when each was applied. One transaction writes both.
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ if TYPE_CHECKING:
 
 
 class Migration(NamedTuple):
-    """One step of a schema. Released steps never change: a new need is a new step."""
+    """One step of a schema. Released steps never change; a later change is a new step."""
 
     name: str
     statements: tuple[str, ...]
 
 
 class Schema(NamedTuple):
-    """Everything that a database of one kind went through, oldest first."""
+    """All migrations of one kind of database, oldest first."""
 
     name: str
     migrations: tuple[Migration, ...]
     mode: int = 0o640
-    """Of a file that is made with this schema."""
+    """The file mode of a new database."""
 
 
 def schema_version(connection: sqlite3.Connection) -> int:
-    """How many migrations the open database has had."""
+    """Return the number of migrations that were applied to the open database."""
     return int(connection.execute("PRAGMA user_version").fetchone()[0])
 
 
@@ -50,9 +49,10 @@ def check_not_newer(connection: sqlite3.Connection, path: Path, schema: Schema) 
 
 
 def migrate(connection: sqlite3.Connection, path: Path, schema: Schema) -> list[str]:
-    """Bring the file up to `schema`, each migration in its own transaction; return the names applied now.
+    """Migrate the file to `schema`, each migration in its own transaction. Return the names of those applied
+    now.
 
-    Raises `SchemaVersionError` for a file newer than `schema`; sqlite3's errors pass through.
+    Raises `SchemaVersionError` for a file newer than `schema`; errors of sqlite3 pass through.
     """
     check_not_newer(connection, path, schema)
     if schema_version(connection) == len(schema.migrations):
@@ -71,10 +71,10 @@ def migrate(connection: sqlite3.Connection, path: Path, schema: Schema) -> list[
 
 def _step(statements: tuple[str, ...]) -> Callable[[Database], None]:
     def apply(database: Database, /) -> None:
-        # Statement by statement: executescript() would commit the surrounding transaction first.
+        # Execute one statement at a time: executescript() would commit the surrounding transaction first.
         for statement in statements:
             database.conn.execute(statement)
-        # The number of applied migrations, whatever their order was in this file.
+        # The number of applied migrations, in whatever order this file got them.
         database.conn.execute(f"PRAGMA user_version = {schema_version(database.conn) + 1}")
 
     return apply

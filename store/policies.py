@@ -1,9 +1,9 @@
-"""What operators decide about tenants, keys and Unix peers: the records of `control.db`. Plain data.
+"""The records of `control.db`: tenants, keys and Unix peers, as operators set them. Plain data.
 
-This is the one place where a field of a tenant, a key or a quota is declared (`store.fields`). A new field of
-`TenantRecord` or `KeyFields` goes to the end of its class and has a default: the next start adds its column.
+This is the only place that declares a field of a tenant, a key or a quota (`store.fields`). A new field of
+`TenantRecord` or `KeyFields` goes to the end of its class and has a default; the next start adds its column.
 
-A quota limits a tenant, or a key within its tenant. Both limits apply; None is no limit.
+A quota limits a tenant, or a key within its tenant. Both limits apply; None means no limit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ R = TypeVar("R")
 INTERACTIVE = 1
 KeyScope = Literal["inference", "admin", "read"]
 SCOPES: tuple[KeyScope, ...] = get_args(KeyScope)
-"""What a key allows: the API of models, every operator action, reading the service's state."""
+"""What a key allows: the inference API, every operator action, or reading the service's state."""
 LogPolicy = Literal["metadata", "hashes", "full"]
 """What the request log keeps of prompts and answers: nothing, the SHA-256 of each, or their redacted text."""
 
@@ -29,7 +29,7 @@ PeerKind = Literal["uid", "gid"]
 PEER_KINDS: tuple[PeerKind, ...] = get_args(PeerKind)
 
 _MIN_RATE, _MAX_RATE = 1e-6, 1e15
-"""Above the maximum, a float no longer counts single requests or tokens."""
+"""Above the maximum, a float can no longer count single requests or tokens."""
 _MAX_DAYS = 36525.0
 _LAST_CLASS = CLASSES - 1
 
@@ -80,13 +80,13 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class TenantRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Who pays. Times in unix seconds."""
+    """A tenant, to whom requests are billed. Times in unix seconds."""
 
     name: str
     created_at: float
     weight: Annotated[
         float,
-        # The smallest weight whose share can still be measured beside others.
+        # The smallest weight whose share can still be measured next to other tenants.
         Field("Share of service relative to other tenants of the same class", low=0.001, high=1000),
     ] = 1.0
     highest_class: Annotated[
@@ -116,7 +116,7 @@ class TenantRecord(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     quota: Quota = Quota()
     suspended_at: float | None = None
-    """If set, requests of the tenant are refused."""
+    """If set, the tenant's requests are refused."""
 
 
 class PeerRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,13 +130,13 @@ class PeerRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KeyFields(msgspec.Struct, frozen=True, kw_only=True):
-    """A key without anything secret. Times in unix seconds."""
+    """The fields of a key, without its secret or hash. Times in unix seconds."""
 
     id: str
     name: Annotated[str, Field("What or whom the key is for")]
     tenant: str
     prefix: str
-    """The key's first characters, for people to recognise it by."""
+    """The first characters of the key, by which people recognise it."""
     created_at: float
     expires_at: Annotated[float | None, Field("When the key expires", "unix time", none="never")] = None
     revoked_at: float | None = None
@@ -161,9 +161,9 @@ class KeyFields(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     quota: Quota = Quota()
-    """Within its tenant's."""
+    """Limits within those of the key's tenant."""
     replaced_by: str | None = None
-    """The key that a rotation put in its place."""
+    """The id of the key that replaced this one in a rotation."""
 
     def valid_at(self, now: float) -> bool:
         """Return whether the key is valid at unix time `now`."""
@@ -177,8 +177,8 @@ class KeyRecord(KeyFields, frozen=True, kw_only=True):
 
 
 class Policies:
-    """Everything that operators decided, at one moment. Immutable: a change makes a new object, so any thread
-    may read it, and comparing two with `is` tells whether anything has changed."""
+    """All tenants, keys and peers at one moment. Immutable: a change makes a new object. So any thread may
+    read it, and comparing two objects with `is` shows whether anything has changed."""
 
     def __init__(
         self,
@@ -188,12 +188,12 @@ class Policies:
     ) -> None:
         self.tenants: Mapping[str, TenantRecord] = {tenant.name: tenant for tenant in tenants}
         self.keys: Mapping[str, KeyRecord] = {key.id: key for key in keys}
-        """By id, oldest first."""
+        """Keys by id, oldest first."""
         self.peers: Mapping[tuple[str, int], PeerRecord] = {(peer.kind, peer.number): peer for peer in peers}
         self.keys_by_hash: Mapping[str, KeyRecord] = {key.sha256: key for key in self.keys.values()}
 
     def latest(self, key: KeyRecord) -> KeyRecord:
-        """Return the key that replaced this one after all its rotations. Its limits apply to both."""
+        """Return the key that replaced this one after all rotations. The limits of that key apply to both."""
         while key.replaced_by is not None and (successor := self.keys.get(key.replaced_by)) is not None:
             key = successor
         return key

@@ -1,8 +1,9 @@
-"""What is left of quotas, in `history.db`: a restart is no free refill.
+"""Stores the remaining amounts of quotas in `history.db`, so that a restart does not refill them.
 
-Levels are written every few seconds, not at each request. After a crash the request log says what was used
-since: each row tells what its request took (`quota_tokens`), and `QuotaState.used` is what the levels do not
-know of. Snapshots go through the request log's own writer, so that it is known which rows they include.
+The levels are written every few seconds, not at each request. After a crash, the request log supplies the
+usage since the last snapshot: each row has the tokens of its request (`quota_tokens`), and `QuotaState.used`
+lists the usage that the levels do not include. Snapshots go through the request log's writer, so that it is
+known which rows they include.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from store.writer import Writer
 
 
 class QuotaLevels(msgspec.Struct, frozen=True, kw_only=True):
-    """What is left of the limits of one tenant or key; None where there is no such limit.
+    """Remaining amounts of the limits of one tenant or key; None for a limit that is not set.
 
-    Requests whose row has not ended count as if they had taken nothing: their rows say what they took.
+    Requests whose rows are open count as if they had used nothing, because their rows record the usage.
     """
 
     scope: str
     """"tenant" or "key"."""
     name: str
-    """The tenant's name, or the key's id."""
+    """The name of the tenant, or the id of the key."""
     at: float
     """Unix seconds."""
     requests_per_minute: float | None = None
@@ -37,19 +38,19 @@ class QuotaLevels(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Used(msgspec.Struct, frozen=True):
-    """What a request took that the levels do not know of."""
+    """The usage of one request that the levels do not include."""
 
     tenant: str
     key_id: str
-    """Empty for a Unix peer."""
+    """Id of the key; empty for a Unix peer."""
     at: float
     """Unix seconds."""
     tokens: int
-    """Above 0: a request that took nothing is not here."""
+    """Number of tokens, above 0. Requests without usage are not listed."""
 
 
 class QuotaState(msgspec.Struct, frozen=True):
-    """What a start finds."""
+    """The state of the quotas that is read at a start."""
 
     levels: list[QuotaLevels] = []
     used: list[Used] = []
@@ -65,15 +66,15 @@ _SAVE = (
 
 
 class QuotaLog:
-    """Writes levels through `writer`, which must be the request log's."""
+    """Writes levels through `writer`, which must be the writer of the request log."""
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
 
     def save(self, levels: Iterable[QuotaLevels], gone: Iterable[tuple[str, str]] = ()) -> bool:
-        """Keep these levels, and forget those of (scope, name) in `gone`. Never blocks; False if it was
-        dropped. To be called when the rows of what the levels include have been handed over, and no others.
-        """
+        """Store these levels, and delete those of (scope, name) in `gone`. Never blocks; returns False if the
+        snapshot was dropped. Call this after the rows of all requests that the levels include have been
+        submitted, and before any further row is."""
         values = [msgspec.structs.astuple(level) for level in levels]
         return self._writer.submit(partial(_save, values, list(gone)))
 
@@ -87,13 +88,15 @@ def _save(
 
 
 def read_quotas(path: Path) -> QuotaState:
-    """What is left of every quota, by the file at `path`, before the first request. Raises a `StoreError`."""
+    """Return the state of every quota in the file at `path`, before the first request. Raises a
+    `StoreError`."""
     with reading(path, HISTORY) as connection:
         levels = [
             QuotaLevels(**dict(zip(_COLUMNS, row, strict=True)))
             for row in connection.execute(f"SELECT {', '.join(_COLUMNS)} FROM quota_levels")
         ]
-        # A snapshot has all that changed since the one before: what the newest does not have is as it was.
+        # A snapshot holds only the levels that changed since the previous one, so levels that are missing
+        # from the newest snapshot are still current.
         (sequence,) = connection.execute("SELECT max(sequence) FROM quota_levels").fetchone()
         if sequence is None:
             return QuotaState()

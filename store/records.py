@@ -25,7 +25,7 @@ _TABLES: dict[type[Record], tuple[str, tuple[str, ...]]] = {
 
 
 def insert(connection: sqlite3.Connection, record: Record) -> None:
-    """Insert a record. Raises sqlite3.IntegrityError if its primary key exists."""
+    """Insert a record. Raises sqlite3.IntegrityError if the primary key exists."""
     values = _values(record)
     table, _ = _TABLES[type(record)]
     marks = ", ".join("?" * len(values))

@@ -1,6 +1,6 @@
-"""The request log in `history.db`: one row a request, opened when it is admitted and ended exactly once.
+"""The request log in `history.db`: one row per request, opened at admission and ended exactly once.
 
-`RequestLog` writes, through the writer thread, and never blocks. `RequestReader` reads in any process.
+`RequestLog` writes through the writer thread and never blocks. `RequestReader` reads in any process.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from store.writer import Writer
 
 log = logging.getLogger(__name__)
 
-# A client chooses some of the texts (model, error). More than this tells nobody more, and memory holds the
-# spool.
+# Clients choose some of the texts (model, error). The limit keeps the spool in memory small; longer texts are
+# of no further use.
 _TEXT_LIMIT_CHARS = 2000
 
 
 class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_class": "class"}):
-    """What is kept of one request. Times in unix seconds; no prompt and no answer.
+    """The stored record of one request. Times in unix seconds. Contains no prompt and no answer.
 
-    A row is open while `finished_at` is None; the fields of the end are known then. Fields are columns of the
-    table (`request_class` is the column `class`).
+    A row is open while `finished_at` is None; the fields about the end are set when it ends. Fields are
+    columns of the table (`request_class` is the column `class`).
     """
 
     request_id: str
@@ -40,7 +40,7 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_cla
     tenant: str | None = None
     key_id: str | None = None
     peer: str | None = None
-    """`uid 1000` on the Unix socket, else the address."""
+    """`uid 1000` on the Unix socket, otherwise the address."""
     endpoint: str
     model: str | None = None
     version: str | None = None
@@ -67,25 +67,26 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_cla
     preemptions: int = 0
     resubmissions: int = 0
     quota_tokens: int = 0
-    """Held by token quotas: reserved while it is open, taken when it has ended. 0: it never ran, and was no
-    request to a quota either."""
+    """Tokens that count against quotas: the reserved tokens while the row is open, the used tokens after its
+    end. 0 for a request that never ran, which does not count against request quotas either."""
     retry: str | None = None
-    """With an `Idempotency-Key` that was known: "joined" (it was answered from a run under way), "repeated"
-    (from its kept answer) or "anew" (it ran: the answer of the run before was lost). None: no retry."""
+    """Set for a retry with a known `Idempotency-Key`: "joined" (answered from a run under way), "repeated"
+    (from the kept answer of a finished run) or "anew" (run again, because the answer of the first run was
+    lost). None: not a retry."""
     retry_of: str | None = None
-    """The request whose run that was."""
+    """The id of the request whose run that was."""
     user: str | None = None
-    """The field `user` of the request's body: the client's own name for its end user."""
+    """The field `user` of the request's body, by which the client identifies its end user."""
 
 
 class LoggedRequest(RequestRow, frozen=True, kw_only=True):
     """A row as read back."""
 
     sequence: int
-    """Order of the row's last change; `RequestReader.changes` goes by it."""
+    """Position of the row's last change in the order of all changes. `RequestReader.changes` uses it."""
     state: Literal["open", "ended"]
     double_ends: int
-    """How often the request was ended again after its end; 0 in a correct service."""
+    """Number of further ends after the first; 0 unless the service has a defect."""
 
 
 _COLUMNS = RequestRow.__struct_encode_fields__
@@ -95,7 +96,7 @@ _INSERT = (
     f"ON CONFLICT (request_id) "
 )
 _OPEN = _INSERT + "DO NOTHING"
-# The first end stands: a row that has one is left alone, and the changed-row count of 0 tells.
+# The first end stands: a row that has ended is not changed, and the count of changed rows is 0.
 _END = (
     _INSERT
     + "DO UPDATE SET "
@@ -109,13 +110,13 @@ class RequestLog:
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
-        self._last_sequence: int | None = None  # the writer thread's alone
+        self._last_sequence: int | None = None  # used by the writer thread only
 
     def open(self, row: RequestRow) -> bool:
-        """Log an admitted request. Never blocks; False if the row was dropped (counted in the writer's
-        state).
+        """Log an admitted request. Never blocks; returns False if the row was dropped (counted in the
+        writer's state).
 
-        Raises `ValueError` for a row that has its end already.
+        Raises `ValueError` for a row that has ended.
         """
         if row.finished_at is not None:
             raise ValueError(
@@ -124,9 +125,9 @@ class RequestLog:
         return self._writer.submit(partial(self._write_open, row))
 
     def end(self, row: RequestRow) -> bool:
-        """Log the end of a request: `row` replaces the open one, or is inserted where there is none. Never
-        blocks; False if the row was dropped. Of two ends the first stands, and the row counts the other in
-        `double_ends`.
+        """Log the end of a request: `row` replaces the open row, or is inserted if there is none. Never
+        blocks; returns False if the row was dropped. If a request ends twice, the first end stands, and
+        `double_ends` of the row counts the second.
 
         Raises `ValueError` for a row without `finished_at`.
         """
@@ -137,19 +138,19 @@ class RequestLog:
         return self._writer.submit(partial(self._write_end, row))
 
     def seal_open_rows(self, reason: str) -> Future[int]:
-        """End every row that is open now, with status 500 and finish reason `interrupted`: for the start
-        after a crash, before the first `open`. The future has their number; they are sealed in order with
-        what is submitted later even if the disk refuses at first, so nobody need wait for it.
-        """
+        """End every row that is open now, with status 500 and finish reason `interrupted`. Called by the
+        start after a crash, before the first `open`. The future has the number of rows. They end before any
+        row that is submitted later, even if the disk refuses writes at first, so no caller needs to wait for
+        the future."""
         return self._writer.submit_for_result(partial(self._write_seals, reason, time.time()))
 
     def _write_open(self, row: RequestRow, connection: sqlite3.Connection) -> None:
         if self._execute(connection, _OPEN, row) == 0:
-            log.error("request %s was opened twice: the first row stands", row.request_id)
+            log.error("request %s was opened twice: keeping the first row", row.request_id)
 
     def _write_end(self, row: RequestRow, connection: sqlite3.Connection) -> None:
         if self._execute(connection, _END, row) == 0:
-            log.error("request %s was ended twice: the first end stands", row.request_id)
+            log.error("request %s was ended twice: keeping the first end", row.request_id)
             connection.execute(
                 "UPDATE requests SET double_ends = double_ends + 1 WHERE request_id = ?",
                 (_storable(row.request_id),),
@@ -175,11 +176,11 @@ class RequestLog:
         try:
             return connection.execute(sql, values).rowcount
         except UnicodeEncodeError:
-            # A lone surrogate from a client's JSON must not cost the row.
+            # A lone surrogate in a client's JSON must not prevent the row from being stored.
             return connection.execute(sql, [_storable(value) for value in values]).rowcount
 
     def _next_sequence(self, connection: sqlite3.Connection) -> int:
-        # Numbers of a transaction that was rolled back are not used again; gaps mean nothing.
+        # The numbers of a transaction that was rolled back are not used again, so gaps have no meaning.
         if self._last_sequence is None:
             found = connection.execute("SELECT max(sequence) FROM requests").fetchone()[0]
             self._last_sequence = 0 if found is None else int(found)
@@ -188,11 +189,11 @@ class RequestLog:
 
 
 class RequestFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """Which requests to find; None asks nothing of a field. Times in unix seconds, of `created_at`."""
+    """Conditions on requests; None matches any value. Times in unix seconds, compared with `created_at`."""
 
     since: float | None = None
     until: float | None = None
-    """The first moment that is too late."""
+    """Exclusive upper bound."""
     request_id: str | None = None
     tenant: str | None = None
     key_id: str | None = None
@@ -203,7 +204,7 @@ class RequestFilter(msgspec.Struct, frozen=True, kw_only=True):
     status: int | None = None
     finish_reason: str | None = None
     failed: bool | None = None
-    """True: those with a status of 400 or more, or an error; False: the other ended ones."""
+    """True: requests with a status of 400 or more, or with an error. False: all other ended requests."""
 
 
 _FAILED = "(status >= 400 OR error IS NOT NULL)"
@@ -224,23 +225,22 @@ _CONDITIONS = {
 
 
 class RequestReader:
-    """Reads the request log at `path`, from any process and without write rights, while the service runs or
-    not.
+    """Reads the request log at `path` from any process, without write rights, whether or not the service
+    runs.
 
-    Each call opens and closes its own connection, so that a reader never keeps the file in WAL mode over a
-    stop of the service. Calls block for milliseconds, and raise a `StoreError`. All lists have the oldest row
-    first.
+    Each call opens and closes a connection, so that a reader does not keep the file in WAL mode when the
+    service stops. Calls block for milliseconds and raise a `StoreError`. All lists have the oldest row first.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def tail(self, limit: int) -> list[LoggedRequest]:
-        """The `limit` rows that changed last."""
+        """Return the `limit` rows that changed last."""
         return self._read("ORDER BY sequence DESC LIMIT ?", (_checked(limit),))[::-1]
 
     def query(self, wanted: RequestFilter, limit: int) -> list[LoggedRequest]:
-        """The `limit` youngest requests that match every field of `wanted`, by `created_at`."""
+        """Return the newest `limit` requests, by `created_at`, that match every condition of `wanted`."""
         conditions, values = ["true"], []
         for field, value in msgspec.structs.asdict(wanted).items():
             if value is not None:
@@ -250,15 +250,16 @@ class RequestReader:
         return self._read(where, (*values, _checked(limit)))[::-1]
 
     def changes(self, after: int, limit: int = 1000) -> list[LoggedRequest]:
-        """The first `limit` rows that were opened or ended after the change with sequence `after`, in that
-        order.
+        """Return the first `limit` rows that were opened or ended after the change with sequence `after`, in
+        the order of their changes.
 
-        A row appears with its latest state: one that was opened and ended since appears once, ended.
+        Each row is in its latest state: a row that was opened and ended since then appears once, ended.
         """
         return self._read("WHERE sequence > ? ORDER BY sequence LIMIT ?", (after, _checked(limit)))
 
     def follow(self, after: int | None = None, poll_s: float = 0.25) -> Iterator[LoggedRequest]:
-        """`changes` for ever: yields rows as they are committed, sleeping in between. None: from now on."""
+        """Yield the rows of `changes` forever, as they are committed; sleep in between. `after` None: from
+        now on."""
         last = self.last_sequence() if after is None else after
         while True:
             for row in self.changes(last):
@@ -267,12 +268,12 @@ class RequestReader:
             time.sleep(poll_s)
 
     def last_sequence(self) -> int:
-        """The sequence of the latest change; 0 in an empty log."""
+        """Return the sequence of the latest change; 0 for an empty log."""
         return int(self._fetch("SELECT ifnull(max(sequence), 0) FROM requests", ())[0][0])
 
     def double_ends(self) -> int:
-        """How many ends came after a request's end, over all rows. Anything but 0 is a fault of the
-        service."""
+        """Return the number of further ends after a request's first, over all rows. Above 0, the service has
+        a defect."""
         return int(
             self._fetch("SELECT ifnull(sum(double_ends), 0) FROM requests WHERE double_ends > 0", ())[0][0]
         )
@@ -294,7 +295,7 @@ def _logged(values: tuple[Any, ...]) -> LoggedRequest:
 
 
 def _storable(value: Any) -> Any:
-    """`value` with code points that UTF-8 cannot carry written as escapes."""
+    """Return `value` with code points that UTF-8 cannot encode written as escapes."""
     return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 
 

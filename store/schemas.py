@@ -1,7 +1,8 @@
 """The tables, indexes and views of the databases. `docs/store.md` explains each column.
 
-A released migration never changes: append a new one. The columns of new fields of tenants and keys need none,
-because they are derived from the fields (`_added_fields`)."""
+A released migration never changes; append a new one. New fields of tenants and keys need no written
+migration, because their columns are derived from the fields (`_added_fields`).
+"""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ from store.migrations import Migration, Schema
 from store.policies import KeyFields, TenantRecord
 from store.records import column_type, column_value
 
-# Times are unix seconds; a request is open while finished_at is null.
-# sequence is the order of the last change: readers that follow the log ask for what is above the last they
-# saw.
+# Times are unix seconds. A request is open while finished_at is null. sequence is the position of the row's
+# last change in the order of all changes: readers that follow the log ask for rows above the last sequence
+# that they saw.
 _REQUESTS = (
     """
 CREATE TABLE requests (
@@ -57,7 +58,8 @@ CREATE TABLE requests (
     "CREATE INDEX requests_created_at ON requests (created_at)",
     "CREATE INDEX requests_tenant ON requests (tenant, created_at)",
     "CREATE INDEX requests_model ON requests (model, created_at)",
-    # Small or empty at all times: what a start after a crash seals, and what should never be.
+    # Partial indexes that are small or empty at all times: the open rows that a start after a crash ends, and
+    # the rows with double ends, which indicate a defect.
     "CREATE INDEX requests_open ON requests (request_id) WHERE finished_at IS NULL",
     "CREATE INDEX requests_double_ends ON requests (request_id) WHERE double_ends > 0",
     """
@@ -106,7 +108,7 @@ WHERE finished_at IS NOT NULL AND (status >= 400 OR error IS NOT NULL)
 """,
 )
 
-# The key itself is nowhere: only its SHA-256, and its first characters for people to recognise it by.
+# The key itself is not stored: only its SHA-256, and its first characters by which people recognise it.
 _KEYS = (
     """
 CREATE TABLE keys (
@@ -159,7 +161,7 @@ FROM keys
 """
 
 # "local" is the tenant of local users without a mapping, "default" the tenant of keys that were created
-# without naming one. Keys from before there were tenants keep their tenant's name.
+# without a tenant. Keys that are older than the table of tenants keep the name of their tenant.
 _TENANTS = (
     """
 CREATE TABLE tenants (
@@ -200,7 +202,8 @@ FROM (SELECT 'local' AS name UNION SELECT 'default' UNION SELECT tenant FROM key
     _KEY_LIST.format(added=""),
 )
 
-# AUTOINCREMENT keeps the highest seq ever given in sqlite_sequence: rows cut off the end leave a trace there.
+# AUTOINCREMENT keeps the highest seq ever given in sqlite_sequence, so the removal of the last rows can be
+# detected.
 _AUDIT = (
     """
 CREATE TABLE audit (
@@ -224,7 +227,7 @@ BEGIN SELECT RAISE(ABORT, 'audit rows are never deleted'); END
 """,
 )
 
-# sequence: of the latest change to the request log that the levels include.
+# sequence: the latest change of the request log that the levels include.
 _QUOTA_LEVELS = (
     "ALTER TABLE requests ADD COLUMN quota_tokens INTEGER NOT NULL DEFAULT 0",
     """
@@ -248,7 +251,7 @@ _RETRIES = (
 
 _USER = ("ALTER TABLE requests ADD COLUMN user TEXT",)
 
-# Null in rows from before: what is null is not hashed, so those rows keep their hashes.
+# Null in rows of earlier versions. Null columns are not hashed, so those rows keep their hashes.
 _AUDIT_ACTS = (
     "ALTER TABLE audit ADD COLUMN host TEXT",
     "ALTER TABLE audit ADD COLUMN act TEXT",
@@ -279,7 +282,7 @@ WHERE first.phase IS NOT 'result'
 """,
 )
 
-# What tenants' policies keep of prompts and answers, in a file that only the service's user reads.
+# Prompts and answers that tenants' log policies keep, in a file that only the service's user can read.
 _CONTENTS = (
     """
 CREATE TABLE contents (
@@ -314,8 +317,9 @@ HISTORY = Schema(
 def _added_fields(
     table: str, record: type[msgspec.Struct], after: str, view: str, view_sql: str
 ) -> Iterator[Migration]:
-    """Yield a migration for each field that `record` declares behind the field `after`, the last one whose
-    column a written migration creates. It adds the field's column to `table` and to the table's view."""
+    """Yield a migration for each field that `record` declares after the field `after`, which is the last one
+    whose column a written migration creates. The migration adds the column to `table` and to the table's
+    view."""
     names = record.__struct_fields__
     hints, fields, added = get_type_hints(record), declared(record), ""
     for name in names[names.index(after) + 1 :]:

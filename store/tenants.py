@@ -17,7 +17,7 @@ from store.rules import check_peer, check_tenant, check_tenant_name
 LOCAL = "local"
 """The tenant of local users without a mapping."""
 DEFAULT = "default"
-"""The tenant of keys that were created without naming one."""
+"""The tenant of keys that were created without a tenant."""
 BUILT_IN = (LOCAL, DEFAULT)
 
 
@@ -41,8 +41,8 @@ def alter(connection: sqlite3.Connection, name: str, changes: Mapping[str, objec
 
 
 def suspend(connection: sqlite3.Connection, name: str, now: float | None) -> Change:
-    """Refuse a tenant's requests from unix time `now` on, or (None) accept them again. Nothing changes if it
-    is in that state already. Raises UnknownTenantError."""
+    """Refuse a tenant's requests from unix time `now` on, or accept them again (None). Does nothing if the
+    tenant is in that state already. Raises UnknownTenantError."""
     before = find(connection, name)
     if (before.suspended_at is None) == (now is None):
         return Change(before, before)
@@ -52,7 +52,7 @@ def suspend(connection: sqlite3.Connection, name: str, now: float | None) -> Cha
 
 
 def delete(connection: sqlite3.Connection, name: str, now: float) -> Change:
-    """Delete a tenant that has no valid key at unix time `now` and no peer. Raises UnknownTenantError,
+    """Delete a tenant. It must have no valid key at unix time `now`, and no peer. Raises UnknownTenantError,
     ConflictError."""
     tenant = find(connection, name)
     if name in BUILT_IN:
@@ -70,7 +70,7 @@ def delete(connection: sqlite3.Connection, name: str, now: float) -> Change:
 
 
 def map_peer(connection: sqlite3.Connection, peer: PeerRecord) -> Change:
-    """Map a user or group to a tenant, in place of its former mapping. Raises ValueError,
+    """Map a user or group to a tenant, replacing any earlier mapping. Raises ValueError,
     UnknownTenantError."""
     check_peer(peer)
     find(connection, peer.tenant)
@@ -92,7 +92,7 @@ def unmap_peer(connection: sqlite3.Connection, kind: str, number: int) -> Change
 
 
 def find(connection: sqlite3.Connection, name: str) -> TenantRecord:
-    """Return the tenant of this name. Raises UnknownTenantError."""
+    """Return the tenant with this name. Raises UnknownTenantError."""
     tenant = records.find(connection, TenantRecord, name)
     if tenant is None:
         raise UnknownTenantError(f"there is no tenant {name!r}: list the tenants, or create it first")
@@ -100,8 +100,8 @@ def find(connection: sqlite3.Connection, name: str) -> TenantRecord:
 
 
 def replaced(before: records.R, changes: Mapping[str, object]) -> records.R:
-    """Return the record with these declared fields set; `changes["quota"]` names the fields of the quota to
-    set. Raises ValueError for a field that cannot be set."""
+    """Return the record with these declared fields changed; `changes["quota"]` names the fields of the quota
+    to change. Raises ValueError for a field that cannot be set."""
     settable = {*declared(type(before)), "quota"}
     if unknown := changes.keys() - settable:
         raise ValueError(f"{sorted(unknown)[0]} cannot be set: the fields are {', '.join(sorted(settable))}")

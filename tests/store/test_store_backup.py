@@ -165,7 +165,9 @@ def test_what_goes_away_meanwhile_is_named_without_the_remedy_of_a_lost_database
         (running / "audit.heads").unlink()
 
     monkeypatch.setattr(backup, "read_audit_head", lambda path: gone() or read_audit_head(path))
-    with pytest.raises(StoreError, match=r"audit\.heads went away while .* begin again") as caught:
+    with pytest.raises(
+        StoreError, match=r"audit\.heads disappeared during the backup: start the backup again"
+    ) as caught:
         take(running, target)
     assert "restore" not in str(caught.value) and not [*target.parent.iterdir()]
 
