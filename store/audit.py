@@ -21,11 +21,12 @@ from typing import NamedTuple
 from store.keys import without_secrets
 
 GENESIS_HASH = "0" * 64
-"""The previous hash of the first row."""
+"""The previous hash of the oldest row."""
 INTENT, RESULT = "intent", "result"
 
 KEY_ACTION = "audit.key"
-"""Action of the row that names the key which signs heads from then on, after the key has changed."""
+"""The action of a row that records a change of the signing key. From that row on, the named key signs
+heads."""
 
 _HASHES = frozenset({"previous_hash", "hash"})
 
@@ -212,8 +213,8 @@ def unfinished(connection: sqlite3.Connection, among: int) -> list[AuditRow]:
 
 
 def key_named(chain: Iterable[AuditRow], key: str) -> int:
-    """Return the newest row that names the key of this id as the signing key; 0 if there is none, because it
-    signed from the start."""
+    """Return the seq of the newest row that names the key with this id as the signing key; 0 if there is
+    none, because the key signed from the start."""
     named = canonical_json({"key": key})
     return max((row.seq for row in chain if row.action == KEY_ACTION and row.params == named), default=0)
 
@@ -240,10 +241,10 @@ def all_rows(connection: sqlite3.Connection) -> Iterator[AuditRow]:
 
 
 def verify(connection: sqlite3.Connection, recorded: Iterable[Head] = ()) -> Verdict:
-    """Check the whole chain, and that it holds every head in `recorded` (kept outside the database).
+    """Check the whole chain, and that it contains every head in `recorded` (kept outside the database).
 
-    Returns the first fault by seq. Without recorded heads, rows cut off the end show only while
-    `sqlite_sequence` still tells, and a chain rewritten as a whole does not show at all.
+    Returns the first fault by seq. Without recorded heads, the removal of the last rows is detected only
+    while `sqlite_sequence` still has their number, and a chain that was rewritten as a whole is not detected.
     """
     return check(all_rows(connection), recorded, highest_seq_given(connection))
 
@@ -255,7 +256,7 @@ def check(chain: Iterable[AuditRow], recorded: Iterable[Head] = (), highest_seq:
         if known.seq > 0:
             expected.setdefault(known.seq, set()).add(known.hash)
     last = Head(0, GENESIS_HASH)
-    vouched = 0  # the newest row that a recorded head vouches for
+    vouched = 0  # the newest row that a recorded head confirms
     try:
         for row in chain:
             hashes = expected.pop(row.seq, None)

@@ -204,7 +204,7 @@ def examine_folder(folder: Path, recorded: Iterable[Recorded] = ()) -> Findings:
         key = read_key(folder / KEY_FILE)
     except StoreError as error:
         unchecked = f"signatures of heads were not checked: {error}"
-        # An auditor cannot read the key, but it must exist.
+        # An auditor cannot read the key, but its file must exist.
         kept_from_us = (folder / KEY_FILE).exists() and not os.access(
             folder / KEY_FILE, os.R_OK, effective_ids=True
         )
@@ -235,8 +235,8 @@ def _recorded_by_now(folder: Path, seq: int) -> int:
 
 
 def examine(path: Path, recorded: Iterable[Recorded] = (), key: SigningKey | None = None) -> Findings:
-    """Hold the chain in the database, or in the export, at `path` against recorded heads, whose signatures
-    are checked where there is a `key`: a head without it says nothing about the chain. Raises a
+    """Check the chain in the database, or in the export, at `path` against recorded heads. With a `key`,
+    their signatures are checked too: a head with a wrong signature proves nothing about the chain. Raises a
     `StoreError`."""
     known = list(recorded)
     exported = exports.is_export(path)
@@ -267,7 +267,7 @@ def examine(path: Path, recorded: Iterable[Recorded] = (), key: SigningKey | Non
     if verdict.problem is not None:
         problems.insert(0, f"row {verdict.broken_seq}: {verdict.problem}")
     elif replaced:
-        # Their signatures can no longer be checked, but their hashes must match.
+        # The signatures of these heads can no longer be checked, but their hashes must match.
         older = held_against(replaced)
         if older.problem is not None:
             problems.insert(
@@ -294,8 +294,8 @@ def examine(path: Path, recorded: Iterable[Recorded] = (), key: SigningKey | Non
 def _by_signature(
     known: list[Recorded], key: SigningKey | None, since: int
 ) -> tuple[list[Recorded], list[Recorded], list[Recorded]]:
-    """Return three lists: heads that this key signed or that need no signature; heads of earlier keys, from
-    before row `since`, which records that this key replaced them; and heads with a wrong signature."""
+    """Return three lists: heads that this key signed or that need no signature; heads of earlier keys, for
+    rows before `since`, the row that records the replacement of the key; and heads with a wrong signature."""
     signed, replaced, forged = [], [], []
     for one in known:
         if key is None or one.signed is None or key.signed_head(one.signed):

@@ -142,7 +142,7 @@ def heads_in(lines: Iterable[str]) -> Iterator[SignedHead]:
 
 
 def said_of(folder: Path, lines: Iterable[str]) -> Iterator[str]:
-    """Yield the lines of a log whose heads belong to the service with this state directory."""
+    """Yield the lines of a log that have heads of the service with this state directory."""
     ending = _of(folder)
     return (line for line in lines if line.rstrip("\n").endswith(ending))
 
@@ -171,22 +171,22 @@ class HeadKeeper:
         return self._key.id
 
     def start(self) -> None:
-        """Create the file. If it is missing beside a chain, it has been removed."""
+        """Create the file. If it is missing beside a chain that has rows, the file has been removed."""
         try:
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o640))
         except OSError as error:
-            self.last_error = f"{self.path} cannot be made ({error.strerror})"
+            self.last_error = f"{self.path} cannot be created ({error.strerror})"
 
     def replaced_another(self, named: int, newest: int) -> bool:
-        """Whether the chain, which goes to row `newest`, must say that this key signs heads from now on: it
-        was made just now, or the file has heads of another for rows after `named`, the latest that says so.
-        """
+        """Return whether the chain, whose newest row is `newest`, must record that this key signs heads from
+        now on: the key was created just now, or the file has heads of another key for rows after `named`, the
+        latest row that names this key."""
         return self._key.fresh or any(
             named < head.seq <= newest and not self._key.signed_head(head) for head in self._filed()
         )
 
     def beyond(self, newest: int) -> SignedHead | None:
-        """Return the latest head after row `newest` that this key signed: the chain once had this row. None
+        """Return the newest signed head beyond row `newest`, which shows that the chain has lost rows; None
         if there is none."""
         ours = (head for head in self._filed() if head.seq > newest and self._key.signed_head(head))
         return max(ours, key=lambda head: head.seq, default=None)
@@ -218,12 +218,12 @@ class HeadKeeper:
             self.last_error = None
         except OSError as error:
             self.last_error = f"{self.path} did not take the head of row {head.seq} ({error.strerror})"
-            log.error("%s: it stands in this log only", self.last_error)
+            log.error("%s: the head is in this log only", self.last_error)
 
 
 def append_line(path: Path, line: str, mode: int = 0o640) -> None:
-    """Append a line to a file and sync it to the disk. Raises OSError, and leaves no half line in that
-    case."""
+    """Append a line to a file and sync it to the disk. Raises OSError; in that case no partial line
+    remains."""
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, mode), "rb+", 0) as file:
         end = file.seek(0, os.SEEK_END)
         try:

@@ -69,7 +69,7 @@ def read_spool(path: Path, key: SigningKey | None = None) -> SpoolContent:
     end, mac = 0, _FIRST_MAC
     for number, line in enumerate(lines, start=1):
         if not line.endswith(b"\n"):
-            break  # The service or the machine died while this line was written.
+            break  # The service or the machine stopped while this line was written.
         entry, content, own_mac = _parse(line)
         if entry is None:
             entry = _damaged(path, number)
@@ -186,7 +186,7 @@ class Spool:
                 written += os.pwrite(descriptor, line[written:], self._end + written)
             os.fdatasync(descriptor)
         except OSError:
-            # The next attempt must not follow half a line.
+            # The next attempt must not follow a partial line.
             with contextlib.suppress(OSError):
                 os.pwrite(descriptor, bytes(len(line)), self._end)
             raise

@@ -79,9 +79,9 @@ class AuditTrail:
     def intend(
         self, actor: Actor | str, action: str, params: Mapping[str, object]
     ) -> tuple[Actor, Future[None]]:
-        """Record what is about to be done: the actor in this one `act`, and a future, which never fails, for
-        when it is recorded (in the chain; or in the spool, where it lasts; or in memory and the log, where
-        nothing else takes it).
+        """Record the intent of an action. Return the actor with the id of this action (`act`), and a future
+        that resolves when the intent is recorded. The future never fails: the entry goes into the chain; if
+        the database refuses it, into the spool; if the spool refuses it, into memory and the log.
 
         Raises what `canonical_json` raises for `params`.
         """
@@ -97,8 +97,8 @@ class AuditTrail:
         before: object = None,
         after: object = None,
     ) -> Future[None]:
-        """Record the outcome of an action, as `intend` does; nothing happens if the change recorded it
-        already.
+        """Record the outcome of an action, as `intend` does. Does nothing if the transaction of the change
+        has recorded it already.
 
         Raises what `canonical_json` raises for values.
         """
@@ -141,7 +141,8 @@ class AuditTrail:
 
     def committed(self, appended: Appended) -> None:
         """Handle the commit of a transaction: record heads and remove the spooled entries."""
-        # Record heads first: unrecorded rows and an empty spool would look as if heads had been removed.
+        # Record heads before entries leave the spool: unrecorded rows with an empty spool would look as if
+        # heads had been removed.
         self._heads.saw(appended.head)
         if appended.from_spool:
             self._spool.drop(appended.from_spool)
