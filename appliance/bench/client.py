@@ -1,8 +1,8 @@
-"""An HTTP client for streamed completions, on httptools.
+"""An HTTP client for streamed completions, based on httptools.
 
-Nothing is scheduled per chunk: the protocol callback records the arrival time, and the task that sent the
-request continues only at the end of the response. A general HTTP client costs more CPU per token than fast
-servers do.
+No task is woken for each chunk: the protocol callback records the arrival time, and the task that sent the
+request continues only at the end of the response. A general HTTP client uses more CPU time per token than
+fast servers do.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 
 class Exchange:
-    """A request and what its response brought. `done` resolves at the end of the response or at a failure."""
+    """A request and the content of its response. `done` resolves at the end of the response or at a
+    failure."""
 
     def __init__(self, *, streamed: bool) -> None:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -62,18 +63,18 @@ class Exchange:
         self._rest = b""
 
     def fail(self, kind: str, message: str) -> None:
-        """End with a failure."""
+        """End the exchange with a failure."""
         if not self.done.done():
             self.failure, self.message = kind, message
             self.done.set_result(None)
 
     def retry(self) -> None:
-        """Forget a failure, so that the request can be sent again."""
+        """Clear a failure, so that the request can be sent again."""
         self.failure = self.message = ""
         self.done = asyncio.get_running_loop().create_future()
 
     def on_body(self, status: int, data: bytes) -> None:
-        """Take a part of the response's body."""
+        """Handle a part of the response's body."""
         if not self._streamed or status != 200:
             self.body += data
             if len(self.body) > _MAX_BODY_BYTES:
@@ -82,12 +83,12 @@ class Exchange:
         now = time.monotonic()
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
-            # A completion's event is one line of JSON after "data:".
+            # The event of a completion is one line of JSON after "data:".
             if line.startswith(b"data:"):
                 self._on_event(line[5:].strip(), now)
 
     def on_end(self, status: int) -> None:
-        """Take the end of the response."""
+        """Handle the end of the response."""
         self.status = status
         if not self._streamed:
             if not self.done.done():
@@ -119,7 +120,7 @@ class Exchange:
             if choice.finish_reason is not None:
                 self.ended_at = now
                 if not choice.text:
-                    continue  # the last chunk carries no token
+                    continue  # the last chunk has no token
             # An empty text without a finish_reason is a token whose characters are incomplete.
             self.chunks += 1
             if self.first_at is None:
@@ -138,7 +139,7 @@ class Connection(asyncio.Protocol):
     def __init__(self) -> None:
         self.is_open = False
         self.has_response = False
-        """Whether any byte of the response to the last request arrived."""
+        """Whether a byte of the response to the last request has arrived."""
         self._exchange: Exchange | None = None
         self._has_length = self._ends_at_close = False
 
@@ -155,7 +156,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._exchange is None:
-            self.close()  # the server sent something without a request
+            self.close()  # the server sent data without a request
             return
         self.has_response = True
         try:
@@ -204,7 +205,7 @@ class Connection(asyncio.Protocol):
 
 
 class Client:
-    """Sends requests to one target over connections that are used again."""
+    """Sends requests to one target and reuses connections."""
 
     def __init__(self, target: Target, timeout_s: float) -> None:
         self.target = target
@@ -249,7 +250,7 @@ class Client:
             finally:
                 timer.cancel()
                 if exchange.failure or exchange.done.cancelled():
-                    connection.close()  # tells the server that nobody reads the rest
+                    connection.close()  # closing tells the server that the client has left
             if not exchange.failure and connection.is_open:
                 self._free.append(connection)
             elif exchange.failure == "closed" and is_reused and not connection.has_response:
@@ -287,7 +288,7 @@ class Client:
 
 
 def _check_peer(connection: Connection, uids: frozenset[int]) -> None:
-    """Raise PermissionError, before anything is sent, if another user's process is behind the socket."""
+    """Raise PermissionError, before any data is sent, if another user's process owns the socket."""
     if not uids:
         return
     try:

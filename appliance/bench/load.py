@@ -1,5 +1,5 @@
-"""What a client process is asked to send, and what it reports. All times are seconds of `time.monotonic`,
-which is the same clock in all processes of a machine."""
+"""The requests that a client process sends, and the records that it reports. All times are seconds of
+`time.monotonic`, which is the same clock in all processes of a machine."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Target(msgspec.Struct, frozen=True):
     tls_name: str = ""
     """The name that the server's certificate must have; empty: no TLS."""
     socket: str = ""
-    """A Unix socket; empty: `host` and `port`."""
+    """Path of a Unix socket; if empty, `host` and `port` are used."""
     trusted_uids: frozenset[int] = frozenset()
-    """If not empty, the users as whom the process behind the socket may run (`appliance.ownership`)."""
+    """If not empty: the users that may own the process behind the socket (`appliance.ownership`)."""
     authority: str = "bench"
     """Value of the Host header."""
     prefix: str = "/v1"
@@ -76,12 +76,12 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         return min(self.concurrency, self.requests) or self.requests
 
     def numbers(self, worker: int, workers: int) -> list[int]:
-        """Return the requests that a worker sends: those of every `workers`-th stream."""
+        """Return the numbers of the requests that a worker sends: those of every `workers`-th stream."""
         return [number for number in range(self.requests) if number % self.streams % workers == worker]
 
     def body(self, number: int) -> bytes:
-        """Return a completion request as bytes. The seed and the number decide the prompt; different
-        numbers share no prefix that is long enough for a prefix cache."""
+        """Return a completion request as bytes. The seed and the number determine the prompt. The prompts of
+        different numbers share no prefix that is long enough for a prefix cache."""
         draw = random.Random(f"{self.seed}/{number}")
         body: dict[str, object] = {
             "model": self.model,
@@ -99,22 +99,23 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Record(msgspec.Struct):
-    """A request that ended."""
+    """The measurements of a request that ended."""
 
     began_at: float
-    """When it was sent; in open loop when it was due, even if it was sent later."""
+    """When the request was sent. In open loop, when it was due, even if it was sent later."""
     late_s: float
-    """How long after it was due it was sent."""
+    """The delay between the time when the request was due and the time when it was sent."""
     ended_at: float
     first_at: float | None = None
     """When the first chunk with a token arrived."""
     gaps_s: list[float] = []
-    """Times between two chunks."""
+    """Times between consecutive chunks."""
     tokens: int | None = None
-    """Output tokens as the server counted them; None if it sent no usage."""
+    """Output tokens as counted by the server; None if it sent no usage."""
     prompt_tokens: int | None = None
     failure: str = ""
-    """connect, closed, timeout, protocol, error event, stopped, http 503, …; empty for success."""
+    """Kind of failure: connect, closed, timeout, protocol, error event, stopped, http 503, …; empty for
+    success."""
     message: str = ""
 
     @property
@@ -129,7 +130,7 @@ class Record(msgspec.Struct):
 
 
 class LoadProgress(msgspec.Struct):
-    """A client process reports several times a second, and once at the end."""
+    """A report of a client process, sent several times a second and once at the end."""
 
     records: list[Record]
     """Requests that ended since the last report."""

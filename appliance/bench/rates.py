@@ -1,10 +1,11 @@
-"""Open loop: arrivals at a rate, whether a server sustains it, and the search for the highest such rate.
+"""Open loop: requests that arrive at a rate, the decision whether a server sustains the rate, and the search
+for the highest sustained rate.
 
-Arrivals are a Poisson process, like those of many independent users: they come whether or not the server
+Arrivals are a Poisson process, like those of many independent users. They do not depend on whether the server
 keeps up, and the times of a request count from when it was due.
 
 A rate is sustainable if response times do not keep growing (Karimov et al., "Benchmarking Distributed Stream
-Data Processing Systems", ICDE 2018). Percentiles of a short trial can be fine although the backlog grows.
+Data Processing Systems", ICDE 2018). Percentiles of a short trial can be low although the backlog grows.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from appliance.bench.results import Backlog, RequestTimes, Run, Slo, percentile
 SATURATED = 0.8
 """CPU share of the busiest client process above which the client may be the bottleneck."""
 LATE_MS = 20.0
-"""Requests that are sent this long after they were due show the same."""
+"""If requests are sent this long after they were due, the client may be the bottleneck as well."""
 MAX_REQUESTS = 2_000_000
-"""Of one run, whose requests are kept in memory."""
+"""Limit on the requests of one run, since their records are kept in memory."""
 RESPONSE_SHARE = 0.5
 """Responses that take longer than this share of a trial do not reach a steady state within the trial."""
 TRIAL_SHARE = 1 + RESPONSE_SHARE
@@ -43,11 +44,11 @@ class Search(msgspec.Struct, kw_only=True):
     """The trial with the highest rate that was sustained."""
     trials: list[Run]
     note: str
-    """Why the search ended without an exact answer; empty otherwise."""
+    """Why the search ended before the rate was found exactly; empty otherwise."""
 
 
 class UnsettledError(Exception):
-    """The server is still busy with requests of an earlier trial, so another trial would measure those."""
+    """The server is still processing requests of an earlier trial, which would distort the next trial."""
 
 
 def requests_at(rate: float, duration_s: float) -> int:
@@ -58,8 +59,8 @@ def requests_at(rate: float, duration_s: float) -> int:
 def poisson_arrivals(requests: int, duration_s: float, seed: str) -> tuple[float, ...]:
     """Return the times of `requests` arrivals of a Poisson process within `duration_s`, sorted.
 
-    Given their number, such arrivals are independent and uniform. A random number of arrivals would change
-    the rate: for 100 requests by 10 % (one standard deviation).
+    Given their number, such arrivals are independent and uniformly distributed. The number is fixed, because
+    a random one would change the rate: for 100 requests by 10 % (one standard deviation).
     """
     draw = random.Random(f"{seed}/arrivals")
     return tuple(sorted(draw.uniform(0.0, duration_s) for _ in range(requests)))
@@ -98,7 +99,7 @@ def backlog(requests: Sequence[RequestTimes], duration_s: float) -> Backlog:
 
 def judge(run: Run, slo: Slo, duration_s: float) -> list[str]:
     """Return the reasons why a trial does not sustain its rate; none if it does. A request that failed or was
-    stopped has missed every limit."""
+    stopped counts as exceeding every limit."""
     allowed = _MISSED_SHARE * run.requests
     failed = [one for one in run.per_request if one.failure and one.failure != STOPPED]
     reasons = []
@@ -109,7 +110,7 @@ def judge(run: Run, slo: Slo, duration_s: float) -> list[str]:
     if run.succeeded and run.ttft_ms is None:
         reasons.append("no answer had a token")
     elif (limit := slo.ttft_p99_ms) is not None:
-        # A request that was stopped may have its first token; one that failed counts as infinitely late.
+        # A stopped request may have received its first token. A failed request counts as infinitely late.
         waits = sorted(
             math.inf if one.ttft_ms is None or (one.failure and one.failure != STOPPED) else one.ttft_ms
             for one in run.per_request
@@ -143,11 +144,11 @@ def resolution(run: Run, duration_s: float) -> float:
 
 
 def find_rate(attempt: Callable[[int], Run], first: int) -> Search:
-    """Search the highest sustained number of requests per trial: double (or halve) from `first` until it lies
-    between two, then bisect. A trial that failed without being stopped is repeated once, so that one moment
-    in which the machine did something else does not decide.
+    """Search the highest sustained number of requests per trial. Double (or halve) from `first` until it lies
+    between two numbers, then bisect. A trial that failed without being stopped is repeated once, so that a
+    short disturbance on the machine does not decide the result.
 
-    `attempt` runs a trial; it raises UnsettledError if no further trial makes sense.
+    `attempt` runs a trial; it raises UnsettledError if further trials make no sense.
     """
     trials: list[Run] = []
     best: Run | None = None

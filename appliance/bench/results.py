@@ -1,4 +1,4 @@
-"""The statistics of a run: one structure that is printed, judged and written as JSON."""
+"""The statistics of a run, in one structure that is printed, judged and written as JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Percentiles(msgspec.Struct):
 
 
 class Slo(msgspec.Struct, frozen=True):
-    """Limits that a request must keep to count as good; None: no limit."""
+    """The limits within which a request counts towards goodput; None: no limit."""
 
     ttft_p99_ms: float | None = None
     itl_p99_ms: float | None = None
@@ -31,8 +31,8 @@ class Slo(msgspec.Struct, frozen=True):
         return self.ttft_p99_ms is not None or self.itl_p99_ms is not None
 
     def allows(self, record: Record) -> bool:
-        """Whether a request succeeded within the limits. Of its gaps the mean counts, since a single request
-        has too few for a 99th percentile."""
+        """Return whether a request succeeded within the limits. The mean of its gaps is compared, since a
+        single request has too few gaps for a 99th percentile."""
         if record.failure or record.first_at is None:
             return False
         if self.ttft_p99_ms is not None and 1000 * (record.first_at - record.began_at) > self.ttft_p99_ms:
@@ -62,18 +62,19 @@ class RequestTimes(msgspec.Struct):
 
 
 class Backlog(msgspec.Struct):
-    """Requests that had been open for longer than a response takes, at two moments of an open-loop run."""
+    """Requests that were open for longer than a typical response takes, counted at two moments of an
+    open-loop run."""
 
     response_s: float
-    """How long a response takes; infinite if that is too long for the run to show a backlog."""
+    """Typical time of a response; infinite if it is too long for the run to show a backlog."""
     before: int
-    """The number at half of the time in which requests arrive."""
+    """The count after half of the time in which requests arrive."""
     after: int
     """The number at the end of that time."""
     seconds: float
     """The time between the two moments."""
     allowed: float
-    """The number that chance alone may leave."""
+    """The count that chance alone can explain."""
 
     @property
     def is_growing(self) -> bool:
@@ -86,14 +87,15 @@ class Backlog(msgspec.Struct):
 
 
 class Run(msgspec.Struct, kw_only=True):
-    """One run. Percentiles are None where nothing was measured; those of TTFT, ITL, TPOT and E2E, the tokens
-    and the chunks are of requests that succeeded."""
+    """The statistics of one run. Percentiles are None if nothing was measured. Those of TTFT, ITL, TPOT and
+    E2E, and the numbers of tokens and chunks, concern requests that succeeded."""
 
     requests: int
     seconds: float
-    """From the start until the last request ended, and in open loop at least as long as requests arrive."""
+    """From the start until the last request ended; in open loop, at least the time in which requests
+    arrive."""
     rate: float | None
-    """Requests per second that arrive in open loop."""
+    """In open loop, the requests that arrive per second."""
     succeeded: int
     unfinished: int
     """Requests that were open when the run was stopped."""
@@ -101,7 +103,7 @@ class Run(msgspec.Struct, kw_only=True):
     output_tokens: int
     prompt_tokens: int
     tokens_counted_by_client: bool
-    """Some responses had no usage: each of their chunks counts as a token."""
+    """Whether some responses had no usage, so that each of their chunks counts as one token."""
     chunks: int
     short_answers: int
     """Requests that succeeded with fewer tokens than asked for."""
@@ -112,22 +114,22 @@ class Run(msgspec.Struct, kw_only=True):
     """Requests within the limits per second; None without limits."""
     ttft_ms: Percentiles | None
     itl_ms: Percentiles | None
-    """Times between two chunks."""
+    """Times between consecutive chunks."""
     tpot_ms: Percentiles | None
-    """Time per output token after the first chunk, the mean of each request."""
+    """Mean time per output token after the first chunk, of each request."""
     e2e_ms: Percentiles | None
     late_p99_ms: float
-    """How long after they were due requests were sent."""
+    """Delays between the time when a request was due and the time when it was sent."""
     workers: int
     busiest_worker_cpu: float
     backlog: Backlog | None = None
-    """Of open loop."""
+    """Set in open loop."""
     reasons: list[str] = []
-    """Why the rate of a trial is not sustained; empty if it is."""
+    """Why the rate of a trial is not sustained; empty if it is sustained."""
     per_request: list[RequestTimes] = []
 
     def metric(self, name: str) -> float | None:
-        """Return a workload's metric; None if nothing was measured."""
+        """Return the metric of a workload; None if nothing was measured."""
         if name in ("p99_ms", "ms"):
             if self.e2e_ms is None:
                 return None

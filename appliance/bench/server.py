@@ -1,4 +1,4 @@
-"""The server before the run: its address, its model, its token ids, and whether it answers."""
+"""Checks before a run: the server's address, its model, its token ids, and whether it answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from appliance.bench.workloads import Shape
 
 _ANSWER_S = 30.0
 _SAFE_VOCAB_SIZE = 1000
-"""Every model in common use has at least this many tokens; used if the server reports no number."""
+"""A number of tokens that every model in common use has; used if the server reports none."""
 _SAMPLE = "".join(chr(code) for code in (*range(32, 127), *range(0xA1, 0x17F), *range(0x391, 0x3CA))) + (
     " The quick brown fox jumps over the lazy dog; international organisations nevertheless reconsidered "
     "their responsibilities. def __init__(self, parameters): return [] # 1234567890 пример 例文 مثال उदाहरण"
@@ -31,12 +31,12 @@ class Server(msgspec.Struct, frozen=True):
     model: str
     vocab_size: int
     vocab_size_source: str
-    """Where the number comes from, as shown to the operator."""
+    """The source of the number, as shown to the operator."""
     max_model_len: int | None = None
     """Maximum length of prompt and output together; None if the server reports none."""
 
     def check_length(self, shape: Shape) -> None:
-        """Raise BenchError if the model is too short for a request."""
+        """Raise BenchError if the model's maximum length is too short for a request."""
         wanted = shape.prompt_tokens + shape.output_tokens
         if self.max_model_len is not None and wanted > self.max_model_len:
             raise BenchError(
@@ -73,7 +73,7 @@ def socket_target(
     path: str, api_key: str | None = None, trusted_uids: frozenset[int] = frozenset()
 ) -> Target:
     """Return the target of a Unix socket. Raises BenchError."""
-    # The path is kept as it was written: a relative path may be short enough where the absolute one is not.
+    # The path is kept as given: a relative path may fit into the limit although the absolute path does not.
     if len(path.encode()) > 107:
         raise BenchError(f"--socket {path!r} is too long: the path of a socket has at most 107 bytes")
     if not Path(path).exists():
@@ -111,7 +111,7 @@ async def _find_server(target: Target, model: str | None, vocab_size: int | None
 
 
 async def _models(client: Client) -> dict[str, dict[str, Any]]:
-    """Return what /v1/models lists, by id; empty if there is no such route."""
+    """Return the models that /v1/models lists, by id; empty if the route does not exist."""
     target = client.target
     status, body = await _ask(client, "GET", f"{target.prefix}/models")
     if status == 404:
@@ -141,8 +141,8 @@ def _choose(served: dict[str, dict[str, Any]], model: str | None, target: Target
 
 
 async def _vocab_size(client: Client, document: dict[str, Any], model: str) -> tuple[int, str]:
-    """Return a number below which the model has all token ids: what the server reports, or the highest id in
-    a text of many scripts."""
+    """Return a number below which all token ids are valid: the vocabulary size that the server reports, or
+    the highest id in a text of many scripts."""
     meta = document.get("meta")
     for place in (document, meta if isinstance(meta, dict) else {}):
         for name in ("vocab_size", "n_vocab"):
@@ -159,7 +159,7 @@ async def _vocab_size(client: Client, document: dict[str, Any], model: str) -> t
 
 
 async def _try(client: Client, server: Server) -> None:
-    """Send a request like those of the run, so that a problem is reported once and before the run."""
+    """Send a request like those of the run, so that a problem is reported once, before the run."""
     load = Load(
         target=server.target,
         model=server.model,

@@ -27,11 +27,11 @@ from appliance.bench.workloads import Shape, Workload
 REQUEST_TIMEOUT_S = 600.0
 _MAX_WARM_UP = 8
 _SETTLE_S = 60.0
-"""Time limit for the requests that a trial left, or the duration of a trial if that is longer."""
+"""Time limit for open requests of a trial to end; the duration of a trial if that is longer."""
 
 
 class Show(Protocol):
-    """Shows the progress of a run; None at its end."""
+    """Shows the progress of a run; called with None at its end."""
 
     def __call__(self, title: str, load: Load, raw: RawRun | None) -> None: ...
 
@@ -50,7 +50,7 @@ class Result(msgspec.Struct, kw_only=True):
 
     @property
     def typical(self) -> Run:
-        """The run whose metric is the median; of an even number of runs, the worse of the middle two."""
+        """The run with the median metric; of an even number of runs, the worse of the middle two."""
         measured = [run for run in self.runs if run.metric(self.metric) is not None]
         if not measured:
             return self.runs[0]
@@ -115,7 +115,7 @@ class Session:
 
     def search(self, shape: Shape, first_rate: float, duration_s: float) -> tuple[Search, Result | None]:
         """Search the highest rate that the server sustains within the limits, in trials of `duration_s`.
-        Returns the best trial as a result, too. Raises BenchError."""
+        Return the search, and the best trial as a result. Raises BenchError."""
         self._warm_up(shape, _MAX_WARM_UP)
         is_settled = True
 
@@ -140,7 +140,8 @@ class Session:
         return found, _open_result("find-rate", shape, found.best.rate, duration_s, [found.best])
 
     def _settle(self, shape: Shape, duration_s: float) -> None:
-        """Wait until one request is answered, so that requests of the last trial do not slow the next one."""
+        """Wait until one request is answered, so that requests of the last trial do not slow down the next
+        one."""
         limit_s = max(_SETTLE_S, duration_s)
         run = self._run("settling", shape, 1, concurrency=1, timeout_s=limit_s)
         if "timeout" in run.failures:
@@ -150,7 +151,7 @@ class Session:
             )
 
     def _warm_up(self, shape: Shape, streams: int) -> None:
-        """Send a few requests that do not count, so that the first run does not pay for compilation."""
+        """Send a few requests that are not measured, so that the first run does not include compilation."""
         if self._warms_up:
             few = min(streams, _MAX_WARM_UP)
             self._run("warm-up", shape, few, concurrency=few)
@@ -168,7 +169,7 @@ class Session:
     ) -> Run:
         self._server.check_length(shape)
         self._runs += 1
-        seed = f"{self._seed}/{self._runs}"  # new prompts for each run: no prefix cache knows them
+        seed = f"{self._seed}/{self._runs}"  # new prompts for each run, which no prefix cache contains
         load = Load(
             target=self._server.target,
             model=self._server.model,

@@ -1,5 +1,6 @@
-"""The named workloads. Those of `engine.bench` have the same names, numbers and metrics here (a test compares
-them, since this package does not import the engine's benchmark); the names with `http` exist only here."""
+"""The named workloads. Workloads that `engine.bench` also has, have the same names, numbers and metrics here.
+A test compares them, since this package does not import the engine's benchmark. Names with `http` exist only
+here."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ class Workload:
     concurrency: int
     shape: Shape
     metric: str = "output_tok_s"
-    """"output_tok_s" or "prompt_tok_s" (all tokens divided by the whole time), "p99_ms" or "ms" (time from
-    end to end: the 99th percentile, the median)."""
+    """"output_tok_s" or "prompt_tok_s" (all tokens divided by the whole time), "p99_ms" or "ms" (the 99th
+    percentile, or the median, of the end-to-end time)."""
 
     @property
     def unit(self) -> str:

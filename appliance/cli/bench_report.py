@@ -18,9 +18,9 @@ from appliance.cli.output import Column, is_terminal, of_seconds, paint, printab
 _WIDTH = 80
 _RANKS = ("p50", "p90", "p99", "max")
 _MIN_FOR_P99 = 100
-"""With fewer requests, their 99th percentile (nearest rank) is the maximum."""
+"""With fewer requests, the 99th percentile (nearest rank) equals the maximum."""
 _FINE = 0.05
-"""The precision of a search; the report says if a trial is coarser."""
+"""The precision of a search. The report says so if a trial is less precise."""
 
 
 class BenchReport:
@@ -34,12 +34,12 @@ class BenchReport:
         print(paint(text, colour, self._stream) if colour else text, file=self._stream, flush=True)
 
     def wrapped(self, text: str, colour: str) -> None:
-        """Write a sentence or two, in lines that fit."""
+        """Write one or two sentences, wrapped to the width of the report."""
         for line in textwrap.wrap(text, _WIDTH, subsequent_indent="  "):
             self.line(line, colour)
 
     def result(self, result: Result) -> None:
-        """Write the typical run of a workload."""
+        """Write the run with the median result of a workload."""
         run = result.typical
         self.line()
         self.line(f"{result.name}: {result.description}", "bold")
@@ -148,7 +148,7 @@ class ProgressBar:
         self._is_drawn = False
 
     def show(self, title: str, load: Load, raw: RawRun | None) -> None:
-        """Draw how far a run is; None clears the line."""
+        """Draw the progress of a run; None clears the line."""
         if not self._shows:
             return
         if raw is None:
@@ -169,7 +169,7 @@ class ProgressBar:
             of_seconds(elapsed),
         ]
         line = f"{title} [{'#' * filled}{'.' * (16 - filled)}] " + " · ".join(parts)
-        # A line that wraps could not be overwritten.
+        # A wrapped line could not be overwritten.
         width = min(_WIDTH, terminal_width(self._stream) or _WIDTH) - 1
         print(f"\r{line[:width]}\x1b[K", end="", file=self._stream, flush=True)
         self._is_drawn = True

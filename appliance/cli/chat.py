@@ -19,12 +19,12 @@ _HELP = """\
   /reset   begin a new conversation
   /help    this list"""
 _INTERRUPTED = 130
-# An answer may hold line breaks and tabs; every other control character could steer the terminal.
+# An answer may contain line breaks and tabs. Every other control character could control the terminal.
 _STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class Conversation:
-    """What was said so far, and how to ask for more."""
+    """The messages so far, and the parameters of the next request."""
 
     def __init__(self, client: ChatClient, system: str | None, options: dict[str, Any]) -> None:
         self._client = client
@@ -33,16 +33,16 @@ class Conversation:
         self.messages = list(self._opening)
 
     def reset(self) -> None:
-        """Forget everything but the system message."""
+        """Remove all messages except the system message."""
         self.messages = list(self._opening)
 
     def ask(self, question: str) -> Generator[Piece | End, None, None]:
-        """The answer as it comes. What came stays part of the conversation, however it ended; a question
-        that got no answer does not. Raises AnswerError."""
+        """Send a question and yield the answer as it arrives. The received part of the answer stays in the
+        conversation, even if it is cut off; a question without an answer is removed. Raises AnswerError."""
         self.messages.append({"role": "user", "content": _sendable(question)})
         said: list[str] = []
         try:
-            # Closed on the way out, whatever the reason: that is what tells the service to stop.
+            # Close the stream on every way out: closing tells the service to stop.
             with contextlib.closing(
                 self._client.answer({**self._options, "messages": self.messages})
             ) as answer:
@@ -66,7 +66,8 @@ def chat(
     temperature: float,
     max_tokens: int | None,
 ) -> int:
-    """Talk until the person leaves, or answer `prompt` (or what is piped in) once; the exit code."""
+    """Hold a conversation until the user leaves it, or answer `prompt` (or standard input) once. Return the
+    exit code."""
     if prompt is None and not is_terminal(sys.stdin):
         prompt = sys.stdin.read() if sys.stdin is not None else ""
     if prompt is not None and not prompt.strip():
@@ -106,7 +107,7 @@ def _answer_once(conversation: Conversation, prompt: str) -> int:
 def _converse(conversation: Conversation, model: str) -> int:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (gives input() a history and its keys)
-    print(paint(f"You talk to {printable(model)}. /help shows the keys, Ctrl-D leaves.", "dim"))
+    print(paint(f"Chatting with {printable(model)}. /help shows the keys, Ctrl-D leaves.", "dim"))
     while True:
         try:
             line = input("> ").strip()
@@ -142,7 +143,7 @@ def _is_command(conversation: Conversation, line: str) -> bool:
 
 
 def _show(answer: Generator[Piece | End, None, None]) -> None:
-    """Print the answer as it comes, and how it went where a person looks."""
+    """Print the answer as it arrives and, on a terminal, its statistics."""
     terminal = is_terminal(sys.stdout)
     last = "\n"
     with contextlib.closing(answer):
@@ -172,10 +173,11 @@ def _summary(end: End) -> str:
 
 
 def _end_line() -> None:
-    # The terminal may be anywhere in a line: the answer broke off, and ^C was echoed.
+    # The cursor may be anywhere in the line: the answer was cut off, and the terminal has echoed ^C.
     print(flush=True)
 
 
 def _sendable(text: str) -> str:
-    """`text` without what UTF-8 cannot carry: bytes of a terminal or an argument that were no text."""
+    """Return `text` without characters that UTF-8 cannot encode. They come from terminal input or arguments
+    that are not valid text."""
     return text.encode("utf-8", "replace").decode()

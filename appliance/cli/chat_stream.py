@@ -18,29 +18,29 @@ _READ_BYTES = 64 << 10
 
 
 class AnswerError(Exception):
-    """The service did not answer, or its answer broke off; the message says why."""
+    """The service did not answer, or its answer was cut off; the message names the reason."""
 
 
 class Piece(NamedTuple):
-    """Some of an answer's text."""
+    """A part of an answer's text."""
 
     text: str
 
 
 class End(NamedTuple):
-    """The answer's end."""
+    """The end of an answer, with its statistics."""
 
     finish_reason: str
     completion_tokens: int | None
-    """None where the service did not report it."""
+    """None if the service did not report it."""
     ttft_s: float | None
-    """From the question to the first text."""
+    """Time from the request to the first text."""
     tokens_per_s: float | None
-    """After the first text."""
+    """Time from the first text to the end."""
 
 
 class ChatClient:
-    """Asks the service of one run directory. Use as a context manager."""
+    """Sends requests to the service of one run directory. Use as a context manager."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -52,10 +52,10 @@ class ChatClient:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Nothing stays open between requests."""
+        """Do nothing: no connection stays open between requests."""
 
     def models(self) -> list[str]:
-        """Return the names of the models. Raises Failure where the service does not answer."""
+        """Return the names of the models. Raises Failure if the service does not answer."""
         try:
             with closing(self._connected(10.0)) as connection:
                 connection.request("GET", "/v1/models")
@@ -78,7 +78,7 @@ class ChatClient:
     def answer(self, body: dict[str, Any]) -> Generator[Piece | End, None, None]:
         """Stream the answer to a chat completion request; closing the iterator cancels it.
 
-        Raises AnswerError for a refusal, an error event or a connection that breaks.
+        Raises AnswerError for a refusal, an error event or a broken connection.
         """
         asked = time.monotonic()
         first: float | None = None
@@ -86,7 +86,8 @@ class ChatClient:
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
         headers = {"content-type": "application/json"}
         try:
-            # No read timeout: an answer may wait in the queue, whose limit the service keeps.
+            # There is no read timeout, because an answer may wait in the queue, and the service limits that
+            # time.
             with closing(self._connected(None)) as connection:
                 connection.request("POST", "/v1/chat/completions", json.dumps(body).encode(), headers)
                 response = connection.getresponse()
@@ -107,7 +108,8 @@ class ChatClient:
         yield _end(finish_reason, tokens, asked, first)
 
     def _connected(self, timeout_s: float | None) -> HTTPConnection:
-        """Connect to a service that the caller trusts. Raises Failure, and UntrustedError."""
+        """Connect to the service after checking its owner. Raises Failure, and UntrustedError if the socket
+        belongs to a user whom the caller does not trust."""
         connection = unix_connection(self._socket, timeout_s)
         try:
             connection.connect()
@@ -125,10 +127,10 @@ def _end(finish_reason: str, tokens: int | None, asked: float, first: float | No
 
 
 def events(chunks: Iterable[bytes]) -> Iterator[str]:
-    """The data of server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html).
+    """Yield the data of server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html).
 
-    Bytes are decoded line by line, so a character may be split across chunks. Comments, and fields other than
-    data, are passed over; an event without its blank line at the end was broken off and does not count.
+    Bytes are decoded line by line, so a character may be split across chunks. Comments and fields other than
+    data are skipped. An event without its final blank line was cut off and is not yielded.
     """
     data: list[str] = []
     for line in _lines(chunks):
@@ -143,7 +145,7 @@ def events(chunks: Iterable[bytes]) -> Iterator[str]:
 
 
 def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Lines that ended, by LF or CRLF."""
+    """Yield the complete lines, which end with LF or CRLF."""
     rest = b""
     for chunk in chunks:
         *lines, rest = (rest + chunk).split(b"\n")
@@ -152,7 +154,7 @@ def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _objects(data: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """The JSON objects up to `[DONE]`. Raises AnswerError for an error event."""
+    """Yield the JSON objects up to `[DONE]`. Raises AnswerError for an error event."""
     for text in data:
         if text == "[DONE]":
             return
@@ -168,7 +170,7 @@ def _objects(data: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 def _refusal(status: int, content: bytes) -> str:
-    """The message of an error in OpenAI's shape, or the status."""
+    """Return the message of an error in OpenAI's format, or the status if there is none."""
     try:
         message = str(json.loads(content)["error"]["message"])
     except (ValueError, KeyError, TypeError):

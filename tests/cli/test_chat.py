@@ -184,7 +184,7 @@ def terminal(api: ApiService, run_dir: Path) -> Iterator[Terminal]:
 
 
 def test_a_conversation_remembers_until_it_is_reset(terminal: Terminal, api: ApiService) -> None:
-    terminal.wait_for("You talk to demo.")
+    terminal.wait_for("Chatting with demo.")
     terminal.wait_for("> ")
     terminal.type("one\n")
     terminal.wait_for("Hello.")
