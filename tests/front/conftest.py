@@ -1,4 +1,5 @@
-"""One real front for most tests; those that break it start their own."""
+"""Fixtures for the tests of fronts. Most tests share one real front; tests that break the front start another
+one."""
 
 from __future__ import annotations
 
@@ -27,14 +28,14 @@ def shared(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[H
 
 @pytest.fixture
 def front(shared: Harness) -> Harness:
-    """The shared front, with nothing left over from the test before."""
+    """The shared front, reset to its initial state."""
     shared.reset()
     return shared
 
 
 @pytest.fixture
 def own_front(folder: Path, tmp_path: Path) -> Iterator[Callable[[Limits], Harness]]:
-    """Starts a front of the test's own."""
+    """Starts a front for this test only."""
     started: list[Harness] = []
 
     def start(limits: Limits | None = None) -> Harness:
@@ -48,7 +49,7 @@ def own_front(folder: Path, tmp_path: Path) -> Iterator[Callable[[Limits], Harne
 
 @pytest.fixture
 def client(front: Harness) -> Iterator[openai.OpenAI]:
-    """OpenAI's client on the Unix socket, with a placeholder for a key."""
+    """OpenAI's client on the Unix socket, with a placeholder as its key."""
     transport = httpx2.HTTPTransport(uds=front.api_sock, verify=False)
     with openai.OpenAI(
         api_key="unused",
@@ -62,7 +63,7 @@ def client(front: Harness) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture
 def tcp_client(front: Harness) -> Iterator[openai.OpenAI]:
-    """OpenAI's client on TCP, with a key."""
+    """OpenAI's client on TCP, with a valid key."""
     with openai.OpenAI(
         api_key=KEY, base_url=f"http://127.0.0.1:{front.port}/v1", max_retries=0, timeout=30
     ) as client:

@@ -1,8 +1,8 @@
-"""A real front process between a fake core and fake replicas: the real messages over real sockets.
+"""A real front process between a simulated core and simulated replicas, with real messages over real sockets.
 
-The fakes run on an event loop in a thread, so tests may use blocking clients. A fake replica "generates" what
-its script says: a function of the submission and the sample, so that a resubmission goes on with the same
-tokens.
+The simulated parts run on an event loop in a thread, so tests may use blocking clients. A replica generates
+the tokens that its script returns for the submission and the sample, so that a resubmission continues with
+the same tokens.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ TEMPLATE = (
 
 
 def write_model(folder: Path) -> Path:
-    """A byte-level tokenizer with a chat template, as models ship them."""
+    """Write a model folder with a byte-level tokenizer and a chat template."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -99,7 +99,7 @@ def write_model(folder: Path) -> Path:
 
 
 Script = Callable[[Submit, int], list[int]]
-"""The whole output of a sample (its absolute number), from its first token."""
+"""Returns the whole output of a sample, given by its absolute number, from its first token."""
 
 
 @dataclass
@@ -112,7 +112,7 @@ class _Running:
 
 
 class FakeReplica:
-    """Speaks a replica's side of the data channel. Belongs to the harness's loop."""
+    """Implements a replica's side of the data channel. Used by the harness's event loop only."""
 
     def __init__(self, name: str, sock: socket.socket, script: Script, step_s: float) -> None:
         self.name = name
@@ -122,15 +122,15 @@ class FakeReplica:
         self.cancels: list[Cancel] = []
         self.running: list[_Running] = []
         self.burst = 1
-        """Steps at a time."""
+        """Number of tokens per step."""
         self.hold = False
-        """Take no step."""
+        """If set, the replica takes no step."""
         self.die_after: int | None = None
-        """Steps until it dies of itself."""
+        """Number of steps until the replica dies."""
         self.fail_with: str | None = None
-        """End every submission with this error."""
+        """If set, every submission ends with this error."""
         self.fail_refuses = True
-        """Whether the error is of what is asked for."""
+        """Whether the error is caused by the content of the request."""
         self.channel: Channel[DataInbound] = Channel(sock, DataInbound)
         self.channel.listen(self._take, lambda: None)
         self._steps = 0
@@ -179,7 +179,7 @@ class FakeReplica:
                     self.step()
 
     def step(self) -> None:
-        """One token for everybody."""
+        """Generate one token for every running sample."""
         self._steps += 1
         if self.die_after is not None:
             self.die_after -= 1
@@ -217,7 +217,7 @@ class FakeReplica:
             self.channel.send(StepFrame(self._steps, outputs))
 
     def die(self) -> None:
-        """As if killed."""
+        """Close the channel, as if the process had been killed."""
         self.running.clear()
         self.channel.close()
 
@@ -229,23 +229,24 @@ def _logprob(token_id: int, alternatives: int) -> TokenLogprob:
 
 @dataclass
 class Harness:
-    """Start with `start`, end with `close`. Attributes are set by the loop's thread and read by tests."""
+    """Begins with `start` and ends with `close`. The loop's thread sets the attributes, and tests read
+    them."""
 
     folder: Path
     runtime: Path
     limits: Limits = field(default_factory=Limits)
     admit: str = "at once"
-    """"at once", "hold" (never) or "refuse"."""
+    """"at once", "hold" (never admit) or "refuse"."""
     claims: Callable[[Claim], Claimed | None] = lambda claim: Claimed(claim.scope, False)
-    """Answers claims; with None, not now."""
+    """Answers claims; if it returns None, no answer is sent."""
     refusal: Refused | None = None
     turn: dict[str, Any] = field(default_factory=dict)
-    """Fields of `Admitted` that are others than usual."""
+    """Fields of `Admitted` that differ from the usual ones."""
     models: list[ServedModel] = field(default_factory=list)
     module: str = "appliance.front"
-    """What is started as the front."""
+    """The command that is started as the front."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Variables of the front's environment besides the tests' own."""
+    """Environment variables of the front in addition to those of the test."""
 
     def __post_init__(self) -> None:
         self.tokenizer = Tokenizer.load(self.folder)
@@ -258,14 +259,14 @@ class Harness:
         self.worked: list[Worked] = []
         self.reports: list[FrontReport] = []
         self.serial = 0
-        """Of the last configuration that was sent."""
+        """Serial number of the last configuration that was sent."""
         self.claimed: list[Claim] = []
         self.releases: list[Release] = []
         self.retried: list[Retried] = []
         self.kept: dict[str, list[KeptText]] = {}
         """By request id."""
         self.moved: list[tuple[HandOver, int, int]] = []
-        """With the descriptors of the connection and the request, for `give_back`."""
+        """Messages with the descriptors of the connection and of the request, for `give_back`."""
         self.replicas: dict[str, FakeReplica] = {}
         self.script: Script = self.sentence_script
         self.step_s = 0.001
@@ -280,21 +281,21 @@ class Harness:
     # ── for tests ──
 
     def sentence_script(self, submit: Submit, sample: int) -> list[int]:
-        """The sentence after the sample's number, then the end token."""
+        """Return the tokens of the sample's number, of the sentence, and the end token."""
         return [*self.tokenizer.encode_blocking(f"{sample}{SENTENCE}", False), self.eos]
 
     def text(self, sample: int = 0) -> str:
-        """What `sentence_script` makes, as text."""
+        """Return the text that `sentence_script` generates."""
         return f"{sample}{SENTENCE}"
 
     def endless(self, token_id: int = 50) -> None:
-        """Have the replica make this token again and again: for half a minute, which no test takes, until the
-        context of `MAX_MODEL_LEN` ends."""
+        """Let the replica generate this token repeatedly, until the context of `MAX_MODEL_LEN` is full. That
+        takes half a minute, longer than any test."""
         self.script = self.replica.script = lambda submit, sample: [token_id]
         self.step_s = self.replica.step_s = 0.06
 
     def call(self, function: Callable[[], Result]) -> Result:
-        """Run on the loop's thread."""
+        """Call a function on the loop's thread."""
 
         async def run() -> Result:
             return function()
@@ -302,7 +303,7 @@ class Harness:
         return self.await_(run())
 
     def await_(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Await on the loop's thread."""
+        """Run a coroutine on the loop's thread and return its result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
 
     @property
@@ -311,18 +312,19 @@ class Harness:
         return list(self.replicas.values())[-1]
 
     def report(self) -> FrontReport:
-        """What the front reports from now on: the first one after this may have been on its way."""
+        """Return a report that the front sends from now on. The next report may have been on its way already,
+        so the one after it is returned."""
         seen = len(self.reports)
         self.wait_for(lambda: len(self.reports) >= seen + 2)
         return self.reports[-1]
 
     def settled(self, count: int, timeout_s: float = 30.0) -> list[Settle]:
-        """The settlements, once there are `count`."""
+        """Return the settlements when there are at least `count`."""
         self.wait_for(lambda: len(self.settles) >= count, timeout_s)
         return self.settles
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-        """Poll until `condition` holds; raises TimeoutError."""
+        """Poll until `condition` is true; raises TimeoutError."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             if time.monotonic() > deadline:
@@ -330,7 +332,7 @@ class Harness:
             time.sleep(0.005)
 
     def reset(self) -> None:
-        """Forget what was recorded, and be well-behaved again."""
+        """Clear the records, and restore the default behaviour."""
 
         def forget() -> None:
             self.admits, self.settles, self.rejected, self.worked = [], [], [], []
@@ -346,7 +348,7 @@ class Harness:
                 replica.hold, replica.die_after, replica.fail_with = False, None, None
                 replica.script, replica.step_s = self.script, self.step_s
 
-        # The last words of the test before may still be on their way.
+        # The last messages of the previous test may still be on their way.
         self.wait_for(
             lambda: {a.request_id for a in self.admits} <= {s.request_id for s in self.settles} | self.refused
         )
@@ -363,7 +365,7 @@ class Harness:
         retries: RetryRules = RetryRules(),  # noqa: B008
         keeping: KeepRules = KeepRules(),  # noqa: B008
     ) -> None:
-        """Tell the front what is served."""
+        """Send the front the served models and the settings."""
         served = self.models or [
             ServedModel(
                 name=MODEL,
@@ -388,12 +390,12 @@ class Harness:
         self.call(lambda: self.channel.send(configure))
 
     def reconfigure(self, **changes: Any) -> None:
-        """As `configure`, and wait until the front has loaded the models and reports so."""
+        """Like `configure`, but wait until the front reports that it has loaded the models."""
         self.configure(**changes)
         self.wait_for(lambda: bool(self.reports) and self.reports[-1].configured == self.serial)
 
     def identify(self, **changes: Any) -> None:
-        """Send the table of identities; by default one key, and this process's uid."""
+        """Send the table of identities; by default one key, and the uid of this process."""
         import hashlib
 
         table: dict[str, Any] = {
@@ -405,7 +407,7 @@ class Harness:
         self.call(lambda: self.channel.send(identities))
 
     def attach(self, name: str = "demo-0") -> FakeReplica:
-        """Give the front a new replica; admissions go to the one attached last."""
+        """Attach a new replica to the front. Requests are admitted to the replica that was attached last."""
 
         def make() -> FakeReplica:
             ours, theirs = socketpair()
@@ -419,8 +421,8 @@ class Harness:
         return self.call(make)
 
     def give_back(self) -> HandOver:
-        """Give the connection that the front handed over first to it again, as the core gives it to another
-        front."""
+        """Give the connection that the front handed over first back to it, as the core gives a connection to
+        another front."""
 
         def give() -> HandOver:
             moved, *descriptors = self.moved.pop(0)
@@ -432,13 +434,13 @@ class Harness:
         return self.call(give)
 
     def send(self, message: Abort | StopFront | Admitted | Claimed) -> None:
-        """Say something as the core."""
+        """Send a message of the core to the front."""
         self.call(lambda: self.channel.send(message))
 
     # ── life ──
 
     def start(self) -> Harness:
-        """Spawn the front and wait until it is ready."""
+        """Start the front process and wait until it is ready."""
         self._thread.start()
         self.await_(self._start())
         self.configure()
@@ -522,7 +524,7 @@ class Harness:
             self.ready.set()
 
     def close(self) -> None:
-        """End everything."""
+        """End the front, the replicas and the loop."""
 
         def end() -> None:
             for listener in self._listeners:

@@ -1,4 +1,4 @@
-"""HTTP by hand, for what no client would send."""
+"""A minimal HTTP client on a socket, for requests that no HTTP library would send."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.front.harness import Harness
 
 
 def connect(front: Harness, tcp: bool = False) -> socket.socket:
-    """A connection to the API, with a timeout."""
+    """Return a connection to the API that has a timeout."""
     if tcp:
         return socket.create_connection(("127.0.0.1", front.port), 30)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -33,12 +33,12 @@ class Answer:
 
     @property
     def json(self) -> Any:
-        """The body."""
+        """Return the body as JSON."""
         return json.loads(self.body)
 
     @property
     def error(self) -> dict[str, Any]:
-        """OpenAI's error object; checks its shape."""
+        """Return the error object in OpenAI's format; checks its shape."""
         document = self.json
         assert set(document) == {"error"}
         assert set(document["error"]) == {"message", "type", "param", "code"}
@@ -46,7 +46,7 @@ class Answer:
 
 
 def head(method: str, path: str, headers: dict[str, str] | None = None) -> bytes:
-    """A request's header."""
+    """Return a header of a request."""
     lines = [
         f"{method} {path} HTTP/1.1",
         "Host: whatever.example",
@@ -56,7 +56,8 @@ def head(method: str, path: str, headers: dict[str, str] | None = None) -> bytes
 
 
 def read_answer(sock: socket.socket, buffer: bytearray | None = None, has_body: bool = True) -> Answer:
-    """One response; what follows it stays in `buffer`. A connection that closes first gives status 0."""
+    """Read one response; bytes after it stay in `buffer`. A connection that closes before the response gives
+    status 0."""
     buffer = bytearray() if buffer is None else buffer
 
     def more() -> bool:
@@ -108,7 +109,7 @@ def ask(
     headers: dict[str, str] | None = None,
     tcp: bool = False,
 ) -> Answer:
-    """One request on its own connection, and how long its answer took."""
+    """Send one request on a new connection. Return the response and the time it took."""
     data = json.dumps(body).encode() if isinstance(body, dict) else body
     headers = dict(headers or {})
     if data is not None:
@@ -116,7 +117,7 @@ def ask(
         headers.setdefault("Content-Type", "application/json")
     with connect(front, tcp) as sock:
         started = time.perf_counter()
-        # It may be answered, and closed, before all was sent.
+        # The server may answer and close before the whole request is sent.
         with contextlib.suppress(OSError):
             sock.sendall(head(method, path, headers) + (data or b""))
         answer = read_answer(sock, has_body=method != "HEAD")
@@ -125,11 +126,11 @@ def ask(
 
 
 def chat(**fields: Any) -> dict[str, Any]:
-    """A chat request's body."""
+    """Return the body of a chat request."""
     return {"model": "demo", "messages": [{"role": "user", "content": "hi"}], **fields}
 
 
 def events(answer: Answer) -> list[Any]:
-    """The data of a stream's events; "[DONE]" as it is."""
+    """Return the data of a stream's events; "[DONE]" as it is."""
     data = [event.removeprefix("data: ") for event in answer.body.decode().split("\n\n") if event]
     return [item if item == "[DONE]" else json.loads(item) for item in data]

@@ -1,4 +1,4 @@
-"""What a front holds of the bodies of requests that wait for their turn."""
+"""The memory that a front uses for the bodies of requests that wait in the queue."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LONG = {"model": "demo", "prompt": [300, 301, 302, 303] * 62_000, "truncate_prom
 
 @pytest.fixture
 def waiting(front: Harness) -> Iterator[contextlib.ExitStack]:
-    """Holds the connections of requests whose turn does not come."""
+    """Keeps open the connections of requests that stay in the queue."""
     front.admit = "hold"
     with contextlib.ExitStack() as connections:
         yield connections
@@ -99,7 +99,7 @@ def test_prompts_that_are_kept_count_as_bodies_until_the_requests_end(
         held.append(send(number))
         front.wait_for(lambda number=number: len(front.admits) == number + 1)
     if has_key:
-        # The run goes on without its client for a while, and holds the prompt.
+        # The run continues for some time after its client has left, and holds the prompt.
         held[0].close()
     refused: Answer = read_answer(send(2))
     assert (refused.status, refused.error["code"]) == (503, "too_many_body_bytes")

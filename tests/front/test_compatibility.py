@@ -1,5 +1,5 @@
-"""What clients of other servers expect beside OpenAI's routes: paths, keys, CORS, and streams that never fall
-silent."""
+"""Behaviour that clients of other servers expect in addition to OpenAI's routes: paths, keys, CORS, and
+comments in silent streams."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ORIGIN = "https://chat.example.com"
 
 @pytest.fixture
 def configured(front: Harness) -> Iterator[Any]:
-    """Gives the front other limits until the test's end."""
+    """Reconfigures the limits of the front until the end of the test."""
 
     def configure(**limits: Any) -> None:
         front.reconfigure(limits=msgspec.structs.replace(Limits(), **limits))
@@ -71,7 +71,7 @@ def test_azures_paths_name_the_model(front: Harness, kind: str, named: dict[str,
 
 
 def test_one_idempotency_key_for_two_deployments_is_no_answer_of_the_other_one(front: Harness) -> None:
-    """Even where their names begin alike for longer than the log keeps of a path."""
+    """Holds even if the names of the deployments share a prefix that is longer than the path in the log."""
     names = ["m" * 150 + end for end in "12"]
     front.models = [
         ServedModel(
@@ -157,7 +157,7 @@ def test_pages_of_a_named_origin_may_call_and_others_may_not(front: Harness, con
         assert (answer.status, answer.headers["access-control-allow-origin"]) == (200, ORIGIN)
         assert "x-request-id" in answer.headers["access-control-expose-headers"]
         assert "access-control-allow-credentials" not in answer.headers
-    # A page is told why it is refused; a preflight is no way around the key.
+    # A page can read why its request is refused. A preflight request does not bypass the check of the key.
     answer = ask(front, "POST", CHAT, chat(), {"Origin": ORIGIN}, tcp=True)
     assert (answer.status, answer.headers["access-control-allow-origin"]) == (401, ORIGIN)
     for other in ("https://evil.example", "null", ORIGIN + ".evil.example", ORIGIN.upper()):
@@ -178,7 +178,7 @@ def test_a_star_lets_every_origin_in(front: Harness, configured: Any) -> None:
 
 
 def waiting(front: Harness, sock: Any, stop: bytes, **headers: str) -> bytes:
-    """Begin a stream that is held in the queue, and read until `stop` has come."""
+    """Begin a stream that is held in the queue, and read until `stop` has arrived."""
     front.admit = "hold"
     body = json.dumps(chat(stream=True)).encode()
     headers = {"Content-Length": str(len(body)), **headers}
@@ -244,7 +244,7 @@ def test_openais_client_reads_past_comments(front: Harness, configured: Any, cli
     stream = client.chat.completions.create(
         model=MODEL, messages=[{"role": "user", "content": "hi"}], stream=True
     )
-    # The client has the headers, so the stream waits and is sent comments.
+    # The client has received the headers, so the stream is waiting and gets comments.
     front.wait_for(lambda: bool(front.replica.submits))
     time.sleep(0.2)
     front.replica.hold = False
@@ -285,7 +285,7 @@ def test_whole_answers_and_streams_without_the_setting_wait_silently(front: Harn
             data = json.dumps(body).encode()
             sock.sendall(head("POST", CHAT, {"Content-Length": str(len(data))}) + data)
             front.wait_for(lambda: len(front.admits) > before)  # noqa: B023
-            # Longer than headers are held back, and many intervals.
+            # Longer than headers are held back, and longer than many comment intervals.
             time.sleep(0.8)
             request_id = front.admits[-1].request_id
             front.refused.add(request_id)

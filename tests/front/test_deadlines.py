@@ -1,4 +1,4 @@
-"""Deadlines on their way to the core, and what clients are told when one cannot be met."""
+"""How fronts pass deadlines to the core, and the answers that clients get when a deadline cannot be met."""
 
 from __future__ import annotations
 

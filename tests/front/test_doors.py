@@ -1,4 +1,4 @@
-"""Who gets in, and what everybody is told."""
+"""Authentication, and the information in answers to clients that are not authenticated."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OPEN_PATHS = ("/health", "/health/live", "/health/ready", "/health/live/", "/hea
 
 
 def routes() -> list[tuple[str, str]]:
-    """(method, path) of every route of the application."""
+    """Return method and path of every route of the application."""
     app, _ = build_app(AppState(lambda message: None, lambda message, descriptors: None))
     table = [
         (method, re.sub(r"\{[^}]*\}", "demo", route.path))
@@ -97,7 +97,7 @@ def test_a_revoked_key_stops_working_at_once(front: Harness) -> None:
 
 
 def test_the_body_of_a_stranger_is_not_read(front: Harness) -> None:
-    # Only the header is ever sent: an answer that waits for the body would not come.
+    # The test sends only the header, so a server that waited for the body would never answer.
     answer = ask(front, "POST", "/v1/chat/completions", None, {"Content-Length": "1000000"}, tcp=True)
     assert answer.status == 401
 
@@ -210,7 +210,8 @@ def test_a_model_whose_tokenizer_is_broken_says_so(front: Harness) -> None:
 
 
 def test_what_is_not_known_of_a_model_yet_refuses_nothing(front: Harness) -> None:
-    """An unreadable config.json: the core knows why the model cannot be served, the front does not."""
+    """For example with an unreadable config.json: the core knows why the model cannot be served, but the
+    front does not."""
     unread = ServedModel(
         name="demo", folder=str(front.folder), version="v1", created=0, max_model_len=0, vocab_size=0
     )

@@ -1,5 +1,5 @@
-"""Fields of vLLM's API that OpenAI's does not have mean what they mean there; fields that would change the
-answer are refused."""
+"""Fields of vLLM's API that OpenAI's API lacks have the same meaning as in vLLM. Fields that would change the
+answer but are not supported are refused."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def post(front: Harness, path: str, body: dict[str, Any], **headers: str) -> Ans
 
 
 def completion(front: Harness, **fields: Any) -> Any:
-    """The answer to a completion."""
+    """Return the answer to a completion request."""
     answer = post(front, COMPLETION, {"model": "demo", "prompt": "quick", "max_tokens": -1, **fields})
     assert answer.status == 200, answer.body
     return answer.json
 
 
 def chunks(front: Harness, path: str, body: dict[str, Any]) -> list[Any]:
-    """The events of a stream, without the last."""
+    """Return the events of a stream, without the last."""
     answer = post(front, path, body | {"stream": True})
     assert answer.status == 200, answer.body
     return events(answer)[:-1]
@@ -114,7 +114,7 @@ def test_lists_of_tokens_times_prompts_are_bounded(front: Harness) -> None:
 
 
 def prompt_text(front: Harness, **fields: Any) -> str:
-    """The prompt that a chat makes."""
+    """Return the prompt that the front makes of a chat."""
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "quick "}]
     answer = post(front, CHAT, {"model": "demo", "messages": messages, **fields})
     assert answer.status == 200, answer.body
@@ -214,7 +214,7 @@ def test_a_stop_string_can_be_a_part_of_the_answer(
 def test_the_best_answers_are_those_of_the_highest_cumulative_log_probability(
     front: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Each sample's tokens are equally likely; sample i has 3 of them and the end token.
+    # The tokens of each sample are equally likely. Sample i has 3 of them and the end token.
     values = {60: -0.5, 61: -0.1, 62: -0.9, 63: -0.2}
     front.replica.script = lambda submit, sample: [60 + sample] * 3 + [front.eos]
     monkeypatch.setattr(
@@ -227,7 +227,7 @@ def test_the_best_answers_are_those_of_the_highest_cumulative_log_probability(
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
     assert [choice["text"] for choice in answer["choices"]] == [text[1], text[3]] * 2
     assert all(choice["logprobs"] is None for choice in answer["choices"])
-    # All of them were generated for the client.
+    # All samples were generated for the client, so all are billed.
     assert answer["usage"]["completion_tokens"] == 2 * 4 * 4 == front.settled(1)[0].delivered_tokens
     assert front.admits[0].rows == 8
     (best,) = completion(front, best_of=4, logprobs=0, echo=True)["choices"]
@@ -292,7 +292,7 @@ def test_prompts_have_log_probabilities_as_in_vllm(front: Harness) -> None:
     first, second, third = choice["prompt_logprobs"]
     assert first is None
     text = front.tokenizer.token_text
-    # The fake's best are the token itself, then 40, 41 and so on.
+    # The simulated alternatives are the token itself, then 40, 41 and so on.
     assert second == {
         "50": {"logprob": -0.25, "rank": 1, "decoded_token": text(50)},
         "40": {"logprob": -42.0, "rank": 2, "decoded_token": text(40)},
@@ -338,7 +338,7 @@ def test_without_max_tokens_an_answer_with_many_log_probabilities_is_shorter(fro
 
 
 def test_too_many_token_ids_of_prompts_are_refused(front: Harness) -> None:
-    """Of a model whose length is not known yet: others cannot have so long prompts."""
+    """The length of this model is not known yet; models of known length refuse so long a prompt earlier."""
     front.models = [
         ServedModel(
             name="long", folder=str(front.folder), version="v1", created=0, max_model_len=0, vocab_size=400
@@ -361,7 +361,7 @@ def test_prompts_times_samples_are_bounded(front: Harness) -> None:
 
 
 def test_a_long_answer_of_log_probabilities_is_the_same_as_several_short_ones(front: Harness) -> None:
-    """It is made on a thread."""
+    """A long answer is encoded on a thread."""
     prompts = [[5 + number] * 300 for number in range(4)]
     long = completion(front, prompt=prompts, prompt_logprobs=5, max_tokens=2, logprobs=1)["choices"]
     for number, prompt in enumerate(prompts):
@@ -385,7 +385,7 @@ def test_every_chunk_tells_the_tokens_so_far(front: Harness) -> None:
 # ── what is refused, and what is not ─────────────────────────────────────────────────────────────
 
 WRONG: dict[str, Any] = {"do_sample": 0, "suffix": "secret end", "add_special_tokens": 7}
-"""Values that are not neutral, where 3 is or does not say it well."""
+"""Values that are not neutral, for fields for which 3 is neutral or not a clear example."""
 
 
 def refused(fields: tuple[RefusedField, ...]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The OpenAPI document is complete, and answers are what it says."""
+"""The OpenAPI document is complete, and answers match it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process: how it starts, what it tells the core, and every way in which it ends."""
+"""The front process: its start, its messages to the core, and every way in which it ends."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_when_the_core_is_gone_the_front_ends_at_once(own_front: OwnFront) -> No
         begin_stream(front, sock)
         front.call(front.channel.close)
         assert front.process.wait(30) == 0
-        read_answer(sock)  # ends with the connection, not with [DONE]
+        read_answer(sock)  # The stream ends when the connection closes, without [DONE].
 
 
 def test_a_fronts_log_has_the_form_of_the_cores_and_names_the_front() -> None:
@@ -75,14 +75,14 @@ def test_a_fronts_log_has_the_form_of_the_cores_and_names_the_front() -> None:
 
 
 def test_when_the_core_is_killed_the_kernel_takes_the_front_along(tmp_path: object) -> None:
-    # A parent that keeps the channel open in a third process: only the death signal is left to tell.
+    # A third process keeps the channel open, so only the parent-death signal can end the front.
     code = (
         "import os, socket, subprocess, sys, time\n"
         "a, b = socket.socketpair()\n"
         "keeper = subprocess.Popen(['sleep', '300'], pass_fds=(a.fileno(),))\n"
         "front = subprocess.Popen([sys.executable, '-m', 'appliance.front', '--channel', str(b.fileno())],"
         " pass_fds=(b.fileno(),))\n"
-        "a.recv(1)\n"  # its first report: it has begun
+        "a.recv(1)\n"  # The first report shows that the front has begun.
         "print(front.pid, keeper.pid, flush=True)\n"
         "time.sleep(300)\n"
     )
@@ -192,7 +192,7 @@ def test_what_is_not_ready_any_more_is_said_before_a_new_model_is_read(
 
     front, slow = own_front(), tmp_path / "slow"
     shutil.copytree(folder, slow)
-    # About a second to compile.
+    # Compiling takes about a second.
     (slow / "chat_template.jinja").write_text("{{ messages }}" * 10_000)
     front.models = [
         ServedModel(name="m", folder=str(slow), version="v", created=1, max_model_len=512, vocab_size=400)

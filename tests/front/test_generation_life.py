@@ -1,4 +1,4 @@
-"""What can happen to a request between its admission and its end."""
+"""Events between the admission and the end of a request."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_client_that_leaves_the_queue_withdraws(front: Harness, stream: bool) 
         front.wait_for(lambda: len(front.admits) == 1)
     (settle,) = front.settled(1)
     assert (settle.status, settle.submitted, settle.delivered_tokens) == (499, False, 0)
-    # The core's answer crosses the withdrawal: nothing is submitted.
+    # The core's admission crosses the withdrawal on the channel, so nothing is submitted.
     front.send(Admitted(front.admits[0].request_id, 0, front.replica.name, "salt", 1))
     time.sleep(0.05)
     assert not front.replica.submits and len(front.settles) == 1
@@ -226,7 +226,7 @@ def test_an_overflow_at_the_first_token_is_the_servers_error(front: Harness, str
 def test_nothing_more_is_submitted_to_a_replica_that_is_found_dead() -> None:
     async def run() -> None:
         class DyingLink:
-            """A link that finds its channel closed at the second submission."""
+            """A link whose channel is closed at the second submission."""
 
             submitted = 0
 
@@ -264,7 +264,7 @@ def test_a_slow_reader_costs_bounded_memory_and_slows_nobody(own_front: Callable
     def made(tokens: int) -> list[int]:
         return [whole[position % len(whole)] for position in range(tokens)]
 
-    # Far more than sockets and transport hold, if each token were an event of its own.
+    # Far more than sockets and the transport can buffer, if each token were sent as a separate event.
     slow_tokens = 20_000
     from appliance.messages import ServedModel
 
@@ -294,14 +294,14 @@ def test_a_slow_reader_costs_bounded_memory_and_slows_nobody(own_front: Callable
     chunks = events(answer)
     text = content(answer)
     assert text == front.tokenizer.decode(made(slow_tokens))
-    # What piled up was kept as text and left as one event, however small the steps were.
+    # The queued tokens were stored as text and sent as one event, however small the steps were.
     assert max(len(chunk["choices"][0]["delta"].get("content", "")) for chunk in chunks[:-1]) > len(text) / 2
     front.wait_for(lambda: len(front.settles) == 2)
     assert sum(settle.delivered_tokens for settle in front.settles) == slow_tokens + 200
 
 
 def content(answer: Answer) -> str:
-    """The text of a stream."""
+    """Return the text of a stream."""
     return "".join(event["choices"][0]["delta"].get("content", "") for event in events(answer)[:-1])
 
 

@@ -1,4 +1,4 @@
-"""Bytes that no decent client sends: refused at little cost, and the front goes on."""
+"""Malformed and malicious input is refused at low cost, and the front continues to serve."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from tests.front.raw import Answer, ask, chat, connect, head, read_answer
 
 MEGABYTE = 1 << 20
 MAX_MS = 25_000
-"""A tenth of a second where nothing else runs; what is not linear takes minutes."""
+"""Time limit. On an idle machine, linear work takes a tenth of a second; work that is not linear takes
+minutes."""
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +93,7 @@ def test_a_hostile_body_is_refused_at_little_cost(front: Harness, name: str) -> 
 
 
 def send_slowly(sock: socket.socket, data: bytes) -> threading.Thread:
-    """Send in a thread, whatever comes of it."""
+    """Send in a thread, and ignore errors."""
 
     def send() -> None:
         with contextlib.suppress(OSError):
@@ -109,7 +110,7 @@ def test_a_body_of_100_megabytes_is_refused_by_its_length(front: Harness, tcp: b
     headers = {"Content-Length": str(100 * MEGABYTE), "Authorization": f"Bearer {KEY}"}
     request = head("POST", "/v1/chat/completions", headers)
     with connect(front, tcp) as sock:
-        sock.sendall(request + bytes(1000))  # the answer comes without the rest
+        sock.sendall(request + bytes(1000))  # the answer comes before the rest of the request is sent
         answer = read_answer(sock)
         assert (answer.status, answer.error["code"]) == (413, "body_too_large")
     with connect(front, tcp) as sock:
@@ -199,7 +200,8 @@ def test_slow_headers_and_bodies_and_idle_connections_end(own_front: Callable[..
         body.sendall(head("POST", "/v1/completions", {"Content-Length": "10000"}) + b"{")
         idle.sendall(head("GET", "/v1/models"))
         assert read_answer(idle).status == 200
-        # Dripping does not help: it goes on until both are answered.
+        # Sending single bytes does not extend the time: the loop continues until both connections are
+        # answered.
         deadline = time.monotonic() + 30
         drops = {headers: b"a", body: b" "}
         while drops:

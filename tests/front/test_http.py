@@ -149,7 +149,7 @@ def test_a_peer_that_stops_taking_the_last_answer_is_cut_off(
 def test_a_peer_that_ends_in_the_middle_of_a_head_and_takes_no_answer_is_cut_off(
     tmp_path: Path, uvloop: bool
 ) -> None:
-    """What is unsent is too little for the transport to pause."""
+    """The unsent bytes are too few for the transport to pause writing."""
     unsent: list[int] = []
 
     async def held(request: Request) -> PlainTextResponse:
@@ -208,7 +208,7 @@ def test_answers_that_many_clients_do_not_take_are_bounded_together(tmp_path: Pa
                 await asyncio.sleep(0.01)
             while server.connections > MAX_UNSENT_BYTES // (7 << 20) + 1:
                 await asyncio.sleep(0.01)
-            # Those that came last are still served, and so is a client that takes its answer.
+            # The clients that connected last are still served, and so is a client that reads its answer.
             answer = await exchange(
                 tmp_path / "s", b"GET /big HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
             )
@@ -222,7 +222,7 @@ def test_answers_that_many_clients_do_not_take_are_bounded_together(tmp_path: Pa
 
 
 def test_unread_answers_of_one_tenant_cut_off_no_client_of_another(tmp_path: Path) -> None:
-    """The slow client has waited longest whenever the other tenant's answers exceed the bound."""
+    """The slow client has waited longest each time the other tenant's answers exceed the bound."""
     count = 3 * MAX_UNSENT_BYTES // (8 << 20)
 
     def ask(tenant: str) -> socket.socket:
@@ -260,7 +260,7 @@ def test_unread_answers_of_one_tenant_cut_off_no_client_of_another(tmp_path: Pat
 def test_an_application_that_fails_keeps_no_memory_of_its_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The frames of an error hold the request's body; here they hold the error, too."""
+    """The frames of an error refer to the request's body. In this test, they also refer to the error."""
     # pytest keeps the frames of errors that are logged.
     monkeypatch.setattr("appliance.http.exchange.log.exception", lambda *arguments: None)
     bodies: list[weakref.ref[set[int]]] = []

@@ -1,4 +1,4 @@
-"""Requests with an Idempotency-Key: one run, whatever its client and its retries do."""
+"""Requests with an Idempotency-Key run once, even if their clients disconnect or retry."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 @pytest.fixture
 def front(front: Harness) -> Iterator[Harness]:
-    """The shared front, for a tenant of this test's own: keys belong to who uses them."""
+    """The shared front, with a tenant for this test only, because idempotency keys belong to a tenant."""
     tenant = f"tenant-{uuid.uuid4()}"
     front.identify(
         keys={hashlib.sha256(KEY.encode()).hexdigest(): Identity(tenant=tenant, key_id="key_1")},
@@ -65,7 +65,7 @@ def text(answer: Answer, index: int = 0) -> str:
 
 
 def own_releases(front: Harness) -> list[bool]:
-    """Whether they are void: the releases of what this test ran."""
+    """Return whether the releases of the requests of this test are void."""
     own = {admit.request_id for admit in front.admits}
     return [release.void for release in front.releases if release.request_id in own]
 
@@ -131,7 +131,7 @@ def test_a_retry_while_the_first_streams_gets_it_from_the_beginning(front: Harne
         send(second, "join", body)
         assert second.recv(100)[:20] == begun[:20]
         front.replica.hold = False
-        # What was read above is gone; the rest is whole.
+        # The part that was read above is dropped; the rest is complete.
         assert first.makefile("rb").read1(1) and second.makefile("rb").read1(1)
         front.settled(1)
     third = ask(front, "join", body)
@@ -189,7 +189,7 @@ def test_a_run_that_nobody_comes_back_for_is_cancelled_after_the_grace(front: Ha
     (settle,) = front.settled(1)
     front.wait_for(lambda: not front.replica.running)
     assert (settle.status, settle.finish_reason) == (499, "cancelled")
-    # Billed is what the client was handed, not what was made for nobody.
+    # Only delivered tokens are billed, not those that were generated after the client had left.
     assert settle.delivered_tokens == handed() < front.reports[-1].tokens
     assert own_releases(front) == [True]
     ask(front, "gone", chat(max_tokens=1))
@@ -346,7 +346,8 @@ def test_answers_are_kept_for_their_time_and_within_their_bytes(front: Harness) 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_of_a_run_only_the_answer_is_kept(front: Harness, stream: bool) -> None:
-    """A prompt may be a thousand times as long as its answer, and does not count in what answers may take."""
+    """A prompt may be a thousand times as long as its answer. It does not count towards the memory for
+    answers."""
     with connect(front) as sock:
         send(sock, "one", chat(stream=stream))
         read_answer(sock)
@@ -390,7 +391,7 @@ def test_a_late_follower_of_a_long_answer_gets_all_of_it(front: Harness) -> None
     body = {"model": MODEL, "prompt": "quick", "stream": True, "n": 64, "logprobs": 5, "max_tokens": -1}
     first = ask(front, "long", body, COMPLETIONS)
     again = ask(front, "long", body, COMPLETIONS)
-    # More than two of the pieces in which a recorded answer is written.
+    # The answer is longer than two of the pieces in which a recorded answer is written.
     assert len(first.body) > 150_000
     assert first.body == again.body
 
@@ -407,7 +408,7 @@ def test_a_connection_moves_to_the_front_that_has_the_run(front: Harness, tcp: b
     with connect(front, tcp=tcp) as sock:
         send(sock, "moving", body, **headers)
         front.wait_for(lambda: len(front.moved) == 1)
-        # Over there nobody knows it, or no more: it runs.
+        # The other front does not know the run, or has dropped it, so the request runs here.
         front.claims = lambda claim: Claimed(claim.scope, False)
         moved = front.give_back()
         assert moved.kind == ("tcp" if tcp else "unix") and bool(moved.peer) == tcp
@@ -415,7 +416,7 @@ def test_a_connection_moves_to_the_front_that_has_the_run(front: Harness, tcp: b
         assert (answer.status, text(answer)) == (200, front.text())
         assert answer.headers["x-request-id"] == "mine"
         assert answer.headers["x-appliance-request-id"].startswith("mine.")
-        # The connection goes on where it is now.
+        # The connection stays in the front that has it now.
         send(sock, "moving", body, **headers)
         assert "idempotent-replayed" in read_answer(sock).headers
     assert len(front.admits) == 1 and not front.rejected
@@ -446,7 +447,7 @@ def test_a_connection_with_further_requests_on_it_does_not_move(front: Harness) 
     data = json.dumps(chat()).encode()
     length = {"Content-Length": str(len(data))}
     with connect(front) as sock:
-        # In one piece, so that the front has both when it asks the core about the first.
+        # One packet, so that the front has read both requests when it asks the core about the first.
         sock.sendall(
             head("POST", CHAT, {"Idempotency-Key": "pipelined", **length})
             + data
@@ -474,18 +475,19 @@ def test_openais_client_retries_with_the_same_key_and_joins(front: Harness, clie
             messages=[{"role": "user", "content": "hi"}],
             extra_headers={"Idempotency-Key": "from-the-client"},
         )
-        # The first attempt times out at the client; its retry asks again.
+        # The first attempt times out in the client; its retry sends the request again.
         front.wait_for(lambda: front.reports[-1].requests >= before + 2)
         front.replica.hold = False
         answer = asked.result(60)
     assert answer.choices[0].message.content == front.text()
     assert len(front.admits) == 1
-    # Those before the last one may have timed out as well.
+    # Earlier attempts may have timed out as well.
     front.wait_for(lambda: bool(front.retried) and front.retried[-1].status == 200)
 
 
 def test_openais_client_with_its_own_idempotency_header(front: Harness, client: openai.OpenAI) -> None:
-    # What its `idempotency_key` options are for: a header's name, which this API sets nowhere by default.
+    # The `idempotency_key` options of the client need the name of a header, for which this API has no
+    # default.
     client._idempotency_header = "Idempotency-Key"
     client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "hi"}])
     assert len(front.claimed) == 1

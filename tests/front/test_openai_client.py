@@ -1,4 +1,4 @@
-"""The API as OpenAI's own client sees it."""
+"""The API, tested with OpenAI's own client."""
 
 from __future__ import annotations
 

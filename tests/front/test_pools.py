@@ -1,4 +1,4 @@
-"""Places for connections: which one makes room."""
+"""Limits on the number of connections: which connection is closed when a limit is reached."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from appliance.http.pools import Pool
 
 
 class Client:
-    """A connection that notes that it was closed."""
+    """A connection that records that it was closed."""
 
     def __init__(self) -> None:
         self.closed = False

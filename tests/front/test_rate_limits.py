@@ -1,4 +1,4 @@
-"""What clients are told of their limits, and how the core's word on an answer's length is kept."""
+"""The headers that tell clients their rate limits, and the limit on an answer's length that the core sets."""
 
 from __future__ import annotations
 

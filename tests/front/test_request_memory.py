@@ -1,4 +1,5 @@
-"""The memory of request heads: bounded for all connections together, and taken from whoever holds most."""
+"""The memory of request headers is bounded for all connections together. The tenant that holds most loses a
+request first."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ UNFINISHED = b"GET /tenant HTTP/1.1\r\nHost: x\r\nX-Filling: " + b"x" * HEAD_BYT
 
 
 async def tenant(request: Request) -> PlainTextResponse:
-    """Take the connection for one of the tenant that the request names."""
+    """Assign the connection to the tenant that the request names."""
     assert request.scope["state"]["connection"].authenticate(request.headers["x-tenant"])
     return PlainTextResponse("known")
 
@@ -36,7 +37,7 @@ APP = Starlette(routes=[Route("/tenant", tenant), Route("/wait", wait)])
 
 
 class Client:
-    """A connection."""
+    """A client connection."""
 
     def __init__(self, path: Path) -> None:
         self.sock = socket.socket(socket.AF_UNIX)
@@ -51,7 +52,7 @@ class Client:
         assert b"known" in await asyncio.get_running_loop().sock_recv(self.sock, 1 << 16)
 
     def received(self) -> bytes | None:
-        """What has arrived, b"" at the end of the connection; None if there is nothing."""
+        """Return the bytes that have arrived: b"" at the end of the connection, None if there are none."""
         try:
             return self.sock.recv(1 << 16)
         except BlockingIOError:
@@ -63,7 +64,7 @@ class Client:
 def serve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: Callable[[HttpServer, Path], Awaitable[None]]
 ) -> None:
-    """Use a server that holds 2 MiB of heads at most."""
+    """Run a server that holds at most 2 MiB of request headers."""
     monkeypatch.setattr(appliance.http.request_memory, "MAX_REQUEST_MEMORY_BYTES", LIMIT)
 
     async def run() -> None:
@@ -132,7 +133,7 @@ def test_the_headers_of_requests_that_are_answered_count_with_their_objects(
         clients = [Client(path) for _ in range(20)]
         for one in clients:
             await one.send(request)
-        # Each takes 0.7 MB.
+        # Each request takes 0.7 MB.
         await until(lambda: server.connections == 2 and server.request_memory.refused == 18)
         assert sum(one.received() is None for one in clients) == 2
 

@@ -1,4 +1,4 @@
-"""One request at a time is taken out of a connection's bytes, however they are cut into pieces."""
+"""Requests are parsed one at a time from a connection's bytes, however the bytes are split."""
 
 from __future__ import annotations
 

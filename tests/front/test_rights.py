@@ -1,4 +1,5 @@
-"""What callers may do: their scopes, models, classes and lengths, and how they are told what they may not."""
+"""The rights of callers: scopes, models, classes and lengths, and the answers to requests that exceed
+them."""
 
 from __future__ import annotations
 
@@ -31,10 +32,10 @@ BEARER = {"Authorization": f"Bearer {KEY}"}
 
 
 def limited(front: Harness, **rights: Any) -> None:
-    """Let the key have these rights; when the front knows."""
+    """Give the key these rights, and wait until the front has them."""
     marked = f"key_{time.monotonic_ns()}"
     front.identify(keys={SHA256: Identity(tenant="acme", key_id=marked, **rights)})
-    # The rights are in force once a request is logged, or admitted, for the key of this name.
+    # The front has the rights when a request with a key of this name is logged or admitted.
     front.wait_for(lambda: probe(front) == marked)
     front.rejected.clear()
 
@@ -48,7 +49,7 @@ def probe(front: Harness) -> str:
 
 @pytest.fixture
 def rights(front: Harness) -> Iterator[Harness]:
-    """The front, with everybody's rights as they were afterwards."""
+    """The front. Afterwards, the rights of all callers are restored."""
     yield front
     front.identify()
     front.models = []
@@ -94,7 +95,7 @@ def test_a_key_without_the_scope_is_refused_with_the_scope_that_it_lacks(rights:
         assert (answer.status, answer.error["code"]) == (403, "insufficient_scope")
         assert "scope 'inference'" in answer.error["message"]
         assert ask(rights, "GET", "/v1/models", headers=BEARER).status == 403
-        # Nobody learns from it which methods a path takes.
+        # The answer does not reveal which methods a path accepts.
         assert ask(rights, "GET", "/v1/chat/completions", headers=BEARER).status == 403
     assert not rights.admits
 
@@ -120,7 +121,7 @@ def test_a_key_opens_its_models_and_sees_no_others(rights: Harness) -> None:
             ask(rights, "POST", "/tokenize", {"model": name, "prompt": "x"}, BEARER),
             ask(rights, "POST", "/detokenize", {"model": name, "tokens": [1]}, BEARER),
         ]
-        # A model that is there and one that is not look the same.
+        # The answer is the same for an existing model and for one that does not exist.
         for answer in refusals:
             assert (answer.status, answer.error["code"]) == (403, "model_not_allowed")
             assert answer.error["param"] == "model"
@@ -147,7 +148,7 @@ def test_the_answer_says_which_class_the_request_got(
     for stream in (False, True):
         answer = generate(rights, headers, service_tier=tier, stream=stream)
         assert (answer.status, answer.headers["x-appliance-class"]) == (200, got)
-    # The core decides for itself: it is told what was asked.
+    # The core decides on the class, so the front sends it the requested one.
     assert {admit.asked_class for admit in rights.admits} == {
         (asked or tier or "").upper() if asked else tier or ""
     }

@@ -1,4 +1,4 @@
-"""Turns: clients that want much at once do not delay what others want."""
+"""Clients that send many requests do not delay the requests of other clients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from appliance.http import HttpServer
 from appliance.http.turns import MAX_TURNS_PER_PASS, TURN_S, Turns
 
 GREEDY = 200
-"""Connections of the client that sends requests without a pause."""
+"""Number of connections of the client that sends requests without a pause."""
 
 
 def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -104,7 +104,7 @@ def test_a_new_connection_is_answered_before_the_many_requests_of_others(tmp_pat
         sent = len(answered)
         writer.write(b"GET /modest HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         assert (await reader.read()).endswith(b"done")
-        # A few passes of the loop until the request is read, then one turn.
+        # The loop needs a few passes until the request is read, then one turn.
         assert answered.index("/modest") - sent < GREEDY // 2
         for _, other in [*greedy, (reader, writer)]:
             other.close()

@@ -1,4 +1,4 @@
-"""Tokenizers trained on the fly, written to folders as models ship them."""
+"""Tokenizers that are trained in the test session and written to model folders."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from appliance.text.tokenizer import Tokenizer
 
-# On a busy machine, any example can take longer than the default of 200 ms.
+# On a busy machine, any example can take longer than the default limit of 200 ms.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
 
@@ -30,7 +30,8 @@ TEMPLATE = (
 
 
 def byte_level() -> tokenizers.Tokenizer:
-    """As Llama 3 and Qwen: bytes under a regex, so that tokens split characters."""
+    """A tokenizer like those of Llama 3 and Qwen: byte-level BPE after a regular expression, so that tokens
+    split characters."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -49,7 +50,8 @@ def byte_level() -> tokenizers.Tokenizer:
 
 
 def byte_fallback(decoder: decoders.Decoder | None = None) -> tokenizers.Tokenizer:
-    """As Llama 2 and Mistral: "▁" for a space, characters outside of the vocabulary as byte tokens."""
+    """A tokenizer like those of Llama 2 and Mistral: "▁" for a space, and byte tokens for characters outside
+    of the vocabulary."""
     trained = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
     trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     # The second half of the corpus stays outside of the alphabet.
@@ -68,12 +70,13 @@ def byte_fallback(decoder: decoders.Decoder | None = None) -> tokenizers.Tokeniz
 
 
 def metaspace() -> tokenizers.Tokenizer:
-    """A decoder that no table is built for."""
+    """A tokenizer whose decoder has no token table in the detokenizer."""
     return byte_fallback(decoders.Metaspace(prepend_scheme="always"))
 
 
 def write_model(folder: Path, backend: tokenizers.Tokenizer, **config: object) -> Path:
-    """A model folder with `backend` and a tokenizer_config.json of `config` beside the usual names."""
+    """Write a model folder with `backend`, and with a tokenizer_config.json that has `config` and the usual
+    names."""
     folder.mkdir(parents=True, exist_ok=True)
     backend.save(str(folder / "tokenizer.json"))
     named = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "TokenizersBackend"}

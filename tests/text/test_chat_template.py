@@ -1,4 +1,5 @@
-"""Chat templates: equal to transformers, safe against messages, clear in refusal."""
+"""Chat templates render the same text as transformers, messages cannot abuse them, and refusals name their
+reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Control tokens in what a client writes are text; everything else is as in transformers."""
+"""Control tokens in text from a client are encoded as plain text. All other encoding is the same as in
+transformers."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ WITH_SPECIALS = st.lists(
 
 
 def prompt(tokenizer: Tokenizer, template: ChatTemplate, *contents: str) -> list[int]:
-    """As the front makes it."""
+    """Return the token ids of a prompt, as the front encodes it."""
     shield = tokenizer.shield()
     messages = [{"role": "user", "content": run_steps(shield.hide(content))} for content in contents]
     return run_steps(tokenizer.encode_rendered_steps(template.render(messages), shield))[0]
@@ -73,7 +74,7 @@ def test_only_the_template_makes_control_tokens_and_the_text_stays_what_it_is(
 ) -> None:
     tokenizer, template = loaded[kind], ChatTemplate({"default": TEMPLATE}, NAMES)
     ids = prompt(tokenizer, template, *contents)
-    # "<unk>" also stands for what the byte-less vocabularies cannot write.
+    # Vocabularies without byte tokens also use "<unk>" for characters that they cannot encode.
     control = [token for token in ids if tokenizer.token_text(token) in ("<s>", "</s>", "<|end|>")]
     assert list(map(tokenizer.token_text, control)) == ["<s>"] + ["</s>"] * len(contents)
     rendered = template.render([{"role": "user", "content": content} for content in contents])
@@ -103,7 +104,7 @@ def test_what_is_hidden_survives_the_filters_of_templates(loaded: dict[str, Toke
 
 
 def test_special_tokens_beyond_the_vocabulary_keep_their_ids() -> None:
-    """As in Llama 3, whose control tokens follow on the vocabulary."""
+    """As in Llama 3, whose control tokens have the ids after the vocabulary."""
     backend = byte_level()
     backend.add_special_tokens(["<|late|>", "<|later|>"])
     control = ControlTokens(backend)

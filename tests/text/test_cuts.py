@@ -1,4 +1,5 @@
-"""Texts are cut only where the ids do not depend on it, and no token stands for more bytes than is said."""
+"""Texts are cut only at places where the cut does not change the token ids, and no token stands for more
+bytes than the tokenizer reports."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def split_by(pattern: str) -> pre_tokenizers.PreTokenizer:
 def byte_level_with(**parts: Any) -> tokenizers.Tokenizer:
     backend = tokenizers.Tokenizer.from_str(byte_level().to_str())
     state = json.loads(backend.to_str())
-    # Without the one that has a space inside.
+    # All added tokens except the one that contains a space.
     state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] != " spaced token"]
     backend = tokenizers.Tokenizer.from_str(json.dumps(state))
     for name, part in parts.items():
@@ -109,7 +110,7 @@ TEXT = st.lists(st.sampled_from(PARTS) | st.characters(exclude_categories=["Cs"]
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Texts are cut wherever they can be."""
+    """Sets the piece size so small that texts are cut at every possible place."""
     monkeypatch.setattr(cuts, "PIECE_CHARACTERS", 1)
     monkeypatch.setattr("appliance.text.encoder.PIECE_CHARACTERS", 1)
 

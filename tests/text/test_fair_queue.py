@@ -1,4 +1,4 @@
-"""Work on texts is shared between tenants, and bounded for each without harm to the others."""
+"""Tenants share the work on texts. Each tenant's work is bounded without affecting the others."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def test_a_tenant_is_refused_for_its_own_bytes_only() -> None:
     with memory.reserved("hog", 900_000):
         with pytest.raises(TooMuchWorkError, match="'hog'"), memory.reserved("hog", 200_000):
             pass
-        # Half of it is the other's, though both have more than all together.
+        # Half of the memory belongs to the other tenant, although both together exceed the limit.
         with memory.reserved("small", 100_000), memory.reserved("small", 300_000):
             with pytest.raises(TooMuchWorkError, match="'small'"), memory.reserved("small", 200_000):
                 pass
-            with memory.reserved("third", 5_000_000):  # the first text of anybody
+            with memory.reserved("third", 5_000_000):  # the first text of a tenant
                 pass
     with memory.reserved("hog", 900_000):
         pass

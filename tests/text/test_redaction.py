@@ -1,4 +1,4 @@
-"""What is taken out of texts that are kept."""
+"""The secrets that are removed from kept texts."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_more_kinds_and_own_words_are_taken_out_where_they_are_asked_for() -> No
 
 @given(st.text("ab \n:=@-", max_size=30), st.text("ab \n", max_size=30), st.integers(0, 3))
 def test_a_key_is_found_wherever_it_stands(before: str, after: str, lines: int) -> None:
-    """Also in a text that is cleaned in pieces."""
+    """Holds also for a text that is redacted in pieces."""
     filling = "some words of a long text\n" * (lines * 100)
     found = Redactor().redact(f"{filling}{before} {KEY} {after}{filling}")
     assert KEY not in found.text and found.secrets >= 1

@@ -1,4 +1,4 @@
-"""The composed stream: text, stop strings and what is delivered, counted in tokens."""
+"""The stream as a whole: text, stop strings and delivered text, counted in tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading and encoding, with transformers as the oracle."""
+"""Loading tokenizers and encoding, compared with transformers."""
 
 from __future__ import annotations
 
@@ -163,10 +163,10 @@ def test_the_event_loop_keeps_ticking_while_two_megabytes_are_encoded(loaded):
         return stall / (last - began), ticks
 
     assert sum(len(text.encode()) for text in texts) > 2_000_000
-    # The best of three: other processes may take this one off its core, the encoder must not.
+    # Take the best of three attempts, since other processes may delay one. Only the encoder itself must not.
     stalled, ticks = min(asyncio.run(watch()) for _ in range(3))
     assert ticks > 20
-    assert stalled < 0.25  # of the time that encoding took
+    assert stalled < 0.25  # fraction of the time that encoding took
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
