@@ -421,7 +421,7 @@ class Connection(asyncio.BufferedProtocol):
         self._linger(2 * self.server.limits.max_body_bytes + _PIECE_BYTES)
 
     def _linger(self, most_bytes: int) -> None:
-        """Close, but first read and drop further bytes for a moment, so that the client reads the response."""
+        """Close, but first drop what still arrives for a moment, so that the client reads the response."""
         self._input.clear()
         self._reader = HeadReader()
         self._count_memory()

@@ -117,8 +117,8 @@ class HttpServer:
         self._listening.append(server)
 
     async def stop(self, grace_s: float) -> None:
-        """Accept no more connections, close idle ones, let responses in progress end within `grace_s` seconds,
-        then close the rest."""
+        """Accept no more connections, close idle ones, let responses in progress end within `grace_s`
+        seconds, then close the rest."""
         self._stopping = True
         for server in self._listening:
             server.close()
