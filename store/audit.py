@@ -288,7 +288,7 @@ def _problem(row: AuditRow, last: Head, recorded: set[str] | None, vouched: int)
         return row.seq, "rewritten: its hash does not match its content"
     if recorded is not None and recorded != {row.hash}:
         other = sorted(recorded - {row.hash})[0]
-        since = f" (rows up to {vouched} hold)" if vouched else ""
+        since = f" (rows up to {vouched} are correct)" if vouched else ""
         return row.seq, (
             f"rewritten, it or a row before it{since}: its hash is {row.hash}, recorded outside was {other}"
         )

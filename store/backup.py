@@ -90,9 +90,7 @@ def back_up(
     try:
         unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     except FileNotFoundError as error:
-        raise StoreError(
-            f"{target.parent} is no folder that takes files: make it, or name another"
-        ) from error
+        raise StoreError(f"{target.parent} is not a writable folder: create it, or name another") from error
     except OSError as error:
         raise explain_os(target.parent, error) from error
     try:
@@ -139,7 +137,7 @@ def _fill(
     findings = examine_folder(folder, recorded)
     if not findings.ok:
         raise CorruptDatabaseError(
-            f"the audit chain in the copy does not hold ({'; '.join(findings.problems)}): "
+            f"the audit chain in the copy is damaged ({'; '.join(findings.problems)}): "
             f"see what is wrong in {state_dir} with: appliance audit verify"
         )
     files = [

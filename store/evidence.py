@@ -219,8 +219,8 @@ def examine_folder(folder: Path, recorded: Iterable[Recorded] = ()) -> Findings:
     newer = found.verdict.head.seq - max(found.vouched_seq, _recorded_by_now(folder, found.verdict.head.seq))
     if found.verdict.ok and newer > ROWS_BETWEEN_HEADS and not waiting:
         problems.append(
-            f"no head vouches for the last {newer} rows, and the service records one after "
-            f"{ROWS_BETWEEN_HEADS}: lines were taken out of {folder / HEADS_FILE}, or did not get into it"
+            f"no head confirms the last {newer} rows, and the service records one after "
+            f"{ROWS_BETWEEN_HEADS}: lines were removed from {folder / HEADS_FILE}, or were not written to it"
         )
     return found._replace(problems=found.problems + problems, notes=found.notes + notes, spooled=len(waiting))
 

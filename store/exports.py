@@ -4,8 +4,8 @@ A line has every column that is not null; the last one is
 
     {"trailer": {"at": …, "hash": …, "rows": …, "seq": …, "sha256": …, "sig": …}}
 
-with seq and hash of the newest row and the SHA-256 of all lines before it. `sig` is there where whoever wrote
-the export can read the service's key (`store.heads`).
+with seq and hash of the newest row and the SHA-256 of all lines before it. `sig` is present if the process
+that wrote the export could read the service's key (`store.heads`).
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def read(path: Path) -> tuple[list[AuditRow], Trailer | None]:
                     rows.append(AuditRow(**fields))
                 except (ValueError, TypeError, KeyError, AttributeError) as error:
                     raise CorruptDatabaseError(
-                        f"line {number} of {path} is no row of an audit chain ({error}): export it again"
+                        f"line {number} of {path} is not a row of an audit chain ({error}): export it again"
                     ) from error
                 digest.update(line)
     except OSError as error:

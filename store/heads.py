@@ -217,7 +217,7 @@ class HeadKeeper:
             append_line(self.path, head.line)
             self.last_error = None
         except OSError as error:
-            self.last_error = f"{self.path} did not take the head of row {head.seq} ({error.strerror})"
+            self.last_error = f"{self.path} could not record the head of row {head.seq} ({error.strerror})"
             log.error("%s: the head is in this log only", self.last_error)
 
 

@@ -170,7 +170,7 @@ class Spool:
             try:
                 self._append(entry)
             except OSError as error:
-                log.warning("%s does not take an audit entry (%s)", self._path, error.strerror)
+                log.warning("%s cannot store an audit entry (%s)", self._path, error.strerror)
                 return
             self._in_memory -= 1
 

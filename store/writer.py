@@ -303,7 +303,7 @@ class Writer:
             waited_s = time.monotonic() - batch[0].submitted_at
             why = self._last_error or "a program may have locked the file, or the disk is slow"
             error = StorageFaultError(
-                f"{self.path} took no change for {waited_s:.0f} s ({why}); the change was not made"
+                f"{self.path} accepted no change for {waited_s:.0f} s ({why}); the change was not made"
             )
             self._fail(batch[0], error)
             return

@@ -245,7 +245,7 @@ def test_a_file_of_heads_or_a_folder_that_is_not_there_is_said_with_what_to_name
     assert heads.code == 1 and "name a text with heads" in heads.err
     place = ("--run-dir", run_dir, "--state-dir", state)
     backup = cli("backup", state / "none" / "x", *place)
-    assert backup.code == 1 and f"{state / 'none'} is no folder that takes files" in backup.err
+    assert backup.code == 1 and f"{state / 'none'} is not a writable folder" in backup.err
 
 
 @pytest.mark.parametrize("head", ["", "5", "5:abc", "x:" + "0" * 64])

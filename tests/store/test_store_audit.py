@@ -212,7 +212,7 @@ def test_the_recorded_heads_tell_where_a_rewritten_chain_stops_being_the_same():
     forge(connection, 4)
     verdict = audit.verify(connection, recorded)
     assert verdict.broken_seq == 6
-    assert "a row before it (rows up to 2 hold)" in (verdict.problem or "")
+    assert "a row before it (rows up to 2 are correct)" in (verdict.problem or "")
 
 
 def test_two_records_of_one_row_that_disagree_are_a_fault():

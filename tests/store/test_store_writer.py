@@ -321,7 +321,7 @@ def test_a_call_that_does_not_begin_in_time_is_never_made(writer):
         second = writer.call(insert(2), within_s=0.1)
         with pytest.raises(StorageFaultError, match="locked"):
             first.result(60)
-        with pytest.raises(StorageFaultError, match=r"took no change for .* the change was not made"):
+        with pytest.raises(StorageFaultError, match=r"accepted no change for .* the change was not made"):
             second.result(60)
         intruder.execute("ROLLBACK")
     writer.call(insert(3), within_s=60).result(60)
