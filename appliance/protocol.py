@@ -27,7 +27,7 @@ class FrontStats(msgspec.Struct, frozen=True, kw_only=True):
     busy_connections: int = 0
     """Connections of known clients (local users, or a valid key) whose request is being answered."""
     max_connections: int = 0
-    """Connections of known clients that the front can hold: as its limits say, or fewer where file
+    """Connections of known clients that the front can hold: the configured limit, or fewer if file
     descriptors are scarce."""
     unauthenticated_connections: int = 0
     """Connections that have not yet sent a request with a valid key."""
@@ -51,13 +51,13 @@ class FrontStats(msgspec.Struct, frozen=True, kw_only=True):
     kept_answers: int = 0
     """Runs with an `Idempotency-Key`, in progress or kept for retries."""
     kept_bytes: int = 0
-    """Memory of these."""
+    """Memory that these answers occupy."""
     dropped_texts: int = 0
     """Requests whose texts were not kept because too many waited."""
     log_dropped_lines: int = 0
-    """Lines of its log that were dropped because standard error was not read."""
+    """Lines of the front's log that were dropped because standard error was not read."""
     problems: dict[str, str] = {}
-    """Why it cannot serve a model, by the model's name: for example, an unreadable tokenizer."""
+    """Why the front cannot serve a model, by the model's name: for example, an unreadable tokenizer."""
 
 
 class FrontStatus(FrontStats, frozen=True, kw_only=True):
@@ -97,9 +97,9 @@ class ReplicaStatus(ReplicaStats, frozen=True, kw_only=True):
     dtype: str = ""
     """The dtype of computations."""
     weights: str = ""
-    """The dtype of the layers' matrices: as `dtype`, or "fp8"."""
+    """The dtype of the layers' matrices: the same as `dtype`, or "fp8"."""
     kv_cache_dtype: str = ""
-    """As `weights`, of the KV cache."""
+    """The dtype of the KV cache: the same as `dtype`, or "fp8"."""
     tensor_parallel_size: int = 1
     links: str = ""
     """What links the GPUs of the ranks, e.g. "NVLink (18 links)"; empty for one GPU or if not known."""
@@ -129,7 +129,7 @@ once."""
 
 
 class ModelStatus(msgspec.Struct, kw_only=True):
-    """A model that apps may name."""
+    """A model that applications can name."""
 
     name: str
     folder: str
@@ -238,7 +238,7 @@ class QueueStatus(msgspec.Struct, kw_only=True):
     overload_step: int = 0
     """The step of load shedding; 0 without overload."""
     classes: list[ClassStatus] = []
-    """From P0 on."""
+    """One entry for each class, from P0 on."""
 
 
 class DatabaseStatus(WriterState, frozen=True, kw_only=True):
@@ -265,7 +265,7 @@ class AuditStatus(msgspec.Struct, kw_only=True):
     places: list[str] = []
     """Files in which these rows wait."""
     in_memory: int = 0
-    """How many of these rows no file accepts either. If the service ends, only its log has them."""
+    """Number of these rows that no file accepts either. If the service ends, only its log has them."""
     lost: int = 0
     """Rows that could be stored nowhere; only the service's log has them."""
     last_error: str | None = None
@@ -370,14 +370,17 @@ class LimitUsage(msgspec.Struct, kw_only=True):
     """"requests_per_minute", "tokens_per_minute", "tokens_per_day", "concurrent_requests", "queued_requests",
     or "kv_share": tokens in the KV cache of the model where it has the greatest part."""
     capacity: int
-    """What may be used at once: of a rate a minute `burst_s` seconds, of one a day a day's worth."""
+    """The amount that can be used at once: `burst_s` seconds' worth of a rate per minute, or a day's worth of
+    a rate per day."""
     used: int
-    """Of the capacity, what has not refilled yet; requests that run are in it with the most they may use."""
+    """The part of the capacity that has not refilled yet. Running requests count with the most that they may
+    use."""
     held: int
-    """By requests that have not ended: what they do not use comes back, but for what has refilled since. So
-    it may be more than is `used`."""
+    """The amount held by requests that have not ended. What they do not use is returned, except for what has
+    refilled since. Therefore this can exceed `used`."""
     resets_in_s: float | None
-    """Until all of it may be used again, if nothing is. None: when the requests end."""
+    """Time until the limit is full again if nothing is used. None: the limit is free again when requests
+    end."""
 
 
 class Key(KeyFields, frozen=True, kw_only=True):
@@ -402,7 +405,7 @@ class NewKey(msgspec.Struct, kw_only=True):
 
 
 class Tenant(TenantRecord, frozen=True, kw_only=True):
-    """A tenant, with what the service knows of it now."""
+    """A tenant and its current usage."""
 
     built_in: bool
     """Whether the tenant exists from the first start; it cannot be deleted."""
@@ -418,12 +421,12 @@ class PeerMapping(msgspec.Struct, kw_only=True):
     """A local user or group that needs no key on `api.sock`."""
 
     kind: Literal["uid", "gid", "any"]
-    """"any": every user without an own entry whom the socket's file mode lets in."""
+    """"any": every user without a separate entry whom the socket's file mode admits."""
     number: int
     """-1 for "any"."""
     tenant: str
     source: Literal["mapped", "settings"]
-    """Mapped by an operator, or from the settings: the service's own user, root and `unix.uids`."""
+    """Whether an operator mapped it, or the settings did: the service's own user, root and `unix.uids`."""
     created_at: float | None = None
     """When it was mapped, in unix seconds."""
 
@@ -434,9 +437,9 @@ class Contents(msgspec.Struct, kw_only=True):
     request_id: str
     tenant: str
     created_at: float
-    """Of the request, unix seconds."""
+    """When the request arrived, in unix seconds."""
     goes_at: float | None
-    """When the texts are removed (unix seconds), by the current policy; None: never."""
+    """When the texts are removed (unix seconds) according to the current policy; None: never."""
     texts: list[KeptText]
 
 

@@ -249,7 +249,7 @@ class Client:
             finally:
                 timer.cancel()
                 if exchange.failure or exchange.done.cancelled():
-                    connection.close()  # tells the server that nobody reads the rest
+                    connection.close()  # tells the server that the rest is not read
             if not exchange.failure and connection.is_open:
                 self._free.append(connection)
             elif exchange.failure == "closed" and is_reused and not connection.has_response:

@@ -21,9 +21,9 @@ from appliance.bench.results import Backlog, RequestTimes, Run, Slo, percentile
 SATURATED = 0.8
 """CPU share of the busiest client process above which the client may be the bottleneck."""
 LATE_MS = 20.0
-"""Requests that are sent this long after they were due show the same."""
+"""Delay in sending due requests above which the client may also be the bottleneck."""
 MAX_REQUESTS = 2_000_000
-"""Of one run, whose requests are kept in memory."""
+"""Maximum number of requests of one run, because they are kept in memory."""
 RESPONSE_SHARE = 0.5
 """Responses that take longer than this share of a trial do not reach a steady state within the trial."""
 TRIAL_SHARE = 1 + RESPONSE_SHARE
@@ -135,8 +135,8 @@ def is_client_limited(run: Run) -> bool:
 
 
 def resolution(run: Run, duration_s: float) -> float:
-    """Return how far beyond the server's capacity, as a share of it, a rate may be and still pass: because
-    arrivals are random (0.2 for 100 requests, 0.05 for 1,600), and because response times differ."""
+    """Return by which share a rate may exceed the server's capacity and still pass, because arrivals are
+    random (0.2 for 100 requests, 0.05 for 1,600) and response times differ."""
     spread = run.e2e_ms
     uneven_s = 0.0 if spread is None else (spread.p90 - spread.p50) / 1000
     return 2 / math.sqrt(run.requests) + uneven_s / duration_s

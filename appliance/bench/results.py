@@ -31,8 +31,8 @@ class Slo(msgspec.Struct, frozen=True):
         return self.ttft_p99_ms is not None or self.itl_p99_ms is not None
 
     def allows(self, record: Record) -> bool:
-        """Whether a request succeeded within the limits. Of its gaps the mean counts, since a single request
-        has too few for a 99th percentile."""
+        """Return whether a request succeeded within the limits. Its mean gap is compared, because one request
+        has too few gaps for a 99th percentile."""
         if record.failure or record.first_at is None:
             return False
         if self.ttft_p99_ms is not None and 1000 * (record.first_at - record.began_at) > self.ttft_p99_ms:
@@ -62,18 +62,19 @@ class RequestTimes(msgspec.Struct):
 
 
 class Backlog(msgspec.Struct):
-    """Requests that had been open for longer than a response takes, at two moments of an open-loop run."""
+    """The backlog at two moments of an open-loop run: requests that had been open for longer than a response
+    takes."""
 
     response_s: float
     """How long a response takes; infinite if that is too long for the run to show a backlog."""
     before: int
-    """The number at half of the time in which requests arrive."""
+    """The number of open requests halfway through the arrivals."""
     after: int
-    """The number at the end of that time."""
+    """The number of open requests at the end of the arrivals."""
     seconds: float
     """The time between the two moments."""
     allowed: float
-    """The number that chance alone may leave."""
+    """The number that random arrivals alone may leave."""
 
     @property
     def is_growing(self) -> bool:
@@ -86,8 +87,8 @@ class Backlog(msgspec.Struct):
 
 
 class Run(msgspec.Struct, kw_only=True):
-    """One run. Percentiles are None where nothing was measured; those of TTFT, ITL, TPOT and E2E, the tokens
-    and the chunks are of requests that succeeded."""
+    """The statistics of one run. Percentiles are None where nothing was measured. TTFT, ITL, TPOT, E2E,
+    tokens and chunks include only requests that succeeded."""
 
     requests: int
     seconds: float
@@ -117,13 +118,13 @@ class Run(msgspec.Struct, kw_only=True):
     """Time per output token after the first chunk, the mean of each request."""
     e2e_ms: Percentiles | None
     late_p99_ms: float
-    """How long after they were due requests were sent."""
+    """Delay between the time when a request was due and when it was sent."""
     workers: int
     busiest_worker_cpu: float
     backlog: Backlog | None = None
-    """Of open loop."""
+    """Only in open-loop runs."""
     reasons: list[str] = []
-    """Why the rate of a trial is not sustained; empty if it is."""
+    """Why the server does not sustain the rate of a trial; empty if it does."""
     per_request: list[RequestTimes] = []
 
     def metric(self, name: str) -> float | None:

@@ -73,7 +73,8 @@ def socket_target(
     path: str, api_key: str | None = None, trusted_uids: frozenset[int] = frozenset()
 ) -> Target:
     """Return the target of a Unix socket. Raises BenchError."""
-    # The path is kept as it was written: a relative path may be short enough where the absolute one is not.
+    # The path is not made absolute: a relative path may fit into a socket address when the absolute path does
+    # not.
     if len(path.encode()) > 107:
         raise BenchError(f"--socket {path!r} is too long: the path of a socket has at most 107 bytes")
     if not Path(path).exists():

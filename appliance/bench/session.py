@@ -168,7 +168,7 @@ class Session:
     ) -> Run:
         self._server.check_length(shape)
         self._runs += 1
-        seed = f"{self._seed}/{self._runs}"  # new prompts for each run: no prefix cache knows them
+        seed = f"{self._seed}/{self._runs}"  # new prompts for each run, so that none is in the prefix cache
         load = Load(
             target=self._server.target,
             model=self._server.model,

@@ -49,7 +49,7 @@ class Controller:
     def start(self) -> None:
         """Start every process. Connections are accepted as soon as a front is ready."""
         self.fronts.publish_configuration()
-        # Replicas first, because they take longer.
+        # Replicas are started first, because they take longer.
         self.models.start()
         self.fronts.start()
         self._tick()

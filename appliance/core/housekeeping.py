@@ -67,7 +67,7 @@ class Housekeeper:
             await asyncio.wait(self._tasks)
 
     async def _retry_audit(self) -> None:
-        # In a thread, because the disk may not answer.
+        # This runs in a thread, because the disk may not answer.
         await asyncio.to_thread(self._control.trail.retry)
 
     async def _record_head(self) -> None:
@@ -98,7 +98,7 @@ async def _repeat(every_s: float, work: Callable[[], Awaitable[None]]) -> None:
         try:
             await work()
         except StoreError:
-            pass  # The writer has logged it. It is retried.
+            pass  # The writer has logged the error. The operation is retried.
         except Exception:
             log.exception("housekeeping failed; it is retried in %g s", every_s)
 

@@ -1,4 +1,5 @@
-"""One client's connection: which bytes are read when, within which time, and when the connection closes."""
+"""One client's connection: decides when bytes are read, which time limits apply, and when the connection
+closes."""
 
 from __future__ import annotations
 
@@ -22,28 +23,31 @@ if TYPE_CHECKING:
     from appliance.http.server import HttpServer
 
 LINGER_S = 2.0
-"""A refused request may go on arriving for so long, and is dropped, before the connection closes. Closing at
+"""How long the rest of a refused request is read and dropped before the connection closes. Closing at
 once would reset the connection before the client has read the answer."""
 UNAUTHENTICATED_LINGER_BYTES = 1 << 20
-"""At most so much is dropped for a client without a valid key."""
+"""At most this many bytes are dropped for a client without a valid key."""
 FIRST_PROBE_S = 0.5
-"""A TCP client that has sent its last byte may wait for the answer, or be gone: after this time, and then at
-twice the interval each time, it is sent `100 Continue`, which a client that is gone answers with a reset."""
+"""A TCP client that has sent its last byte may be waiting for the answer, or may have disconnected: after
+this time, and then at twice the interval each time, it is sent `100 Continue`, which a disconnected client
+answers with a reset."""
 _POLL_S = 0.5
 _PIECE_BYTES = 64 << 10
 _LARGE_READ_BYTES = 16 << 10
-"""After a read of this size the next one waits for its turn: the client probably sends a large body."""
+"""After a read of this size, the next read waits for its turn, because the client probably sends a large
+body."""
 
 
 class Connection(asyncio.BufferedProtocol):
     """One client's connection. Applications find it, and its peer, in the scope: `state["connection"]`,
     `state["peer"]`.
 
-    At most one request is parsed at a time. While it is answered, or its application does not take the body,
-    at most one read buffer of further bytes is held; the rest stays in the kernel, which slows the sender.
+    At most one request is parsed at a time. While it is answered, or while its application does not read the
+    body, at most one read buffer of further bytes is held. The rest stays in the kernel, which slows the
+    sender.
 
     While a response streams, `write_chunk` hands bytes straight to the transport. It never waits: the writer
-    checks `writable` first and keeps what it has until `on_writable`.
+    checks `writable` first, and keeps its data until `on_writable` is called.
     """
 
     transport: asyncio.Transport
@@ -55,7 +59,7 @@ class Connection(asyncio.BufferedProtocol):
         self.on_writable: Callable[[], None] | None = None
         """Called when the transport takes bytes again."""
         self.on_lost: Callable[[], None] | None = None
-        """Called once when the connection is gone. Both belong to the response under way."""
+        """Called once when the client has disconnected. Both callbacks belong to the response in progress."""
         self.last_chunk_at = 0.0
         """When a part of a response was written last, in seconds of the monotonic clock."""
         self._address = address
@@ -70,13 +74,13 @@ class Connection(asyncio.BufferedProtocol):
         self._advancing = False
         self._read_paused = False
         self._waits_to_read = False
-        """After a large read, until it is this connection's turn to read again."""
+        """Whether the connection waits for its turn to read again after a large read."""
         self._begun: tuple[int, int] = 0, 0
         """The latest second in which a request was begun, and how many were begun in it."""
         self._ended = False
-        """The client has sent its last byte."""
+        """Whether the client has sent its last byte."""
         self._linger_bytes: int | None = None
-        """While the connection lingers: how much more is dropped."""
+        """While the connection lingers: how many more bytes are dropped."""
         self._probe_s = FIRST_PROBE_S
         self._writable = asyncio.Event()
         self._writable.set()
@@ -84,7 +88,7 @@ class Connection(asyncio.BufferedProtocol):
         self._half_closed_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._unsent_bytes = 0
-        """What the transport held when the write timer was started."""
+        """The transport's buffered bytes when the write timer was started."""
 
     # ── for a response under way ──
 
@@ -95,7 +99,7 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def lost(self) -> bool:
-        """Whether the client is gone, or the connection is about to close."""
+        """Whether the client has disconnected, or the connection is about to close."""
         return self.transport.is_closing()
 
     @property
@@ -105,7 +109,7 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def date_line(self) -> bytes:
-        """The Date header of a response that begins now."""
+        """The value of the Date header for a response that begins now."""
         return self.server.date_line
 
     async def drain(self) -> None:
@@ -120,15 +124,15 @@ class Connection(asyncio.BufferedProtocol):
         self.transport.write(data)
 
     def release(self) -> None:
-        """Forget the callbacks: the response is over."""
+        """Remove the callbacks, because the response has ended."""
         self.on_writable = self.on_lost = None
 
     def abort(self) -> None:
-        """Close now, dropping what was not sent."""
+        """Close at once, and drop unsent bytes."""
         self.transport.abort()
 
     def cut_off(self) -> None:
-        """Close now, because the client does not take its answer."""
+        """Close at once, because the client does not read its answer."""
         self.server.cut_off.note(self._peer)
         self.transport.abort()
 
@@ -158,7 +162,7 @@ class Connection(asyncio.BufferedProtocol):
         return descriptor
 
     async def abandon(self) -> None:
-        """Close this process's descriptor; the process that has another one keeps the connection."""
+        """Close this process's descriptor; another process has a duplicate and keeps the connection."""
         gone = asyncio.Event()
         self.on_lost = gone.set
         self.transport.abort()
@@ -178,11 +182,11 @@ class Connection(asyncio.BufferedProtocol):
             transport.abort()
             return
         self._arm(self._limit_s(self.server.limits.header_timeout_s), self._request_late)
-        # What another process has read of this connection comes before anything that is read here.
+        # Bytes that another process has read from this connection come before anything that is read here.
         self.advance()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Free the place, and tell the response under way."""
+        """Free the connection's place, and notify the response in progress."""
         self.server.forget(self)
         for timer in (self._timer, self._half_closed_timer, self._write_timer):
             if timer is not None:
@@ -199,11 +203,11 @@ class Connection(asyncio.BufferedProtocol):
             on_lost()
 
     def evict(self) -> None:
-        """Close the connection, which has no complete request: another one needs its place."""
+        """Close the connection, which has no complete request, because another one needs its place."""
         self.transport.abort()
 
     def stop(self) -> None:
-        """Close the connection as soon as the response under way is written."""
+        """Close the connection as soon as the response in progress is written."""
         if self._exchange is None:
             self._close_now()
         else:
@@ -216,7 +220,7 @@ class Connection(asyncio.BufferedProtocol):
         return self.server.read_buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Take what was read."""
+        """Process the bytes that were read."""
         if self._linger_bytes is not None:
             self._linger_bytes -= nbytes
             if self._linger_bytes < 0:
@@ -231,14 +235,15 @@ class Connection(asyncio.BufferedProtocol):
                 self._pause_reading(True)
 
     def _read_on(self) -> None:
-        """Go on reading after a large read: it is this connection's turn."""
+        """Continue reading after a large read, because it is this connection's turn."""
         if self._waits_to_read and not self.transport.is_closing():
             self._waits_to_read = False
             self._pause_reading(self._linger_bytes is None and not self._wants_bytes())
 
     @property
     def _source(self) -> str:
-        """Whose turns the connection takes: its tenant's, or those of the place that it connects from."""
+        """Return whose turns the connection uses: its tenant's, or those of the address from which it
+        connects."""
         return self._tenant or (self._peer.source if self._peer is not None else "")
 
     def eof_received(self) -> bool:
@@ -256,8 +261,8 @@ class Connection(asyncio.BufferedProtocol):
         return True
 
     def advance(self) -> None:
-        """Parse as much as can be used now: at most the next request's head, or a part of its body that the
-        application waits for."""
+        """Parse what can be used now: at most the next request's head, or a part of its body for which the
+        application waits."""
         if self._advancing:
             return
         self._advancing = True
@@ -273,15 +278,16 @@ class Connection(asyncio.BufferedProtocol):
             self._count_memory()
 
     def _count_memory(self) -> None:
-        """Tell the server what the connection holds of requests, without bodies that an application took."""
+        """Tell the server how many request bytes the connection holds, without bodies that an application
+        took."""
         size = len(self._input) + self._reader.collected_bytes
         if self._exchange is not None:
             size += self._exchange.head.memory_bytes
         self.server.request_memory.hold(self, size)
 
     def give_up_request(self) -> None:
-        """Refuse the request, because the heads under way take too much memory. If it is complete, its
-        application may already answer it, so the connection is cut off."""
+        """Refuse the request, because the heads in progress take too much memory. If the request is complete,
+        its application may already be answering it, so the connection is cut off."""
         if self._exchange is not None and self._exchange.request_complete:
             self.transport.abort()
         else:
@@ -344,8 +350,8 @@ class Connection(asyncio.BufferedProtocol):
             exchange.keep_alive = False
 
     def skip_body(self) -> bool:
-        """Drop the part of the body that the application did not read, if all of it is here; return whether
-        the request is complete."""
+        """Drop the part of the body that the application did not read, if it has arrived completely. Return
+        whether the request is complete."""
         body = self._body
         if body is None or body.complete or self._exchange is None:
             return True
@@ -360,8 +366,8 @@ class Connection(asyncio.BufferedProtocol):
         return body.complete
 
     def _wants_bytes(self) -> bool:
-        """Whether bytes that arrive now can be used. One buffer of a further request is read ahead: that is
-        how the end of the connection is noticed while an answer is made."""
+        """Whether bytes that arrive now can be used. One buffer of a further request is read ahead, so that
+        the end of the connection is noticed during an answer."""
         exchange = self._exchange
         if exchange is None or exchange.wants_body:
             return True
@@ -380,7 +386,7 @@ class Connection(asyncio.BufferedProtocol):
     # ── the end of a response, and of the connection ──
 
     def finish(self, exchange: Exchange) -> None:
-        """Go on after a complete response: with the next request, or by closing."""
+        """Continue after a complete response with the next request, or close the connection."""
         self._exchange = None
         body, self._body = self._body, None
         if self.pool is not None:
@@ -401,11 +407,11 @@ class Connection(asyncio.BufferedProtocol):
             self.advance()
 
     def close(self) -> None:
-        """Close after what was written so far."""
+        """Close after everything written so far is sent."""
         self._close_now()
 
     def refuse(self, error: RequestError) -> None:
-        """Answer in the application's place, and close. A response that has begun is cut off instead."""
+        """Answer instead of the application, and close. If a response has begun, it is cut off instead."""
         exchange = self._exchange
         if exchange is not None and exchange.started:
             self.transport.abort()
@@ -417,7 +423,8 @@ class Connection(asyncio.BufferedProtocol):
         self._linger(2 * self.server.limits.max_body_bytes + _PIECE_BYTES)
 
     def _linger(self, most_bytes: int) -> None:
-        """Close, but drop what still arrives for a moment, so that the client reads the answer."""
+        """Close, but first read and drop what arrives for a moment, so that the client can read the
+        answer."""
         self._input.clear()
         self._reader = HeadReader()
         self._count_memory()
@@ -452,15 +459,15 @@ class Connection(asyncio.BufferedProtocol):
     # ── half-closed clients ──
 
     def _peer_is_gone(self) -> bool:
-        """Whether the client has closed both directions: the kernel knows that of a Unix socket, and of TCP
-        after a reset."""
+        """Return whether the client has closed both directions. The kernel knows this for a Unix socket, and
+        for TCP after a reset."""
         descriptor = self.transport.get_extra_info("socket").fileno()
         poll = select.poll()
         poll.register(descriptor, 0)
         return any(events & (select.POLLHUP | select.POLLERR) for _, events in poll.poll(0))
 
     def _watch_half_closed(self, waited_s: float = 0.0) -> None:
-        """Look regularly whether a half-closed client has left."""
+        """Check regularly whether a half-closed client has disconnected."""
         if self._exchange is None or self.transport.is_closing():
             return
         if self._peer_is_gone():
@@ -495,7 +502,8 @@ class Connection(asyncio.BufferedProtocol):
         if self._reader.begun:
             self.refuse(RequestError(408, "the request's header did not arrive in time", "header_timeout"))
         elif self.transport.get_write_buffer_size():
-            # The client still reads the last answer; the write timer judges whether it does.
+            # The client may still be reading the last answer; the write timer closes the connection if it is
+            # not.
             self._watch_unsent()
             self._arm(self._limit_s(self.server.limits.idle_timeout_s), self._request_late)
         else:
@@ -506,7 +514,7 @@ class Connection(asyncio.BufferedProtocol):
         if exchange is None or self._linger_bytes is not None:
             return
         if not exchange.wants_body and self._input:
-            # The application has not taken yet what is here.
+            # The application has not yet taken the bytes that have arrived.
             self._arm(self.server.limits.body_timeout_s, self._body_late)
         elif exchange.started:
             self.transport.abort()
@@ -525,16 +533,16 @@ class Connection(asyncio.BufferedProtocol):
     # ── writing, within a time limit ──
 
     def pause_writing(self) -> None:
-        """The transport's buffer is full: the client has a time limit to take a part of it."""
+        """Note that the transport's buffer is full. The client has a time limit to read a part of it."""
         self._writable.clear()
         self._watch_unsent()
         self.server.congested(self)
 
     def resume_writing(self) -> None:
-        """The transport takes bytes again."""
+        """Note that the transport accepts bytes again."""
         self._writable.set()
         self.server.relieved(self)
-        # The client has taken something, so the time that the timer measures begins anew.
+        # The client has taken some bytes, so the timer starts again.
         self._unsent_bytes = sys.maxsize
         if self.on_writable is not None:
             self.on_writable()
@@ -547,7 +555,7 @@ class Connection(asyncio.BufferedProtocol):
             self._write_timer = loop.call_later(self.server.write_timeout_s, self._unsent_late)
 
     def _unsent_late(self) -> None:
-        """Cut off a client that has taken nothing since the timer was started."""
+        """Cut off a client that has read nothing since the timer was started."""
         self._write_timer = None
         unsent = self.transport.get_write_buffer_size()
         if unsent and unsent >= self._unsent_bytes:

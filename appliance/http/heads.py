@@ -114,7 +114,7 @@ def _parse(data: bytes) -> RequestHead:
     try:
         parser.feed_data(data)
     except httptools.HttpParserUpgrade:
-        pass  # A client may offer another protocol; this server goes on with HTTP/1.1 (RFC 9110, 7.8).
+        pass  # A client may offer an upgrade; this server continues with HTTP/1.1 (RFC 9110, 7.8).
     except httptools.HttpParserError:
         raise RequestError(400, "this is not a valid HTTP/1.1 request") from None
     if not found.complete:

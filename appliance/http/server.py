@@ -18,20 +18,20 @@ from appliance.http.turns import Turns
 from appliance.messages import Limits
 
 WRITE_TIMEOUT_S = 60.0
-"""A client that takes no part of its answer for this long is cut off."""
+"""A client that reads nothing of its answer for this long is cut off."""
 MAX_UNSENT_BYTES = 64 << 20
-"""Answers that clients do not take, of all connections together. Beyond, of the tenant with the most unsent
-bytes, the connection whose client has kept its answer waiting longest is cut off."""
+"""Maximum total of unsent bytes of answers, over all connections. Beyond it, the server chooses the tenant
+with the most unsent bytes and cuts off its connection that has waited longest."""
 READ_BYTES = 64 << 10
-"""The most that is read from a connection at once, and so the most that is held of a further request."""
+"""Maximum number of bytes read from a connection at once, and therefore held of a further request."""
 
 
 class HttpServer:
     """Serves one ASGI application on the running event loop.
 
-    Connections have places in one of two pools: those of clients that are known (`known` says so of a peer,
-    or a request of theirs had a valid key), and those of clients that are not known yet. The second pool is
-    small and its time limits are short; it never takes a place of the first.
+    Connections have places in one of two pools: one for known clients (`known` accepts the peer, or a request
+    had a valid key), and one for clients that are not known yet. The second pool is small and has short time
+    limits; it never uses a place of the first.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class HttpServer:
 
     @property
     def limits(self) -> Limits:
-        """May be replaced at any time; connections that exist follow at their next request."""
+        """May be replaced at any time; existing connections apply new limits from their next request on."""
         return self._limits
 
     @limits.setter
@@ -99,7 +99,7 @@ class HttpServer:
         try:
             await self._loop.connect_accepted_socket(lambda: Connection(self, address, request), sock)
         except OSError:
-            # The client left between being accepted and now.
+            # The client has disconnected since it was accepted.
             sock.close()
 
     async def listen(self, sock: socket.socket) -> None:
@@ -116,8 +116,8 @@ class HttpServer:
         self._listening.append(server)
 
     async def stop(self, grace_s: float) -> None:
-        """Accept no more, close idle connections, let responses under way end within `grace_s` seconds, then
-        cut the rest off."""
+        """Accept no more, close idle connections, let responses in progress end within `grace_s` seconds,
+        then cut off the rest."""
         self._stopping = True
         for server in self._listening:
             server.close()
@@ -130,7 +130,7 @@ class HttpServer:
             connection.abort()
         if self._clock is not None:
             self._clock.cancel()
-        # Applications whose client was cut off learn of it and end.
+        # Closing the connections tells their applications to end.
         while self._tasks and self._loop.time() < deadline + 1.0:
             await asyncio.sleep(0.01)
 
@@ -174,8 +174,8 @@ class HttpServer:
             connection.pool.remove(connection)
 
     def congested(self, connection: Connection) -> None:
-        """Bound the memory of answers: the client of this connection does not take its answer, which has just
-        begun to wait."""
+        """Bound the memory of unsent answers. Called when the client of this connection stops reading its
+        answer."""
         self._congested[connection] = None
         unsent = {one: one.transport.get_write_buffer_size() for one in self._congested}
         total = sum(unsent.values())
@@ -188,11 +188,11 @@ class HttpServer:
             oldest.cut_off()
 
     def relieved(self, connection: Connection) -> None:
-        """The client of the connection has taken its answer."""
+        """Note that the client of the connection reads its answer again."""
         self._congested.pop(connection, None)
 
     def run(self, exchange: Exchange) -> None:
-        """Have the application answer a request."""
+        """Let the application answer a request."""
         task = self._loop.create_task(exchange.run(self._app))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -292,7 +292,7 @@ class Replica:
                 asyncio.get_running_loop().call_later(_AFTER_FATAL_S, group.kill, "it did not end by itself")
 
     def _progress(self, progress: Progress) -> None:
-        # The log gets one line for each stage, the status each step.
+        # The log gets one line for each stage; the status shows every step.
         if self.state == "starting" or progress.stage != self.detail.rpartition(" ")[0]:
             log.info("%s: %s", self.name, progress.stage)
         self.state, self.fraction = "loading", progress.fraction
@@ -334,7 +334,8 @@ class Replica:
         fatal = self._fatal
         expected = fatal is not None and fatal.kind != "internal" and not was_ready
         self._expected_failures = self._expected_failures + 1 if expected else 0
-        # The former incarnation may still hold memory and devices. A file's contents do not change so soon.
+        # The former incarnation may still hold memory and devices. A failure caused by a file needs no second
+        # attempt, because the file rarely changes within that time.
         if fatal is not None and expected and (fatal.kind == "checkpoint" or self._expected_failures > 1):
             self.state, self.failure = "failed", self.last_error
             delay_s = self._retry.delay_s(0.0)
