@@ -1,5 +1,4 @@
-"""One client's connection: decides when bytes are read, which time limits apply, and when the connection
-closes."""
+"""One client's connection: decides when bytes are read, which time limits apply, and when it closes."""
 
 from __future__ import annotations
 
@@ -23,31 +22,30 @@ if TYPE_CHECKING:
     from appliance.http.server import HttpServer
 
 LINGER_S = 2.0
-"""How long the rest of a refused request is read and dropped before the connection closes. Closing at
-once would reset the connection before the client has read the answer."""
+"""After a refusal, the rest of the request is read and dropped for at most this time before the connection
+closes. Closing at once would reset the connection before the client has read the response."""
 UNAUTHENTICATED_LINGER_BYTES = 1 << 20
-"""At most this many bytes are dropped for a client without a valid key."""
+"""The most that is read and dropped for a client without a valid key."""
 FIRST_PROBE_S = 0.5
-"""A TCP client that has sent its last byte may be waiting for the answer, or may have disconnected: after
-this time, and then at twice the interval each time, it is sent `100 Continue`, which a disconnected client
-answers with a reset."""
+"""A TCP client that has sent its last byte may wait for the response or have disconnected. After this time,
+and then at intervals that double, it is sent `100 Continue`, to which a closed connection replies with a
+reset."""
 _POLL_S = 0.5
 _PIECE_BYTES = 64 << 10
 _LARGE_READ_BYTES = 16 << 10
-"""After a read of this size, the next read waits for its turn, because the client probably sends a large
-body."""
+"""After a read of this size the next one waits for its turn: the client probably sends a large body."""
 
 
 class Connection(asyncio.BufferedProtocol):
     """One client's connection. Applications find it, and its peer, in the scope: `state["connection"]`,
     `state["peer"]`.
 
-    At most one request is parsed at a time. While it is answered, or while its application does not read the
-    body, at most one read buffer of further bytes is held. The rest stays in the kernel, which slows the
-    sender.
+    At most one request is parsed at a time. While it is being answered, or while the application does not
+    read its body, at most one read buffer of further bytes is held; the rest stays in the kernel, which slows
+    the sender down.
 
     While a response streams, `write_chunk` hands bytes straight to the transport. It never waits: the writer
-    checks `writable` first, and keeps its data until `on_writable` is called.
+    checks `writable` first and keeps what it has until `on_writable`.
     """
 
     transport: asyncio.Transport
@@ -55,11 +53,11 @@ class Connection(asyncio.BufferedProtocol):
     def __init__(self, server: HttpServer, address: str, request: bytes = b"") -> None:
         self.server = server
         self.authenticated = False
-        """Whether the connection has a place among those of known clients."""
+        """Whether the connection has a place in the pool of known clients."""
         self.on_writable: Callable[[], None] | None = None
-        """Called when the transport takes bytes again."""
+        """Called when the transport accepts bytes again."""
         self.on_lost: Callable[[], None] | None = None
-        """Called once when the client has disconnected. Both callbacks belong to the response in progress."""
+        """Called once when the connection has closed. Both callbacks belong to the response in progress."""
         self.last_chunk_at = 0.0
         """When a part of a response was written last, in seconds of the monotonic clock."""
         self._address = address
@@ -74,13 +72,13 @@ class Connection(asyncio.BufferedProtocol):
         self._advancing = False
         self._read_paused = False
         self._waits_to_read = False
-        """Whether the connection waits for its turn to read again after a large read."""
+        """After a large read, until it is this connection's turn to read again."""
         self._begun: tuple[int, int] = 0, 0
         """The latest second in which a request was begun, and how many were begun in it."""
         self._ended = False
-        """Whether the client has sent its last byte."""
+        """The client has sent its last byte."""
         self._linger_bytes: int | None = None
-        """While the connection lingers: how many more bytes are dropped."""
+        """How many more bytes are dropped before the connection closes; None if it is not closing."""
         self._probe_s = FIRST_PROBE_S
         self._writable = asyncio.Event()
         self._writable.set()
@@ -88,7 +86,7 @@ class Connection(asyncio.BufferedProtocol):
         self._half_closed_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._unsent_bytes = 0
-        """The transport's buffered bytes when the write timer was started."""
+        """The size of the transport's buffer when the write timer was started."""
 
     # ── for a response under way ──
 
@@ -109,11 +107,11 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def date_line(self) -> bytes:
-        """The value of the Date header for a response that begins now."""
+        """The Date header of a response that begins now."""
         return self.server.date_line
 
     async def drain(self) -> None:
-        """Wait until the transport takes bytes again."""
+        """Wait until the transport accepts bytes again."""
         await self._writable.wait()
 
     def write_chunk(self, data: bytes) -> None:
@@ -124,22 +122,22 @@ class Connection(asyncio.BufferedProtocol):
         self.transport.write(data)
 
     def release(self) -> None:
-        """Remove the callbacks, because the response has ended."""
+        """Forget the callbacks: the response is over."""
         self.on_writable = self.on_lost = None
 
     def abort(self) -> None:
-        """Close at once, and drop unsent bytes."""
+        """Close now, dropping what was not sent."""
         self.transport.abort()
 
     def cut_off(self) -> None:
-        """Close at once, because the client does not read its answer."""
+        """Close now, because the client does not read its response."""
         self.server.cut_off.note(self._peer)
         self.transport.abort()
 
     def authenticate(self, tenant: str = "") -> bool:
-        """Give the connection a place among those of known clients, as one of `tenant`: its request has a
-        valid identity. Return False if every place that it could have belongs to a connection whose request
-        is being answered."""
+        """Move the connection to the pool of known clients, as one of `tenant`, because its request has a
+        valid identity. Return False if all places that it could take belong to connections whose requests
+        are being answered."""
         if not self.authenticated or self._tenant != tenant:
             if not self.server.promote(self, tenant):
                 return False
@@ -151,9 +149,9 @@ class Connection(asyncio.BufferedProtocol):
     # ── for a request that another process answers ──
 
     def leave(self) -> int | None:
-        """Stop reading, so that another process can go on with this connection; return its descriptor. Return
-        None if bytes of a further request were read already, or a part of an earlier answer is not sent
-        yet."""
+        """Stop reading, so that another process can continue with this connection, and return its descriptor.
+        Return None if bytes of a further request have been read, or a part of an earlier response is
+        unsent."""
         if self._input or self.transport.get_write_buffer_size():
             return None
         self._waits_to_read = False
@@ -162,11 +160,11 @@ class Connection(asyncio.BufferedProtocol):
         return descriptor
 
     async def abandon(self) -> None:
-        """Close this process's descriptor; another process has a duplicate and keeps the connection."""
-        gone = asyncio.Event()
-        self.on_lost = gone.set
+        """Close this process's descriptor; the process that has another one keeps the connection."""
+        closed = asyncio.Event()
+        self.on_lost = closed.set
         self.transport.abort()
-        await gone.wait()
+        await closed.wait()
 
     # ── the connection's life ──
 
@@ -182,11 +180,11 @@ class Connection(asyncio.BufferedProtocol):
             transport.abort()
             return
         self._arm(self._limit_s(self.server.limits.header_timeout_s), self._request_late)
-        # Bytes that another process has read from this connection come before anything that is read here.
+        # Bytes that another process has read from this connection come before those that are read here.
         self.advance()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Free the connection's place, and notify the response in progress."""
+        """Free the place, and tell the response under way."""
         self.server.forget(self)
         for timer in (self._timer, self._half_closed_timer, self._write_timer):
             if timer is not None:
@@ -203,11 +201,11 @@ class Connection(asyncio.BufferedProtocol):
             on_lost()
 
     def evict(self) -> None:
-        """Close the connection, which has no complete request, because another one needs its place."""
+        """Close the connection, which has no complete request: another one needs its place."""
         self.transport.abort()
 
     def stop(self) -> None:
-        """Close the connection as soon as the response in progress is written."""
+        """Close the connection as soon as the response in progress has been written."""
         if self._exchange is None:
             self._close_now()
         else:
@@ -216,7 +214,8 @@ class Connection(asyncio.BufferedProtocol):
     # ── reading ──
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Lend the transport the server's read buffer: it is filled and taken in one step."""
+        """Return the server's read buffer. The transport fills it, and `buffer_updated` empties it, in one
+        step of the event loop."""
         return self.server.read_buffer
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -235,34 +234,33 @@ class Connection(asyncio.BufferedProtocol):
                 self._pause_reading(True)
 
     def _read_on(self) -> None:
-        """Continue reading after a large read, because it is this connection's turn."""
+        """Continue to read after a large read, because it is this connection's turn."""
         if self._waits_to_read and not self.transport.is_closing():
             self._waits_to_read = False
             self._pause_reading(self._linger_bytes is None and not self._wants_bytes())
 
     @property
     def _source(self) -> str:
-        """Return whose turns the connection uses: its tenant's, or those of the address from which it
-        connects."""
+        """Who takes turns with this connection: its tenant, or the address or user that it connects from."""
         return self._tenant or (self._peer.source if self._peer is not None else "")
 
     def eof_received(self) -> bool:
-        """Keep the connection open if the client may still wait for an answer."""
+        """Keep the connection open if the client may still be waiting for a response."""
         self._ended = True
         exchange = self._exchange
         if exchange is None or not exchange.request_complete or self._linger_bytes is not None:
             # The transport closes when everything is sent, for which the client has a time limit.
             self._close_now()
             return False
-        if self._peer_is_gone():
+        if self._peer_has_closed():
             self.transport.abort()
             return False
         self._watch_half_closed()
         return True
 
     def advance(self) -> None:
-        """Parse what can be used now: at most the next request's head, or a part of its body for which the
-        application waits."""
+        """Parse the bytes that can be used now: at most the next request's head, or a part of the body that
+        the application is waiting for."""
         if self._advancing:
             return
         self._advancing = True
@@ -278,16 +276,16 @@ class Connection(asyncio.BufferedProtocol):
             self._count_memory()
 
     def _count_memory(self) -> None:
-        """Tell the server how many request bytes the connection holds, without bodies that an application
-        took."""
+        """Tell the server how much memory the connection's requests take, without bodies that the application
+        has read."""
         size = len(self._input) + self._reader.collected_bytes
         if self._exchange is not None:
             size += self._exchange.head.memory_bytes
         self.server.request_memory.hold(self, size)
 
     def give_up_request(self) -> None:
-        """Refuse the request, because the heads in progress take too much memory. If the request is complete,
-        its application may already be answering it, so the connection is cut off."""
+        """Refuse the request, because the request heads in progress take too much memory. If the request is
+        complete, the application may already be answering it, so the connection is closed."""
         if self._exchange is not None and self._exchange.request_complete:
             self.transport.abort()
         else:
@@ -295,7 +293,7 @@ class Connection(asyncio.BufferedProtocol):
             self.refuse(RequestError(503, message, "too_many_header_bytes"))
 
     def _step(self) -> bool:
-        """Parse one piece of the input; False when there is nothing to parse now."""
+        """Parse one piece of the input. Return False if there is nothing to parse now."""
         if not self._input:
             return False
         exchange = self._exchange
@@ -346,11 +344,11 @@ class Connection(asyncio.BufferedProtocol):
         if self.pool is not None:
             self.pool.mark_busy(self)
         if self._input and not self.authenticated:
-            # Known clients may send several requests at once; one that is not known yet gets one answer.
+            # Known clients may pipeline requests; an unknown client gets one response.
             exchange.keep_alive = False
 
     def skip_body(self) -> bool:
-        """Drop the part of the body that the application did not read, if it has arrived completely. Return
+        """Drop the part of the body that the application did not read, if all of it has arrived. Return
         whether the request is complete."""
         body = self._body
         if body is None or body.complete or self._exchange is None:
@@ -366,8 +364,8 @@ class Connection(asyncio.BufferedProtocol):
         return body.complete
 
     def _wants_bytes(self) -> bool:
-        """Whether bytes that arrive now can be used. One buffer of a further request is read ahead, so that
-        the end of the connection is noticed during an answer."""
+        """Whether bytes that arrive now can be used. One buffer of a further request is read ahead, because
+        only a read notices that the client has disconnected while its request is being answered."""
         exchange = self._exchange
         if exchange is None or exchange.wants_body:
             return True
@@ -407,11 +405,11 @@ class Connection(asyncio.BufferedProtocol):
             self.advance()
 
     def close(self) -> None:
-        """Close after everything written so far is sent."""
+        """Close when the bytes written so far have been sent."""
         self._close_now()
 
     def refuse(self, error: RequestError) -> None:
-        """Answer instead of the application, and close. If a response has begun, it is cut off instead."""
+        """Answer in place of the application, and close. If a response has begun, close at once instead."""
         exchange = self._exchange
         if exchange is not None and exchange.started:
             self.transport.abort()
@@ -423,8 +421,7 @@ class Connection(asyncio.BufferedProtocol):
         self._linger(2 * self.server.limits.max_body_bytes + _PIECE_BYTES)
 
     def _linger(self, most_bytes: int) -> None:
-        """Close, but first read and drop what arrives for a moment, so that the client can read the
-        answer."""
+        """Close, but first drop what still arrives for a moment, so that the client reads the response."""
         self._input.clear()
         self._reader = HeadReader()
         self._count_memory()
@@ -458,19 +455,19 @@ class Connection(asyncio.BufferedProtocol):
 
     # ── half-closed clients ──
 
-    def _peer_is_gone(self) -> bool:
-        """Return whether the client has closed both directions. The kernel knows this for a Unix socket, and
-        for TCP after a reset."""
+    def _peer_has_closed(self) -> bool:
+        """Whether the client has closed both directions, which the kernel reports for a Unix socket, and for
+        TCP after a reset."""
         descriptor = self.transport.get_extra_info("socket").fileno()
         poll = select.poll()
         poll.register(descriptor, 0)
         return any(events & (select.POLLHUP | select.POLLERR) for _, events in poll.poll(0))
 
     def _watch_half_closed(self, waited_s: float = 0.0) -> None:
-        """Check regularly whether a half-closed client has disconnected."""
+        """Check at intervals whether a half-closed client has disconnected."""
         if self._exchange is None or self.transport.is_closing():
             return
-        if self._peer_is_gone():
+        if self._peer_has_closed():
             self.transport.abort()
             return
         if waited_s >= self._probe_s and self._may_probe():
@@ -493,7 +490,7 @@ class Connection(asyncio.BufferedProtocol):
     # ── time limits ──
 
     def _limit_s(self, seconds: float) -> float:
-        """Return the time limit for a client that sends nothing: shorter while it is not known."""
+        """Return the time limit for a client that sends nothing. It is shorter for unknown clients."""
         if self.authenticated:
             return seconds
         return min(seconds, self.server.limits.unauthenticated_timeout_s)
@@ -502,8 +499,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._reader.begun:
             self.refuse(RequestError(408, "the request's header did not arrive in time", "header_timeout"))
         elif self.transport.get_write_buffer_size():
-            # The client may still be reading the last answer; the write timer closes the connection if it is
-            # not.
+            # The last response is not sent yet; the write timer checks that the client reads it.
             self._watch_unsent()
             self._arm(self._limit_s(self.server.limits.idle_timeout_s), self._request_late)
         else:
@@ -514,7 +510,7 @@ class Connection(asyncio.BufferedProtocol):
         if exchange is None or self._linger_bytes is not None:
             return
         if not exchange.wants_body and self._input:
-            # The application has not yet taken the bytes that have arrived.
+            # The application has not read the bytes that have arrived.
             self._arm(self.server.limits.body_timeout_s, self._body_late)
         elif exchange.started:
             self.transport.abort()
@@ -533,7 +529,7 @@ class Connection(asyncio.BufferedProtocol):
     # ── writing, within a time limit ──
 
     def pause_writing(self) -> None:
-        """Note that the transport's buffer is full. The client has a time limit to read a part of it."""
+        """Note that the transport's buffer is full, and start the time limit for the client to read."""
         self._writable.clear()
         self._watch_unsent()
         self.server.congested(self)
@@ -542,7 +538,7 @@ class Connection(asyncio.BufferedProtocol):
         """Note that the transport accepts bytes again."""
         self._writable.set()
         self.server.relieved(self)
-        # The client has taken some bytes, so the timer starts again.
+        # The client has read some bytes, so its time limit begins again.
         self._unsent_bytes = sys.maxsize
         if self.on_writable is not None:
             self.on_writable()
@@ -555,7 +551,7 @@ class Connection(asyncio.BufferedProtocol):
             self._write_timer = loop.call_later(self.server.write_timeout_s, self._unsent_late)
 
     def _unsent_late(self) -> None:
-        """Cut off a client that has read nothing since the timer was started."""
+        """Close the connection if the client has read nothing since the timer was started."""
         self._write_timer = None
         unsent = self.transport.get_write_buffer_size()
         if unsent and unsent >= self._unsent_bytes:

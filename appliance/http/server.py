@@ -18,20 +18,21 @@ from appliance.http.turns import Turns
 from appliance.messages import Limits
 
 WRITE_TIMEOUT_S = 60.0
-"""A client that reads nothing of its answer for this long is cut off."""
+"""The connection of a client that reads nothing of its response for this long is closed."""
 MAX_UNSENT_BYTES = 64 << 20
-"""Maximum total of unsent bytes of answers, over all connections. Beyond it, the server chooses the tenant
-with the most unsent bytes and cuts off its connection that has waited longest."""
+"""Unsent bytes of responses, of all connections together. Beyond this bound, of the tenant with the most
+unsent bytes, the connection whose response has waited longest is closed."""
 READ_BYTES = 64 << 10
-"""Maximum number of bytes read from a connection at once, and therefore held of a further request."""
+"""The most that is read from a connection at once, and therefore the most that is held of a further
+request."""
 
 
 class HttpServer:
     """Serves one ASGI application on the running event loop.
 
-    Connections have places in one of two pools: one for known clients (`known` accepts the peer, or a request
-    had a valid key), and one for clients that are not known yet. The second pool is small and has short time
-    limits; it never uses a place of the first.
+    Each connection has a place in one of two pools: one for known clients (`known` returns True for the peer,
+    or one of its requests had a valid key) and one for all others. The second pool is small, its time limits
+    are short, and it never takes a place of the first.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class HttpServer:
         self.known_pool = Pool()
         self.unknown_pool = Pool()
         self.refused = 0
-        """Connections that were closed, or answered with 503, because no place was free."""
+        """Number of connections that were closed, or answered with 503, because no place was free."""
         self.cut_off = CountedLog("connections were closed because their clients did not take the answers")
         self.request_memory = RequestMemory()
         self.turns = Turns()
@@ -54,13 +55,13 @@ class HttpServer:
         self.limits = limits or Limits()
         self.write_timeout_s = write_timeout_s
         self.read_buffer = memoryview(bytearray(READ_BYTES))
-        """Filled by a transport and emptied by its connection in one step, so that all can share it."""
+        """A transport fills it and its connection empties it in one step, so all connections share it."""
         self._app = app
         self._known = known
         self._loop = asyncio.get_running_loop()
         self._connections: set[Connection] = set()
         self._congested: dict[Connection, None] = {}
-        """Connections whose transport takes no more bytes, the one that has waited longest first."""
+        """Connections whose transport accepts no more bytes; the one that has waited longest comes first."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._listening: list[asyncio.Server] = []
         self._clock: asyncio.TimerHandle | None = None
@@ -69,7 +70,7 @@ class HttpServer:
 
     @property
     def limits(self) -> Limits:
-        """May be replaced at any time; existing connections apply new limits from their next request on."""
+        """The limits in effect. Existing connections apply new limits from their next request on."""
         return self._limits
 
     @limits.setter
@@ -87,7 +88,7 @@ class HttpServer:
         """Serve an accepted connection. `address` is a TCP peer's, looked up when empty. `request` is what
         another process has read from the connection.
 
-        The socket is the server's from here on; while the server stops, it is closed.
+        The server takes over the socket, and closes it if it is stopping.
         """
         turn = asyncio.Event()
         self.turns.add(Peer("tcp", -1, -1, address).source if address else "", 0, turn.set)
@@ -99,7 +100,7 @@ class HttpServer:
         try:
             await self._loop.connect_accepted_socket(lambda: Connection(self, address, request), sock)
         except OSError:
-            # The client has disconnected since it was accepted.
+            # The client has disconnected since the connection was accepted.
             sock.close()
 
     async def listen(self, sock: socket.socket) -> None:
@@ -116,8 +117,8 @@ class HttpServer:
         self._listening.append(server)
 
     async def stop(self, grace_s: float) -> None:
-        """Accept no more, close idle connections, let responses in progress end within `grace_s` seconds,
-        then cut off the rest."""
+        """Accept no more connections, close idle ones, let responses in progress end within `grace_s`
+        seconds, then close the rest."""
         self._stopping = True
         for server in self._listening:
             server.close()
@@ -130,7 +131,7 @@ class HttpServer:
             connection.abort()
         if self._clock is not None:
             self._clock.cancel()
-        # Closing the connections tells their applications to end.
+        # Applications whose connection was closed are notified, and end.
         while self._tasks and self._loop.time() < deadline + 1.0:
             await asyncio.sleep(0.01)
 
@@ -142,7 +143,7 @@ class HttpServer:
         if known and self.known_pool.add(connection):
             connection.pool, connection.authenticated = self.known_pool, True
         elif self.unknown_pool.add(connection, source=peer.source):
-            # A known client whose places are all taken is answered 503 here.
+            # The pool of known clients is full; in this pool a known client is answered with 503.
             connection.pool = self.unknown_pool
         else:
             self.refused += 1
@@ -151,8 +152,8 @@ class HttpServer:
         return True
 
     def promote(self, connection: Connection, tenant: str) -> bool:
-        """Give a connection whose request has a valid identity a place among those of known clients, as one
-        of the identity's tenant. Return False if none is free."""
+        """Move a connection whose request has a valid identity to the pool of known clients, as one of the
+        identity's tenant. Return False if no place is free."""
         former = connection.pool
         if former is self.known_pool:
             if self.known_pool.assign(connection, tenant):
@@ -174,8 +175,8 @@ class HttpServer:
             connection.pool.remove(connection)
 
     def congested(self, connection: Connection) -> None:
-        """Bound the memory of unsent answers. Called when the client of this connection stops reading its
-        answer."""
+        """Note that this connection's client has stopped reading its response, and bound the memory of all
+        such responses."""
         self._congested[connection] = None
         unsent = {one: one.transport.get_write_buffer_size() for one in self._congested}
         total = sum(unsent.values())
@@ -188,11 +189,11 @@ class HttpServer:
             oldest.cut_off()
 
     def relieved(self, connection: Connection) -> None:
-        """Note that the client of the connection reads its answer again."""
+        """Note that the client of the connection reads its response again."""
         self._congested.pop(connection, None)
 
     def run(self, exchange: Exchange) -> None:
-        """Let the application answer a request."""
+        """Have the application answer a request."""
         task = self._loop.create_task(exchange.run(self._app))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -17,7 +17,7 @@ from starlette.routing import Route
 from appliance.http import HttpServer
 from appliance.http.turns import MAX_TURNS_PER_PASS, TURN_S, Turns
 
-GREEDY = 50
+GREEDY = 200
 """Connections of the client that sends requests without a pause."""
 
 
@@ -93,7 +93,7 @@ def test_a_new_connection_is_answered_before_the_many_requests_of_others(tmp_pat
         server = HttpServer(Starlette(routes=[Route("/greedy", work), Route("/modest", work)]))
         listening = socket.socket(socket.AF_UNIX)
         listening.bind(str(tmp_path / "s"))
-        listening.listen(100)
+        listening.listen(1000)
         await server.listen(listening)
         greedy = [await asyncio.open_unix_connection(str(tmp_path / "s")) for _ in range(GREEDY)]
         for _, writer in greedy:
