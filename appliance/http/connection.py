@@ -33,7 +33,8 @@ reset."""
 _POLL_S = 0.5
 _PIECE_BYTES = 64 << 10
 _LARGE_READ_BYTES = 16 << 10
-"""After a read of this size the next one waits for its turn: the client probably sends a large body."""
+"""After a read of this size, the next read waits for its turn, because the client probably sends a large
+body."""
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -45,7 +46,7 @@ class Connection(asyncio.BufferedProtocol):
     the sender down.
 
     While a response streams, `write_chunk` hands bytes straight to the transport. It never waits: the writer
-    checks `writable` first and keeps what it has until `on_writable`.
+    checks `writable` first, and keeps its data until `on_writable` is called.
     """
 
     transport: asyncio.Transport
@@ -72,11 +73,11 @@ class Connection(asyncio.BufferedProtocol):
         self._advancing = False
         self._read_paused = False
         self._waits_to_read = False
-        """After a large read, until it is this connection's turn to read again."""
+        """Whether the connection waits for its turn to read again after a large read."""
         self._begun: tuple[int, int] = 0, 0
         """The latest second in which a request was begun, and how many were begun in it."""
         self._ended = False
-        """The client has sent its last byte."""
+        """Whether the client has sent its last byte."""
         self._linger_bytes: int | None = None
         """How many more bytes are dropped before the connection closes; None if it is not closing."""
         self._probe_s = FIRST_PROBE_S
@@ -107,7 +108,7 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def date_line(self) -> bytes:
-        """The Date header of a response that begins now."""
+        """The value of the Date header for a response that begins now."""
         return self.server.date_line
 
     async def drain(self) -> None:
@@ -122,11 +123,11 @@ class Connection(asyncio.BufferedProtocol):
         self.transport.write(data)
 
     def release(self) -> None:
-        """Forget the callbacks: the response is over."""
+        """Remove the callbacks, because the response has ended."""
         self.on_writable = self.on_lost = None
 
     def abort(self) -> None:
-        """Close now, dropping what was not sent."""
+        """Close at once, and drop unsent bytes."""
         self.transport.abort()
 
     def cut_off(self) -> None:
@@ -160,7 +161,7 @@ class Connection(asyncio.BufferedProtocol):
         return descriptor
 
     async def abandon(self) -> None:
-        """Close this process's descriptor; the process that has another one keeps the connection."""
+        """Close this process's descriptor; another process has a duplicate and keeps the connection."""
         closed = asyncio.Event()
         self.on_lost = closed.set
         self.transport.abort()
@@ -184,7 +185,7 @@ class Connection(asyncio.BufferedProtocol):
         self.advance()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Free the place, and tell the response under way."""
+        """Free the connection's place, and notify the response in progress."""
         self.server.forget(self)
         for timer in (self._timer, self._half_closed_timer, self._write_timer):
             if timer is not None:
@@ -201,7 +202,7 @@ class Connection(asyncio.BufferedProtocol):
             on_lost()
 
     def evict(self) -> None:
-        """Close the connection, which has no complete request: another one needs its place."""
+        """Close the connection, which has no complete request, because another one needs its place."""
         self.transport.abort()
 
     def stop(self) -> None:

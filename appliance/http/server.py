@@ -193,7 +193,7 @@ class HttpServer:
         self._congested.pop(connection, None)
 
     def run(self, exchange: Exchange) -> None:
-        """Have the application answer a request."""
+        """Let the application answer a request."""
         task = self._loop.create_task(exchange.run(self._app))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
