@@ -1,11 +1,11 @@
 """The hash chain of operator actions in `control.db`. Each action has a row before it begins (`intent`) and a
 row with its outcome (`result`), joined by `act`.
 
-Each row carries the SHA-256 of the previous row's hash followed by the row's own canonical JSON: all of its
-columns that are not null, but for the two hashes (RFC 8259; keys sorted, no spaces, ASCII). So changing,
-removing or inserting a row breaks every hash after it, and a column that comes with a later version leaves
-older rows as they are. Rewriting all of them, or cutting rows off the end, shows against a head that was
-recorded elsewhere (`store.heads`).
+Each row has the SHA-256 of the previous row's hash followed by the row's own canonical JSON: all columns that
+are not null, except the two hashes (RFC 8259; keys sorted, no spaces, ASCII). So changing, removing or
+inserting a row breaks every hash after it, and a column that a later version adds leaves the hashes of older
+rows unchanged. Rewriting all rows, or removing rows from the end, is detected by a head that was recorded
+elsewhere (`store.heads`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GENESIS_HASH = "0" * 64
 INTENT, RESULT = "intent", "result"
 
 KEY_ACTION = "audit.key"
-"""Action of the row that names the key which signs heads from then on, after the key has changed."""
+"""The action of the row that names a new signing key after the key has changed."""
 
 _HASHES = frozenset({"previous_hash", "hash"})
 
@@ -181,10 +181,11 @@ def append(connection: sqlite3.Connection, entry: Entry) -> Head:
     """
     if not connection.in_transaction:
         raise ValueError(
-            f"audit row for {entry.action} outside a transaction: append it within the one of the change"
+            f"audit row for {entry.action} outside a transaction: "
+            "append it within the transaction of the change"
         )
     previous = head(connection)
-    # Above every seq ever used: a chain that lost its end must not grow over the gap.
+    # The new seq is above every seq ever used: a chain that lost its end must not reuse the missing numbers.
     seq = max(previous.seq, highest_seq_given(connection)) + 1
     unhashed = AuditRow(seq=seq, previous_hash=previous.hash, hash="", **entry._asdict())
     row = unhashed._replace(hash=row_hash(unhashed))
@@ -212,8 +213,8 @@ def unfinished(connection: sqlite3.Connection, among: int) -> list[AuditRow]:
 
 
 def key_named(chain: Iterable[AuditRow], key: str) -> int:
-    """Return the newest row that names the key of this id as the signing key; 0 if there is none, because it
-    signed from the start."""
+    """Return the newest row that names the key with this id as the signing key; 0 if there is none, because
+    the key signed from the start."""
     named = canonical_json({"key": key})
     return max((row.seq for row in chain if row.action == KEY_ACTION and row.params == named), default=0)
 
@@ -242,8 +243,8 @@ def all_rows(connection: sqlite3.Connection) -> Iterator[AuditRow]:
 def verify(connection: sqlite3.Connection, recorded: Iterable[Head] = ()) -> Verdict:
     """Check the whole chain, and that it holds every head in `recorded` (kept outside the database).
 
-    Returns the first fault by seq. Without recorded heads, rows cut off the end show only while
-    `sqlite_sequence` still tells, and a chain rewritten as a whole does not show at all.
+    Returns the first fault by seq. Without recorded heads, rows removed from the end are detected only
+    through `sqlite_sequence`, and a completely rewritten chain is not detected.
     """
     return check(all_rows(connection), recorded, highest_seq_given(connection))
 
@@ -255,7 +256,7 @@ def check(chain: Iterable[AuditRow], recorded: Iterable[Head] = (), highest_seq:
         if known.seq > 0:
             expected.setdefault(known.seq, set()).add(known.hash)
     last = Head(0, GENESIS_HASH)
-    vouched = 0  # the newest row that a recorded head vouches for
+    vouched = 0  # the newest row that a recorded head confirms
     try:
         for row in chain:
             hashes = expected.pop(row.seq, None)

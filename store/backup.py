@@ -1,9 +1,9 @@
-"""A copy of everything that must survive, taken while the service runs or not, checked before it has its
+"""Copies the persistent data, whether or not the service runs, and checks the copy before it gets its final
 name.
 
-Each database is copied by SQLite's backup in one read transaction of a connection that can only read: the
-copy is of one moment, the writer does not wait, and no checkpoint is run by anybody but the writer (see
-`store.database`). Meanwhile the write-ahead log grows by what is written.
+Each database is copied with SQLite's backup API in one read transaction of a read-only connection. So the
+copy is a consistent snapshot, the writer does not wait, and only the writer runs checkpoints (see
+`store.database`). During the copy, the write-ahead log grows.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from store.spool import SPOOL_FILE
 MANIFEST_FILE = "backup.json"
 CONTENTS_FILE = "contents.db"
 _ARCHIVES = {".tar": "w", ".tar.gz": "w:gz", ".tgz": "w:gz"}
-# Before the chain: all of these heads must be in it, and what goes over from the spool is in both.
+# Heads and spool are copied before the chain: then the chain contains all of these heads, and entries that
+# move from the spool to the chain are in both.
 _FILES = (HEADS_FILE, KEY_FILE, SPOOL_FILE)
 _DATABASES = ("control.db", "history.db", CONTENTS_FILE)
 
@@ -51,7 +52,7 @@ class BackupFile(NamedTuple):
 
 
 class Backup(NamedTuple):
-    """A backup that is complete."""
+    """A complete backup."""
 
     path: Path
     """The folder or the archive."""
@@ -60,7 +61,7 @@ class Backup(NamedTuple):
     audit_rows: int
     audit_head: str
     sha256: str = ""
-    """Of the archive; of a folder's `backup.json`, which has those of its other files."""
+    """SHA-256 of the archive, or of a folder's `backup.json`, which has the hashes of its other files."""
 
 
 def back_up(
@@ -71,16 +72,17 @@ def back_up(
     recorded: Iterable[Recorded] = (),
     contents: bool = True,
 ) -> Backup:
-    """Copy the state and `others` (files by the names that they get) to `target`: a new folder; a new one in
-    it, named by the time, where it is a folder already; or an archive, if its name ends with .tar, .tar.gz
-    or .tgz. For its owner's eyes only.
+    """Copy the state and `others` (files by their names in the backup) to `target`. `target` is a new folder,
+    an existing folder, in which a new one named by the time is created, or an archive, if its name ends with
+    .tar, .tar.gz or .tgz. Only the owner can read the backup.
 
-    It gets its name when every copy has been checked: each database as a whole, the audit chain against the
-    heads that are copied with it and those in `recorded`. Raises a `StoreError`, and leaves nothing then.
+    It gets its final name when every copy has been checked: each database completely, and the audit chain
+    against the copied heads and those in `recorded`. Raises a `StoreError`, and then leaves no files.
     """
     made_at = datetime.now(UTC)
     suffix = next((suffix for suffix in _ARCHIVES if target.name.endswith(suffix)), None)
-    if suffix is None and os.path.isdir(target):  # says no where it may not look: making it says why
+    # `isdir` returns False for a path that this user cannot look up; creating the folder then raises the cause.
+    if suffix is None and os.path.isdir(target):
         target = target / f"appliance-{made_at:%Y%m%dT%H%M%SZ}"
     if os.path.lexists(target):
         raise StoreError(f"{target} exists already: name another one, or move it away")
@@ -123,7 +125,7 @@ def _fill(
         if (state_dir / name).exists() and not _is_reserve(state_dir / name):
             _copy(state_dir / name, folder / name)
     for name in _DATABASES:
-        # What came with a later version may not be there yet.
+        # Files that a later version introduced may not exist yet.
         if name == CONTENTS_FILE and not (contents and (state_dir / name).exists()):
             continue
         _copy_database(state_dir / name, folder / name)
@@ -160,7 +162,7 @@ def _copy_database(source: Path, target: Path) -> None:
     try:
         with closing(open_readonly(source)) as reader, closing(sqlite3.connect(target)) as copy:
             reader.backup(copy)
-            # Complete by itself, and readable without write rights.
+            # The copy is complete without a -wal file, and readable without write rights.
             copy.execute("PRAGMA journal_mode=DELETE").fetchone()
     except sqlite3.Error as error:
         damaged = primary_code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
@@ -175,7 +177,7 @@ def _copy_database(source: Path, target: Path) -> None:
 
 
 def _is_reserve(path: Path) -> bool:
-    """Whether it is a spool in which nothing waits."""
+    """Return whether the file is a spool without entries."""
     return path.name == SPOOL_FILE and not path.read_bytes().strip(b"\0")
 
 
@@ -187,7 +189,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _append_heads(source: Path, target: Path, seq: int) -> None:
-    """Add those of rows up to `seq` that were recorded since the copy was made."""
+    """Add the heads of rows up to `seq` that were recorded after the copy was made."""
     with target.open("ab") as file, source.open("rb") as lines:
         lines.seek(file.tell())
         for line in lines:

@@ -1,8 +1,6 @@
-"""What tenants' policies keep of prompts and answers, in `contents.db`: hashes, or texts without their
-secrets.
-
-A file of its own, because not everybody who may read the request log may read what people asked: it opens for
-the service's user alone, and everybody else looks through an action of the service, which is audited.
+"""Stores prompts and answers in `contents.db`, as the tenants' log policies require: hashes, or redacted
+texts. This is a separate file, because not every reader of the request log may read prompts. Only the
+service's user can open it; all others read it through an audited action of the service.
 """
 
 from __future__ import annotations
@@ -22,16 +20,16 @@ from store.structs import KeptText
 from store.writer import Writer
 
 MAX_WAITING_BYTES = 32 << 20
-"""Texts that wait in memory for their commit; more are dropped, and counted."""
+"""Maximum number of texts that wait in memory for their commit; further ones are dropped and counted."""
 
 
 class Content(KeptText, frozen=True, kw_only=True):
-    """One prompt or answer of a request, as a row: fields are the table's columns."""
+    """One prompt or answer of a request as a row. The fields are the table's columns."""
 
     request_id: str
     tenant: str
     created_at: float
-    """Of the request, unix seconds; its retention starts there."""
+    """When the request arrived, in unix seconds. The retention time starts then."""
 
 
 _COLUMNS = Content.__struct_fields__
@@ -39,8 +37,8 @@ _INSERT = f"INSERT OR IGNORE INTO contents ({', '.join(_COLUMNS)}) VALUES ({', '
 
 
 class ContentLog:
-    """Writes through `writer`, which must have `store.schemas.CONTENTS` as its schema. Any thread may
-    call."""
+    """Writes contents through `writer`, whose schema must be `store.schemas.CONTENTS`. Safe to call from any
+    thread."""
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
@@ -50,11 +48,12 @@ class ContentLog:
 
     @property
     def dropped(self) -> int:
-        """Requests whose contents were lost, because too much waited or the database cannot take them."""
+        """Number of requests whose contents were lost, because too many texts waited or the database cannot
+        store them."""
         return self._dropped
 
     def keep(self, contents: Iterable[Content]) -> bool:
-        """Keep what there is of one request. Never blocks; False if it was dropped."""
+        """Store the contents of one request. Never blocks; returns False if they were dropped."""
         rows = [msgspec.structs.astuple(content) for content in contents]
         size = sum(len(value) for row in rows for value in row if isinstance(value, str))
         with self._lock:
@@ -79,8 +78,8 @@ def _insert(rows: list[tuple[object, ...]], connection: sqlite3.Connection) -> N
 
 
 def read_contents(path: Path, request_id: str) -> list[Content]:
-    """What is kept of a request, prompts before answers, through a read-only connection. Raises a
-    `StoreError`."""
+    """Return the stored contents of a request, prompts before answers, through a read-only connection. Raises
+    a `StoreError`."""
     with reading(path, CONTENTS) as connection:
         rows = connection.execute(
             f"SELECT {', '.join(_COLUMNS)} FROM contents WHERE request_id = ? ORDER BY part DESC, number",

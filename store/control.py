@@ -1,9 +1,7 @@
-"""Control state in `control.db`: tenants, keys and peers. Every change goes through `ControlStore.change`,
-which writes its audit row, with the old and the new value, in the same transaction, flushed to the disk
-(`synchronous=FULL`).
-
-Reading needs no I/O: everything is in memory (`ControlStore.policies`), so a failing disk denies no caller
-access."""
+"""The control state in `control.db`: tenants, keys and peers. Every change goes through
+`ControlStore.change`, which writes the audit row, with the old and the new value, in the same transaction,
+and flushes it to the disk (`synchronous=FULL`). Reading needs no I/O, because everything is in memory
+(`ControlStore.policies`). So callers can be authenticated even when the disk fails."""
 
 from __future__ import annotations
 
@@ -31,11 +29,11 @@ from store.writer import Writer, WriterState
 T = TypeVar("T")
 
 BeforeAndAfter = tuple[Mapping[str, object] | None, Mapping[str, object] | None]
-"""What a change found and left, as JSON objects."""
+"""The values before and after a change, as JSON objects."""
 
 _MAX_OVERLAP_S = 366 * 86400.0
 _UNAUDITED = frozenset({"sha256"})
-"""No secret, and nothing that an auditor could use."""
+"""Fields that the audit leaves out. They are not secret, but an auditor has no use for them."""
 
 
 class CreatedKey(NamedTuple):
@@ -53,14 +51,13 @@ class RotatedKey(NamedTuple):
 
 
 class ControlStore:
-    """The control database at `path`; the only one in the system that has it open for writing.
-
-    Changes return a future that resolves when they are on the disk (`asyncio.wrap_future` awaits it) or has
-    the `StoreError` or `ValueError` that prevented them. Safe to call from any thread.
+    """The control database at `path`. Only this object has it open for writing. Changes return a future that
+    resolves when they are on the disk (await it with `asyncio.wrap_future`), or that has the `StoreError` or
+    `ValueError` that prevented them. Safe to call from any thread.
     """
 
     trail: AuditTrail
-    """Of the operators' actions, from `start` on."""
+    """The audit trail of operators' actions, from `start` on."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -68,7 +65,7 @@ class ControlStore:
         self._policies = Policies()
 
     def start(self) -> None:
-        """Open (create, migrate) the database and read what it holds. Raises a `StoreError`."""
+        """Open the database (create or migrate it) and read its records. Raises a `StoreError`."""
         self._writer.start()
         try:
             self._policies = read_policies(self.path)
@@ -84,12 +81,12 @@ class ControlStore:
             why = self._writer.state().last_error
             self._writer.close()
             if why is not None and isinstance(error, MissingDatabaseError | SchemaVersionError):
-                # A new database that could not be made: what the disk said is the cause.
+                # A new database could not be created: raise the disk's error, which is the cause.
                 raise StorageFaultError(why) from error
             raise
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Finish the changes under way and close the file, readable without write rights."""
+        """Finish the changes in progress and close the file, so that it is readable without write rights."""
         self.trail.close()
         self._writer.close(timeout_s)
 
@@ -99,24 +96,24 @@ class ControlStore:
 
     @property
     def stalled_s(self) -> float:
-        """For how long the writer has worked on one operation."""
+        """Return for how many seconds the writer has worked on its current operation."""
         return self._writer.stalled_s
 
     # ── reading, from memory ──
 
     @property
     def policies(self) -> Policies:
-        """All tenants, keys and peers as they are now."""
+        """Return the current tenants, keys and peers."""
         return self._policies
 
     def list_keys(self) -> list[KeyRecord]:
-        """All keys, revoked and expired ones too, oldest first."""
+        """Return all keys, including revoked and expired ones, oldest first."""
         return list(self._policies.keys.values())
 
     def lookup(self, key: str) -> KeyRecord | None:
-        """The record of a key that is valid now; None for every other text. Microseconds, no I/O.
-
-        The table is keyed by SHA-256 of the secret, so the time it takes tells a guesser nothing.
+        """Return the record of a key that is valid now; None for every other text. Takes microseconds and no
+        I/O. The table is indexed by the SHA-256 of the secret, so the lookup time reveals nothing about valid
+        keys.
         """
         record = self._policies.keys_by_hash.get(keys.sha256(key))
         return record if record is not None and record.valid_at(time.time()) else None
@@ -133,11 +130,10 @@ class ControlStore:
         after_commit: Callable[[T], None] | None = None,
         values: Callable[[T], BeforeAndAfter] | None = None,
     ) -> Future[T]:
-        """Run `apply` on the writer thread and audit it, in one transaction; what it raises undoes both.
-
-        `actor` is who asked (`trail.intend` has recorded that), `action` its name in the registry of actions,
-        `params` what it was given, without secrets; `values` says what it found and left. `after_commit`
-        updates what memory keeps of the change, before the future resolves.
+        """Run `apply` on the writer thread and audit it, in one transaction. An exception rolls both back.
+        `actor` is the caller (recorded by `trail.intend`), `action` the name in the registry of actions,
+        `params` its parameters without secrets, and `values` returns the old and new values. `after_commit`
+        updates the state in memory before the future resolves.
         """
         changed: Future[T] = Future()
         changed.set_running_or_notify_cancel()
@@ -167,8 +163,7 @@ class ControlStore:
     def record(
         self, *, actor: Actor | str, action: str, params: Mapping[str, object], result: str
     ) -> Future[None]:
-        """Audit an action that changes nothing here, or that was refused: `result` is `ok` or says why
-        not."""
+        """Audit an action that changes nothing here or was refused: `result` is `ok` or the reason."""
         return self.trail.conclude(actor, action, params, result)
 
     # ── tenants ──
@@ -176,11 +171,9 @@ class ControlStore:
     def create_tenant(
         self, *, actor: Actor | str, name: str, changes: Mapping[str, object]
     ) -> Future[Change]:
-        """Create a tenant that differs from the default in `changes` (fields of `TenantRecord`; of a quota, a
-        mapping of those that differ).
-
-        The future raises `ValueError` for a value that cannot be used, `ConflictError` for a name that
-        exists."""
+        """Create a tenant with the default values except for `changes` (fields of `TenantRecord`; for a
+        quota, a mapping of its changed fields). The future raises `ValueError` for an invalid value,
+        `ConflictError` if the name exists."""
 
         def apply(connection: sqlite3.Connection) -> Change:
             plain = TenantRecord(name=name, created_at=time.time())
@@ -256,10 +249,9 @@ class ControlStore:
     def create_key(
         self, *, actor: Actor | str, name: str, tenant: str, **fields: object
     ) -> Future[CreatedKey]:
-        """Create a key of `tenant` with these declared fields, and the defaults of the others. The future has
-        the secret, which is shown only once, or raises `UnknownTenantError`.
-
-        Raises `ValueError` for a value that cannot be used: an unprintable name, an expiry in the past.
+        """Create a key of `tenant` with these declared fields, and defaults for the others. The future
+        returns the secret, which is shown only once, or raises `UnknownTenantError`. Raises `ValueError` for
+        an invalid value, such as an unprintable name or an expiry in the past.
         """
         now, secret = time.time(), keys.new_secret()
         plain = KeyRecord(id=keys.new_id(), name="", tenant=tenant, prefix="", sha256="", created_at=now)
@@ -275,7 +267,8 @@ class ControlStore:
         )
 
     def set_key(self, *, actor: Actor | str, key_id: str, changes: Mapping[str, object]) -> Future[Change]:
-        """Change fields of a key (those declared in `KeyFields`; of a quota, a mapping of the fields to set).
+        """Change fields of a key (those declared in `KeyFields`; for a quota, a mapping of the fields to
+        set).
 
         The future raises `ValueError`, `UnknownKeyError`, or `ConflictError` for a key that is not valid.
         """
@@ -291,8 +284,9 @@ class ControlStore:
     ) -> Future[RotatedKey]:
         """Create a successor with the same rights. The old key stays valid for `overlap_s` seconds.
 
-        Without `expires_at`, the successor is good for as long as the former was made for. The future raises
-        `ValueError`, `UnknownKeyError`, or `ConflictError` for a key that is not valid or was rotated before.
+        Without `expires_at`, the successor gets the lifetime with which the old key was created. The future
+        raises `ValueError`, `UnknownKeyError`, or `ConflictError` for a key that is not valid or was rotated
+        before.
         """
         if not 0 <= overlap_s <= _MAX_OVERLAP_S:
             raise ValueError(f"overlap_s is {overlap_s}: give 0 to {_MAX_OVERLAP_S} seconds (a year)")
@@ -355,7 +349,7 @@ class ControlStore:
         apply: Callable[[sqlite3.Connection], list[Change]],
         outcome: Callable[[list[Change]], T],
     ) -> Future[T]:
-        """A change of records: audited with their old and new values, then remembered."""
+        """Change records, audit the old and new values, and then update the records in memory."""
         changes: list[Change] = []
 
         def apply_and_keep(connection: sqlite3.Connection) -> T:
@@ -376,8 +370,8 @@ class ControlStore:
 
 
 def _before_and_after(changes: list[Change]) -> BeforeAndAfter:
-    """For the audit: of a record that was changed, the fields that differ; of one that was made or is gone,
-    all. A second change is of the record that takes the first one's place."""
+    """Return the values for the audit: the fields that differ if a record was changed, all fields if it was
+    created or deleted. A second change concerns the record that replaces the first one."""
     before, after = (_shown(record) for record in changes[0])
     if before is not None and after is not None:
         same = {name for name in before if before[name] == after[name]}
@@ -395,7 +389,7 @@ def _shown(record: Record | None) -> dict[str, object] | None:
 
 
 def read_policies(path: Path) -> Policies:
-    """All tenants, keys and peers in the file at `path`, through a read-only connection. Raises a
+    """Return all tenants, keys and peers in the file at `path`, through a read-only connection. Raises a
     `StoreError`."""
     with reading(path, CONTROL) as connection:
         return Policies(

@@ -1,9 +1,9 @@
 """Opening and closing SQLite files: one writer at a time, any number of readers.
 
-SQLite up to 3.51.2 can corrupt a WAL file when two connections write or checkpoint at once, so exactly one
-connection may do either: the writer's, guarded by a lock file across processes. Readers open `mode=ro`, which
-can do neither. Memory-mapped reads stay off: a truncated file would kill the process instead of raising an
-error.
+SQLite up to 3.51.2 can corrupt a WAL file when two connections write or checkpoint at once, so only one
+connection may do so: the writer's, which a lock file protects across processes. Readers open with `mode=ro`,
+which prevents both. Memory-mapped reads are disabled, because a truncated file would kill the process instead
+of raising an error.
 """
 
 from __future__ import annotations
@@ -40,21 +40,19 @@ _BUSY_TIMEOUT_S = 5.0
 _JOURNAL_SIZE_LIMIT_BYTES = 64 * 2**20
 _LEAVE_WAL_TIMEOUT_S = 2.0
 _COPIED_PAGES = 1000
-"""Pages that are written back between two calls of `progress`."""
+"""Number of pages that are written back between two calls of `progress`."""
 
 
 class WritableDatabase:
-    """The one writing connection to a database. Use it, and close it, on the thread that opened it.
-
-    `synchronous="FULL"` puts every commit on the disk; `"NORMAL"` survives the death of the process at any
-    moment, and loses at most the commits since the last checkpoint when the machine loses power.
+    """The only writing connection to a database. Use and close it on the thread that opened it.
+    `synchronous="FULL"` flushes every commit to the disk. With `"NORMAL"`, commits survive the end of the
+    process at any moment, but a power failure can lose the commits since the last checkpoint.
     """
 
     def __init__(self, path: Path, schema: Schema, synchronous: Synchronous) -> None:
         """Open or create the file and bring it up to `schema`.
 
-        Raises a `StoreError`: `StorageFaultError` where trying again later can help, another one where it
-        cannot.
+        Raises a `StoreError`: `StorageFaultError` if a later attempt can succeed, another one if it cannot.
         """
         self.path = path
         self._schema = schema
@@ -71,10 +69,9 @@ class WritableDatabase:
             raise
 
     def displaced(self) -> str:
-        """Return which open file has been deleted or replaced on the disk, in words; empty if none has.
-
-        The connection keeps the open file, so nothing is lost yet; but everything that is committed goes into
-        a file without a name.
+        """Return a description of the open file that was deleted or replaced on the disk; empty if there is
+        none. The connection keeps the open file, so no data is lost yet, but further commits go to a file
+        without a name.
         """
         for path, found in self._identities().items():
             known = self._files[path]
@@ -88,8 +85,8 @@ class WritableDatabase:
         """Write the content of the displaced file to the path again and continue there. Return the name that
         a foreign file at the path has now; empty if there was none.
 
-        `progress` is called now and then. Raises a `StoreError` if the disk does not take it; the content is
-        still in the open file then.
+        `progress` is called regularly. Raises a `StoreError` if the write fails; the content is then still in
+        the open file.
         """
         if not self.path.parent.is_dir():
             raise MissingDatabaseError(
@@ -148,8 +145,8 @@ class WritableDatabase:
         """Checkpoint, leave WAL mode and close, so that the file alone is complete and readable by anyone who
         may read it.
 
-        Leaving WAL mode needs the file for oneself. If a reader keeps it open, the file stays in WAL mode,
-        which is logged and harmless: the next start carries on from there.
+        Leaving WAL mode requires exclusive access. If a reader keeps the file open, the file stays in WAL
+        mode. This is logged and harmless, because the next start continues from there.
         """
         try:
             self._leave_wal()
@@ -159,8 +156,7 @@ class WritableDatabase:
             self.abandon()
 
     def abandon(self) -> None:
-        """Close the connection as it is, without a checkpoint: for a disk that no longer does what it is
-        asked."""
+        """Close the connection without a checkpoint, for a disk that no longer works."""
         try:
             self.connection.close()
         except sqlite3.Error as error:
@@ -170,8 +166,8 @@ class WritableDatabase:
 
     def _leave_wal(self) -> None:
         self.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-        # The busy timeout does not cover this switch, and short reads come and go: try until they leave a
-        # gap.
+        # The busy timeout does not apply to this switch, and short reads may be in progress: retry until
+        # there is none.
         deadline = time.monotonic() + _LEAVE_WAL_TIMEOUT_S
         while True:
             try:
@@ -184,10 +180,9 @@ class WritableDatabase:
 
 
 def open_readonly(path: Path, schema: Schema | None = None) -> sqlite3.Connection:
-    """A connection that can only read, to a file that may or may not be in use. The caller closes it, soon:
-    an open reader keeps the writer from leaving WAL mode when the service stops.
-
-    With `schema`, a file of another schema version is refused. Raises a `StoreError`.
+    """Return a read-only connection to a file that may be in use. The caller must close it soon, because an
+    open reader keeps the writer from leaving WAL mode when the service stops. With `schema`, a file with
+    another schema version is refused. Raises a `StoreError`.
     """
     try:
         path.stat()
@@ -202,8 +197,8 @@ def open_readonly(path: Path, schema: Schema | None = None) -> sqlite3.Connectio
     try:
         connection = _open_and_touch(path, "mode=ro")
     except sqlite3.Error as error:
-        # A WAL file whose -wal and -shm are gone (a copy, say), in a folder where this process cannot make
-        # new ones. Nobody can be writing it then, and it is complete: read it as it lies.
+        # The file is in WAL mode without -wal and -shm (for example a copy), in a folder where this process
+        # cannot create them. So no process is writing it, and it is complete: read it as immutable.
         wal = path.with_name(path.name + "-wal")
         stopped = not wal.exists() or wal.stat().st_size == 0
         if primary_code(error) not in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY) or not stopped:
@@ -228,7 +223,8 @@ def open_readonly(path: Path, schema: Schema | None = None) -> sqlite3.Connectio
 
 @contextmanager
 def reading(path: Path, schema: Schema) -> Iterator[sqlite3.Connection]:
-    """`open_readonly` for the length of a `with` block, with SQLite's errors as `StoreError`."""
+    """Open with `open_readonly` for the duration of a `with` block, and raise SQLite's errors as
+    `StoreError`."""
     connection = open_readonly(path, schema)
     try:
         yield connection
@@ -239,8 +235,8 @@ def reading(path: Path, schema: Schema) -> Iterator[sqlite3.Connection]:
 
 
 def integrity_problems(path: Path) -> list[str]:
-    """What SQLite's full check finds wrong with the file, in its words; empty if nothing. Reads the whole
-    file."""
+    """Return the problems that SQLite's integrity check finds in the file; empty if there are none. Reads the
+    whole file."""
     connection = open_readonly(path)
     try:
         found = [str(row[0]) for row in connection.execute("PRAGMA integrity_check")]
@@ -254,12 +250,13 @@ def integrity_problems(path: Path) -> list[str]:
 def _open_writer(path: Path, schema: Schema, synchronous: Synchronous) -> sqlite3.Connection:
     connection: sqlite3.Connection | None = None
     try:
-        # isolation_level=None: transactions begin where this package says BEGIN, nowhere else.
+        # isolation_level=None: transactions begin only where this package executes BEGIN.
         connection = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
         check_not_newer(connection, path, schema)
         connection.execute("PRAGMA mmap_size=0")
         connection.execute("PRAGMA foreign_keys=ON")
-        # Only before the first table, and entering WAL mode writes the first page: this line comes first.
+        # This takes effect only before the first page is written, and entering WAL mode writes the first
+        # page.
         connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
         mode = connection.execute("PRAGMA journal_mode=WAL").fetchone()[0]
         if mode != "wal":
@@ -291,7 +288,7 @@ def _open_and_touch(path: Path, how: str) -> sqlite3.Connection:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Return device and inode; None where there is no file."""
+    """Return device and inode; None if there is no file."""
     try:
         found = path.stat()
     except OSError:
@@ -300,7 +297,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _sync(path: Path) -> None:
-    """Put a file or a folder on the disk."""
+    """Flush a file or folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -322,8 +319,8 @@ def _check_writable(path: Path) -> None:
 
 
 def _create(path: Path, mode: int = 0o640) -> int:
-    """Open `path`, making it if need be, for the service's user and group at most: SQLite would let everybody
-    read it. Its -wal and -shm get the same mode."""
+    """Open `path`, and create it if necessary, accessible at most to the service's user and group. SQLite
+    would create it readable by all users. Its -wal and -shm files get the same mode."""
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
     except OSError as error:
@@ -331,9 +328,9 @@ def _create(path: Path, mode: int = 0o640) -> int:
 
 
 def _lock(path: Path) -> int:
-    """Take the writer's lock; return its file descriptor, which holds it until closed or the process is gone.
-
-    A file of its own: opening and closing the database itself would drop SQLite's own POSIX locks on it.
+    """Take the writer's lock and return its file descriptor, which holds the lock until it is closed or the
+    process ends. The lock is a separate file, because opening and closing the database itself would release
+    SQLite's POSIX locks.
     """
     descriptor = _create(path.with_name(path.name + "-lock"))
     try:

@@ -1,4 +1,4 @@
-"""What can be wrong with a database. Every message names the path, what was found and what to do about it."""
+"""The errors of databases. Every message names the path, the problem and the remedy."""
 
 from __future__ import annotations
 
@@ -8,43 +8,44 @@ from pathlib import Path
 
 
 class StoreError(Exception):
-    """Base of everything that this package raises on its own account."""
+    """The base class of this package's errors."""
 
 
 class MissingDatabaseError(StoreError):
-    """There is no such file, or no folder to make it in."""
+    """The file, or the folder in which it would be created, does not exist."""
 
 
 class CorruptDatabaseError(StoreError):
-    """The file is not a SQLite database, or its pages contradict each other."""
+    """The file is not a SQLite database, or it is damaged."""
 
 
 class SchemaVersionError(StoreError):
-    """The file was written by another version of the product than this one can use."""
+    """The file was written by a version of the product that is incompatible with this one."""
 
 
 class NotWritableError(StoreError):
-    """The file or its folder may not be written by this process."""
+    """This process may not write the file or its folder."""
 
 
 class DatabaseInUseError(StoreError):
-    """Another writer has the database open: there is one at a time."""
+    """Another writer has the database open. Only one is allowed at a time."""
 
 
 class StorageFaultError(StoreError):
-    """The disk is full, fails, or is locked for longer than the busy timeout: it may work again later."""
+    """The disk is full or fails, or the file was locked for longer than the busy timeout. A later attempt may
+    succeed."""
 
 
 class OutcomeUnknownError(StoreError):
-    """The disk has not answered in time: whether the change is made shows later."""
+    """The disk has not answered in time, so it is not known yet whether the change was made."""
 
 
 class WriterClosedError(StoreError):
-    """The operation came after `Writer.close()`, or was still waiting when it gave up."""
+    """The operation came after `Writer.close()`, or was still waiting when the writer gave up."""
 
 
 class UnknownRecordError(StoreError):
-    """There is nothing of that name."""
+    """There is no record with this name."""
 
 
 class UnknownKeyError(UnknownRecordError):
@@ -60,16 +61,16 @@ class UnknownPeerError(UnknownRecordError):
 
 
 class ConflictError(StoreError):
-    """What is there already, or still in use, stands against the change."""
+    """The change conflicts with an existing record, or with one that is still in use."""
 
 
 def primary_code(error: sqlite3.Error) -> int:
-    """SQLite's primary result code of `error` (the extended codes carry it in their low byte); 0 if it has
+    """Return SQLite's primary result code of `error` (the low byte of the extended code); 0 if it has
     none."""
     return (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
 
 
-# The causes that a later attempt may not meet any more. Everything else needs a person.
+# With these causes a later attempt may succeed. All other causes need an operator.
 _PASSING = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
 
 

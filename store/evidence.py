@@ -68,7 +68,7 @@ class ActionRecord(NamedTuple):
     """One action: its intent and its result together. Times in ISO 8601, values as JSON text, as stored."""
 
     seq: int | None
-    """The seq of its first row; None while it waits in the spool."""
+    """The seq of the action's first row; None while it waits in the spool."""
     result_seq: int | None
     at: str
     ended_at: str | None
@@ -91,7 +91,7 @@ class ActionFilter(NamedTuple):
     action: str | None = None
     """A name, or a prefix that ends with a dot: `keys.`."""
     since: str | None = None
-    """Time in ISO 8601, UTC, of the first row."""
+    """Earliest time of the first row, in ISO 8601 and UTC."""
 
 
 _ACTIONS = """
@@ -235,9 +235,8 @@ def _recorded_by_now(folder: Path, seq: int) -> int:
 
 
 def examine(path: Path, recorded: Iterable[Recorded] = (), key: SigningKey | None = None) -> Findings:
-    """Hold the chain in the database, or in the export, at `path` against recorded heads, whose signatures
-    are checked where there is a `key`: a head without it says nothing about the chain. Raises a
-    `StoreError`."""
+    """Check the chain in the database or export at `path` against recorded heads. With a `key`, the heads'
+    signatures are checked, and a head without a valid signature is ignored. Raises a `StoreError`."""
     known = list(recorded)
     exported = exports.is_export(path)
     trailer = None

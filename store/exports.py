@@ -4,8 +4,8 @@ A line has every column that is not null; the last one is
 
     {"trailer": {"at": …, "hash": …, "rows": …, "seq": …, "sha256": …, "sig": …}}
 
-with seq and hash of the newest row and the SHA-256 of all lines before it. `sig` is there where whoever wrote
-the export can read the service's key (`store.heads`).
+with seq and hash of the newest row and the SHA-256 of all lines before it. `sig` is present if the user who
+wrote the export can read the service's key (`store.heads`).
 """
 
 from __future__ import annotations

@@ -21,13 +21,13 @@ Kind = Literal["number", "count", "class", "span", "time", "text", "choice", "li
 MAX_COUNT = 10**12
 MAX_TEXT_CHARS = 200
 MAX_NAMES = 256
-"""Names in one list."""
+"""Maximum number of names in one list."""
 CLASSES = 4
 """P0 real-time, P1 interactive, P2 batch, P3 background."""
 
 
 class Field(NamedTuple):
-    """What a field's annotation says beside its type. A field without it is not for operators to set."""
+    """The annotation of a field in addition to its type. Operators cannot set a field without it."""
 
     help: str
     """What the field decides, as a sentence without its full stop."""
@@ -36,7 +36,7 @@ class Field(NamedTuple):
     high: float = MAX_COUNT
     """The range of a number; both ends can be used."""
     none: str = ""
-    """What None means, where a field can be None."""
+    """What None means, if the field can be None."""
 
 
 class Declared(NamedTuple):
@@ -44,7 +44,7 @@ class Declared(NamedTuple):
 
     name: str
     type: Any
-    """As annotated, without the `Field`."""
+    """The annotated type without the `Field`."""
     default: Any
     """`msgspec.NODEFAULT` for a field that every record must give."""
     field: Field

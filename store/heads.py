@@ -171,15 +171,16 @@ class HeadKeeper:
         return self._key.id
 
     def start(self) -> None:
-        """Create the file. If it is missing beside a chain, it has been removed."""
+        """Create the file. If it is missing although a chain exists, it has been removed."""
         try:
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o640))
         except OSError as error:
             self.last_error = f"{self.path} cannot be made ({error.strerror})"
 
     def replaced_another(self, named: int, newest: int) -> bool:
-        """Whether the chain, which goes to row `newest`, must say that this key signs heads from now on: it
-        was made just now, or the file has heads of another for rows after `named`, the latest that says so.
+        """Return whether the chain, whose last row is `newest`, needs a row that names this key as the
+        signing key. It does if the key was created just now, or if the file has heads of another key for rows
+        after `named`, the latest row that names this key.
         """
         return self._key.fresh or any(
             named < head.seq <= newest and not self._key.signed_head(head) for head in self._filed()
@@ -200,7 +201,7 @@ class HeadKeeper:
             return []
 
     def saw(self, head: Head) -> None:
-        """Take in the newest head. The first one is recorded at once."""
+        """Note the newest head of the chain. The first one is recorded at once."""
         self.newest = head
         if self.recorded is None or head.seq - self.recorded.seq >= ROWS_BETWEEN_HEADS:
             self.record()

@@ -19,23 +19,23 @@ if TYPE_CHECKING:
 
 
 class Migration(NamedTuple):
-    """One step of a schema. Released steps never change: a new need is a new step."""
+    """One step of a schema. Released steps never change; append a new step instead."""
 
     name: str
     statements: tuple[str, ...]
 
 
 class Schema(NamedTuple):
-    """Everything that a database of one kind went through, oldest first."""
+    """All migrations of one kind of database, oldest first."""
 
     name: str
     migrations: tuple[Migration, ...]
     mode: int = 0o640
-    """Of a file that is made with this schema."""
+    """The version of a file that is created with this schema."""
 
 
 def schema_version(connection: sqlite3.Connection) -> int:
-    """How many migrations the open database has had."""
+    """Return the number of migrations that were applied to the open database."""
     return int(connection.execute("PRAGMA user_version").fetchone()[0])
 
 
@@ -74,7 +74,7 @@ def _step(statements: tuple[str, ...]) -> Callable[[Database], None]:
         # Statement by statement: executescript() would commit the surrounding transaction first.
         for statement in statements:
             database.conn.execute(statement)
-        # The number of applied migrations, whatever their order was in this file.
+        # The number of applied migrations, independent of their order in this file.
         database.conn.execute(f"PRAGMA user_version = {schema_version(database.conn) + 1}")
 
     return apply

@@ -1,4 +1,4 @@
-"""What operators decide about tenants, keys and Unix peers: the records of `control.db`. Plain data.
+"""The records of `control.db`, which operators set: tenants, keys and Unix peers. They are plain data.
 
 This is the one place where a field of a tenant, a key or a quota is declared (`store.fields`). A new field of
 `TenantRecord` or `KeyFields` goes to the end of its class and has a default: the next start adds its column.
@@ -29,7 +29,7 @@ PeerKind = Literal["uid", "gid"]
 PEER_KINDS: tuple[PeerKind, ...] = get_args(PeerKind)
 
 _MIN_RATE, _MAX_RATE = 1e-6, 1e15
-"""Above the maximum, a float no longer counts single requests or tokens."""
+"""Above this maximum, a float can no longer count single requests or tokens."""
 _MAX_DAYS = 36525.0
 _LAST_CLASS = CLASSES - 1
 
@@ -80,13 +80,13 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class TenantRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Who pays. Times in unix seconds."""
+    """A tenant, which is billed for requests. Times are in unix seconds."""
 
     name: str
     created_at: float
     weight: Annotated[
         float,
-        # The smallest weight whose share can still be measured beside others.
+        # The smallest weight whose share can be measured next to other tenants.
         Field("Share of service relative to other tenants of the same class", low=0.001, high=1000),
     ] = 1.0
     highest_class: Annotated[
@@ -130,7 +130,7 @@ class PeerRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KeyFields(msgspec.Struct, frozen=True, kw_only=True):
-    """A key without anything secret. Times in unix seconds."""
+    """A key without its secret. Times are in unix seconds."""
 
     id: str
     name: Annotated[str, Field("What or whom the key is for")]
@@ -161,9 +161,9 @@ class KeyFields(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     quota: Quota = Quota()
-    """Within its tenant's."""
+    """The key's own quota, which applies within its tenant's."""
     replaced_by: str | None = None
-    """The key that a rotation put in its place."""
+    """The id of the key that replaced this one in a rotation."""
 
     def valid_at(self, now: float) -> bool:
         """Return whether the key is valid at unix time `now`."""
@@ -177,8 +177,8 @@ class KeyRecord(KeyFields, frozen=True, kw_only=True):
 
 
 class Policies:
-    """Everything that operators decided, at one moment. Immutable: a change makes a new object, so any thread
-    may read it, and comparing two with `is` tells whether anything has changed."""
+    """All records at one moment. The object is immutable: a change creates a new one, so any thread may read
+    it, and comparing two with `is` shows whether anything has changed."""
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class Policies:
     ) -> None:
         self.tenants: Mapping[str, TenantRecord] = {tenant.name: tenant for tenant in tenants}
         self.keys: Mapping[str, KeyRecord] = {key.id: key for key in keys}
-        """By id, oldest first."""
+        """The records by id, oldest first."""
         self.peers: Mapping[tuple[str, int], PeerRecord] = {(peer.kind, peer.number): peer for peer in peers}
         self.keys_by_hash: Mapping[str, KeyRecord] = {key.sha256: key for key in self.keys.values()}
 

@@ -1,8 +1,7 @@
-"""What is left of quotas, in `history.db`: a restart is no free refill.
-
-Levels are written every few seconds, not at each request. After a crash the request log says what was used
-since: each row tells what its request took (`quota_tokens`), and `QuotaState.used` is what the levels do not
-know of. Snapshots go through the request log's own writer, so that it is known which rows they include.
+"""Stores the levels of quotas in `history.db`, so that a restart does not refill them. Levels are written
+every few seconds, not at each request. After a crash, the request log has the use since then: each row has
+the amount that its request took (`quota_tokens`), and `QuotaState.used` is the use that the levels do not
+include. Snapshots go through the request log's own writer, so that it is known which rows they include.
 """
 
 from __future__ import annotations
@@ -20,9 +19,8 @@ from store.writer import Writer
 
 
 class QuotaLevels(msgspec.Struct, frozen=True, kw_only=True):
-    """What is left of the limits of one tenant or key; None where there is no such limit.
-
-    Requests whose row has not ended count as if they had taken nothing: their rows say what they took.
+    """The levels of one tenant's or key's limits; None if there is no such limit. Requests whose row has not
+    ended count as if they had taken nothing, because their rows have the amount.
     """
 
     scope: str
@@ -37,7 +35,7 @@ class QuotaLevels(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Used(msgspec.Struct, frozen=True):
-    """What a request took that the levels do not know of."""
+    """The use of one request that the levels do not include."""
 
     tenant: str
     key_id: str
@@ -45,11 +43,11 @@ class Used(msgspec.Struct, frozen=True):
     at: float
     """Unix seconds."""
     tokens: int
-    """Above 0: a request that took nothing is not here."""
+    """Always above 0, because requests that took nothing are left out."""
 
 
 class QuotaState(msgspec.Struct, frozen=True):
-    """What a start finds."""
+    """The stored state that a start of the service reads."""
 
     levels: list[QuotaLevels] = []
     used: list[Used] = []
@@ -71,8 +69,9 @@ class QuotaLog:
         self._writer = writer
 
     def save(self, levels: Iterable[QuotaLevels], gone: Iterable[tuple[str, str]] = ()) -> bool:
-        """Keep these levels, and forget those of (scope, name) in `gone`. Never blocks; False if it was
-        dropped. To be called when the rows of what the levels include have been handed over, and no others.
+        """Store these levels, and delete those of each (scope, name) in `gone`. Never blocks; returns False
+        if they were dropped. Call this when exactly those rows that the levels include have been handed to
+        the writer.
         """
         values = [msgspec.structs.astuple(level) for level in levels]
         return self._writer.submit(partial(_save, values, list(gone)))
@@ -87,13 +86,14 @@ def _save(
 
 
 def read_quotas(path: Path) -> QuotaState:
-    """What is left of every quota, by the file at `path`, before the first request. Raises a `StoreError`."""
+    """Return the stored levels of every quota from the file at `path`, before the first request. Raises a
+    `StoreError`."""
     with reading(path, HISTORY) as connection:
         levels = [
             QuotaLevels(**dict(zip(_COLUMNS, row, strict=True)))
             for row in connection.execute(f"SELECT {', '.join(_COLUMNS)} FROM quota_levels")
         ]
-        # A snapshot has all that changed since the one before: what the newest does not have is as it was.
+        # A snapshot has the levels that changed since the previous one; all others are unchanged.
         (sequence,) = connection.execute("SELECT max(sequence) FROM quota_levels").fetchone()
         if sequence is None:
             return QuotaState()

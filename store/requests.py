@@ -1,4 +1,5 @@
-"""The request log in `history.db`: one row a request, opened when it is admitted and ended exactly once.
+"""The request log in `history.db`: one row per request, opened when the request is admitted and ended exactly
+once.
 
 `RequestLog` writes, through the writer thread, and never blocks. `RequestReader` reads in any process.
 """
@@ -22,16 +23,15 @@ from store.writer import Writer
 
 log = logging.getLogger(__name__)
 
-# A client chooses some of the texts (model, error). More than this tells nobody more, and memory holds the
-# spool.
+# The client determines some of the texts (model, error). They are cut to this length, because the spool is in
+# memory.
 _TEXT_LIMIT_CHARS = 2000
 
 
 class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_class": "class"}):
-    """What is kept of one request. Times in unix seconds; no prompt and no answer.
-
-    A row is open while `finished_at` is None; the fields of the end are known then. Fields are columns of the
-    table (`request_class` is the column `class`).
+    """The log entry of one request, without prompt and answer. Times are in unix seconds. A row is open while
+    `finished_at` is None; the fields about the end are set with it. Fields are columns of the table
+    (`request_class` is the column `class`).
     """
 
     request_id: str
@@ -40,7 +40,7 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_cla
     tenant: str | None = None
     key_id: str | None = None
     peer: str | None = None
-    """`uid 1000` on the Unix socket, else the address."""
+    """`uid 1000` on the Unix socket, otherwise the address."""
     endpoint: str
     model: str | None = None
     version: str | None = None
@@ -67,25 +67,26 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_cla
     preemptions: int = 0
     resubmissions: int = 0
     quota_tokens: int = 0
-    """Held by token quotas: reserved while it is open, taken when it has ended. 0: it never ran, and was no
-    request to a quota either."""
+    """Tokens that count against quotas: the reservation while the row is open, the use when it has ended. 0:
+    the request never ran, and does not count against request quotas either."""
     retry: str | None = None
-    """With an `Idempotency-Key` that was known: "joined" (it was answered from a run under way), "repeated"
-    (from its kept answer) or "anew" (it ran: the answer of the run before was lost). None: no retry."""
+    """For a retry with a known `Idempotency-Key`: "joined" (answered from a run in progress), "repeated"
+    (answered from a stored answer) or "anew" (run again, because the earlier answer was lost). None: not a
+    retry."""
     retry_of: str | None = None
-    """The request whose run that was."""
+    """The id of the request whose run was used."""
     user: str | None = None
     """The field `user` of the request's body: the client's own name for its end user."""
 
 
 class LoggedRequest(RequestRow, frozen=True, kw_only=True):
-    """A row as read back."""
+    """A row as read from the database."""
 
     sequence: int
-    """Order of the row's last change; `RequestReader.changes` goes by it."""
+    """The order of the row's last change, which `RequestReader.changes` uses."""
     state: Literal["open", "ended"]
     double_ends: int
-    """How often the request was ended again after its end; 0 in a correct service."""
+    """How many more times the request was ended after its end; 0 unless the service has a bug."""
 
 
 _COLUMNS = RequestRow.__struct_encode_fields__
@@ -95,7 +96,7 @@ _INSERT = (
     f"ON CONFLICT (request_id) "
 )
 _OPEN = _INSERT + "DO NOTHING"
-# The first end stands: a row that has one is left alone, and the changed-row count of 0 tells.
+# The first end is kept: an ended row is not updated, so the number of changed rows is 0.
 _END = (
     _INSERT
     + "DO UPDATE SET "
@@ -105,17 +106,15 @@ _END = (
 
 
 class RequestLog:
-    """Writes request rows through `writer`, which must have `store.schemas.HISTORY` as its schema."""
+    """Writes request rows through `writer`, whose schema must be `store.schemas.HISTORY`."""
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
-        self._last_sequence: int | None = None  # the writer thread's alone
+        self._last_sequence: int | None = None  # used by the writer thread only
 
     def open(self, row: RequestRow) -> bool:
-        """Log an admitted request. Never blocks; False if the row was dropped (counted in the writer's
-        state).
-
-        Raises `ValueError` for a row that has its end already.
+        """Log an admitted request. Never blocks; returns False if the row was dropped (the writer's state
+        counts dropped rows). Raises `ValueError` for a row that has ended.
         """
         if row.finished_at is not None:
             raise ValueError(
@@ -124,9 +123,9 @@ class RequestLog:
         return self._writer.submit(partial(self._write_open, row))
 
     def end(self, row: RequestRow) -> bool:
-        """Log the end of a request: `row` replaces the open one, or is inserted where there is none. Never
-        blocks; False if the row was dropped. Of two ends the first stands, and the row counts the other in
-        `double_ends`.
+        """Log the end of a request: `row` replaces the open row, or is inserted if there is none. Never
+        blocks; returns False if the row was dropped. If a request is ended twice, the first end is kept, and
+        `double_ends` counts the other.
 
         Raises `ValueError` for a row without `finished_at`.
         """
@@ -137,9 +136,9 @@ class RequestLog:
         return self._writer.submit(partial(self._write_end, row))
 
     def seal_open_rows(self, reason: str) -> Future[int]:
-        """End every row that is open now, with status 500 and finish reason `interrupted`: for the start
-        after a crash, before the first `open`. The future has their number; they are sealed in order with
-        what is submitted later even if the disk refuses at first, so nobody need wait for it.
+        """End every open row with status 500 and finish reason `interrupted`. Call this at the start after a
+        crash, before the first `open`. The future returns their number. Callers need not wait for it: even if
+        the disk fails at first, these rows are written before later ones.
         """
         return self._writer.submit_for_result(partial(self._write_seals, reason, time.time()))
 
@@ -175,11 +174,11 @@ class RequestLog:
         try:
             return connection.execute(sql, values).rowcount
         except UnicodeEncodeError:
-            # A lone surrogate from a client's JSON must not cost the row.
+            # A lone surrogate in a client's JSON must not prevent the row from being written.
             return connection.execute(sql, [_storable(value) for value in values]).rowcount
 
     def _next_sequence(self, connection: sqlite3.Connection) -> int:
-        # Numbers of a transaction that was rolled back are not used again; gaps mean nothing.
+        # Sequence numbers of a rolled-back transaction are not reused; gaps have no meaning.
         if self._last_sequence is None:
             found = connection.execute("SELECT max(sequence) FROM requests").fetchone()[0]
             self._last_sequence = 0 if found is None else int(found)
@@ -188,11 +187,11 @@ class RequestLog:
 
 
 class RequestFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """Which requests to find; None asks nothing of a field. Times in unix seconds, of `created_at`."""
+    """Selects requests; None matches any value. Times are unix seconds and apply to `created_at`."""
 
     since: float | None = None
     until: float | None = None
-    """The first moment that is too late."""
+    """The exclusive end of the time range."""
     request_id: str | None = None
     tenant: str | None = None
     key_id: str | None = None
@@ -203,7 +202,7 @@ class RequestFilter(msgspec.Struct, frozen=True, kw_only=True):
     status: int | None = None
     finish_reason: str | None = None
     failed: bool | None = None
-    """True: those with a status of 400 or more, or an error; False: the other ended ones."""
+    """True: requests with a status of 400 or more, or with an error; False: the other ended requests."""
 
 
 _FAILED = "(status >= 400 OR error IS NOT NULL)"
@@ -224,11 +223,11 @@ _CONDITIONS = {
 
 
 class RequestReader:
-    """Reads the request log at `path`, from any process and without write rights, while the service runs or
-    not.
+    """Reads the request log at `path`, from any process and without write rights, whether or not the service
+    runs.
 
-    Each call opens and closes its own connection, so that a reader never keeps the file in WAL mode over a
-    stop of the service. Calls block for milliseconds, and raise a `StoreError`. All lists have the oldest row
+    Each call opens and closes its own connection, so that no reader keeps the file in WAL mode when the
+    service stops. Calls block for milliseconds, and raise a `StoreError`. All lists have the oldest row
     first.
     """
 
@@ -236,11 +235,11 @@ class RequestReader:
         self.path = path
 
     def tail(self, limit: int) -> list[LoggedRequest]:
-        """The `limit` rows that changed last."""
+        """Return the `limit` rows that changed last."""
         return self._read("ORDER BY sequence DESC LIMIT ?", (_checked(limit),))[::-1]
 
     def query(self, wanted: RequestFilter, limit: int) -> list[LoggedRequest]:
-        """The `limit` youngest requests that match every field of `wanted`, by `created_at`."""
+        """Return the `limit` newest requests (by `created_at`) that match every field of `wanted`."""
         conditions, values = ["true"], []
         for field, value in msgspec.structs.asdict(wanted).items():
             if value is not None:
@@ -250,15 +249,15 @@ class RequestReader:
         return self._read(where, (*values, _checked(limit)))[::-1]
 
     def changes(self, after: int, limit: int = 1000) -> list[LoggedRequest]:
-        """The first `limit` rows that were opened or ended after the change with sequence `after`, in that
-        order.
-
-        A row appears with its latest state: one that was opened and ended since appears once, ended.
+        """Return the first `limit` rows that were opened or ended after the change with sequence `after`, in
+        order. Each row has its latest state: a row that was opened and ended since then appears once, as
+        ended.
         """
         return self._read("WHERE sequence > ? ORDER BY sequence LIMIT ?", (after, _checked(limit)))
 
     def follow(self, after: int | None = None, poll_s: float = 0.25) -> Iterator[LoggedRequest]:
-        """`changes` for ever: yields rows as they are committed, sleeping in between. None: from now on."""
+        """Yield the rows of `changes` without end as they are committed, and sleep in between. `after` None:
+        from now on."""
         last = self.last_sequence() if after is None else after
         while True:
             for row in self.changes(last):
@@ -267,12 +266,12 @@ class RequestReader:
             time.sleep(poll_s)
 
     def last_sequence(self) -> int:
-        """The sequence of the latest change; 0 in an empty log."""
+        """Return the sequence of the latest change; 0 for an empty log."""
         return int(self._fetch("SELECT ifnull(max(sequence), 0) FROM requests", ())[0][0])
 
     def double_ends(self) -> int:
-        """How many ends came after a request's end, over all rows. Anything but 0 is a fault of the
-        service."""
+        """Return how many times a request was ended again after its end, over all rows. Any value other than
+        0 is a bug of the service."""
         return int(
             self._fetch("SELECT ifnull(sum(double_ends), 0) FROM requests WHERE double_ends > 0", ())[0][0]
         )
@@ -294,7 +293,7 @@ def _logged(values: tuple[Any, ...]) -> LoggedRequest:
 
 
 def _storable(value: Any) -> Any:
-    """`value` with code points that UTF-8 cannot carry written as escapes."""
+    """Return `value` with code points that UTF-8 cannot encode replaced by escapes."""
     return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 
 

@@ -1,7 +1,6 @@
-"""What goes when its time is over: rows of the request log, and the contents of requests. In batches so small
-that nothing waits for one, with the pages given back to the file system.
-
-Functions of a connection are operations for the writer of their database.
+"""Removes rows of the request log and contents of requests after their retention time. Batches are so small
+that other writes hardly wait, and freed pages are returned to the file system. Functions that take a
+connection are operations for the database's writer.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ BATCH_ROWS = 100
 BATCH_BYTES = 256 << 10
 BATCH_PAGES = 32
 KEPT_FREE = 0.1
-"""Part of a file that may be free."""
+"""Fraction of a file that may be free pages."""
 
 
-# Each is one look into the index; DISTINCT would read all of it.
+# Each step is one index lookup; DISTINCT would scan the whole index.
 _TENANTS = """
 WITH RECURSIVE found (name) AS (
     SELECT min(tenant) FROM contents
@@ -31,18 +30,18 @@ SELECT name FROM found WHERE name IS NOT NULL
 
 
 class Removed(NamedTuple):
-    """What one batch did."""
+    """The result of one batch."""
 
     rows: int
     pages: int
-    """Given back to the file system."""
+    """Number of pages returned to the file system."""
     more: bool
-    """There is more to do."""
+    """Whether more rows are due for removal."""
 
 
 def remove_requests(connection: sqlite3.Connection, before: float) -> Removed:
-    """Take out of the request log a batch of ended requests that were admitted before `before` (unix
-    seconds). The row that changed last stays, since followers count from it."""
+    """Remove a batch of ended requests that were admitted before `before` (unix seconds) from the request
+    log. The row that changed last is kept, because followers count from it."""
     gone = connection.execute(
         "DELETE FROM requests WHERE rowid IN (SELECT rowid FROM requests WHERE created_at < ? "
         "AND finished_at IS NOT NULL AND sequence < (SELECT max(sequence) FROM requests) "
@@ -55,9 +54,9 @@ def remove_requests(connection: sqlite3.Connection, before: float) -> Removed:
 def remove_contents(
     connection: sqlite3.Connection, before: Mapping[str, float | None], otherwise: float | None
 ) -> Removed:
-    """Take out a batch of contents of requests that were admitted before their tenant's time in `before`
-    (unix seconds), or `otherwise` for tenants that are not there any more; None: they stay."""
-    # What is taken out is overwritten, not only forgotten.
+    """Remove a batch of contents of requests that were admitted before their tenant's time in `before` (unix
+    seconds), or before `otherwise` for deleted tenants. None: they are kept."""
+    # Removed data is overwritten, not only unlinked.
     connection.execute("PRAGMA secure_delete=ON").fetchone()
     tenants = [name for (name,) in connection.execute(_TENANTS)]
     gone = 0
@@ -71,18 +70,18 @@ def remove_contents(
 
 
 class Emptying:
-    """What `empty_log` came to."""
+    """The result of `empty_log`."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self.connection = connection
         self.done = False
-        """False: a reader was in the way."""
+        """Whether the log was emptied; False if a reader prevented it."""
 
 
 def empty_log(writer: Writer) -> Future[Emptying]:
-    """Have the write-ahead log put into the database and emptied: what was removed lies there as it was,
-    until it is overwritten. Waits for no reader, since what is to be written waits too: whoever asks tries
-    again later. The future raises a `StoreError`."""
+    """Checkpoint and truncate the write-ahead log, because it still contains the removed data. Does not wait
+    for readers, because other writes would wait too; the caller retries later. The future raises a
+    `StoreError`."""
 
     def empty(emptying: Emptying) -> None:
         connection = emptying.connection
@@ -94,7 +93,7 @@ def empty_log(writer: Writer) -> Future[Emptying]:
             connection.execute(f"PRAGMA busy_timeout={patience_ms}")
         emptying.done = not busy
 
-    # After the commit: no checkpoint can be made within a transaction.
+    # This runs after the commit, because a checkpoint is not possible within a transaction.
     return writer.call(Emptying, empty)
 
 
@@ -118,10 +117,12 @@ def _and_pages(connection: sqlite3.Connection, gone: int, more: bool) -> Removed
     free, pages = (
         int(connection.execute(f"PRAGMA {n}").fetchone()[0]) for n in ("freelist_count", "page_count")
     )
-    # Some of the room is needed again soon: only what is above goes back, after all rows have gone.
+    # Some free pages will be needed again soon, so only those above this fraction are returned, after all
+    # rows are removed.
     if more or free <= max(BATCH_PAGES, pages * KEPT_FREE):
         return Removed(gone, 0, more)
     for _ in range(BATCH_PAGES):
-        # One at a time: the module steps a statement without columns once.
+        # The pages are freed one at a time, because Python's sqlite3 executes only one step of a statement
+        # without columns.
         connection.execute("PRAGMA incremental_vacuum(1)")
     return Removed(gone, BATCH_PAGES, True)

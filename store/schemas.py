@@ -15,9 +15,8 @@ from store.migrations import Migration, Schema
 from store.policies import KeyFields, TenantRecord
 from store.records import column_type, column_value
 
-# Times are unix seconds; a request is open while finished_at is null.
-# sequence is the order of the last change: readers that follow the log ask for what is above the last they
-# saw.
+# Times are unix seconds; a request is open while finished_at is null. sequence is the order of the last
+# change: readers that follow the log select the rows above the last sequence that they have read.
 _REQUESTS = (
     """
 CREATE TABLE requests (
@@ -57,7 +56,8 @@ CREATE TABLE requests (
     "CREATE INDEX requests_created_at ON requests (created_at)",
     "CREATE INDEX requests_tenant ON requests (tenant, created_at)",
     "CREATE INDEX requests_model ON requests (model, created_at)",
-    # Small or empty at all times: what a start after a crash seals, and what should never be.
+    # These indexes are always small or empty: open rows, which a start after a crash ends, and rows that were
+    # ended twice.
     "CREATE INDEX requests_open ON requests (request_id) WHERE finished_at IS NULL",
     "CREATE INDEX requests_double_ends ON requests (request_id) WHERE double_ends > 0",
     """
@@ -106,7 +106,7 @@ WHERE finished_at IS NOT NULL AND (status >= 400 OR error IS NOT NULL)
 """,
 )
 
-# The key itself is nowhere: only its SHA-256, and its first characters for people to recognise it by.
+# The key itself is not stored: only its SHA-256, and its first characters, by which people recognise it.
 _KEYS = (
     """
 CREATE TABLE keys (
@@ -159,7 +159,7 @@ FROM keys
 """
 
 # "local" is the tenant of local users without a mapping, "default" the tenant of keys that were created
-# without naming one. Keys from before there were tenants keep their tenant's name.
+# without naming one. Keys from versions without tenants keep their tenant's name.
 _TENANTS = (
     """
 CREATE TABLE tenants (
@@ -200,7 +200,8 @@ FROM (SELECT 'local' AS name UNION SELECT 'default' UNION SELECT tenant FROM key
     _KEY_LIST.format(added=""),
 )
 
-# AUTOINCREMENT keeps the highest seq ever given in sqlite_sequence: rows cut off the end leave a trace there.
+# AUTOINCREMENT keeps the highest seq ever used in sqlite_sequence, which reveals that rows were removed from
+# the end.
 _AUDIT = (
     """
 CREATE TABLE audit (
@@ -224,7 +225,7 @@ BEGIN SELECT RAISE(ABORT, 'audit rows are never deleted'); END
 """,
 )
 
-# sequence: of the latest change to the request log that the levels include.
+# sequence: the latest change to the request log that the levels include.
 _QUOTA_LEVELS = (
     "ALTER TABLE requests ADD COLUMN quota_tokens INTEGER NOT NULL DEFAULT 0",
     """
@@ -248,7 +249,7 @@ _RETRIES = (
 
 _USER = ("ALTER TABLE requests ADD COLUMN user TEXT",)
 
-# Null in rows from before: what is null is not hashed, so those rows keep their hashes.
+# These columns are null in older rows. Null values are not hashed, so those rows keep their hashes.
 _AUDIT_ACTS = (
     "ALTER TABLE audit ADD COLUMN host TEXT",
     "ALTER TABLE audit ADD COLUMN act TEXT",
@@ -279,7 +280,7 @@ WHERE first.phase IS NOT 'result'
 """,
 )
 
-# What tenants' policies keep of prompts and answers, in a file that only the service's user reads.
+# Stored prompts and answers, in a file that only the service's user can read.
 _CONTENTS = (
     """
 CREATE TABLE contents (

@@ -79,9 +79,9 @@ class AuditTrail:
     def intend(
         self, actor: Actor | str, action: str, params: Mapping[str, object]
     ) -> tuple[Actor, Future[None]]:
-        """Record what is about to be done: the actor in this one `act`, and a future, which never fails, for
-        when it is recorded (in the chain; or in the spool, where it lasts; or in memory and the log, where
-        nothing else takes it).
+        """Record an action that is about to begin. Returns the actor with this `act`, and a future that
+        resolves when the action is recorded and never fails. It is recorded in the chain, or else in the
+        spool file, or else in memory and the log.
 
         Raises what `canonical_json` raises for `params`.
         """

@@ -1,15 +1,13 @@
-"""The one thread that writes a database.
-
-Operations are functions of the connection and run in the order in which they were handed over. There are two
-ways in:
+"""The only thread that writes a database. Operations are functions that take the connection, and run in the
+order of submission. There are two ways to submit them:
 
 - `submit` never blocks and never fails for the caller: operations share commits (at most 200 ms and 500
-  operations apart) and wait in memory, bounded, while the disk refuses them. This is how serving outlives a
-  full disk.
-- `call` gives a future: one transaction of its own, tried once; when the future has its result, it is
-  committed.
+  operations apart) and wait in memory, bounded, while the disk refuses them. So requests are served even
+  while the disk is full.
+- `call` returns a future: the operation runs once, in a separate transaction, and is committed when the
+future resolves.
 
-An operation may run again after a rollback, so it must have no effect but on the connection.
+An operation may run again after a rollback, so it must have no effects outside the connection.
 """
 
 from __future__ import annotations
@@ -38,9 +36,10 @@ Operation = Callable[[sqlite3.Connection], T]
 _FIRST_RETRY_S = 0.2
 _LAST_RETRY_S = 2.0
 _LOOK_EVERY_S = 2.0
-"""How often an idle writer looks whether its file is still the one on the disk."""
+"""How often an idle writer checks that its open file is still the file on the disk."""
 
-# Errors of the operation itself: the same again at every attempt. All others are the disk's or a lock's.
+# Errors that the operation itself causes, so that every attempt fails. All other errors come from the disk or
+# a lock.
 _OWN_FAULTS = frozenset(
     {
         sqlite3.SQLITE_ERROR,
@@ -51,21 +50,21 @@ _OWN_FAULTS = frozenset(
         sqlite3.SQLITE_TOOBIG,
     }
 )
-# Faults after which the same connection simply works again once their cause is gone.
+# Errors after which the same connection works again as soon as the cause is removed.
 _KEEP_CONNECTION = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
 
 
 class _Item(NamedTuple):
     operation: Operation[Any]
     submitted_at: float  # time.monotonic()
-    future: Future[Any] | None  # there for those who wait: makes the commit urgent
-    once: bool  # alone in its transaction, and its failure goes to the future instead of being retried
+    future: Future[Any] | None  # set if a caller waits; the commit is then urgent
+    once: bool  # runs in a separate transaction, and is not retried: the future raises its error
     after_commit: Callable[[Any], None] | None
-    begin_by: float | None = None  # time.monotonic(): later it fails instead of being run
+    begin_by: float | None = None  # time.monotonic(): after this time the operation fails without running
 
 
 class Writer:
-    """Owns the writing connection to the database at `path`, on a thread of its own from `start()` to
+    """Owns the writing connection to the database at `path`, on a dedicated thread from `start()` to
     `close()`.
 
     All methods may be called from any thread. `submit` holds a lock for microseconds: safe on an event loop.
@@ -97,7 +96,7 @@ class Writer:
         self._spool_rows = spool_rows
         self._thread = threading.Thread(target=self._run, name=f"write {path.name}", daemon=True)
         self._opened: Future[None] = Future()
-        self._database: WritableDatabase | None = None  # the writer thread's alone
+        self._database: WritableDatabase | None = None  # used by the writer thread only
 
         # Everything below is guarded by the condition's lock.
         self._condition = threading.Condition()
@@ -118,16 +117,15 @@ class Writer:
     # ── any thread ──────────────────────────────────────────────────────────────────────────────────────────
 
     def start(self) -> None:
-        """Open the database (creating or migrating it) and begin to write.
-
-        Raises a `StoreError` for what only a person can mend. A full or failing disk is not that: the writer
-        starts, spools, says so in `state()` and the log, and opens the database when it can.
+        """Open the database (create or migrate it) and begin to write. Raises a `StoreError` for problems
+        that an operator must fix. With a full or failing disk, the writer starts, keeps operations in memory,
+        reports this in `state()` and the log, and opens the database when it can.
         """
         self._thread.start()
         self._opened.result()
 
     def submit(self, operation: Operation[object]) -> bool:
-        """Hand over an operation to be committed soon. False if it had to be dropped (spool full, or
+        """Submit an operation to be committed soon. Returns False if it was dropped (spool full, or writer
         closed)."""
         return self._enqueue(_Item(operation, time.monotonic(), None, False, None))
 
@@ -138,12 +136,10 @@ class Writer:
         *,
         within_s: float | None = None,
     ) -> Future[T]:
-        """Run `operation` in a transaction of its own; the future resolves after the commit, with what it
-        returned. An operation that has not begun `within_s` seconds from now never runs: the future has a
-        `StorageFaultError` then.
-
-        Whatever it raises rolls the transaction back and becomes the future's exception; the disk's faults
-        come as a `StoreError`. `after_commit` runs on the writer thread before the future resolves.
+        """Run `operation` in a separate transaction. The future resolves after the commit, with its return
+        value. An operation that has not begun within `within_s` seconds never runs; its future then raises a
+        `StorageFaultError`. An exception rolls the transaction back and is raised by the future; disk errors
+        are raised as a `StoreError`. `after_commit` runs on the writer thread before the future resolves.
         """
         future: Future[T] = Future()
         future.set_running_or_notify_cancel()
@@ -153,15 +149,16 @@ class Writer:
         return future
 
     def submit_for_result(self, operation: Operation[T]) -> Future[T]:
-        """Like `submit` (shared commit, retried while the disk refuses), but now, and with a future for the
-        result."""
+        """Submit an operation as `submit` does (shared commit, retried while the disk fails), but commit at
+        once, and return a future for the result."""
         future: Future[T] = Future()
         future.set_running_or_notify_cancel()
         self._enqueue(_Item(operation, time.monotonic(), future, False, None))
         return future
 
     def flush(self, timeout_s: float = 10.0) -> bool:
-        """Wait until everything handed over before is committed. False if it was not within `timeout_s`."""
+        """Wait until all operations submitted before are committed. Returns False if this takes longer than
+        `timeout_s`."""
         try:
             self.submit_for_result(_nothing).result(timeout_s)
         except (TimeoutError, StoreError):
@@ -169,16 +166,16 @@ class Writer:
         return True
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Commit what waits, leave the file complete and readable without write rights, and end the thread.
-
-        What the disk still refuses after `timeout_s` is lost, counted and logged. A second call does nothing.
+        """Commit the waiting operations, leave the file complete and readable without write rights, and end
+        the thread. Operations that the disk still refuses after `timeout_s` are lost, counted and logged. A
+        second call does nothing.
         """
         with self._condition:
             if self._close_by is None:
                 self._close_by = time.monotonic() + timeout_s
             self._condition.notify_all()
         if self._thread.ident is not None:
-            # Beyond the time for the last commits: a checkpoint and the wait for readers to let go.
+            # Added to the time for the last commits: time for a checkpoint, and for readers to close.
             self._thread.join(timeout_s + 10.0)
             if self._thread.is_alive():
                 log.error(
@@ -186,7 +183,7 @@ class Writer:
                 )
 
     def count_dropped(self, rows: int) -> None:
-        """Count rows that were dropped before they came here, for want of room."""
+        """Count rows that the caller dropped for lack of space."""
         with self._condition:
             self._dropped_rows += rows
 
@@ -207,8 +204,8 @@ class Writer:
 
     @property
     def stalled_s(self) -> float:
-        """For how long the thread has been at one piece of work: a disk that does not even fail. 0 while it
-        waits for more."""
+        """Return for how long the thread has worked on its current operation; 0 while it is idle. The time is
+        long if the disk does not answer."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
@@ -219,7 +216,7 @@ class Writer:
                 self._queue.append(item)
                 if item.future is not None:
                     self._urgent += 1
-                # The thread sleeps until the first item's commit is due: wake it for nothing else.
+                # The thread sleeps until the first item's commit is due, so wake it only for that.
                 if item.future is not None or len(self._queue) in (1, self._batch_rows):
                     self._condition.notify()
                 return True
@@ -258,8 +255,8 @@ class Writer:
             self._database.close()
 
     def _wait_for_batch(self) -> list[_Item] | None:
-        """The operations to commit now, oldest first; none of them when only the file is to be looked at, or
-        to be opened again. None when it is time to end."""
+        """Return the operations to commit now, oldest first; an empty list if the file must only be checked
+        or opened again. None: the thread must end."""
         with self._condition:
             while True:
                 now = time.monotonic()
@@ -269,7 +266,7 @@ class Writer:
                 if now >= due:
                     self._look_at = now + _LOOK_EVERY_S
                     return self._next_batch()
-                # While closing, time also runs out for what the disk refuses.
+                # While the writer closes, operations that the disk refuses time out too.
                 ends = [moment for moment in (due, self._close_by) if moment is not None]
                 self._condition.wait(min(ends) - now)
 
@@ -317,7 +314,7 @@ class Writer:
                 self._note_failure(str(self._explained(error)))
 
     def _write_one_by_one(self, database: WritableDatabase, batch: list[_Item]) -> None:
-        # One of them cannot be written, ever. Find it, so that it does not hold up the others.
+        # One operation can never be written. Find it, so that it does not block the others.
         for item in batch:
             try:
                 self._commit(database, [item])
@@ -339,7 +336,7 @@ class Writer:
     def _write_back(self, database: WritableDatabase, what: str) -> None:
         began = time.monotonic()
         aside = database.write_back(self._note_progress)
-        done = "its content was written back from the open file, no row is lost"
+        done = "its content was written back from the open file, so no rows are lost"
         other = f"; the file that was there is {aside} now" if aside else ""
         self._restored = f"{what}: {done}{other}"
         log.warning("%s (%.1f s)", self._restored, time.monotonic() - began)
@@ -369,7 +366,7 @@ class Writer:
             isinstance(error, sqlite3.Error) and primary_code(error) in _KEEP_CONNECTION
         )
         try:
-            # SQLite rolls back by itself on some errors; rollback() is nothing then.
+            # SQLite rolls back by itself on some errors; rollback() then does nothing.
             database.connection.rollback()
         except sqlite3.Error:
             keep = False
@@ -386,7 +383,7 @@ class Writer:
                 self._urgent -= 1
 
     def _fail(self, item: _Item, error: Exception) -> None:
-        """Take the oldest item out of the queue, unwritten."""
+        """Remove the oldest item from the queue without writing it."""
         with self._condition:
             self._pop(1)
             if not item.once:
@@ -423,7 +420,7 @@ class Writer:
     def _give_up_the_rest(self) -> None:
         with self._condition:
             if self._close_by is None:
-                self._close_by = time.monotonic()  # opening failed, so that the queue is never processed
+                self._close_by = time.monotonic()  # opening failed, so the queue is never processed
             rest = list(self._queue)
             self._pop(len(rest))
             self._dropped_rows += len(rest)
@@ -438,12 +435,11 @@ class Writer:
 
 
 def _nothing(connection: sqlite3.Connection) -> None:
-    """What `flush` waits for: an operation that only has a place in the order."""
+    """Do nothing: `flush` submits this operation and waits until all earlier ones are committed."""
 
 
 def _deliver(item: _Item, result: object) -> None:
-    """Resolve the future of a committed item. Never raises: what is on disk must not be tried
-    again."""
+    """Resolve the future of a committed item. Never raises, because a committed item must not be retried."""
     try:
         if item.after_commit is not None:
             item.after_commit(result)
@@ -457,8 +453,8 @@ def _deliver(item: _Item, result: object) -> None:
 
 
 def _is_own_fault(error: BaseException) -> bool:
-    """Whether an operation raised this by what it is, so that it would again."""
+    """Return whether the operation itself caused this error, so that every attempt would raise it."""
     if not isinstance(error, sqlite3.Error):
         return True
-    # ProgrammingError and InterfaceError of the Python module itself carry no SQLite code.
+    # ProgrammingError and InterfaceError of the sqlite3 module have no SQLite code.
     return primary_code(error) in _OWN_FAULTS or primary_code(error) == 0
