@@ -81,7 +81,7 @@ def back_up(
     """
     made_at = datetime.now(UTC)
     suffix = next((suffix for suffix in _ARCHIVES if target.name.endswith(suffix)), None)
-    # `isdir` returns False for a path that this user cannot look up; creating the folder then raises the cause.
+    # `isdir` returns False for a path that this user cannot look up; creating the folder then raises why.
     if suffix is None and os.path.isdir(target):
         target = target / f"appliance-{made_at:%Y%m%dT%H%M%SZ}"
     if os.path.lexists(target):

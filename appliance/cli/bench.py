@@ -33,7 +33,7 @@ _REQUESTS_PER_STREAM = 4
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """The command line; None where an option was not given."""
+    """The command-line options; None if an option was not given."""
 
     workloads: list[str] | None
     base_url: str | None
@@ -67,8 +67,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Document(msgspec.Struct, kw_only=True):
-    """What --json writes. Times are milliseconds where the name ends in `_ms`, and seconds where it ends in
-    `_s`; null stands where nothing was measured."""
+    """The document that --json writes. Names that end in `_ms` are milliseconds, those that end in `_s`
+    seconds; null means that nothing was measured."""
 
     appliance: str
     at: str
@@ -197,7 +197,8 @@ def _target(options: Options) -> Target:
     if len([one for one in (options.base_url, options.socket, options.run_dir) if one is not None]) > 1:
         raise typer.BadParameter("--base-url, --socket and --run-dir each name a server: give one of them")
     if options.base_url is not None:
-        # The variable is for servers on the network; a service that knows its peer would reject the key.
+        # The environment variable is for servers on the network. A local service identifies the peer by its
+        # uid, and would reject the key.
         return parse_url(options.base_url, options.api_key or os.environ.get("OPENAI_API_KEY"))
     if options.socket is not None:
         return socket_target(options.socket, options.api_key)
@@ -242,7 +243,7 @@ def _check_writable(path: str | None) -> None:
         with file.open("a"):
             pass
         if is_new:
-            file.resolve().unlink()  # behind a symbolic link, which stays
+            file.resolve().unlink()  # the target of a symbolic link; the link itself is kept
     except OSError as error:
         raise Failure(f"--json {path!r} cannot be written: {error.strerror}") from error
 

@@ -24,7 +24,7 @@ _FINE = 0.05
 
 
 class BenchReport:
-    """Writes to one stream."""
+    """Writes lines of a report to a stream."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -34,12 +34,12 @@ class BenchReport:
         print(paint(text, colour, self._stream) if colour else text, file=self._stream, flush=True)
 
     def wrapped(self, text: str, colour: str) -> None:
-        """Write a sentence or two, in lines that fit."""
+        """Write a paragraph, wrapped to the width."""
         for line in textwrap.wrap(text, _WIDTH, subsequent_indent="  "):
             self.line(line, colour)
 
     def result(self, result: Result) -> None:
-        """Write the typical run of a workload."""
+        """Write the median run of a workload."""
         run = result.typical
         self.line()
         self.line(f"{result.name}: {result.description}", "bold")
@@ -148,7 +148,7 @@ class ProgressBar:
         self._is_drawn = False
 
     def show(self, title: str, load: Load, raw: RawRun | None) -> None:
-        """Draw how far a run is; None clears the line."""
+        """Draw the progress of a run; None clears the line."""
         if not self._shows:
             return
         if raw is None:
@@ -176,7 +176,7 @@ class ProgressBar:
 
 
 def _notes(result: Result, run: Run) -> Iterator[str]:
-    """Yield what a reader must know to interpret a run."""
+    """Yield the notes that a reader needs to interpret a run."""
     if run.unfinished:
         yield f"{run.unfinished:,} requests were open when the run was stopped"
     if run.busiest_worker_cpu > SATURATED:

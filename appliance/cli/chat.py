@@ -24,7 +24,7 @@ _STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class Conversation:
-    """What was said so far, and how to ask for more."""
+    """The conversation so far, and the connection on which to continue it."""
 
     def __init__(self, client: ChatClient, system: str | None, options: dict[str, Any]) -> None:
         self._client = client
@@ -33,16 +33,16 @@ class Conversation:
         self.messages = list(self._opening)
 
     def reset(self) -> None:
-        """Forget everything but the system message."""
+        """Remove everything except the system message."""
         self.messages = list(self._opening)
 
     def ask(self, question: str) -> Generator[Piece | End, None, None]:
-        """The answer as it comes. What came stays part of the conversation, however it ended; a question
-        that got no answer does not. Raises AnswerError."""
+        """Yield the answer as it arrives. A partial answer stays in the conversation, however it ended; a
+        question without any answer does not. Raises AnswerError."""
         self.messages.append({"role": "user", "content": _sendable(question)})
         said: list[str] = []
         try:
-            # Closed on the way out, whatever the reason: that is what tells the service to stop.
+            # The stream is closed on every exit path, because closing it tells the service to stop.
             with contextlib.closing(
                 self._client.answer({**self._options, "messages": self.messages})
             ) as answer:
@@ -66,7 +66,7 @@ def chat(
     temperature: float,
     max_tokens: int | None,
 ) -> int:
-    """Talk until the person leaves, or answer `prompt` (or what is piped in) once; the exit code."""
+    """Chat until the user leaves, or answer `prompt` (or piped input) once. Return the exit code."""
     if prompt is None and not is_terminal(sys.stdin):
         prompt = sys.stdin.read() if sys.stdin is not None else ""
     if prompt is not None and not prompt.strip():
@@ -142,7 +142,7 @@ def _is_command(conversation: Conversation, line: str) -> bool:
 
 
 def _show(answer: Generator[Piece | End, None, None]) -> None:
-    """Print the answer as it comes, and how it went where a person looks."""
+    """Print the answer as it arrives, and on a terminal also its statistics."""
     terminal = is_terminal(sys.stdout)
     last = "\n"
     with contextlib.closing(answer):
@@ -172,10 +172,11 @@ def _summary(end: End) -> str:
 
 
 def _end_line() -> None:
-    # The terminal may be anywhere in a line: the answer broke off, and ^C was echoed.
+    # The cursor may be in the middle of a line, because the answer was interrupted and ^C was echoed.
     print(flush=True)
 
 
 def _sendable(text: str) -> str:
-    """`text` without what UTF-8 cannot carry: bytes of a terminal or an argument that were no text."""
+    """Return `text` without characters that UTF-8 cannot encode, which come from invalid bytes of a terminal
+    or an argument."""
     return text.encode("utf-8", "replace").decode()

@@ -18,25 +18,25 @@ _READ_BYTES = 64 << 10
 
 
 class AnswerError(Exception):
-    """The service did not answer, or its answer broke off; the message says why."""
+    """The service did not answer, or its answer was cut off; the message gives the reason."""
 
 
 class Piece(NamedTuple):
-    """Some of an answer's text."""
+    """A part of an answer's text."""
 
     text: str
 
 
 class End(NamedTuple):
-    """The answer's end."""
+    """The end of an answer, with its statistics."""
 
     finish_reason: str
     completion_tokens: int | None
-    """None where the service did not report it."""
+    """None if the service did not report it."""
     ttft_s: float | None
-    """From the question to the first text."""
+    """Time from the question to the first text."""
     tokens_per_s: float | None
-    """After the first text."""
+    """Time from the first text to the end."""
 
 
 class ChatClient:
@@ -52,10 +52,10 @@ class ChatClient:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Nothing stays open between requests."""
+        """Do nothing: no connection stays open between requests."""
 
     def models(self) -> list[str]:
-        """Return the names of the models. Raises Failure where the service does not answer."""
+        """Return the names of the models. Raises Failure if the service does not answer."""
         try:
             with closing(self._connected(10.0)) as connection:
                 connection.request("GET", "/v1/models")
@@ -86,7 +86,8 @@ class ChatClient:
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
         headers = {"content-type": "application/json"}
         try:
-            # No read timeout: an answer may wait in the queue, whose limit the service keeps.
+            # There is no read timeout: a request may wait in the queue, and the service enforces the limit of
+            # that wait.
             with closing(self._connected(None)) as connection:
                 connection.request("POST", "/v1/chat/completions", json.dumps(body).encode(), headers)
                 response = connection.getresponse()
@@ -125,10 +126,9 @@ def _end(finish_reason: str, tokens: int | None, asked: float, first: float | No
 
 
 def events(chunks: Iterable[bytes]) -> Iterator[str]:
-    """The data of server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html).
-
+    """Yield the data of server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html).
     Bytes are decoded line by line, so a character may be split across chunks. Comments, and fields other than
-    data, are passed over; an event without its blank line at the end was broken off and does not count.
+    data, are skipped. An event without the final blank line is incomplete and is dropped.
     """
     data: list[str] = []
     for line in _lines(chunks):
@@ -143,7 +143,7 @@ def events(chunks: Iterable[bytes]) -> Iterator[str]:
 
 
 def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Lines that ended, by LF or CRLF."""
+    """Yield complete lines, which end with LF or CRLF."""
     rest = b""
     for chunk in chunks:
         *lines, rest = (rest + chunk).split(b"\n")
@@ -152,7 +152,7 @@ def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _objects(data: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """The JSON objects up to `[DONE]`. Raises AnswerError for an error event."""
+    """Yield the JSON objects up to `[DONE]`. Raises AnswerError for an error event."""
     for text in data:
         if text == "[DONE]":
             return
@@ -168,7 +168,7 @@ def _objects(data: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 def _refusal(status: int, content: bytes) -> str:
-    """The message of an error in OpenAI's shape, or the status."""
+    """Return the message of an error in OpenAI's format, or the status."""
     try:
         message = str(json.loads(content)["error"]["message"])
     except (ValueError, KeyError, TypeError):

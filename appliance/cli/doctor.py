@@ -1,4 +1,4 @@
-"""`appliance doctor`: the findings, on a terminal or as JSON."""
+"""`appliance doctor`: prints the findings, on a terminal or as JSON."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ _INDENT = 12
 
 
 def show_findings(config: str | None, run_dir: str | None, state_dir: str | None, *, as_json: bool) -> int:
-    """Examine and print; the exit code: 1 where there is a problem. Warnings are none."""
+    """Run the checks and print the findings. Return the exit code: 1 if there is a problem. Warnings do not
+    count."""
     run, state, settings = _find(config, run_dir, state_dir)
     examination = examine(run, state, settings)
     if as_json:
@@ -41,8 +42,8 @@ def show_findings(config: str | None, run_dir: str | None, state_dir: str | None
 def _find(
     config: str | None, run_dir: str | None, state_dir: str | None
 ) -> tuple[Path, Path, Settings | str]:
-    """The directories, which a settings file that cannot be used must not hide, and the settings or why
-    not."""
+    """Return the directories, also if the settings file cannot be used, and the settings or the reason why
+    they cannot be used."""
     settings: Settings | str
     try:
         settings = load_settings(Flags(config=config, run_dir=run_dir, state_dir=state_dir))
@@ -50,16 +51,16 @@ def _find(
         settings = str(error)
     try:
         run = find_run_dir(run_dir, config)
-    except Failure:  # the file cannot be read, as `settings` says: go by the flags and defaults
+    except Failure:  # the file cannot be read, which `settings` reports: use the flags and defaults
         run = Path(run_dir or default_run_dir()).absolute()
     try:
         return run, find_state_dir(state_dir, run, config), settings
-    except (Failure, UntrustedError):  # the same, or a run directory that the findings complain about
+    except (Failure, UntrustedError):  # the same, or the run directory is a problem that the findings report
         return run, Path(state_dir or default_state_dir()).absolute(), settings
 
 
 def examination_lines(examination: Examination, width: int | None) -> Iterable[str]:
-    """Findings by area, then the verdict."""
+    """Yield the findings by area, and then the summary."""
     yield paint(f"{printable(examination.host)}, {local(examination.at)}", "dim")
     area = ""
     for finding in examination.findings:
