@@ -21,10 +21,10 @@ MAX_GRACE_S = 7 * 86400.0
 """Maximum grace period of a drain: a week."""
 
 Danger = Literal["none", "confirm", "typed"]
-"""What to ask before: nothing, yes or no, or the target's name typed out."""
+"""The confirmation that is required: none, yes or no, or the typed name of the target."""
 TargetKind = Literal["service", "model", "tenant", "key", "peer", "request"]
 Visibility = Literal["shown", "internal"]
-"""Whether people are offered the action, or a command calls it as one of its steps."""
+"""Whether the action is offered to people, or only called by a command as one of its steps."""
 
 
 def _changes(record: type[msgspec.Struct]) -> Any:
@@ -140,7 +140,7 @@ class MapPeer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     groups'."""
 
     peer: str
-    """As uid:1000 or gid:100."""
+    """The user or group, such as uid:1000 or gid:100."""
     tenant: str
     """The tenant that is billed for the requests."""
 
@@ -149,7 +149,7 @@ class UnmapPeer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Remove the mapping of a local user or group."""
 
     peer: str
-    """As uid:1000 or gid:100."""
+    """The user or group, such as uid:1000 or gid:100."""
 
 
 class DrainService(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -216,10 +216,10 @@ class Action(NamedTuple):
     """One thing that an operator can do."""
 
     name: str
-    """As in the URL and in the audit chain."""
+    """The name in the URL and in the audit chain."""
     title: str
-    """For a person, in the imperative. With the target it is the question of the confirmation: "Revoke key
-    X?"."""
+    """The title for people, in the imperative. With the target it is the question of the confirmation:
+    "Revoke key X?"."""
     danger: Danger
     target: TargetKind
     parameters: type[msgspec.Struct]

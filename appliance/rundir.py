@@ -1,4 +1,4 @@
-"""The run directory: where the sockets are, held by a lock so that each has one service."""
+"""The run directory, which contains the sockets. A lock ensures that only one service uses it."""
 
 from __future__ import annotations
 

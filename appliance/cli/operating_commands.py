@@ -60,8 +60,8 @@ def config_check(
         str | None,
         typer.Argument(
             metavar="[FILE]",
-            help="The settings file; conf.d beside it is included. Default: the file that the service would
-            read.", show_default=False,
+            help="The settings file; conf.d beside it is included. Default: the service's file.",
+            show_default=False,
         ),
     ] = None,
     json: Json = False,

@@ -20,16 +20,15 @@ def requests_read(
         bool, typer.Option("--follow", "-f", help="Keep printing requests as they end.")
     ] = False,
     request_id: Annotated[
-        str | None, typer.Option("--id", metavar="ID", help="Show only this request, with every field.")
+        str | None, typer.Option("--id", metavar="ID", help="Only this request, with every field.")
     ] = None,
     tenant: Annotated[str | None, typer.Option(metavar="NAME", help="Only this tenant's.")] = None,
     model: Annotated[str | None, typer.Option(metavar="NAME", help="Only this model's.")] = None,
     status: Annotated[
-        str | None, typer.Option("--status", metavar="STATUS", help="Show only requests with this HTTP status,
-        or: open, ended.")
+        str | None, typer.Option("--status", metavar="STATUS", help="Only this HTTP status; or: open, ended.")
     ] = None,
     failed: Annotated[
-        bool, typer.Option("--failed", help="Show only requests with a status ≥ 400 or an error.")
+        bool, typer.Option("--failed", help="Only requests with a status ≥ 400 or an error.")
     ] = False,
     since: Annotated[
         str | None, typer.Option(metavar="TIME", help="Not older than this span (30m, 1h, 7d) or this date.")

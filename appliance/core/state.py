@@ -74,7 +74,7 @@ def _opened(settings: Settings, manager: Manager) -> Iterator[State]:
             held.callback(database.close)
             held.callback(manager.tell, STATUS=f"stopped: closing {database.path}")
         requests = RequestLog(history)
-        requests.seal_open_rows("the service ended without a word").add_done_callback(_log_sealed)
+        requests.seal_open_rows("the service ended unexpectedly").add_done_callback(_log_sealed)
         yield State(control, history, contents, requests)
 
 

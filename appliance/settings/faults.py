@@ -17,7 +17,7 @@ class Place(msgspec.Struct, frozen=True):
     source: str
     """A file, "--listen" (a flag), or "default"."""
     line: int | None = None
-    """In a file, from 1 on."""
+    """The line in a file, counted from 1."""
 
     def __str__(self) -> str:
         return self.source if self.line is None else f"{self.source}:{self.line}"

@@ -384,7 +384,7 @@ def test_of_a_service_that_is_gone_by_the_end_the_command_says_that_it_is_not_re
     outcome = cli(*words)
     assert ("is complete" in outcome.out) == (outcome.code == 0) == complete
     assert ("the disk is gone" in outcome.err) != complete
-    assert "The end of this backup is not recorded in the audit" in outcome.err
+    assert "The result of this backup is not recorded in the audit" in outcome.err
 
 
 def test_a_backup_has_the_settings(cli: Run, state: Path, tmp_path: Path, run_dir: Path) -> None:
