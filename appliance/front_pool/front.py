@@ -59,8 +59,8 @@ class FrontEvents(Protocol):
     """Receives what happens to a front and what its process sends."""
 
     def front_started(self, front: Front) -> None:
-        """Handle a new process, which has no configuration yet. May raise OSError: the process is then killed, and
-        started anew."""
+        """Handle a new process, which has no configuration yet. May raise OSError: the process is then killed
+        and started again."""
 
     def front_ready(self, front: Front) -> None:
         """Handle a front that is ready for connections."""
