@@ -72,14 +72,14 @@ class SetTenant(_TenantChanges):
     """Change a tenant, effective immediately. Fields that are not given stay as they are."""
 
     name: str
-    """As `tenants list` shows it."""
+    """The tenant's name, as `tenants list` shows it."""
 
 
 class SuspendTenant(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Refuse new requests of a tenant. Running requests continue unless they are cancelled too."""
 
     name: str
-    """As `tenants list` shows it."""
+    """The tenant's name, as `tenants list` shows it."""
     cancel: bool = False
     """Cancel the tenant's running and queued requests."""
 
@@ -88,21 +88,21 @@ class ResumeTenant(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Accept requests of a suspended tenant again."""
 
     name: str
-    """As `tenants list` shows it."""
+    """The tenant's name, as `tenants list` shows it."""
 
 
 class DeleteTenant(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Delete a tenant that has no valid key and no mapped user or group."""
 
     name: str
-    """As `tenants list` shows it."""
+    """The tenant's name, as `tenants list` shows it."""
 
 
 class CreateKey(_KeyChanges):
     """Create a bearer key. It is shown only once. Its limits apply within its tenant's."""
 
     name: str
-    """What or whom the key is for."""
+    """The purpose or user of the key."""
     tenant: str = "default"
     """The tenant that is billed for its requests."""
 
@@ -178,14 +178,14 @@ class CancelRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Cancel a request. Its client gets an error."""
 
     request_id: str
-    """As `requests` shows it."""
+    """The request's id, as `requests` shows it."""
 
 
 class ShowContents(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Show the stored prompts and answers of a request. The audit records who read them."""
 
     request_id: str
-    """As `requests` shows it."""
+    """The request's id, as `requests` shows it."""
 
 
 class BeginBackup(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

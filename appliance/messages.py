@@ -63,13 +63,13 @@ class Identities(msgspec.Struct, tag="identities", frozen=True, kw_only=True):
     former one, or the changes since then."""
 
     keys: dict[str, Identity | None] = {}
-    """By the SHA-256 (hex) of the bearer key; None: the key is no longer valid."""
+    """Identities by the SHA-256 (hex) of the bearer key; None: the key is no longer valid."""
     uids: dict[int, Identity] = {}
-    """By the uid of a Unix socket's peer. Uids and gids are always complete."""
+    """Identities by the uid of a Unix socket's peer. Uids and gids are always complete."""
     gids: dict[int, Identity] = {}
-    """By a group of the peer, for peers whose uid is not in `uids`."""
+    """Identities by a group of the peer, for peers whose uid is not in `uids`."""
     any_uid: Identity | None = None
-    """For all other uids that the socket's file mode admits; None: they are refused."""
+    """The identity of all other uids that the socket's file mode admits; None: they are refused."""
     whole: bool = True
 
 
@@ -92,8 +92,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of a front for its clients."""
 
     max_body_bytes: _Bytes = 2 << 20
-    """The longest body; a longer one is refused with 413. 131,072 tokens of text have about 1 MB. Parsing
-    blocks the other requests of a front for up to 20 ms for each MB."""
+    """Maximum size of a body; a larger one is refused with 413. 131,072 tokens of text have about 1 MB.
+    Parsing blocks the other requests of a front for up to 20 ms for each MB."""
     header_timeout_s: _PositiveSeconds = 10.0
     """A request whose header does not arrive within this time is refused with 408."""
     body_timeout_s: _PositiveSeconds = 30.0
@@ -221,9 +221,9 @@ class Admitted(msgspec.Struct, tag="admitted", frozen=True):
     cache_salt: str
     priority: int
     urgency: int = 0
-    """As `Submit.urgency`."""
+    """The same as `Submit.urgency`."""
     spare_slots: int = 0
-    """As `Submit.spare_slots`."""
+    """The same as `Submit.spare_slots`."""
     most_tokens: int | None = None
     """The output limit of each sample; None: as requested."""
     rate_limits: RateLimits | None = None
@@ -276,7 +276,7 @@ class Admit(msgspec.Struct, tag="admit", frozen=True, kw_only=True):
     """0 at first; increased with each resubmission after a replica was lost."""
     identity: Identity
     peer: str
-    """For the log: "uid 1000" or an address."""
+    """The client as shown in the log: "uid 1000" or an address."""
     endpoint: str
     model: str
     stream: bool
@@ -330,7 +330,7 @@ class HandOver(msgspec.Struct, tag="hand_over", frozen=True):
 
     scope: bytes
     kind: SocketKind
-    """As `ClientConnection.kind` and `ClientConnection.peer`."""
+    """The same as `ClientConnection.kind` and `ClientConnection.peer`."""
     peer: str
 
 
@@ -377,7 +377,7 @@ class Rejected(msgspec.Struct, tag="rejected", frozen=True, kw_only=True):
     arrived_at: float
     e2e_ms: float
     user: str = ""
-    """As `Admit.user`."""
+    """The same as `Admit.user`."""
 
 
 class Worked(msgspec.Struct, tag="worked", frozen=True):
@@ -409,7 +409,7 @@ class Retried(msgspec.Struct, tag="retried", frozen=True, kw_only=True):
     ttft_ms: float | None
     e2e_ms: float
     user: str = ""
-    """As `Admit.user`."""
+    """The same as `Admit.user`."""
 
 
 class Keep(msgspec.Struct, tag="keep", frozen=True, kw_only=True):

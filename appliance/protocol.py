@@ -21,7 +21,7 @@ ProcessState = Literal["starting", "ready", "restarting", "stopping", "stopped"]
 
 
 class FrontStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What a front counts and measures of itself. Totals are since its start."""
+    """Counters and measurements of a front. Totals are since its start."""
 
     connections: int = 0
     busy_connections: int = 0
@@ -90,9 +90,9 @@ class ReplicaStatus(ReplicaStats, frozen=True, kw_only=True):
     fraction: float | None = None
     """Progress of loading, 0 to 1."""
     pids: list[int] = msgspec.field(default_factory=list)
-    """By rank."""
+    """One entry for each rank."""
     devices: list[str] = msgspec.field(default_factory=list)
-    """By rank."""
+    """One entry for each rank."""
     backend: str = ""
     dtype: str = ""
     """The dtype of computations."""
@@ -224,7 +224,7 @@ class QueueStatus(msgspec.Struct, kw_only=True):
     limit: int
     timeout_s: float
     admitted: int
-    """Since the start."""
+    """Number of admitted requests since the start."""
     refused: int
     """Requests that the core refused since the start."""
     ended: int
@@ -401,7 +401,7 @@ class NewKey(msgspec.Struct, kw_only=True):
     replaces: str | None = None
     """The id of the key that this one replaces after a rotation."""
     replaced_until: float | None = None
-    """Until when (unix seconds) the replaced key stays valid."""
+    """Time (unix seconds) until which the replaced key stays valid."""
 
 
 class Tenant(TenantRecord, frozen=True, kw_only=True):

@@ -87,7 +87,7 @@ class Declared(NamedTuple):
 
     @property
     def expected(self) -> str:
-        """What a value must be, in words."""
+        """A description of the values that the field allows."""
         low, high = self.field.low, self.field.high
         match self.kind:
             case "number" | "span":

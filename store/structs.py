@@ -39,8 +39,8 @@ class WriterState(msgspec.Struct, frozen=True, kw_only=True):
     """For how long the database has refused writes; 0 if it accepts them."""
     committed_rows: int
     dropped_rows: int
-    """Lost because the spool was full, or because they still waited when the writer closed."""
+    """Number of rows lost because the spool was full, or because they still waited when the writer closed."""
     rejected_rows: int
-    """Lost because the database cannot hold them (a programming error, logged each time)."""
+    """Number of rows lost because the database cannot store them (a programming error, logged each time)."""
     restored: str = ""
     """If the open file was deleted or replaced: what happened and what was done."""

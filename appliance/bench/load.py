@@ -1,5 +1,5 @@
-"""What a client process is asked to send, and what it reports. All times are seconds of `time.monotonic`,
-which is the same clock in all processes of a machine."""
+"""The load that a client process sends, and the records that it reports. All times are seconds of
+`time.monotonic`, which is the same clock in all processes of a machine."""
 
 from __future__ import annotations
 
@@ -102,9 +102,9 @@ class Record(msgspec.Struct):
     """A request that ended."""
 
     began_at: float
-    """When it was sent; in open loop when it was due, even if it was sent later."""
+    """When the request was sent; in open loop, when it was due, even if it was sent later."""
     late_s: float
-    """How long after it was due it was sent."""
+    """Delay between the time when the request was due and when it was sent."""
     ended_at: float
     first_at: float | None = None
     """When the first chunk with a token arrived."""

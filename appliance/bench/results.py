@@ -92,7 +92,8 @@ class Run(msgspec.Struct, kw_only=True):
 
     requests: int
     seconds: float
-    """From the start until the last request ended, and in open loop at least as long as requests arrive."""
+    """Time from the start until the last request ended; in open loop, at least the time in which requests
+    arrive."""
     rate: float | None
     """Requests per second that arrive in open loop."""
     succeeded: int
@@ -102,7 +103,7 @@ class Run(msgspec.Struct, kw_only=True):
     output_tokens: int
     prompt_tokens: int
     tokens_counted_by_client: bool
-    """Some responses had no usage: each of their chunks counts as a token."""
+    """Whether some responses had no usage; each of their chunks counts as a token."""
     chunks: int
     short_answers: int
     """Requests that succeeded with fewer tokens than asked for."""

@@ -18,7 +18,7 @@ from appliance.cli.output import Column, is_terminal, of_seconds, paint, printab
 _WIDTH = 80
 _RANKS = ("p50", "p90", "p99", "max")
 _MIN_FOR_P99 = 100
-"""With fewer requests, their 99th percentile (nearest rank) is the maximum."""
+"""With fewer requests than this, the 99th percentile (nearest rank) is the maximum."""
 _FINE = 0.05
 """The precision of a search; the report says if a trial is coarser."""
 
@@ -169,7 +169,7 @@ class ProgressBar:
             of_seconds(elapsed),
         ]
         line = f"{title} [{'#' * filled}{'.' * (16 - filled)}] " + " · ".join(parts)
-        # A line that wraps could not be overwritten.
+        # The line must not wrap, because a wrapped line cannot be overwritten.
         width = min(_WIDTH, terminal_width(self._stream) or _WIDTH) - 1
         print(f"\r{line[:width]}\x1b[K", end="", file=self._stream, flush=True)
         self._is_drawn = True

@@ -59,7 +59,8 @@ def requests_read(
 @requests.command("cancel")
 def requests_cancel(
     request_id: Annotated[
-        str, typer.Argument(metavar="ID", help="As `requests` shows it.", show_default=False)
+        str,
+        typer.Argument(metavar="ID", help="The request's id, as `requests` shows it.", show_default=False),
     ],
     yes: Yes = False,
     run_dir: RunDir = None,
@@ -75,7 +76,8 @@ def requests_cancel(
 @requests.command("show")
 def requests_show(
     request_id: Annotated[
-        str, typer.Argument(metavar="ID", help="As `requests` shows it.", show_default=False)
+        str,
+        typer.Argument(metavar="ID", help="The request's id, as `requests` shows it.", show_default=False),
     ],
     run_dir: RunDir = None,
     json: Json = False,

@@ -12,7 +12,7 @@ from appliance.cli.options import Config, Json, RunDir, StateDir, whole_number
 
 
 class Device(StrEnum):
-    """As in the settings."""
+    """The values are the same as in the settings."""
 
     auto = "auto"
     cpu = "cpu"
@@ -20,7 +20,7 @@ class Device(StrEnum):
 
 
 class DType(StrEnum):
-    """As in the settings."""
+    """The values are the same as in the settings."""
 
     auto = "auto"
     float32 = "float32"
@@ -29,21 +29,21 @@ class DType(StrEnum):
 
 
 class Quantised(StrEnum):
-    """As in the settings."""
+    """The values are the same as in the settings."""
 
     auto = "auto"
     fp8 = "fp8"
 
 
 class LoadFormat(StrEnum):
-    """As in the settings."""
+    """The values are the same as in the settings."""
 
     safetensors = "safetensors"
     dummy = "dummy"
 
 
 class LogLevel(StrEnum):
-    """As in the settings."""
+    """The values are the same as in the settings."""
 
     debug = "debug"
     info = "info"

@@ -16,12 +16,14 @@ tenants = typer.Typer(help="Tenants, which are billed for requests, and their li
 keys = typer.Typer(help="Bearer keys, which TCP clients need.", no_args_is_help=True)
 peers = typer.Typer(help="Local users and groups, which need no key.", no_args_is_help=True)
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="As `tenants list` shows it.", show_default=False)]
-KeyId = Annotated[str, typer.Argument(metavar="ID", help="As `keys list` shows it.", show_default=False)]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="A name from `tenants list`.", show_default=False)]
+KeyId = Annotated[str, typer.Argument(metavar="ID", help="A key id from `keys list`.", show_default=False)]
 PeerName = Annotated[
     str,
     typer.Argument(
-        metavar="PEER", help="As uid:1000, user:alice, gid:100 or group:staff.", show_default=False
+        metavar="PEER",
+        help="A user or group: uid:1000, user:alice, gid:100 or group:staff.",
+        show_default=False,
     ),
 ]
 
@@ -118,7 +120,7 @@ def keys_create(
     name: Annotated[
         # The flag is given explicitly, because typer 0.27 would use a metavar of the same name as the flag.
         str,
-        typer.Option("--name", metavar="NAME", help="What or whom the key is for.", show_default=False),
+        typer.Option("--name", metavar="NAME", help="The purpose or user of the key.", show_default=False),
     ],
     tenant: Annotated[
         str, typer.Option(metavar="NAME", help="The tenant that is billed for its requests.")

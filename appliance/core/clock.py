@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 MIN_JUMP_S = 600.0
 HOLD_S = 24 * 3600.0
-"""After a jump nothing is removed for this time, unless the clock is set back."""
+"""Time after a jump during which no entries are removed, unless the clock is set back."""
 
 
 def _steady() -> float:

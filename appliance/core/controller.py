@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 _COUNT_WITHIN_S = 1.0
-"""Time for replicas to report what they generated for the requests that ended last."""
+"""Time for replicas to report the tokens that they generated for the last requests."""
 
 
 @dataclass

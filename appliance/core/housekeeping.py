@@ -25,8 +25,8 @@ _HEAD_EVERY_S = 60.0
 _REMOVE_EVERY_S = 5.0
 _MIN_PAUSE_S = 0.02
 _PAUSE_FACTOR = 9.0
-"""After each batch the writer rests for so many times the batch's duration: removal takes at most a tenth of
-its time."""
+"""The pause after each batch, as a multiple of the batch's duration, so that removal takes at most a tenth of
+the writer's time."""
 
 
 class Housekeeper:

@@ -18,7 +18,7 @@ class ErrorDetail(_Document):
 
     message: str
     type: str
-    param: Annotated[str | None, Meta(description="The field that is at fault.")]
+    param: Annotated[str | None, Meta(description="The name of the invalid field.")]
     code: str | None
 
 
@@ -63,7 +63,8 @@ class PromptTokenDocument(_Document):
 
     logprob: float
     rank: Annotated[
-        int | None, Meta(description="1 is the most likely; null of a token that is not among the best.")
+        int | None, Meta(description="The rank of the token, 1 for the most likely one; null if the token is
+        not among the best.")
     ]
     decoded_token: str
 
@@ -114,7 +115,7 @@ class ChatMessageDocument(_Document):
 
 
 class ChatChoiceDocument(_ChoiceDocument, kw_only=True):
-    """One sample."""
+    """One sample of the answer."""
 
     index: int
     message: ChatMessageDocument
@@ -146,7 +147,7 @@ class CompletionLogprobsDocument(_Document):
 
 
 class CompletionChoiceDocument(_ChoiceDocument, kw_only=True):
-    """One sample."""
+    """One sample of the answer."""
 
     index: int
     text: str

@@ -53,7 +53,7 @@ class Generation:
         wants_logprobs = task.logprobs is not None
         each = task.samples
         self.is_kept = context.identity.log_policy != "metadata"
-        """The log policy keeps prompts and answers."""
+        """Whether the log policy keeps prompts and answers."""
         self.samples = [
             Sample(
                 prompt,
@@ -75,19 +75,19 @@ class Generation:
             for number in range(each)
         ]
         self.begun = asyncio.Event()
-        """Set at the first output, or at the end."""
+        """Set when the first output arrives, or at the end."""
         self.ended = asyncio.Event()
         self.failure: ApiError | None = None
         self.left = False
         self.ran = False
-        """The request was submitted to a replica."""
+        """Whether the request was submitted to a replica."""
         self.on_progress: Callable[[Sample], None] | None = None
         """Called after each output that a sample took."""
         self.on_end: Callable[[], None] | None = None
         self.headers: dict[str, str] = {}
         """Headers of the answer: the state of the caller's rate limits."""
         self.prompt_tokens = task.prompt_tokens
-        """Tokens of all prompts."""
+        """Number of tokens of all prompts."""
         self.completion_tokens = 0
         """Tokens of all samples that the answer needs so far."""
         self.cached_tokens = 0
@@ -161,7 +161,7 @@ class Generation:
             self._handles.append(submit.handle)
             link.submit(submit, sink, self._lost)
             if self._link is not link:
-                # The replica was found to be lost: all submissions are repeated elsewhere.
+                # The replica is lost, so all submissions are repeated on another one.
                 break
 
     def refused(self, message: Refused) -> None:
@@ -208,7 +208,7 @@ class Generation:
         try:
             sample.take(output)
         except Exception:
-            # An error here must end this request only: the frame also has tokens of other requests.
+            # An error here must end only this request, because the frame also has tokens of other requests.
             log.exception("request %s: an output could not be processed", self.context.request_id)
             self._fail(ApiError(500, "the front failed to answer; its log has the cause", code="internal"))
             return

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 _UCRED = struct.Struct("3i")
 _SO_PEERGROUPS = 59
-"""Of asm-generic/socket.h, Linux 4.13 or newer; Python's socket module does not name it."""
+"""The constant in asm-generic/socket.h (Linux 4.13 or newer), which Python's socket module lacks."""
 _MAX_GROUPS_BYTES = 1024
 """The longest socket option that Python reads: 256 groups."""
 

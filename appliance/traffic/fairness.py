@@ -246,7 +246,7 @@ class FairQueue(Generic[Item]):
             self._insert(line, ticket)
             most = None if most is None else most - 1
 
-    # ── how much is ahead ──
+    # ── the work ahead of a request ──
 
     def ahead(self, tenant: str, weight: float, due: float) -> tuple[float, float]:
         """Return the prompt and output tokens that are served before a request of this tenant that is due
@@ -284,7 +284,7 @@ class FairQueue(Generic[Item]):
             if line.counter <= self.floor:
                 del self._lines[line.tenant]
 
-    # ── the lines ──
+    # ── the tenants' lines ──
 
     def _insert(self, line: _Line[Item], ticket: Ticket[Item]) -> None:
         line.tickets.add(ticket.due, ticket.serial, ticket.prompt_tokens, ticket.output_tokens, ticket)

@@ -243,7 +243,8 @@ class RequestLifecycle:
         if request.admit.attempt == 0:
             request.settled = own_settle(request, why.status, "error", why.message, self._unix())
             self.end_if_complete(request)
-        # After its first attempt, the client may have read a part of the answer: the front reports how much.
+        # After the first attempt, the client may have read a part of the answer, and the front reports how
+        # much.
 
     def end_without_front(self, request: Request) -> None:
         """Settle a request for its front, which has died."""

@@ -32,7 +32,7 @@ class LoadShedder:
         self._why = ""
         self._direction = 0
         self._since = 0.0
-        """When the current direction began, or the last step was taken."""
+        """Time when the overload or its absence began, or when the last step was taken."""
 
     @property
     def reason(self) -> str:

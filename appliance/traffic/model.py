@@ -164,7 +164,7 @@ class ModelTraffic:
             if key_id:
                 fair.unpark(tenant.name, key_id, most)
 
-    # ── the next request ──
+    # ── choosing the next request ──
 
     def open_levels(self) -> int:
         """Return the levels that some replica accepts now: bit `l` is set for level `l`."""

@@ -131,7 +131,8 @@ class Quotas:
         self._accounts: dict[Name, Account] = {}
         self._tenants: dict[str, Account] = {}
         self._keys: dict[str, Account] = {}
-        """By the id of a key and of the keys that it replaced: a rotated key shares its account."""
+        """Accounts by the id of a key and of the keys that it replaced, because a rotated key shares its
+        account."""
         self._changed: dict[Account, None] = {}
         """Accounts that changed since the last `news`, in the order of their changes."""
         self._gone: set[Name] = set()
