@@ -99,7 +99,7 @@ class ControlStore:
         """Return for how many seconds the writer has worked on its current operation."""
         return self._writer.stalled_s
 
-    # ── reading, from memory ──
+    # ── reading from memory ──
 
     @property
     def policies(self) -> Policies:
@@ -328,7 +328,7 @@ class ControlStore:
             revoked,
         )
 
-    # ── all of these ──
+    # ── shared by all changes ──
 
     def _decide(
         self,

@@ -63,8 +63,7 @@ class PromptTokenDocument(_Document):
 
     logprob: float
     rank: Annotated[
-        int | None, Meta(description="The rank of the token, 1 for the most likely one; null if the token is
-        not among the best.")
+        int | None, Meta(description="1 for the most likely token; null if the token is not among the best.")
     ]
     decoded_token: str
 

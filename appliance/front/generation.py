@@ -108,7 +108,7 @@ class Generation:
         self._tokens = 0
         self._retry: asyncio.TimerHandle | None = None
 
-    # ── from the client ──
+    # ── events from the client ──
 
     def start(self) -> None:
         """Ask the core for admission."""
@@ -137,7 +137,7 @@ class Generation:
         self.settle(CLIENT_DISCONNECTED, "the client read too slowly")
         self.context.connection.cut_off()
 
-    # ── from the core ──
+    # ── messages from the core ──
 
     def admitted(self, message: Admitted) -> None:
         """Submit the request to the replica that the core has chosen."""
@@ -190,7 +190,7 @@ class Generation:
         """End the request now, for an operator or a drain."""
         self._fail(ApiError(503, message, code="aborted", retry_after_s=1.0))
 
-    # ── from the replica ──
+    # ── outputs of the replica ──
 
     def _take(self, handle: int, sample: Sample, output: Output) -> None:
         prompt = sample.prompt
@@ -255,7 +255,7 @@ class Generation:
             self._attempt += 1
             self._ask()
 
-    # ── to the core and the replica ──
+    # ── messages to the core and the replica ──
 
     def _ask(self) -> None:
         task, context = self.task, self.context
@@ -346,7 +346,7 @@ class Generation:
         first = group[0].number
         return lambda output: take(handle, group[output.sample - first], output)
 
-    # ── the end ──
+    # ── end and settlement ──
 
     def _fail(self, error: ApiError) -> None:
         if self.ended.is_set():

@@ -183,8 +183,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     messages: Annotated[Messages, _about("The conversation.")]
     max_tokens: Annotated[
         PositiveOrMinusOne | None,
-        _about("Maximum number of tokens of an answer. -1 is no limit; default: as many as the model's maximum
-        length permits."),
+        _about("Maximum tokens of an answer. -1 is no limit; default: as the model's length permits."),
     ] = None
     max_completion_tokens: Annotated[
         PositiveOrMinusOne | None, _about("Takes precedence over `max_tokens`.")

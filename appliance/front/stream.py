@@ -65,7 +65,7 @@ class EventStream:
         generation.on_progress = self.progress
         generation.on_end = self.ended
 
-    # ── from the generation ──
+    # ── called by the generation ──
 
     def progress(self, sample: Sample) -> None:
         """Schedule a flush, since the sample has taken an output."""
@@ -88,7 +88,7 @@ class EventStream:
         elif self._is_open:
             self._schedule()
 
-    # ── to the client ──
+    # ── writing to the client ──
 
     def open(self) -> None:
         """Begin to write events: the response's header is written."""

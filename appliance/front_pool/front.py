@@ -386,7 +386,7 @@ class Front:
         self._events.front_problem(self, error)
         self._timer = asyncio.get_running_loop().call_later(delay_s, self.start)
 
-    # ── for the status ──
+    # ── status for operators ──
 
     def status(self) -> FrontStatus:
         """Return the front's status for operators."""

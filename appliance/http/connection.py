@@ -89,7 +89,7 @@ class Connection(asyncio.BufferedProtocol):
         self._unsent_bytes = 0
         """The size of the transport's buffer when the write timer was started."""
 
-    # ── for a response under way ──
+    # ── methods for a response in progress ──
 
     @property
     def writable(self) -> bool:
@@ -147,7 +147,7 @@ class Connection(asyncio.BufferedProtocol):
                 self.pool.mark_busy(self)
         return self.authenticated
 
-    # ── for a request that another process answers ──
+    # ── handing a request to another process ──
 
     def leave(self) -> int | None:
         """Stop reading, so that another process can continue with this connection, and return its descriptor.
@@ -167,7 +167,7 @@ class Connection(asyncio.BufferedProtocol):
         self.transport.abort()
         await closed.wait()
 
-    # ── the connection's life ──
+    # ── opening and closing the connection ──
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Identify the peer and take a place."""

@@ -61,7 +61,7 @@ class Exchange:
         self._expects_continue = head.expects_continue
         self._length_left: int | None = None
 
-    # ── from the connection ──
+    # ── called by the connection ──
 
     def receive_body(self, content: bytes, last: bool) -> None:
         """Append a part of the body."""
@@ -112,7 +112,7 @@ class Exchange:
             RequestError(500, "the service failed to answer; the log has the cause", "internal")
         )
 
-    # ── the application's side ──
+    # ── called by the application ──
 
     async def receive(self) -> dict[str, Any]:
         """Return the next part of the body, or the notice that the client has disconnected (ASGI)."""

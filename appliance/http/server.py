@@ -135,7 +135,7 @@ class HttpServer:
         while self._tasks and self._loop.time() < deadline + 1.0:
             await asyncio.sleep(0.01)
 
-    # ── for connections ──
+    # ── called by connections ──
 
     def admit(self, connection: Connection, peer: Peer) -> bool:
         """Give a new connection a place. Return False if none is free."""

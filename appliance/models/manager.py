@@ -214,7 +214,7 @@ class ModelManager:
         if replica.account is not None:
             replica.account.version = model.version
 
-    # ── changing what is served ──
+    # ── changing the served models ──
 
     def change(self, wanted: dict[str, ModelSettings], served: list[ServedModel]) -> list[str]:
         """Serve these models with these settings from now on. Returns a description of each change.

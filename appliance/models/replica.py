@@ -348,7 +348,7 @@ class Replica:
         self._timer = asyncio.get_running_loop().call_later(delay_s, self.start)
         self._events.replica_changed(self)
 
-    # ── for the status ──
+    # ── status for operators ──
 
     def status(self) -> ReplicaStatus:
         """Return the replica's status for operators."""

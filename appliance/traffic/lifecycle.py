@@ -232,7 +232,7 @@ class RequestLifecycle:
         if model is not None and (request.settled is not None or not request.lost_counts):
             model.charge(request, request.service(self.rules.output_weight))
 
-    # ── the end ──
+    # ── end of a request ──
 
     def refuse(self, request: Request, why: Refusal) -> None:
         """Refuse a new or waiting request. If its answer has begun, the front ends it."""

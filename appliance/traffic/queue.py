@@ -114,7 +114,7 @@ class RequestQueue(Generic[Item]):
             arrivals.popleft()
         return arrivals[0].queued_at if arrivals else None
 
-    # ── the order ──
+    # ── dispatch order ──
 
     def _overtaking_level(self, ticket: Ticket[Item]) -> int:
         """Return the level of a request that is served before better classes. It runs at the level of the

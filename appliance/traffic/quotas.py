@@ -138,7 +138,7 @@ class Quotas:
         self._gone: set[Name] = set()
         self._asked = False
 
-    # ── what operators decide ──
+    # ── changes by operators ──
 
     def set_policies(self, policies: Policies) -> None:
         """Apply these quotas from now on. Returns at once if nothing has changed."""
