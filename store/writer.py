@@ -114,7 +114,7 @@ class Writer:
         self._restored = ""
         self._look_at = 0.0
 
-    # ── methods for any thread ──────────────────────────────────────────────────────────────────────────────────────────
+    # ── methods for any thread ─────────────────────────────────────────────────────────────────────────────
 
     def start(self) -> None:
         """Open the database (create or migrate it) and begin to write. Raises a `StoreError` for problems
@@ -230,7 +230,7 @@ class Writer:
             log.error("%s: the writer %s; %d rows lost so far", self.path, why, dropped)
         return False
 
-    # ── methods of the writer thread ───────────────────────────────────────────────────────────────────────────────────
+    # ── methods of the writer thread ───────────────────────────────────────────────────────────────────────
 
     def _run(self) -> None:
         try:

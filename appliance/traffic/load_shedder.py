@@ -32,7 +32,7 @@ class LoadShedder:
         self._why = ""
         self._direction = 0
         self._since = 0.0
-        """Time when the overload or its absence began, or when the last step was taken."""
+        """Time of the last change: overload began or ended, or a step was taken."""
 
     @property
     def reason(self) -> str:

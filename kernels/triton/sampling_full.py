@@ -298,7 +298,9 @@ def _settle_few(
     ranks = rank_of(highest)
     top = rank_of(largest).to(tl.int64)
     bottom = tl.min(tl.where(group < row_groups, ranks, 0x7FFFFFFF), axis=0).to(tl.int64)
-    bottom = tl.where(row_groups < k, -2139095041, bottom)  # the rank of -inf: there are fewer than k groups
+    bottom = tl.where(
+        row_groups < k, -2139095041, bottom
+    )  # if there are fewer than k groups, the threshold is the rank of -inf
     j = tl.arange(0, 4)
     while bottom < top:
         tries = bottom + tl.maximum((top - bottom) * (j + 1) // 5, 1)

@@ -81,11 +81,11 @@ class Numbers(Family[Value]):
         super().__init__(kind, name, help_text, labels, Value)
 
     def add(self, amount: float, *values: str) -> None:
-        """Add to a series."""
+        """Add to the value of the series with these label values."""
         self.of(*values).value += amount
 
     def set(self, value: float, *values: str) -> None:
-        """Set a series."""
+        """Set the value of the series with these label values."""
         self.of(*values).value = value
 
     def samples(self) -> Iterable[str]:
@@ -133,7 +133,7 @@ class Histograms(Family[Distribution]):
         super().__init__("histogram", name, help_text, labels, make)
 
     def observe(self, value: float, *values: str) -> None:
-        """Count an observation of a series."""
+        """Add an observation to the series with these label values."""
         self.of(*values).observe(value)
 
     def samples(self) -> Iterable[str]:
@@ -163,7 +163,7 @@ class Summaries(Family[Mean]):
         super().__init__("summary", name, help_text, labels, Mean)
 
     def set(self, count: int, total: float, *values: str) -> None:
-        """Set a series."""
+        """Set the value of the series with these label values."""
         series = self.of(*values)
         series.count, series.total = count, total
 
