@@ -23,7 +23,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     """Identifies the model's files: a fingerprint of the folder."""
     created: int
-    """Unix seconds."""
+    """When the model's files were created, in unix seconds."""
     max_model_len: int
     """The limit of prompt and output together, in tokens."""
     vocab_size: int
@@ -38,7 +38,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     tenant: str
     key_id: str = ""
-    """Empty for a Unix peer."""
+    """The id of the key; empty for a Unix peer."""
     scopes: tuple[str, ...] = ("inference",)
     """Scopes from `store.policies.SCOPES`."""
     models: tuple[str, ...] | None = None

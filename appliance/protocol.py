@@ -44,7 +44,7 @@ class FrontStats(msgspec.Struct, frozen=True, kw_only=True):
     streams: int = 0
     requests: int = 0
     tokens: int = 0
-    """Streamed tokens."""
+    """Number of streamed tokens."""
     unauthenticated: int = 0
     """Requests that were denied because they had no valid key or user."""
     cpu_seconds: float = 0.0
@@ -115,7 +115,7 @@ class ReplicaStatus(ReplicaStats, frozen=True, kw_only=True):
     max_num_batched_tokens: int = 0
     step: int = 0
     credit_seqs: int = 0
-    """Available now."""
+    """Number of sequences that the replica can start now."""
     credit_tokens: int = 0
     last_report_s: float | None = None
     """Seconds since the last report."""
@@ -136,7 +136,7 @@ class ModelStatus(msgspec.Struct, kw_only=True):
     version: str
     """A fingerprint of the folder's files."""
     created: int
-    """Unix seconds."""
+    """When the model's files were created, in unix seconds."""
     state: ModelState
     detail: str = ""
     """Explains the state; of a failed model, the reason."""
@@ -184,7 +184,7 @@ class DrainStatus(msgspec.Struct, kw_only=True):
     queue: bool
     """New requests wait until service is resumed, instead of being refused."""
     started_at: float
-    """Unix seconds."""
+    """When the drain began, in unix seconds."""
     elapsed_s: float
     """Seconds from the beginning of the drain until now, or until it was complete."""
     running: int
@@ -204,7 +204,7 @@ class ClassStatus(msgspec.Struct, kw_only=True):
     """A class of requests, over all models."""
 
     name: str
-    """"P0" to "P3"."""
+    """The class, from "P0" to "P3"."""
     waiting: int
     oldest_wait_s: float
     expected_wait_s: float
@@ -228,7 +228,7 @@ class QueueStatus(msgspec.Struct, kw_only=True):
     refused: int
     """Requests that the core refused since the start."""
     ended: int
-    """Rows ended, since the start."""
+    """Number of requests whose rows have ended since the start."""
     waiting_tokens: int = 0
     """Prompt tokens of waiting requests."""
     preemptions: int = 0
@@ -261,7 +261,7 @@ class AuditStatus(msgspec.Struct, kw_only=True):
     spooled: int = 0
     """Rows that the database has not accepted yet. They are added to the chain when it does."""
     spooled_since: float | None = None
-    """Unix seconds."""
+    """When the oldest of these rows was spooled, in unix seconds."""
     places: list[str] = []
     """Files in which these rows wait."""
     in_memory: int = 0
@@ -319,7 +319,7 @@ class Status(msgspec.Struct, kw_only=True):
     python: str
     sqlite: str
     started_at: float
-    """Unix seconds."""
+    """When the service started, in unix seconds."""
     uptime_s: float
     state: ServiceState
     reason: str = ""
@@ -423,7 +423,7 @@ class PeerMapping(msgspec.Struct, kw_only=True):
     kind: Literal["uid", "gid", "any"]
     """"any": every user without a separate entry whom the socket's file mode admits."""
     number: int
-    """-1 for "any"."""
+    """The uid or gid; -1 for "any"."""
     tenant: str
     source: Literal["mapped", "settings"]
     """Whether an operator mapped it, or the settings did: the service's own user, root and `unix.uids`."""

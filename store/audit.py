@@ -41,7 +41,7 @@ class Actor(NamedTuple):
     """The person or process that acts."""
 
     name: str
-    """`uid:1000`, `key:key_0a1b`, `service`."""
+    """The name of the actor: `uid:1000`, `key:key_0a1b` or `service`."""
     host: str | None = None
     """The machine from which the actor acts."""
     act: str | None = None

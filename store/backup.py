@@ -55,7 +55,7 @@ class Backup(NamedTuple):
     """A complete backup."""
 
     path: Path
-    """The folder or the archive."""
+    """Path of the folder or archive."""
     made_at: str
     files: list[BackupFile]
     audit_rows: int

@@ -53,7 +53,7 @@ class UnknownKeyError(UnknownRecordError):
 
 
 class UnknownTenantError(UnknownRecordError):
-    """There is no such tenant."""
+    """There is no tenant with this name."""
 
 
 class UnknownPeerError(UnknownRecordError):

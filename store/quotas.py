@@ -24,11 +24,11 @@ class QuotaLevels(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     scope: str
-    """"tenant" or "key"."""
+    """The owner of the limits: "tenant" or "key"."""
     name: str
     """The tenant's name, or the key's id."""
     at: float
-    """Unix seconds."""
+    """When the levels were stored, in unix seconds."""
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
     tokens_per_day: float | None = None
@@ -39,9 +39,9 @@ class Used(msgspec.Struct, frozen=True):
 
     tenant: str
     key_id: str
-    """Empty for a Unix peer."""
+    """The id of the key; empty for a Unix peer."""
     at: float
-    """Unix seconds."""
+    """When the request used the tokens, in unix seconds."""
     tokens: int
     """Always above 0, because requests that took nothing are left out."""
 
@@ -51,7 +51,7 @@ class QuotaState(msgspec.Struct, frozen=True):
 
     levels: list[QuotaLevels] = []
     used: list[Used] = []
-    """Oldest first."""
+    """The use that the levels do not include, oldest first."""
 
 
 _COLUMNS = QuotaLevels.__struct_fields__

@@ -45,7 +45,7 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_cla
     model: str | None = None
     version: str | None = None
     request_class: str = "P1"
-    """P0 (real-time) to P3 (background)."""
+    """The service class, P0 (real-time) to P3 (background)."""
     stream: bool = False
     prompt_tokens: int = 0
     cached_tokens: int = 0

@@ -38,7 +38,7 @@ class TrailState(NamedTuple):
     """The state of the audit trail."""
 
     head: Head
-    """The newest row."""
+    """The newest row of the chain."""
     recorded_seq: int
     """The newest row whose head is recorded outside the database."""
     spool: SpoolState

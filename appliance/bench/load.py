@@ -109,7 +109,7 @@ class Record(msgspec.Struct):
     first_at: float | None = None
     """When the first chunk with a token arrived."""
     gaps_s: list[float] = []
-    """Times between two chunks."""
+    """Time between successive chunks."""
     tokens: int | None = None
     """Output tokens as the server counted them; None if it sent no usage."""
     prompt_tokens: int | None = None

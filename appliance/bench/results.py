@@ -114,7 +114,7 @@ class Run(msgspec.Struct, kw_only=True):
     """Requests within the limits per second; None without limits."""
     ttft_ms: Percentiles | None
     itl_ms: Percentiles | None
-    """Times between two chunks."""
+    """Time between successive chunks."""
     tpot_ms: Percentiles | None
     """Time per output token after the first chunk, the mean of each request."""
     e2e_ms: Percentiles | None
@@ -123,7 +123,7 @@ class Run(msgspec.Struct, kw_only=True):
     workers: int
     busiest_worker_cpu: float
     backlog: Backlog | None = None
-    """Only in open-loop runs."""
+    """The backlog of an open-loop run; None in closed loop."""
     reasons: list[str] = []
     """Why the server does not sustain the rate of a trial; empty if it does."""
     per_request: list[RequestTimes] = []

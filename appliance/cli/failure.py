@@ -10,7 +10,7 @@ class Failure(Exception):
     """The command failed; the message names the cause, the value and the remedy."""
 
     code = 1
-    """The exit code."""
+    """The exit code of the command."""
 
 
 class CommandLineError(Failure):

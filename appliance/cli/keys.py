@@ -1,4 +1,4 @@
-"""`appliance keys`."""
+"""The commands `appliance keys`: list, create, change, rotate and revoke bearer keys."""
 
 from __future__ import annotations
 

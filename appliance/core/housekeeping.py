@@ -30,7 +30,7 @@ the writer's time."""
 
 
 class Housekeeper:
-    """Works from `start` to `stop`."""
+    """Does the periodic work between `start` and `stop`."""
 
     def __init__(
         self,

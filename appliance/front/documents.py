@@ -29,7 +29,7 @@ class ErrorDocument(_Document):
 
 
 class HealthDocument(_Document):
-    """`reason` says what is missing."""
+    """A readiness report; `reason` says what is missing."""
 
     status: Literal["live", "ready", "not_ready"]
     reason: str | None = None
@@ -106,7 +106,7 @@ class ChatLogprobsDocument(_Document):
 
 
 class ChatMessageDocument(_Document):
-    """The answer."""
+    """The message of an answer."""
 
     role: Literal["assistant"]
     content: str

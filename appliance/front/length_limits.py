@@ -52,7 +52,7 @@ class AnswerLimit(NamedTuple):
     default: int | None
     """The default limit for requests without one; None if only the context length limits the answer."""
     field: str
-    """The request's field, for messages."""
+    """The name of the request's field, as shown in messages."""
 
 
 def length_limit(identity: Identity, model: LoadedModel, answer_tokens: int = 1) -> LengthLimit:

@@ -14,7 +14,7 @@ class LogprobEntry(NamedTuple):
 
     logprob: TokenLogprob
     offset: int
-    """Characters."""
+    """Offset of the token's text in the answer, in characters."""
 
 
 class Sample:

@@ -20,7 +20,7 @@ class Peer(NamedTuple):
     socket."""
 
     kind: str
-    """"unix" or "tcp"."""
+    """The kind of socket: "unix" or "tcp"."""
     uid: int
     pid: int
     address: str

@@ -258,7 +258,7 @@ class ModelManager:
             self._requests.add_model(model.name, model.version)
         for replica in self.of(model.name):
             if replica.account is not None:
-                self._learn(replica)  # the model's removal had begun
+                self._learn(replica)  # an earlier change had begun to remove the model
 
     async def _apply(self, name: str) -> None:
         """Change a model's replicas step by step until they are as wanted, or cannot be."""

@@ -27,7 +27,7 @@ class Examination(msgspec.Struct, frozen=True, kw_only=True):
     """All findings of one run."""
 
     at: float
-    """Unix seconds."""
+    """When the checks ran, in unix seconds."""
     host: str
     run_dir: str
     state_dir: str

@@ -24,7 +24,7 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """One error."""
+    """One fault of the settings."""
 
     place: Place
     field: str = ""

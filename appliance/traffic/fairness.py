@@ -322,7 +322,7 @@ class FairQueue(Generic[Item]):
             self.backlog.add(line.backlog, -1)
 
     def _enter(self, line: _Line[Item]) -> None:
-        """Add a new entry of the line to the orders; its earlier entries become void."""
+        """Add a new entry for the tenant's line to the heaps; its earlier entries become void."""
         self._entries += 1
         line.entry = self._entries
         first = line.tickets.first()

@@ -83,7 +83,7 @@ class Promises(Generic[Item]):
         self._works = [0.0]
         """The work of each block."""
         self._slacks = [float("inf")]
-        """The least (time − work before it in the block) of each block."""
+        """The minimum, for each block, of an item's time minus the work before it in the block."""
 
     def __iter__(self) -> Iterator[Item]:
         """Iterate in order. The promises must not change during the iteration."""

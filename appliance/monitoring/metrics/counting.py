@@ -32,6 +32,6 @@ class CountedRows:
         families.rows.count(row, model, row.request_class)
         families.retries.count(row, model)
         families.tenant_rows.count(row, self.tenants.label(row.tenant or ""))
-        # The times of an answer that another request's run produced do not measure the service.
+        # A joined or repeated answer comes from another request's run, so its times are not counted.
         if row.retry not in ("joined", "repeated"):
             families.times.count(row, model, row.request_class)

@@ -12,7 +12,7 @@ Unit = Literal["", "requests", "tokens", "seconds", "bytes", "rows", "lines", "b
 
 
 class Metric(NamedTuple):
-    """One metric."""
+    """A metric and the function that reads its value."""
 
     kind: Literal["counter", "gauge", "histogram", "summary"]
     name: str
