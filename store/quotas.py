@@ -41,7 +41,7 @@ class Used(msgspec.Struct, frozen=True):
     key_id: str
     """The id of the key; empty for a Unix peer."""
     at: float
-    """When the request used the tokens, in unix seconds."""
+    """When the request was admitted, in unix seconds."""
     tokens: int
     """Always above 0, because requests that took nothing are left out."""
 

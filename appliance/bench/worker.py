@@ -113,7 +113,7 @@ def main() -> None:
     try:
         sender = Sender(*pipe.recv())
         gc.freeze()
-        gc.set_threshold(50_000, 20, 100)  # chunks create no cycles; the default runs every 700 objects
+        gc.set_threshold(50_000, 20, 100)  # less often than the default of 700: chunks create no cycles
         pipe.send(None)
         uvloop.run(sender.run(pipe.recv(), pipe))
     except (EOFError, BrokenPipeError):
