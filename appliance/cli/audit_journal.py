@@ -62,5 +62,5 @@ def heads_in_journal(folder: Path | None) -> JournalHeads:
             why = said.read().decode(errors="replace").strip() or f"exit code {process.returncode}"
             return JournalHeads(found, f"journalctl failed: {why}")
     whose = UNIT if folder is None else f"{UNIT} with {folder}"
-    missing = f"it has none of {whose} that uid {os.geteuid()} may read"
+    missing = f"it has no heads of {whose} that uid {os.geteuid()} may read"
     return JournalHeads(found, None if found else missing)

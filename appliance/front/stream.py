@@ -26,7 +26,7 @@ MAX_HELD_LOGPROB_OUTPUTS = 4_096
 """Maximum number of held outputs with log probabilities, which may take a kilobyte each."""
 
 _MAX_COST = 2048
-"""Bounds the work of one flush to about 10 ms: an event costs 1, and each log probability 1."""
+"""Maximum cost of one flush, which takes about 10 ms: an event costs 1, and each log probability 1."""
 _CHARACTERS_PER_COST = 512
 
 _encode = msgspec.json.Encoder().encode

@@ -25,7 +25,7 @@ LINGER_S = 2.0
 """After a refusal, the rest of the request is read and dropped for at most this time before the connection
 closes. Closing at once would reset the connection before the client has read the response."""
 UNAUTHENTICATED_LINGER_BYTES = 1 << 20
-"""The most that is read and dropped for a client without a valid key."""
+"""Maximum number of bytes that are read and dropped for a client without a valid key."""
 FIRST_PROBE_S = 0.5
 """A TCP client that has sent its last byte may wait for the response or have disconnected. After this time,
 and then at intervals that double, it is sent `100 Continue`, to which a closed connection replies with a

@@ -138,8 +138,8 @@ class ReplicaRates:
         if decode_steps:
             self._learn_decode(decode_steps, decode_s, report.running)
         if learn_mixed and (computed or mixed_s):
-            # The time of a mixed step beyond that of a decode-only step. Tokens count when a step is planned,
-            # and its time when it has ended, often in a later report.
+            # The additional time of a mixed step over a decode-only step. A report counts the tokens of steps that
+            # were planned and the time of steps that have ended, so both may be in different reports.
             extra_s = mixed_s - mixed_steps * self.decode_s(report.running)
             self._prompts.add(max(extra_s, 0.1 * mixed_s), computed, _keep(mixed_s))
 
