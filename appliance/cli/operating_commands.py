@@ -13,7 +13,7 @@ config = typer.Typer(help="Check, show and reload the settings.", no_args_is_hel
 
 Model = Annotated[
     str | None,
-    typer.Option("--model", "-m", metavar="NAME", help="Drain only this model. Default: the whole service."),
+    typer.Option("--model", "-m", metavar="NAME", help="Only this model. Default: the whole service."),
 ]
 
 
