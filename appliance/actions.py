@@ -21,10 +21,10 @@ MAX_GRACE_S = 7 * 86400.0
 """Maximum grace period of a drain: a week."""
 
 Danger = Literal["none", "confirm", "typed"]
-"""What to ask before: nothing, yes or no, or the target's name typed out."""
+"""The confirmation that is required: none, yes or no, or the typed name of the target."""
 TargetKind = Literal["service", "model", "tenant", "key", "peer", "request"]
 Visibility = Literal["shown", "internal"]
-"""Whether people are offered the action, or a command calls it as one of its steps."""
+"""Whether the action is offered to people, or only called by a command as one of its steps."""
 
 
 def _changes(record: type[msgspec.Struct]) -> Any:
@@ -72,14 +72,14 @@ class SetTenant(_TenantChanges):
     """Change a tenant, effective immediately. Fields that are not given stay as they are."""
 
     name: str
-    """As `tenants list` shows it."""
+    """The tenant's name, as `tenants list` shows it."""
 
 
 class SuspendTenant(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Refuse new requests of a tenant. Running requests continue unless they are cancelled too."""
 
     name: str
-    """As `tenants list` shows it."""
+    """The tenant's name, as `tenants list` shows it."""
     cancel: bool = False
     """Cancel the tenant's running and queued requests."""
 
@@ -88,21 +88,21 @@ class ResumeTenant(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Accept requests of a suspended tenant again."""
 
     name: str
-    """As `tenants list` shows it."""
+    """The tenant's name, as `tenants list` shows it."""
 
 
 class DeleteTenant(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Delete a tenant that has no valid key and no mapped user or group."""
 
     name: str
-    """As `tenants list` shows it."""
+    """The tenant's name, as `tenants list` shows it."""
 
 
 class CreateKey(_KeyChanges):
     """Create a bearer key. It is shown only once. Its limits apply within its tenant's."""
 
     name: str
-    """What or whom the key is for."""
+    """The purpose or user of the key."""
     tenant: str = "default"
     """The tenant that is billed for its requests."""
 
@@ -140,7 +140,7 @@ class MapPeer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     groups'."""
 
     peer: str
-    """As uid:1000 or gid:100."""
+    """The user or group, such as uid:1000 or gid:100."""
     tenant: str
     """The tenant that is billed for the requests."""
 
@@ -149,7 +149,7 @@ class UnmapPeer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Remove the mapping of a local user or group."""
 
     peer: str
-    """As uid:1000 or gid:100."""
+    """The user or group, such as uid:1000 or gid:100."""
 
 
 class DrainService(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -178,14 +178,14 @@ class CancelRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Cancel a request. Its client gets an error."""
 
     request_id: str
-    """As `requests` shows it."""
+    """The request's id, as `requests` shows it."""
 
 
 class ShowContents(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Show the stored prompts and answers of a request. The audit records who read them."""
 
     request_id: str
-    """As `requests` shows it."""
+    """The request's id, as `requests` shows it."""
 
 
 class BeginBackup(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -216,10 +216,10 @@ class Action(NamedTuple):
     """One thing that an operator can do."""
 
     name: str
-    """As in the URL and in the audit chain."""
+    """The name in the URL and in the audit chain."""
     title: str
-    """For a person, in the imperative. With the target it is the question of the confirmation: "Revoke key
-    X?"."""
+    """The title for people, in the imperative. With the target it is the question of the confirmation:
+    "Revoke key X?"."""
     danger: Danger
     target: TargetKind
     parameters: type[msgspec.Struct]

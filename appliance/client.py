@@ -42,11 +42,11 @@ class ServiceNotRunningError(Exception):
 
 
 class NotAllowedError(ServiceNotRunningError):
-    """This user may not open the socket, so whether a service answers there is unknown."""
+    """This user may not open the socket, so it is unknown whether a service answers there."""
 
 
 class AdminError(Exception):
-    """The service refused; `status` is the HTTP status code."""
+    """The service refused the call; `status` is the HTTP status code."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -72,7 +72,7 @@ class AdminClient:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Nothing stays open between calls."""
+        """Do nothing: no connection stays open between calls."""
 
     def status(self) -> Status:
         """Return the state of the service."""
@@ -91,7 +91,7 @@ class AdminClient:
         return self._call("GET", "/tenants", list[Tenant])
 
     def peers(self) -> list[PeerMapping]:
-        """Return the users and groups of the machine that need no key."""
+        """Return the local users and groups that need no key."""
         return self._call("GET", "/peers", list[PeerMapping])
 
     def configuration(self) -> Configuration:
@@ -99,11 +99,11 @@ class AdminClient:
         return self._call("GET", "/config", Configuration)
 
     def create_key(self, name: str, tenant: str = "default", expires_at: float | None = None) -> NewKey:
-        """Create a bearer key; its secret is in the answer and nowhere else."""
+        """Create a bearer key. Only this answer contains its secret."""
         return self._expect(CreateKey(name=name, tenant=tenant, expires_at=expires_at), NewKey)
 
     def revoke_key(self, key_id: str) -> Done:
-        """Revoke a key for good."""
+        """Revoke a key permanently."""
         return self._expect(RevokeKey(id=key_id), Done)
 
     def drain(self, drain: DrainService) -> DrainStatus:
@@ -111,11 +111,11 @@ class AdminClient:
         return self._expect(drain, DrainStatus)
 
     def resume(self, resume: ResumeService) -> Done:
-        """Cancel a drain, or accept requests again after one."""
+        """Cancel a drain, or accept requests again after a completed drain."""
         return self._expect(resume, Done)
 
     def cancel_request(self, request_id: str) -> Done:
-        """End a request now."""
+        """Cancel a request."""
         return self._expect(CancelRequest(request_id=request_id), Done)
 
     def act(self, parameters: msgspec.Struct) -> msgspec.Struct:
@@ -132,12 +132,12 @@ class AdminClient:
         return self._call("POST", f"/actions/{name}", result, body)
 
     def _call(self, method: str, path: str, result: Any, body: bytes | None = None) -> Any:
-        import http.client  # 20 ms: not for callers that need the types only
+        import http.client  # imported here because it takes 20 ms, and some callers need only the types
 
         headers = dict(self._headers)
         if body is not None:
             headers["content-type"] = "application/json"
-        # One connection a call: the service closes idle ones, and may do so while a request is on its way.
+        # Each call opens a connection: the service closes idle ones, possibly while a request is on its way.
         timeout_s = self._timeout_s
         if body is not None and timeout_s is not None:
             timeout_s = max(timeout_s, _ACTION_TIMEOUT_S)
@@ -202,7 +202,7 @@ def unix_connection(path: Path, timeout_s: float | None, connect_timeout_s: floa
 
 
 def not_running(path: Path, error: OSError) -> ServiceNotRunningError:
-    """Return the error that says why nothing can be sent to the socket at `path`, and what to do."""
+    """Return the error that explains why nothing can be sent to the socket at `path`, with the remedy."""
     if isinstance(error, PermissionError):
         return NotAllowedError(
             f"permission denied for uid {os.geteuid()} on {path}: run as root, the service's user or an "

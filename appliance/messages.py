@@ -23,7 +23,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     """Identifies the model's files: a fingerprint of the folder."""
     created: int
-    """Unix seconds."""
+    """When the model's files were created, in unix seconds."""
     max_model_len: int
     """The limit of prompt and output together, in tokens."""
     vocab_size: int
@@ -38,15 +38,15 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     tenant: str
     key_id: str = ""
-    """Empty for a Unix peer."""
+    """The id of the key; empty for a Unix peer."""
     scopes: tuple[str, ...] = ("inference",)
-    """Of `store.policies.SCOPES`."""
+    """Scopes from `store.policies.SCOPES`."""
     models: tuple[str, ...] | None = None
     """The models that the request may name; None: all."""
     highest_class: int = INTERACTIVE
     """The best class that the request can get; 0 is P0."""
     default_class: int = INTERACTIVE
-    """The class of a request that asks for none."""
+    """The class of a request that names none."""
     context_tokens: int | None = None
     """The limit of prompt and output together; None: that of the model."""
     default_max_tokens: int | None = None
@@ -63,13 +63,13 @@ class Identities(msgspec.Struct, tag="identities", frozen=True, kw_only=True):
     former one, or the changes since then."""
 
     keys: dict[str, Identity | None] = {}
-    """By the SHA-256 (hex) of the bearer key; None: the key is no longer valid."""
+    """Identities by the SHA-256 (hex) of the bearer key; None: the key is no longer valid."""
     uids: dict[int, Identity] = {}
-    """By the uid of a Unix socket's peer. Uids and gids are always complete."""
+    """Identities by the uid of a Unix socket's peer. Uids and gids are always complete."""
     gids: dict[int, Identity] = {}
-    """By a group of the peer, for peers whose uid is not in `uids`."""
+    """Identities by a group of the peer, for peers whose uid is not in `uids`."""
     any_uid: Identity | None = None
-    """For all other uids that the socket's file mode admits; None: they are refused."""
+    """The identity of all other uids that the socket's file mode admits; None: they are refused."""
     whole: bool = True
 
 
@@ -92,27 +92,28 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of a front for its clients."""
 
     max_body_bytes: _Bytes = 2 << 20
-    """The longest body; a longer one is refused with 413. 131,072 tokens of text have about 1 MB. Parsing
-    blocks the other requests of a front for up to 20 ms for each MB."""
+    """Maximum size of a body; a larger one is refused with 413. 131,072 tokens of text have about 1 MB.
+    Parsing blocks the other requests of a front for up to 20 ms for each MB."""
     header_timeout_s: _PositiveSeconds = 10.0
-    """A request's header must arrive within this, or is refused with 408."""
+    """A request whose header does not arrive within this time is refused with 408."""
     body_timeout_s: _PositiveSeconds = 30.0
-    """A request's body must arrive within this after the header, or is refused with 408."""
+    """A request whose body does not arrive within this time after the header is refused with 408."""
     idle_timeout_s: _PositiveSeconds = 75.0
-    """An idle keep-alive connection is closed after this."""
+    """An idle keep-alive connection is closed after this time."""
     max_connections: _Connections = 4096
     """Connections of known clients in each front: local users of the Unix socket, and clients that have sent
-    a valid key. Beyond, the one that has been idle longest is closed, or else the new one gets 503."""
+    a valid key. At the limit, the connection that has been idle longest is closed; if none is idle, the new
+    one gets 503."""
     max_unauthenticated_connections: _Connections = 256
-    """Connections in each front that have not yet sent a request with a valid key. Beyond, the address with
-    the most of them loses the one that has waited longest."""
+    """Connections in each front that have not yet sent a request with a valid key. At the limit, the oldest
+    such connection of the address with the most of them is closed."""
     unauthenticated_timeout_s: _PositiveSeconds = 10.0
     """Such a connection is closed when it sends no request for this long; it shortens the other timeouts."""
     max_tenant_body_bytes: _Bytes = 32 << 20
-    """All request bodies of one tenant that a front holds at a time; one beyond is refused with 503. One body
-    of `max_body_bytes` is always possible."""
+    """Total size of the request bodies of one tenant that a front holds at a time; a body beyond it is
+    refused with 503. One body of `max_body_bytes` is always possible."""
     max_front_body_bytes: _Bytes = 64 << 20
-    """All request bodies that a front holds at a time; one beyond is refused with 503."""
+    """Total size of the request bodies that a front holds at a time; a body beyond it is refused with 503."""
     stream_comment_interval_s: _Seconds = 5.0
     """A stream that has sent nothing for this long gets a comment (a line that clients skip), so that proxies
     keep its connection; its headers are sent after half a second at most. 0: no comments, and the headers are
@@ -128,13 +129,13 @@ class RetryRules(msgspec.Struct, frozen=True, kw_only=True):
     keep_s: _Seconds = 600.0
     """For how long the answer of a run that ended is kept."""
     grace_s: _Seconds = 30.0
-    """How long a run continues after its last client has left."""
+    """How long a run continues after its last client has disconnected."""
     max_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 64 << 20
-    """The most memory for answers, in each front."""
+    """Maximum memory for answers in each front."""
 
 
 class KeepRules(msgspec.Struct, frozen=True, kw_only=True):
-    """How prompts and answers are kept of tenants whose log policy says so."""
+    """How prompts and answers are stored for tenants whose log policy requires it."""
 
     redact: tuple[Literal["keys", "bearer_tokens", "passwords", "private_keys", "emails", "cards"], ...] = (
         "keys",
@@ -142,20 +143,21 @@ class KeepRules(msgspec.Struct, frozen=True, kw_only=True):
         "passwords",
         "private_keys",
     )
-    """Kinds of secrets that are taken out."""
+    """Kinds of secrets that are removed."""
     secret_prefixes: tuple[Annotated[str, msgspec.Meta(min_length=2)], ...] = ()
-    """Words of at least 8 characters that begin so are taken out too, such as the keys of your own services:
-    ["acme_"]."""
+    """Words of at least 8 characters that begin with one of these prefixes are removed too, such as the keys
+    of your own services: ["acme_"]."""
     max_text_chars: Annotated[int, msgspec.Meta(ge=0, le=1 << 22)] = 65536
-    """Of one prompt or answer; of a longer one its beginning."""
+    """Size limit of one stored prompt or answer; of a longer one, the beginning is stored."""
 
 
 class Configure(msgspec.Struct, tag="configure", frozen=True, kw_only=True):
-    """What is served: the first message to a front, repeated when something in it changes."""
+    """What the front serves. This is the first message to a front, and is sent again when something in it
+    changes."""
 
     front: str
     serial: int = 0
-    """Counts up; the front reports the last one that it has applied."""
+    """Increases with each message; the front reports the last one that it has applied."""
     models: list[ServedModel]
     limits: Limits
     ready: bool
@@ -170,14 +172,14 @@ class Configure(msgspec.Struct, tag="configure", frozen=True, kw_only=True):
 
 
 class AttachReplica(msgspec.Struct, tag="attach_replica", frozen=True):
-    """A channel to a replica (one file descriptor travels with it)."""
+    """A channel to a replica. One file descriptor is sent with the message."""
 
     replica: str
     model: str
 
 
 class ClientConnection(msgspec.Struct, tag="connection", frozen=True):
-    """A client's connection, accepted by the core (one file descriptor travels with it)."""
+    """A client's connection, accepted by the core. One file descriptor is sent with the message."""
 
     kind: SocketKind
     peer: str
@@ -211,7 +213,7 @@ class RateLimits(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Admitted(msgspec.Struct, tag="admitted", frozen=True):
-    """The request's turn: submit it to `replica` now."""
+    """It is the request's turn: submit it to `replica` now."""
 
     request_id: str
     attempt: int
@@ -219,9 +221,9 @@ class Admitted(msgspec.Struct, tag="admitted", frozen=True):
     cache_salt: str
     priority: int
     urgency: int = 0
-    """As `Submit.urgency`."""
+    """The same as `Submit.urgency`."""
     spare_slots: int = 0
-    """As `Submit.spare_slots`."""
+    """The same as `Submit.spare_slots`."""
     most_tokens: int | None = None
     """The output limit of each sample; None: as requested."""
     rate_limits: RateLimits | None = None
@@ -274,7 +276,7 @@ class Admit(msgspec.Struct, tag="admit", frozen=True, kw_only=True):
     """0 at first; increased with each resubmission after a replica was lost."""
     identity: Identity
     peer: str
-    """For the log: "uid 1000" or an address."""
+    """The client as shown in the log: "uid 1000" or an address."""
     endpoint: str
     model: str
     stream: bool
@@ -289,7 +291,7 @@ class Admit(msgspec.Struct, tag="admit", frozen=True, kw_only=True):
     max_tokens: int
     """The limit of generated tokens over all samples."""
     may_lower: bool = False
-    """Whether the core may allow less (`Admitted.most_tokens`), because the client gave no limit."""
+    """Whether the core may lower the limit (`Admitted.most_tokens`), because the client gave none."""
     arrived_at: float
     """Unix seconds at which the request was read."""
     asked_class: str = ""
@@ -297,7 +299,7 @@ class Admit(msgspec.Struct, tag="admit", frozen=True, kw_only=True):
     retry_of: str = ""
     """The request id of an earlier run with the same `Idempotency-Key`, whose answer is lost."""
     user: str = ""
-    """The body's `user`, for the log; "" where there is none."""
+    """The field `user` of the body, for the log; "" if there is none."""
     deadline_ms: float | None = None
     """The time after `arrived_at` within which the whole answer is needed; None: no deadline."""
 
@@ -323,12 +325,12 @@ class Release(msgspec.Struct, tag="release", frozen=True):
 
 
 class HandOver(msgspec.Struct, tag="hand_over", frozen=True):
-    """Passes a client's connection to the front that has claimed this scope. Two file descriptors travel with
-    it: the connection and a memfd with the request that was read from it."""
+    """Passes a client's connection to the front that has claimed this scope. Two file descriptors are sent
+    with the message: the connection, and a memfd with the request that was read from it."""
 
     scope: bytes
     kind: SocketKind
-    """As `ClientConnection.kind` and `ClientConnection.peer`."""
+    """The same as `ClientConnection.kind` and `ClientConnection.peer`."""
     peer: str
 
 
@@ -339,18 +341,19 @@ class Settle(msgspec.Struct, tag="settle", frozen=True, kw_only=True):
     submitted: bool
     """Whether the latest attempt was submitted to its replica (false: withdrawn)."""
     status: int
-    """HTTP status code; 499 for a client that left."""
+    """HTTP status code; 499 if the client disconnected."""
     finish_reason: str
-    """Of the samples, joined by "," where they differ: "stop", "length", "cancelled", "error"."""
+    """The finish reasons of the samples, joined by "," if they differ: "stop", "length", "cancelled",
+    "error"."""
     error: str = ""
     delivered_tokens: int
     """Output tokens in the answer: what is billed."""
     ttft_ms: float | None = None
-    """Arrival to the first token's bytes handed to the socket."""
+    """Time from arrival until the first token's bytes are handed to the socket."""
     itl_ms: float | None = None
-    """Mean time between later tokens."""
+    """Mean time between tokens after the first."""
     e2e_ms: float
-    """Arrival to the end of the answer."""
+    """Time from arrival to the end of the answer."""
 
 
 class Rejected(msgspec.Struct, tag="rejected", frozen=True, kw_only=True):
@@ -374,7 +377,7 @@ class Rejected(msgspec.Struct, tag="rejected", frozen=True, kw_only=True):
     arrived_at: float
     e2e_ms: float
     user: str = ""
-    """As `Admit.user`."""
+    """The same as `Admit.user`."""
 
 
 class Worked(msgspec.Struct, tag="worked", frozen=True):
@@ -406,13 +409,13 @@ class Retried(msgspec.Struct, tag="retried", frozen=True, kw_only=True):
     ttft_ms: float | None
     e2e_ms: float
     user: str = ""
-    """As `Admit.user`."""
+    """The same as `Admit.user`."""
 
 
 class Keep(msgspec.Struct, tag="keep", frozen=True, kw_only=True):
-    """Prompts and answers of a request, to be stored as the tenant's log policy says. One file descriptor
-    travels with it: a memfd with a list of `store.structs.KeptText` in msgpack, which the core's event loop
-    does not read."""
+    """Prompts and answers of a request, to be stored as the tenant's log policy says. One file descriptor is
+    sent with the message: a memfd with a list of `store.structs.KeptText` in msgpack, which the core's event
+    loop does not read."""
 
     request_id: str
     identity: Identity
@@ -421,7 +424,7 @@ class Keep(msgspec.Struct, tag="keep", frozen=True, kw_only=True):
 
 
 class FrontReport(FrontStats, tag="front_report", frozen=True, kw_only=True):
-    """Every half second, and before `FrontReady`."""
+    """The state of a front, sent every half second and before `FrontReady`."""
 
     taken_connections: int = 0
     """Connections that the front has received from the core since its start."""

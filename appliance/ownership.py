@@ -1,9 +1,8 @@
-"""Whom clients trust: the owners of the service's directories and databases, and the process behind a socket.
-
-Clients check both before they send a key, a prompt or a command, because anybody may create a directory in
-/tmp. Three users are trusted: root, the caller, and the service's user. The service's user is the one that
-$APPLIANCE_SERVICE_USER names, or the owner of a run directory that only root or the caller can have put where
-it is (as systemd does with /run/appliance).
+"""Checks whom clients can trust: the owners of the service's directories and databases, and the process
+behind a socket. Clients check both before they send a key, a prompt or a command, because any user can create
+a directory in /tmp. Three users are trusted: root, the caller, and the service's user. The service's user is
+the one that $APPLIANCE_SERVICE_USER names, or the owner of a run directory that only root or the caller can
+have put where it is (as systemd does with /run/appliance).
 """
 
 from __future__ import annotations
@@ -112,7 +111,7 @@ def user_name(uid: int) -> str:
 
 
 def _given_uids() -> frozenset[int]:
-    """Root, the caller, and the user that $APPLIANCE_SERVICE_USER names."""
+    """Return root, the caller, and the user that $APPLIANCE_SERVICE_USER names."""
     uids = {0, os.geteuid()}
     if named := os.environ.get(SERVICE_USER):
         uids.add(_uid_of(named))
@@ -129,9 +128,9 @@ def _uid_of(name: str) -> int:
 
 
 def _placed_by(path: Path, uids: frozenset[int]) -> bool:
-    """Whether only these users can have put `path` where it is: every directory above belongs to one of them,
-    and no other user can write there. /tmp is not such a directory: its sticky bit protects existing entries,
-    but any user may have created them."""
+    """Return whether only these users can have created `path` at its place: every directory above belongs to
+    one of them, and no other user can write there. /tmp is not such a directory: its sticky bit protects
+    existing entries, but any user may have created them."""
     for parent in Path(os.path.realpath(path.parent)), *Path(os.path.realpath(path.parent)).parents:
         try:
             found = parent.stat()

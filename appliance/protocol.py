@@ -21,13 +21,13 @@ ProcessState = Literal["starting", "ready", "restarting", "stopping", "stopped"]
 
 
 class FrontStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What a front counts and measures of itself. Totals are since its start."""
+    """Counters and measurements of a front. Totals are since its start."""
 
     connections: int = 0
     busy_connections: int = 0
     """Connections of known clients (local users, or a valid key) whose request is being answered."""
     max_connections: int = 0
-    """Connections of known clients that the front can hold: as its limits say, or fewer where file
+    """Connections of known clients that the front can hold: the configured limit, or fewer if file
     descriptors are scarce."""
     unauthenticated_connections: int = 0
     """Connections that have not yet sent a request with a valid key."""
@@ -44,20 +44,20 @@ class FrontStats(msgspec.Struct, frozen=True, kw_only=True):
     streams: int = 0
     requests: int = 0
     tokens: int = 0
-    """Streamed tokens."""
+    """Number of streamed tokens."""
     unauthenticated: int = 0
     """Requests that were denied because they had no valid key or user."""
     cpu_seconds: float = 0.0
     kept_answers: int = 0
     """Runs with an `Idempotency-Key`, in progress or kept for retries."""
     kept_bytes: int = 0
-    """Memory of these."""
+    """Memory that these answers occupy."""
     dropped_texts: int = 0
     """Requests whose texts were not kept because too many waited."""
     log_dropped_lines: int = 0
-    """Lines of its log that were dropped because standard error was not read."""
+    """Lines of the front's log that were dropped because standard error was not read."""
     problems: dict[str, str] = {}
-    """Why it cannot serve a model, by the model's name: for example, an unreadable tokenizer."""
+    """Why the front cannot serve a model, by the model's name: for example, an unreadable tokenizer."""
 
 
 class FrontStatus(FrontStats, frozen=True, kw_only=True):
@@ -90,16 +90,16 @@ class ReplicaStatus(ReplicaStats, frozen=True, kw_only=True):
     fraction: float | None = None
     """Progress of loading, 0 to 1."""
     pids: list[int] = msgspec.field(default_factory=list)
-    """By rank."""
+    """One entry for each rank."""
     devices: list[str] = msgspec.field(default_factory=list)
-    """By rank."""
+    """One entry for each rank."""
     backend: str = ""
     dtype: str = ""
     """The dtype of computations."""
     weights: str = ""
-    """The dtype of the layers' matrices: as `dtype`, or "fp8"."""
+    """The dtype of the layers' matrices: the same as `dtype`, or "fp8"."""
     kv_cache_dtype: str = ""
-    """As `weights`, of the KV cache."""
+    """The dtype of the KV cache: the same as `dtype`, or "fp8"."""
     tensor_parallel_size: int = 1
     links: str = ""
     """What links the GPUs of the ranks, e.g. "NVLink (18 links)"; empty for one GPU or if not known."""
@@ -115,7 +115,7 @@ class ReplicaStatus(ReplicaStats, frozen=True, kw_only=True):
     max_num_batched_tokens: int = 0
     step: int = 0
     credit_seqs: int = 0
-    """Available now."""
+    """Number of sequences that the replica can start now."""
     credit_tokens: int = 0
     last_report_s: float | None = None
     """Seconds since the last report."""
@@ -129,14 +129,14 @@ once."""
 
 
 class ModelStatus(msgspec.Struct, kw_only=True):
-    """A model that apps may name."""
+    """A model that applications can name."""
 
     name: str
     folder: str
     version: str
     """A fingerprint of the folder's files."""
     created: int
-    """Unix seconds."""
+    """When the model's files were created, in unix seconds."""
     state: ModelState
     detail: str = ""
     """Explains the state; of a failed model, the reason."""
@@ -184,7 +184,7 @@ class DrainStatus(msgspec.Struct, kw_only=True):
     queue: bool
     """New requests wait until service is resumed, instead of being refused."""
     started_at: float
-    """Unix seconds."""
+    """When the drain began, in unix seconds."""
     elapsed_s: float
     """Seconds from the beginning of the drain until now, or until it was complete."""
     running: int
@@ -204,7 +204,7 @@ class ClassStatus(msgspec.Struct, kw_only=True):
     """A class of requests, over all models."""
 
     name: str
-    """"P0" to "P3"."""
+    """The class, from "P0" to "P3"."""
     waiting: int
     oldest_wait_s: float
     expected_wait_s: float
@@ -224,11 +224,11 @@ class QueueStatus(msgspec.Struct, kw_only=True):
     limit: int
     timeout_s: float
     admitted: int
-    """Since the start."""
+    """Number of admitted requests since the start."""
     refused: int
     """Requests that the core refused since the start."""
     ended: int
-    """Rows ended, since the start."""
+    """Number of requests whose rows have ended since the start."""
     waiting_tokens: int = 0
     """Prompt tokens of waiting requests."""
     preemptions: int = 0
@@ -238,7 +238,7 @@ class QueueStatus(msgspec.Struct, kw_only=True):
     overload_step: int = 0
     """The step of load shedding; 0 without overload."""
     classes: list[ClassStatus] = []
-    """From P0 on."""
+    """One entry for each class, from P0 on."""
 
 
 class DatabaseStatus(WriterState, frozen=True, kw_only=True):
@@ -261,11 +261,11 @@ class AuditStatus(msgspec.Struct, kw_only=True):
     spooled: int = 0
     """Rows that the database has not accepted yet. They are added to the chain when it does."""
     spooled_since: float | None = None
-    """Unix seconds."""
+    """When the oldest of these rows was spooled, in unix seconds."""
     places: list[str] = []
     """Files in which these rows wait."""
     in_memory: int = 0
-    """How many of these rows no file accepts either. If the service ends, only its log has them."""
+    """Number of these rows that no file accepts either. If the service ends, only its log has them."""
     lost: int = 0
     """Rows that could be stored nowhere; only the service's log has them."""
     last_error: str | None = None
@@ -319,7 +319,7 @@ class Status(msgspec.Struct, kw_only=True):
     python: str
     sqlite: str
     started_at: float
-    """Unix seconds."""
+    """When the service started, in unix seconds."""
     uptime_s: float
     state: ServiceState
     reason: str = ""
@@ -370,14 +370,17 @@ class LimitUsage(msgspec.Struct, kw_only=True):
     """"requests_per_minute", "tokens_per_minute", "tokens_per_day", "concurrent_requests", "queued_requests",
     or "kv_share": tokens in the KV cache of the model where it has the greatest part."""
     capacity: int
-    """What may be used at once: of a rate a minute `burst_s` seconds, of one a day a day's worth."""
+    """The amount that can be used at once: `burst_s` seconds' worth of a rate per minute, or a day's worth of
+    a rate per day."""
     used: int
-    """Of the capacity, what has not refilled yet; requests that run are in it with the most they may use."""
+    """The part of the capacity that has not refilled yet. Running requests count with the most that they may
+    use."""
     held: int
-    """By requests that have not ended: what they do not use comes back, but for what has refilled since. So
-    it may be more than is `used`."""
+    """The amount held by requests that have not ended. What they do not use is returned, except for what has
+    refilled since. Therefore this can exceed `used`."""
     resets_in_s: float | None
-    """Until all of it may be used again, if nothing is. None: when the requests end."""
+    """Time until the limit is full again if nothing is used. None: the limit is free again when requests
+    end."""
 
 
 class Key(KeyFields, frozen=True, kw_only=True):
@@ -398,11 +401,11 @@ class NewKey(msgspec.Struct, kw_only=True):
     replaces: str | None = None
     """The id of the key that this one replaces after a rotation."""
     replaced_until: float | None = None
-    """Until when (unix seconds) the replaced key stays valid."""
+    """Time (unix seconds) until which the replaced key stays valid."""
 
 
 class Tenant(TenantRecord, frozen=True, kw_only=True):
-    """A tenant, with what the service knows of it now."""
+    """A tenant and its current usage."""
 
     built_in: bool
     """Whether the tenant exists from the first start; it cannot be deleted."""
@@ -418,12 +421,12 @@ class PeerMapping(msgspec.Struct, kw_only=True):
     """A local user or group that needs no key on `api.sock`."""
 
     kind: Literal["uid", "gid", "any"]
-    """"any": every user without an own entry whom the socket's file mode lets in."""
+    """"any": every user without a separate entry whom the socket's file mode admits."""
     number: int
-    """-1 for "any"."""
+    """The uid or gid; -1 for "any"."""
     tenant: str
     source: Literal["mapped", "settings"]
-    """Mapped by an operator, or from the settings: the service's own user, root and `unix.uids`."""
+    """Whether an operator mapped it, or the settings did: the service's own user, root and `unix.uids`."""
     created_at: float | None = None
     """When it was mapped, in unix seconds."""
 
@@ -434,9 +437,9 @@ class Contents(msgspec.Struct, kw_only=True):
     request_id: str
     tenant: str
     created_at: float
-    """Of the request, unix seconds."""
+    """When the request arrived, in unix seconds."""
     goes_at: float | None
-    """When the texts are removed (unix seconds), by the current policy; None: never."""
+    """When the texts are removed (unix seconds) according to the current policy; None: never."""
     texts: list[KeptText]
 
 

@@ -1,4 +1,4 @@
-"""The run directory: where the sockets are, held by a lock so that each has one service."""
+"""The run directory, which contains the sockets. A lock ensures that only one service uses it."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class RunDirLock:
             self._descriptor, msgspec.json.encode(LockHolder(pid=os.getpid(), state_dir=str(state_dir))), 0
         )
         for left in run_dir.glob(f"{_RENDEZVOUS}*"):
-            shutil.rmtree(left, ignore_errors=True)  # of a service that was killed
+            shutil.rmtree(left, ignore_errors=True)  # left by a service that was killed
 
     def release(self) -> None:
         """Release the directory for another service."""

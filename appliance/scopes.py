@@ -49,7 +49,7 @@ class ScopedRoute(Route):
         if wanted not in (OPEN, *SCOPES):
             raise ValueError(f"{wanted!r} is not a scope; the scopes are {', '.join((OPEN, *SCOPES))}")
         super().__init__(path, endpoint, methods=[method])
-        # Without the HEAD that Starlette adds to GET: the HTTP server turns HEAD into GET.
+        # Remove the HEAD that Starlette adds to GET, because the HTTP server turns HEAD into GET.
         self.methods = {method}
         self.wanted = wanted
         self.operation = operation

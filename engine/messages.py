@@ -97,7 +97,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_dtype: str
     """The dtype of the KV cache, or "fp8"."""
     backend: str
-    """"cpu" or "cuda"."""
+    """The type of the device: "cpu" or "cuda"."""
     devices: list[str]
     """One name per rank, e.g. "cpu" or "cuda:0 NVIDIA H200"."""
     tensor_parallel_size: int
@@ -125,7 +125,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     max_tokens: int
     """Maximum number of output tokens, including those in `Submit.output_token_ids`."""
     temperature: float = 0.0
-    """0 means greedy."""
+    """The temperature; 0 means greedy decoding."""
     top_k: int = 0
     """0 means off."""
     top_p: float = 1.0

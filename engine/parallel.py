@@ -140,7 +140,7 @@ class Collectives:
 
 
 class _Single(Collectives):
-    """A single rank."""
+    """A group of one rank, which needs no communication."""
 
     size = 1
     rank = 0

@@ -1,11 +1,11 @@
 """The hash chain of operator actions in `control.db`. Each action has a row before it begins (`intent`) and a
 row with its outcome (`result`), joined by `act`.
 
-Each row carries the SHA-256 of the previous row's hash followed by the row's own canonical JSON: all of its
-columns that are not null, but for the two hashes (RFC 8259; keys sorted, no spaces, ASCII). So changing,
-removing or inserting a row breaks every hash after it, and a column that comes with a later version leaves
-older rows as they are. Rewriting all of them, or cutting rows off the end, shows against a head that was
-recorded elsewhere (`store.heads`).
+Each row has the SHA-256 of the previous row's hash followed by the row's own canonical JSON: all columns that
+are not null, except the two hashes (RFC 8259; keys sorted, no spaces, ASCII). So changing, removing or
+inserting a row breaks every hash after it, and a column that a later version adds leaves the hashes of older
+rows unchanged. Rewriting all rows, or removing rows from the end, is detected by a head that was recorded
+elsewhere (`store.heads`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Actor(NamedTuple):
     """The person or process that acts."""
 
     name: str
-    """`uid:1000`, `key:key_0a1b`, `service`."""
+    """The name of the actor: `uid:1000`, `key:key_0a1b` or `service`."""
     host: str | None = None
     """The machine from which the actor acts."""
     act: str | None = None
@@ -182,10 +182,11 @@ def append(connection: sqlite3.Connection, entry: Entry) -> Head:
     """
     if not connection.in_transaction:
         raise ValueError(
-            f"audit row for {entry.action} outside a transaction: append it within the one of the change"
+            f"audit row for {entry.action} outside a transaction: "
+            "append it within the transaction of the change"
         )
     previous = head(connection)
-    # Above every seq ever used: a chain that lost its end must not grow over the gap.
+    # The new seq is above every seq ever used: a chain that lost its end must not reuse the missing numbers.
     seq = max(previous.seq, highest_seq_given(connection)) + 1
     unhashed = AuditRow(seq=seq, previous_hash=previous.hash, hash="", **entry._asdict())
     row = unhashed._replace(hash=row_hash(unhashed))

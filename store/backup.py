@@ -52,10 +52,10 @@ class BackupFile(NamedTuple):
 
 
 class Backup(NamedTuple):
-    """A backup that is complete."""
+    """A complete backup."""
 
     path: Path
-    """The folder or the archive."""
+    """Path of the folder or archive."""
     made_at: str
     files: list[BackupFile]
     audit_rows: int

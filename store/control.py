@@ -104,7 +104,7 @@ class ControlStore:
         """Return for how many seconds the writer has worked on one operation."""
         return self._writer.stalled_s
 
-    # ── reading, from memory ──
+    # ── reading from memory ──
 
     @property
     def policies(self) -> Policies:
@@ -280,7 +280,8 @@ class ControlStore:
         )
 
     def set_key(self, *, actor: Actor | str, key_id: str, changes: Mapping[str, object]) -> Future[Change]:
-        """Change fields of a key (those declared in `KeyFields`; of a quota, a mapping of the fields to set).
+        """Change fields of a key (those declared in `KeyFields`; for a quota, a mapping of the fields to
+        set).
 
         The future raises `ValueError`, `UnknownKeyError`, or `ConflictError` for a key that is not valid.
         """
@@ -340,7 +341,7 @@ class ControlStore:
             revoked,
         )
 
-    # ── all of these ──
+    # ── shared by all changes ──
 
     def _decide(
         self,

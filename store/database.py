@@ -40,7 +40,7 @@ _BUSY_TIMEOUT_S = 5.0
 _JOURNAL_SIZE_LIMIT_BYTES = 64 * 2**20
 _LEAVE_WAL_TIMEOUT_S = 2.0
 _COPIED_PAGES = 1000
-"""Pages that are written back between two calls of `progress`."""
+"""Number of pages that are written back between two calls of `progress`."""
 
 
 class WritableDatabase:

@@ -16,11 +16,11 @@ class MissingDatabaseError(StoreError):
 
 
 class CorruptDatabaseError(StoreError):
-    """The file is not a SQLite database, or its pages contradict each other."""
+    """The file is not a SQLite database, or it is damaged."""
 
 
 class SchemaVersionError(StoreError):
-    """The file was written by another version of the product than this one can use."""
+    """The file was written by a version of the product that is incompatible with this one."""
 
 
 class NotWritableError(StoreError):
@@ -53,7 +53,7 @@ class UnknownKeyError(UnknownRecordError):
 
 
 class UnknownTenantError(UnknownRecordError):
-    """There is no such tenant."""
+    """There is no tenant with this name."""
 
 
 class UnknownPeerError(UnknownRecordError):

@@ -68,7 +68,7 @@ class ActionRecord(NamedTuple):
     """One action: its intent and its result together. Times in ISO 8601, values as JSON text, as stored."""
 
     seq: int | None
-    """The seq of its first row; None while it waits in the spool."""
+    """The seq of the action's first row; None while it waits in the spool."""
     result_seq: int | None
     at: str
     ended_at: str | None
@@ -91,7 +91,7 @@ class ActionFilter(NamedTuple):
     action: str | None = None
     """A name, or a prefix that ends with a dot: `keys.`."""
     since: str | None = None
-    """Time in ISO 8601, UTC, of the first row."""
+    """Earliest time of the first row, in ISO 8601 and UTC."""
 
 
 _ACTIONS = """

@@ -200,7 +200,7 @@ class HeadKeeper:
             return []
 
     def saw(self, head: Head) -> None:
-        """Take in the newest head. The first one is recorded at once."""
+        """Note the newest head of the chain. The first one is recorded at once."""
         self.newest = head
         if self.recorded is None or head.seq - self.recorded.seq >= ROWS_BETWEEN_HEADS:
             self.record()

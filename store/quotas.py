@@ -27,11 +27,11 @@ class QuotaLevels(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     scope: str
-    """"tenant" or "key"."""
+    """The owner of the limits: "tenant" or "key"."""
     name: str
     """The name of the tenant, or the id of the key."""
     at: float
-    """Unix seconds."""
+    """When the levels were stored, in unix seconds."""
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
     tokens_per_day: float | None = None
@@ -44,7 +44,7 @@ class Used(msgspec.Struct, frozen=True):
     key_id: str
     """Id of the key; empty for a Unix peer."""
     at: float
-    """Unix seconds."""
+    """When the request was admitted, in unix seconds."""
     tokens: int
     """Number of tokens, above 0. Requests without usage are not listed."""
 
@@ -54,7 +54,7 @@ class QuotaState(msgspec.Struct, frozen=True):
 
     levels: list[QuotaLevels] = []
     used: list[Used] = []
-    """Oldest first."""
+    """The use that the levels do not include, oldest first."""
 
 
 _COLUMNS = QuotaLevels.__struct_fields__

@@ -45,7 +45,7 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_cla
     model: str | None = None
     version: str | None = None
     request_class: str = "P1"
-    """P0 (real-time) to P3 (background)."""
+    """The service class, P0 (real-time) to P3 (background)."""
     stream: bool = False
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -80,7 +80,7 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_cla
 
 
 class LoggedRequest(RequestRow, frozen=True, kw_only=True):
-    """A row as read back."""
+    """A row as read from the database."""
 
     sequence: int
     """Position of the row's last change in the order of all changes. `RequestReader.changes` uses it."""
@@ -106,7 +106,7 @@ _END = (
 
 
 class RequestLog:
-    """Writes request rows through `writer`, which must have `store.schemas.HISTORY` as its schema."""
+    """Writes request rows through `writer`, whose schema must be `store.schemas.HISTORY`."""
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer

@@ -30,18 +30,18 @@ MAX_ENTRIES = 10_000
 
 _PURPOSE = "audit spool"
 _FIRST_MAC = "0" * 64
-_UNSIGNED = "the signature of its line in the spool did not hold"
+_UNSIGNED = "the signature of its line in the spool was invalid"
 _UNREADABLE = "unreadable"
 
 
 class SpoolState(NamedTuple):
-    """The entries that wait."""
+    """The waiting entries."""
 
     rows: int
     in_memory: int
-    """How many of these are not in the file: only the service's log has them if the service dies."""
+    """Number of entries that are not in the file. If the service dies, only its log has them."""
     path: Path | None
-    """The file with the others; None if it has none."""
+    """The file that has the other entries; None if it has none."""
     since: str | None
     """Time of the oldest entry, as in `Entry.at`."""
     lost: int
@@ -81,7 +81,7 @@ def read_spool(path: Path, key: SigningKey | None = None) -> SpoolContent:
 
 
 class Spool:
-    """The entries that wait, oldest first. Any thread may call."""
+    """Holds the waiting entries, oldest first. Safe to call from any thread."""
 
     def __init__(self, path: Path, key: SigningKey) -> None:
         self._path = path
@@ -97,7 +97,7 @@ class Spool:
         """Read the entries that an earlier run of the service left, and reserve space. Raises OSError if the
         file cannot be read."""
         self._entries, self._end, self._mac = read_spool(self._path, self._key)
-        # Without free space, or on a file system that cannot reserve any, the file grows when it is written.
+        # If space cannot be reserved, the file grows when it is written.
         with contextlib.suppress(OSError):
             os.posix_fallocate(self._open(), 0, RESERVED_BYTES)
 

@@ -38,7 +38,7 @@ class TrailState(NamedTuple):
     """The state of the audit trail."""
 
     head: Head
-    """The newest row."""
+    """The newest row of the chain."""
     recorded_seq: int
     """The newest row whose head is recorded outside the database."""
     spool: SpoolState
@@ -125,7 +125,7 @@ class AuditTrail:
             last_error=self._refused or self._shorter or self._heads.last_error,
         )
 
-    # ── the writer's thread ──
+    # ── methods for the writer's thread ──
 
     def append(self, connection: sqlite3.Connection, entry: Entry | None = None) -> Appended:
         """Append the spooled entries, and then `entry`, within the open transaction."""

@@ -117,7 +117,7 @@ class Writer:
         self._restored = ""
         self._look_at = 0.0
 
-    # ── any thread ──────────────────────────────────────────────────────────────────────────────────────────
+    # ── methods for any thread ─────────────────────────────────────────────────────────────────────────────
 
     def start(self) -> None:
         """Open the database (create or migrate it) and begin to write.
@@ -241,7 +241,7 @@ class Writer:
             log.error("%s: the writer %s; %d rows lost so far", self.path, why, dropped)
         return False
 
-    # ── the writer thread ───────────────────────────────────────────────────────────────────────────────────
+    # ── methods of the writer thread ───────────────────────────────────────────────────────────────────────
 
     def _run(self) -> None:
         try:
@@ -347,7 +347,7 @@ class Writer:
     def _write_back(self, database: WritableDatabase, what: str) -> None:
         began = time.monotonic()
         aside = database.write_back(self._note_progress)
-        done = "its content was written back from the open file, no row is lost"
+        done = "its content was written back from the open file, so no rows are lost"
         other = f"; the file that was there is {aside} now" if aside else ""
         self._restored = f"{what}: {done}{other}"
         log.warning("%s (%.1f s)", self._restored, time.monotonic() - began)

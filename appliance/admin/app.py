@@ -33,7 +33,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Backend(NamedTuple):
-    """What the routes show and do."""
+    """The functions that the routes call."""
 
     status: Callable[[], Status]
     in_flight: Callable[[], list[InFlight]]

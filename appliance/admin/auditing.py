@@ -112,4 +112,4 @@ async def _recorded(future: Future[None]) -> None:
     waiting = asyncio.wrap_future(future)
     await asyncio.wait([waiting], timeout=_MAX_AUDIT_WAIT_S)
     if not waiting.done():
-        log.error("the audit row is not written after %g s: the disk does not answer", _MAX_AUDIT_WAIT_S)
+        log.error("the audit row was not written within %g s: the disk does not answer", _MAX_AUDIT_WAIT_S)

@@ -76,7 +76,7 @@ def handlers(
 
 
 class RequestAdmin:
-    """Single requests."""
+    """Handles the actions on single requests."""
 
     def __init__(
         self,

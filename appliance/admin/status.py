@@ -212,7 +212,7 @@ class StatusReader:
         """Return a model's state, and its explanation."""
         if (drain := self.drains.of(model)) is not None:
             return drain.public_state, f"taken out of service until: appliance resume --model {model}"
-        # Clients are served by the best of the replicas.
+        # The state of a model is that of its best replica, because that one serves the clients.
         best = min(replicas, key=lambda replica: _BEST_FIRST.index(replica.state), default=None)
         if best is None:
             return "loading", "its replica is being replaced"

@@ -189,7 +189,7 @@ class Connection(asyncio.Protocol):
             self._exchange.on_body(self._parser.get_status_code(), data)
 
     def on_message_complete(self) -> None:
-        if self._parser.get_status_code() >= 200:  # otherwise the final response follows
+        if self._parser.get_status_code() >= 200:  # interim responses (1xx) are followed by a final one
             self.is_open = self.is_open and self._parser.should_keep_alive()
             self._end()
 

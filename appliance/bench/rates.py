@@ -136,8 +136,8 @@ def is_client_limited(run: Run) -> bool:
 
 
 def resolution(run: Run, duration_s: float) -> float:
-    """Return how far beyond the server's capacity, as a share of it, a rate may be and still pass: because
-    arrivals are random (0.2 for 100 requests, 0.05 for 1,600), and because response times differ."""
+    """Return by which share a rate may exceed the server's capacity and still pass, because arrivals are
+    random (0.2 for 100 requests, 0.05 for 1,600) and response times differ."""
     spread = run.e2e_ms
     uneven_s = 0.0 if spread is None else (spread.p90 - spread.p50) / 1000
     return 2 / math.sqrt(run.requests) + uneven_s / duration_s

@@ -70,7 +70,7 @@ class Backlog(msgspec.Struct):
     before: int
     """The count after half of the time in which requests arrive."""
     after: int
-    """The number at the end of that time."""
+    """The number of open requests at the end of the arrivals."""
     seconds: float
     """The time between the two moments."""
     allowed: float

@@ -57,7 +57,7 @@ class Sender:
                 await asyncio.sleep(max(0.0, start - time.monotonic()))
                 await (self._open_loop(client, start) if self._load.arrivals else self._closed_loop(client))
         except TimeoutError:
-            pass  # `_send` has recorded the open requests as stopped
+            pass  # `_send` has already recorded the open requests as stopped
         finally:
             reporter.cancel()
             client.close()

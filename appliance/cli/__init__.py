@@ -11,7 +11,8 @@ from appliance.cli.failure import Failure
 
 def main() -> int:
     """Run the command `appliance`; return 0 for success, 1 for a failure, 2 for a wrong command line."""
-    # Characters that a terminal cannot show, or bytes that are no text, become substitutes, not tracebacks.
+    # Characters that a terminal cannot show, and bytes that are not text, are replaced instead of causing
+    # tracebacks.
     for stream, substitute in ((sys.stdin, "replace"), (sys.stdout, "backslashreplace")):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=substitute)
@@ -22,9 +23,10 @@ def main() -> int:
         if error.filename is not None:
             print(f"appliance: {_shortened(error.filename)}: {error.strerror}", file=sys.stderr)
             return 1
-        # Standard output failed. What is buffered is dropped, or the interpreter would complain at exit.
+        # Writing to standard output failed. Buffered output is dropped, because the interpreter would report
+        # another error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):  # the reader has left on purpose, as `head` does
+        if not isinstance(error, BrokenPipeError):  # the reader closed the pipe on purpose, as `head` does
             print(f"appliance: the output cannot be written: {error.strerror}", file=sys.stderr)
         return 1
     return code
@@ -43,7 +45,8 @@ def _run() -> int:
         print(f"appliance: {failure}", file=sys.stderr)
         return failure.code if isinstance(failure, Failure) else 1
     except UnicodeEncodeError as error:
-        # The bytes of a command line need not be UTF-8, but everything that leaves the command must be.
+        # The arguments of a command line need not be UTF-8, but everything that the command sends or prints
+        # must be.
         print(
             f"appliance: {_shortened(error.object)!r} is not UTF-8 text: write it in UTF-8", file=sys.stderr
         )

@@ -52,7 +52,7 @@ _HEAD = re.compile(r"([0-9]{1,18}):([0-9a-fA-F]{64})")
 
 
 class ChainLocation(NamedTuple):
-    """The audit chain that a command reads."""
+    """The location of the audit chain that a command reads."""
 
     database: Path
     folder: Path | None
@@ -253,7 +253,9 @@ def _say(location: ChainLocation, findings: Findings, missing: str | None) -> No
         print(f"{location.database} is whole: {rows:,} rows")
         print(f"head {head.seq}:{head.hash}")
     else:
-        print(f"{location.database} is not what the service wrote; {rows:,} rows before the fault hold")
+        print(
+            f"{location.database} is not what the service wrote; {rows:,} rows before the fault are unchanged"
+        )
 
 
 def _of_heads(number: int, kind: str) -> str:

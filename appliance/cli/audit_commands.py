@@ -1,5 +1,5 @@
-"""The commands about the audit trail and backups, and their options. What they do is in `appliance.cli.audit`
-and `appliance.cli.backup`, loaded on demand."""
+"""The commands for the audit trail and backups, and their options. Their code is in `appliance.cli.audit` and
+`appliance.cli.backup`, loaded on demand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ File = Annotated[
     typer.Option(
         "--file",
         metavar="FILE",
-        help="This copy of control.db, instead of the service's.",
+        help="Read this copy of control.db instead of the service's.",
         show_default=False,
     ),
 ]
@@ -37,7 +37,7 @@ def audit_list(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Only this action, such as keys.create, or all that begin with: keys.",
+            help="Only this action, such as keys.create, or all with a prefix, such as: keys.",
             show_default=False,
         ),
     ] = None,
@@ -69,7 +69,7 @@ def audit_verify(
         bool | None,
         typer.Option(
             "--journal/--no-journal",
-            help="Heads that the journal has. Default: those of this state directory, if any.",
+            help="Also check the heads in the journal. Default: those of this state directory, if any.",
             show_default=False,
         ),
     ] = None,
@@ -90,9 +90,8 @@ def audit_verify(
     state_dir: StateDir = None,
     json: Json = False,
 ) -> None:
-    """Verify that the audit is complete and unchanged; if not, name the first wrong row.
-
-    Exit code 1 where it is not.
+    """Verify that the audit is complete and unchanged; if not, name the first wrong row. Exit code 1 if it is
+    not.
     """
     from appliance.cli.audit import verify
 
@@ -112,9 +111,8 @@ def audit_export(
     state_dir: StateDir = None,
     json: Json = False,
 ) -> None:
-    """Write every row as a line of JSON, and a last line with the signature.
-
-    With FILE, --json says what is in it.
+    """Write every row as a line of JSON, and a last line with the signature. With FILE, --json prints a
+    summary of the export.
     """
     from appliance.cli.audit import export
 
@@ -126,7 +124,7 @@ def backup(
         str,
         typer.Argument(
             metavar="PATH",
-            help="A new folder, or an archive (.tar, .tar.gz, .tgz); in an existing folder a new one.",
+            help="A new folder or archive (.tar, .tar.gz, .tgz); in an existing folder, a new folder.",
             show_default=False,
         ),
     ],

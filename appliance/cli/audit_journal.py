@@ -1,4 +1,5 @@
-"""The heads of the audit chain that systemd's journal has: what the service's own user cannot take back."""
+"""Reads the heads of the audit chain from systemd's journal, from which the service's own user cannot remove
+them."""
 
 from __future__ import annotations
 
@@ -14,22 +15,23 @@ from store.heads import said_of
 
 UNIT = "appliance.service"
 JOURNAL = "the journal"
-"""The source of a head that was found there."""
+"""The source that is shown for heads from the journal."""
 MAX_READ_S = 20.0
-"""For reading it, the newest lines first; what comes later is older."""
+"""Time limit for reading the journal. The newest lines are read first, so that only older ones can be
+missing."""
 
 
 class JournalHeads(NamedTuple):
-    """What was found."""
+    """The result of reading the journal."""
 
     heads: list[Recorded]
     missing: str | None = None
-    """Why there is none, or why not all."""
+    """Why no heads were found, or why some may be missing."""
 
 
 def heads_in_journal(folder: Path | None) -> JournalHeads:
-    """The heads of the service whose state directory is `folder`, None: those of every service that ran as
-    `UNIT`. No error where there is no systemd, or nothing that the caller may read."""
+    """Return the heads of the service whose state directory is `folder`; None: of every service that ran as
+    `UNIT`. It is no error if systemd is missing, or if the caller may not read the journal."""
     command = ["journalctl", "--quiet", "--no-pager", "--reverse", "--output=cat", f"--unit={UNIT}"]
     with tempfile.TemporaryFile() as said:
         try:
@@ -60,5 +62,5 @@ def heads_in_journal(folder: Path | None) -> JournalHeads:
             why = said.read().decode(errors="replace").strip() or f"exit code {process.returncode}"
             return JournalHeads(found, f"journalctl failed: {why}")
     whose = UNIT if folder is None else f"{UNIT} with {folder}"
-    missing = f"it has none of {whose} that uid {os.geteuid()} may read"
+    missing = f"it has no heads of {whose} that uid {os.geteuid()} may read"
     return JournalHeads(found, None if found else missing)

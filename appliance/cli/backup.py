@@ -1,4 +1,4 @@
-"""`appliance backup`: a checked copy of the state, of a service that runs or not."""
+"""`appliance backup`: makes a checked copy of the state, whether or not the service runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from store.errors import StoreError
 from store.evidence import AUDIT_FILES, Recorded
 
 _MAX_ERROR_CHARS = 2000
-"""Characters of it that are recorded."""
+"""Number of characters of an error that are recorded."""
 
 
 def take_backup(
@@ -63,8 +63,8 @@ def take_backup(
 
 
 def _begun(run: Path, begin: BeginBackup) -> Head | None:
-    """Have the running service record that a backup begins; return the chain head that the copy must contain,
-    None where no service runs."""
+    """Let the running service record that a backup begins. Return the chain head that the copy must contain;
+    None if no service runs."""
     with AdminClient(run, key=admin_key()) as client:
         try:
             answer = client.act(begin)
@@ -77,12 +77,12 @@ def _begun(run: Path, begin: BeginBackup) -> Head | None:
 
 
 def _ended(run: Path, end: EndBackup) -> None:
-    """Have the service record the result of the backup. The copy is good even if the service has ended."""
+    """Let the service record the result of the backup. The copy is valid even if the service has ended."""
     with AdminClient(run, key=admin_key()) as client:
         try:
             client.act(end)
         except (ServiceNotRunningError, AdminError) as error:
-            print(f"The end of this backup is not recorded in the audit chain: {error}", file=sys.stderr)
+            print(f"The result of this backup is not recorded in the audit chain: {error}", file=sys.stderr)
 
 
 def _recorded(head: Head | None) -> Iterable[Recorded]:

@@ -24,7 +24,7 @@ _FINE = 0.05
 
 
 class BenchReport:
-    """Writes to one stream."""
+    """Writes lines of a report to a stream."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -176,7 +176,7 @@ class ProgressBar:
 
 
 def _notes(result: Result, run: Run) -> Iterator[str]:
-    """Yield what a reader must know to interpret a run."""
+    """Yield the notes that a reader needs to interpret a run."""
     if run.unfinished:
         yield f"{run.unfinished:,} requests were open when the run was stopped"
     if run.busiest_worker_cpu > SATURATED:

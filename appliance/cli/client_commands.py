@@ -1,4 +1,4 @@
-"""The commands that are clients of the API, and their options. What they do is in `appliance.cli.chat` and
+"""The commands that are clients of the API, and their options. Their code is in `appliance.cli.chat` and
 `appliance.cli.bench`, loaded on demand."""
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def chat(
         ),
     ] = None,
     model: Annotated[
-        str | None, typer.Option("--model", "-m", metavar="NAME", help="Default: the service's first.")
+        str | None, typer.Option("--model", "-m", metavar="NAME", help="Default: the service's first model.")
     ] = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.")] = None,
     temperature: Annotated[float, typer.Option(metavar="T", help="0 is greedy.", parser=number(0, 2))] = 0.0,
     max_tokens: Annotated[
-        int | None, typer.Option(metavar="N", help="Longest answer, in tokens.", parser=TOKENS)
+        int | None, typer.Option(metavar="N", help="Maximum length of an answer, in tokens.", parser=TOKENS)
     ] = None,
     run_dir: RunDir = None,
 ) -> None:
@@ -59,7 +59,7 @@ def chat(
 def bench(
     workloads: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[WORKLOAD]...", help="By name; see below.", show_default=False),
+        typer.Argument(metavar="[WORKLOAD]...", help="Names of workloads; see below.", show_default=False),
     ] = None,
     base_url: Annotated[
         str | None,
@@ -72,7 +72,7 @@ def bench(
         str | None, typer.Option(metavar="KEY", help="Bearer key. With --base-url also $OPENAI_API_KEY.")
     ] = None,
     model: Annotated[
-        str | None, typer.Option("--model", "-m", metavar="NAME", help="Default: the server's first.")
+        str | None, typer.Option("--model", "-m", metavar="NAME", help="Default: the server's first model.")
     ] = None,
     vocab_size: Annotated[
         int | None,
@@ -92,7 +92,7 @@ def bench(
         int | None,
         typer.Option(
             metavar="N",
-            help="In total (4 per stream).",
+            help="Number of requests in total (4 per stream).",
             show_default=False,
             parser=whole_number(1, MAX_REQUESTS),
         ),
@@ -117,7 +117,7 @@ def bench(
         float | None,
         typer.Option(
             metavar="S",
-            help="Seconds in which requests arrive (30).",
+            help="Time during which requests arrive, in seconds (30).",
             show_default=False,
             parser=number(0.1, 7 * 86_400),
         ),
@@ -140,7 +140,7 @@ def bench(
         int | None,
         typer.Option(
             metavar="N",
-            help="Repeat (1); the median run is shown.",
+            help="Number of runs (1); the median run is shown.",
             show_default=False,
             parser=whole_number(1, 1000),
         ),
@@ -151,14 +151,16 @@ def bench(
     workers: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="Client processes. Default: by streams and cores.", parser=whole_number(1, 256)
+            metavar="N",
+            help="Number of client processes. Default: depends on streams and cores.",
+            parser=whole_number(1, 256),
         ),
     ] = None,
     seed: Annotated[
         int | None,
         typer.Option(
             metavar="N",
-            help="Of prompts and arrivals. Default: random, so that no prompt is cached.",
+            help="Seed of prompts and arrivals. Default: random, so that no prompt is cached.",
             parser=whole_number(0, 2**63 - 1),
         ),
     ] = None,
@@ -168,7 +170,7 @@ def bench(
         typer.Option("--json", metavar="FILE", help="Write all measurements to FILE; - is standard output."),
     ] = None,
 ) -> None:
-    """Measure a server under load: TTFT, ITL, E2E, throughput, goodput.
+    """Measure a server under load: TTFT, ITL, E2E, throughput and goodput.
 
     Without a workload: --concurrency streams, or --rate, of one shape. Every token is streamed, prompts are
     random token ids, and answers have a fixed length (ignore_eos). Goodput counts requests that keep

@@ -1,4 +1,4 @@
-"""`appliance config`: the settings checked, shown and read again."""
+"""`appliance config`: checks, shows and reloads the settings."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from appliance.settings.table import as_table
 
 
 class ConfigCheck(msgspec.Struct, kw_only=True):
-    """What `config check --json` prints."""
+    """The document that `config check --json` prints."""
 
     files: list[str]
     faults: list[Fault]
 
 
 def check(file: str | None, *, as_json: bool) -> int:
-    """Read the settings as a service would and say what is wrong; the exit code."""
+    """Read the settings as a service would, and print every fault. Return the exit code."""
     faults: tuple[Fault, ...] = ()
     files: list[str] = []
     try:
@@ -43,7 +43,7 @@ def check(file: str | None, *, as_json: bool) -> int:
 
 
 def show(run_dir: str | None, config: str | None, *, origin: bool, as_json: bool) -> None:
-    """Print the settings of the running service; of a file where one is named or no service runs."""
+    """Print the settings of the running service, or of a file if one is named or no service runs."""
     running = None if config is not None else _of_service(run_dir)
     if running is None:
         with told(SettingsError):
@@ -61,14 +61,15 @@ def show(run_dir: str | None, config: str | None, *, origin: bool, as_json: bool
 
 
 def reload(run_dir: str | None, *, as_json: bool) -> None:
-    """Have the service reload, and print what it did. Raises Failure when it refuses."""
+    """Let the service reload its settings, and print the result. Raises Failure if it refuses."""
     perform(run_dir, ReloadConfig(), as_json=as_json, show=_show_reloaded)
 
 
 def toml_lines(
     table: Mapping[str, Any], places: Mapping[str, str], path: tuple[str, ...] = ()
 ) -> Iterator[str]:
-    """A table of settings as TOML, each with its place where `places` has one; unset ones as comments."""
+    """Yield a table of settings as TOML, each with its source if `places` has one; unset settings are
+    comments."""
     plain = {name: value for name, value in table.items() if not isinstance(value, dict)}
     width = max((len(_assignment(name, value)) for name, value in plain.items()), default=0)
     if path and plain:

@@ -1,4 +1,4 @@
-"""`appliance requests show`: what is kept of a request's prompts and answers, through the service."""
+"""`appliance requests show`: shows the stored prompts and answers of a request, through the service."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from store.structs import KeptText
 
 
 class _Message(msgspec.Struct):
-    """One of a conversation."""
+    """One message of a conversation."""
 
     role: str
     content: str
@@ -45,7 +45,8 @@ def _described(text: KeptText) -> str:
 
 
 def _lines(text: str) -> list[str]:
-    """A conversation by its messages; any other text as it is. Without what would steer a terminal."""
+    """Return a conversation as its messages, any other text unchanged. Control characters for the terminal
+    are removed."""
     try:
         messages = msgspec.json.decode(text, type=list[_Message])
     except (msgspec.DecodeError, UnicodeDecodeError):

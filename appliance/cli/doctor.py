@@ -1,4 +1,4 @@
-"""`appliance doctor`: the findings, on a terminal or as JSON."""
+"""`appliance doctor`: prints the findings, on a terminal or as JSON."""
 
 from __future__ import annotations
 

@@ -23,12 +23,12 @@ from appliance.protocol import DrainStatus
 
 _EVERY_S = 0.5
 _LINE_EVERY_S = 10.0
-"""Between two lines where standard error is not a terminal."""
+"""Time between two lines of progress if standard error is not a terminal."""
 _DOES = {"announced": "reports not ready", "draining": "is draining", "drained": "is drained"}
 _ROOM_FOR_CTRL_C = 3
-"""Columns left free: a line that wraps could not be overwritten."""
+"""Columns left free, because a line that wraps cannot be overwritten."""
 INTERRUPTED = 130
-"""The exit code of a command that Ctrl-C ended, as shells have it."""
+"""The exit code that shells use for a command that Ctrl-C ended."""
 
 
 def drain(
@@ -62,7 +62,8 @@ def drain(
 
 
 class _Watch:
-    """Follows a drain: in one line that changes, in a line every 10 s, or in lines of JSON."""
+    """Shows the progress of a drain: in one line that is updated, in a line every 10 s, or in lines of
+    JSON."""
 
     def __init__(self, client: AdminClient, status: DrainStatus, as_json: bool) -> None:
         self._client = client
@@ -97,7 +98,7 @@ class _Watch:
 
 
 def line(status: DrainStatus) -> str:
-    """Return a drain in a line."""
+    """Return the progress of a drain in one line."""
     held = [f"{of_count(status.held)} held until resume"] if status.queue else []
     if status.state == "drained":
         facts = [f"took {of_seconds(status.elapsed_s)}", *held]

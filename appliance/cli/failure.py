@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 
 class Failure(Exception):
-    """The command cannot do what it was asked; the message names the cause, the value and the remedy."""
+    """The command failed; the message names the cause, the value and the remedy."""
 
     code = 1
-    """The exit code."""
+    """The exit code of the command."""
 
 
 class CommandLineError(Failure):

@@ -42,7 +42,7 @@ def with_fields(record: type[msgspec.Struct], *, but: Collection[str] = ()) -> C
     def decorate(command: Command) -> Command:
         signature = inspect.signature(command, eval_str=True)
         own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
-        # The options of every command come last.
+        # The options that every command has come last.
         common = [one for one in own if one.name in ("run_dir", "json")]
         options = [_option(field) for field in fields_of(record) if field.name not in but]
         ordered = [*(one for one in own if one not in common), *options, *common]
@@ -91,7 +91,7 @@ def _value(field: Declared, text: str) -> Any:
     if field.kind == "time":
         return moment(text, name, ahead=True)
     value = _parsed(field, text)
-    # The service checks texts and names: their message says the same.
+    # The service checks texts and names; its error message is equivalent.
     if value is None or (field.kind not in ("text", "list") and not allows(field, value)):
         expected = "P0, P1, P2 or P3" if field.kind == "class" else field.expected
         lifted = ", or none" if field.optional else ""
@@ -119,7 +119,7 @@ def _parsed(field: Declared, text: str) -> Any:
 
 
 def shown(field: Declared, value: Any) -> str:
-    """Return a value for people to read; None as what it means."""
+    """Return a value as text for people; for None, its meaning."""
     from appliance.cli.times import local, of_span
 
     if value is None:

@@ -1,4 +1,4 @@
-"""`appliance keys`."""
+"""The commands `appliance keys`: list, create, change, rotate and revoke bearer keys."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _print(keys: list[Key]) -> None:
 
 
 def _print_new(made: NewKey) -> None:
-    """The key alone on standard output, so that a script can take it."""
+    """Print only the key on standard output, so that a script can read it."""
     until = f", valid until {local(made.expires_at)}" if made.expires_at is not None else ""
     print(made.key)
     print(

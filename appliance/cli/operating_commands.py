@@ -13,7 +13,7 @@ config = typer.Typer(help="Check, show and reload the settings.", no_args_is_hel
 
 Model = Annotated[
     str | None,
-    typer.Option("--model", "-m", metavar="NAME", help="Only this model; else the whole service."),
+    typer.Option("--model", "-m", metavar="NAME", help="Only this model. Default: the whole service."),
 ]
 
 
@@ -60,7 +60,7 @@ def config_check(
         str | None,
         typer.Argument(
             metavar="[FILE]",
-            help="Checked together with conf.d beside it. Default: the file that the service would read.",
+            help="The settings file; conf.d beside it is included. Default: the service's file.",
             show_default=False,
         ),
     ] = None,

@@ -1,4 +1,4 @@
-"""Options that several commands have, and the ranges of numbers."""
+"""Options that several commands share, and parsers for numbers in a range."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 MAX_ROWS = 100_000
-"""Of a list that a command prints."""
+"""Maximum number of rows in a list that a command prints."""
 _WHOLE = re.compile(r"[+-]?[0-9]{1,30}")
 _DECIMAL = re.compile(r"[+-]?[0-9]{0,30}\.?[0-9]{0,30}([eE][+-]?[0-9]{1,3})?")
 
@@ -50,11 +50,11 @@ def is_decimal(text: str) -> bool:
 
 RunDir = Annotated[
     str | None,
-    typer.Option("--run-dir", metavar="DIR", help="Where the service's sockets are.", show_default=False),
+    typer.Option("--run-dir", metavar="DIR", help="Directory of the service's sockets.", show_default=False),
 ]
 StateDir = Annotated[
     str | None,
-    typer.Option("--state-dir", metavar="DIR", help="Where the databases are.", show_default=False),
+    typer.Option("--state-dir", metavar="DIR", help="Directory of the databases.", show_default=False),
 ]
 Config = Annotated[
     str | None,
@@ -62,11 +62,11 @@ Config = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Yes = Annotated[
-    bool, typer.Option("--yes", "-y", help="Do not ask. Without a terminal the command needs this.")
+    bool, typer.Option("--yes", "-y", help="Do not ask for confirmation. Required without a terminal.")
 ]
 Limit = Annotated[
     int,
     typer.Option(
-        "--limit", "-n", metavar="N", help="At most this many rows.", parser=whole_number(1, MAX_ROWS)
+        "--limit", "-n", metavar="N", help="Maximum number of rows.", parser=whole_number(1, MAX_ROWS)
     ),
 ]

@@ -1,7 +1,6 @@
-"""Text for a terminal: tables that fit it, quantities for people, colour where it is wanted, JSON where not.
-
-Everything that others chose (names, errors, answers) passes `printable`: no escape sequence of theirs reaches
-the terminal.
+"""Output for terminals and scripts: tables that fit the width, quantities for people, colour, and JSON. All
+texts from other users (names, errors, answers) pass through `printable`, so that no escape sequence in them
+reaches the terminal.
 """
 
 from __future__ import annotations
@@ -25,22 +24,22 @@ class Column(NamedTuple):
 
     title: str
     right: bool = False
-    """Numbers stand to the right."""
+    """Whether the column is right-aligned, as numbers are."""
     drop: int = 0
-    """Where the terminal is too narrow, columns go in this order, highest first; 0 stays."""
+    """If the terminal is too narrow, columns are dropped in this order, highest first; 0 is never dropped."""
     flexible: bool = False
-    """May be cut short when no column is left to drop."""
+    """Whether the column may be shortened when no column is left to drop."""
     colours: Mapping[str, str] | None = None
-    """The colour of a cell that holds this word."""
+    """The colour of cells with this text."""
 
 
 class Layout:
-    """Columns with their widths, chosen once, so that lines may follow later."""
+    """Columns with fixed widths, so that further lines can follow later."""
 
     def __init__(
         self, columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None, indent: int = 0
     ) -> None:
-        """`rows` decide the widths; `width` is the terminal's, None for one without end."""
+        """`rows` determine the widths; `width` is the terminal's, None if it is unlimited."""
         self._indent = " " * indent
         self._columns = columns
         self._widths = [
@@ -53,11 +52,11 @@ class Layout:
             self._fit(width - indent)
 
     def heading(self) -> str:
-        """The line of titles."""
+        """Return the line of headings."""
         return self.line([column.title for column in self._columns])
 
     def line(self, row: Sequence[str]) -> str:
-        """One row."""
+        """Return the line of one row."""
         parts = []
         for index in self._shown:
             wanted, column = self._widths[index], self._columns[index]
@@ -88,23 +87,24 @@ class Layout:
 def table(
     columns: Sequence[Column], rows: Sequence[Sequence[str]], *, width: int | None, indent: int = 0
 ) -> list[str]:
-    """The lines of a table, titles first."""
+    """Return the lines of a table, headings first."""
     layout = Layout(columns, rows, width, indent)
     return [layout.heading(), *(layout.line(row) for row in rows)]
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Whether a person sits at `stream`; a stream may have been closed before we started."""
+    """Return whether `stream` is a terminal. A stream may have been closed before this process started."""
     return stream is not None and stream.isatty()
 
 
 def terminal_width(stream: TextIO | None = None) -> int | None:
-    """Columns of the terminal behind `stream` (standard output); None if it is none: nothing is cut there."""
+    """Return the width of the terminal behind `stream` (standard output); None if it is not a terminal, and
+    lines are not shortened."""
     return shutil.get_terminal_size().columns if is_terminal(stream or sys.stdout) else None
 
 
 def cells(text: str) -> int:
-    """Columns that `text` takes on a terminal."""
+    """Return the number of columns that `text` takes on a terminal."""
     if text.isascii():
         return len(text)
     return sum(
@@ -114,7 +114,8 @@ def cells(text: str) -> int:
 
 
 def shorten(text: str, width: int) -> str:
-    """`text` in at most `width` columns; of a path the end is kept, of everything else the beginning."""
+    """Return `text` shortened to `width` columns: of a path the end is kept, of any other text the
+    beginning."""
     if cells(text) <= width:
         return text
     from_end = text.startswith("/")
@@ -124,13 +125,13 @@ def shorten(text: str, width: int) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` on one line, without control characters and without changes of direction."""
+    """Return `text` on one line, without control characters and bidirectional overrides."""
     return _CONTROLS.sub(" ", text)
 
 
 def paint(text: str, colour: str, stream: TextIO | None = None) -> str:
-    """`text` in a colour ("red", "green", "yellow", "dim", "bold") where `stream` is a terminal that wants
-    any (https://no-color.org)."""
+    """Return `text` in a colour ("red", "green", "yellow", "dim", "bold") if `stream` is a terminal and
+    colours are not disabled (https://no-color.org)."""
     stream = stream or sys.stdout
     if not text or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not is_terminal(stream):
         return text
@@ -138,7 +139,7 @@ def paint(text: str, colour: str, stream: TextIO | None = None) -> str:
 
 
 def print_json(value: Any, *, line: bool = False) -> None:
-    """Structs, lists and dicts as JSON: indented, or on one line."""
+    """Return structs, lists and dicts as JSON: indented, or on one line."""
     import msgspec
 
     encoded = msgspec.json.encode(value)
@@ -146,7 +147,7 @@ def print_json(value: Any, *, line: bool = False) -> None:
 
 
 def of_seconds(seconds: float) -> str:
-    """A span of time, with two units at most."""
+    """Return a span of time with at most two units."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     whole = int(seconds)
@@ -159,7 +160,7 @@ def of_seconds(seconds: float) -> str:
 
 
 def of_ms(value: float | None) -> str:
-    """Milliseconds with three digits that mean something; empty for None."""
+    """Return milliseconds with three significant digits; empty for None."""
     if value is None:
         return ""
     if value >= 100_000:
@@ -168,5 +169,5 @@ def of_ms(value: float | None) -> str:
 
 
 def of_count(count: int) -> str:
-    """A number with separators."""
+    """Return a number with thousands separators."""
     return f"{count:,}"

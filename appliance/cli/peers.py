@@ -1,4 +1,4 @@
-"""`appliance peers`."""
+"""The commands `appliance peers`: list, map and unmap local users and groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands about the request log, and their options. What they do is in `appliance.cli.requests` and
+"""The commands for the request log, and their options. Their code is in `appliance.cli.requests` and
 `appliance.cli.contents`, loaded on demand."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def requests_read(
         str | None, typer.Option("--status", metavar="STATUS", help="Only this HTTP status; or: open, ended.")
     ] = None,
     failed: Annotated[
-        bool, typer.Option("--failed", help="Only those with a status ≥ 400 or an error.")
+        bool, typer.Option("--failed", help="Only requests with a status ≥ 400 or an error.")
     ] = False,
     since: Annotated[
         str | None, typer.Option(metavar="TIME", help="Not older than this span (30m, 1h, 7d) or this date.")
@@ -59,13 +59,14 @@ def requests_read(
 @requests.command("cancel")
 def requests_cancel(
     request_id: Annotated[
-        str, typer.Argument(metavar="ID", help="As `requests` shows it.", show_default=False)
+        str,
+        typer.Argument(metavar="ID", help="The request's id, as `requests` shows it.", show_default=False),
     ],
     yes: Yes = False,
     run_dir: RunDir = None,
     json: Json = False,
 ) -> None:
-    """End a request now; its client gets an error."""
+    """Cancel a request; its client gets an error."""
     from appliance.actions import CancelRequest
     from appliance.cli.actions import perform
 
@@ -75,7 +76,8 @@ def requests_cancel(
 @requests.command("show")
 def requests_show(
     request_id: Annotated[
-        str, typer.Argument(metavar="ID", help="As `requests` shows it.", show_default=False)
+        str,
+        typer.Argument(metavar="ID", help="The request's id, as `requests` shows it.", show_default=False),
     ],
     run_dir: RunDir = None,
     json: Json = False,

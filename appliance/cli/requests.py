@@ -1,4 +1,4 @@
-"""`appliance requests`: reads `history.db` itself, so it works whether the service runs or not."""
+"""`appliance requests`: reads `history.db` directly, so it works whether or not the service runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from store.requests import LoggedRequest, RequestFilter, RequestReader
 
 _POLL_S = 0.25
 _UNREADABLE_FOR_S = 10.0
-"""How long `--follow` bears a log that cannot be read: a service that stops or starts locks it a moment."""
+"""How long `--follow` tolerates an unreadable log, because a service that stops or starts locks it for a
+moment."""
 
 _COLUMNS = (
     Column("TIME"),
@@ -47,7 +48,7 @@ _COLUMNS = (
     Column("E2E ms", right=True),
     Column("ERROR", flexible=True, drop=3),
 )
-# What a line that follows later may need, so that the columns stay where they are.
+# Minimum widths for lines that follow later, so that columns stay aligned.
 _ROOM = (
     "00-00 00:00:00",
     "req-" + "0" * 24,
@@ -77,7 +78,7 @@ def show_requests(
     since: str | None,
     as_json: bool,
 ) -> None:
-    """Print matching rows, oldest first; with `follow`, go on with those that end."""
+    """Print matching rows, oldest first; with `follow`, continue with requests as they end."""
     wanted = _filter(request_id, tenant, model, status, failed, since)
     run = find_run_dir(run_dir)
     folder = find_state_dir(state_dir, run)
@@ -188,7 +189,7 @@ def _show_fields(row: LoggedRequest) -> None:
 def _ends(
     reader: RequestReader, last: int, wanted: RequestFilter, shown: dict[str, LoggedRequest]
 ) -> Iterator[LoggedRequest]:
-    """Matching requests as they end (or, where open ones are asked for, begin), for ever."""
+    """Yield matching requests as they end (or begin, if open ones are selected), without end."""
     failing_since: float | None = None
     while True:
         try:
@@ -212,7 +213,7 @@ def _ends(
 
 
 def _matches(row: LoggedRequest, wanted: RequestFilter) -> bool:
-    """What `RequestReader.query` means by the fields that this command sets."""
+    """Return whether a row matches the fields that this command sets, as `RequestReader.query` does."""
     return (
         wanted.request_id in (None, row.request_id)
         and wanted.tenant in (None, row.tenant)

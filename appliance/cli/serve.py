@@ -1,4 +1,4 @@
-"""`appliance serve`: settings, then the core in this process."""
+"""`appliance serve`: loads the settings, and runs the core in this process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from appliance.settings import Flags
 
 
 def serve(flags: Flags) -> int:
-    """Run the service until it is told to stop; its exit code."""
+    """Run the service until it is told to stop. Return its exit code."""
     from appliance.core.process import run
 
     return run(flags)

@@ -1,4 +1,4 @@
-"""Finding the service that a command is about, its state directory, and the connection to it."""
+"""Finds the service that a command addresses, its state directory, and the connection to it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ _SOCKET = "admin.sock"
 
 
 def find_run_dir(flag: str | None, config: str | None = None) -> Path:
-    """Return the run directory: the flag's, the settings file's, or the one where a service runs.
+    """Return the run directory: from the flag, from the settings file, or the one where a service runs.
 
     Without flag and file these are tried in turn: the caller's private run directory ($RUNTIME_DIRECTORY,
-    $XDG_RUNTIME_DIR), /run/appliance, the caller's directory in /tmp if the caller owns it. Where none has a
-    service, it is /run/appliance if systemd knows the unit, else the default of `appliance serve`.
-
-    Of the settings nothing else is read, so that a model whose folder is missing does not keep an operator
-    from the running service.
+    $XDG_RUNTIME_DIR), /run/appliance, the caller's directory in /tmp if the caller owns it. If none has a
+    service, the result is /run/appliance if systemd knows the unit, otherwise the default of `appliance
+    serve`. No other setting is read, so that a model with a missing folder does not keep an operator from the
+    running service.
     """
     from appliance.rundir import SYSTEM_RUN_DIR, unit_is_installed
     from appliance.settings import default_run_dir
@@ -41,10 +40,9 @@ def find_run_dir(flag: str | None, config: str | None = None) -> Path:
 
 
 def find_state_dir(flag: str | None, run_dir: Path, config: str | None = None) -> Path:
-    """Return the state directory: the flag's, the one of the service that has or last had `run_dir`, the
-    settings file's, or the default.
-
-    Raises UntrustedError where the run directory's owner, who says which one it is, is not trusted.
+    """Return the state directory: from the flag, from the service that uses or last used `run_dir`, from the
+    settings file, or the default. Raises UntrustedError if the owner of the run directory, which names the
+    state directory, is not trusted.
     """
     from appliance.ownership import trusted_directory
     from appliance.rundir import SYSTEM_RUN_DIR, SYSTEM_STATE_DIR, last_holder, unit_is_installed
@@ -88,16 +86,16 @@ def admin_client(run_dir: str | None, config: str | None = None) -> Iterator[Adm
 
 
 def admin_key() -> str | None:
-    """Return the key of $APPLIANCE_ADMIN_KEY, for users who are not operators. Raises Failure for one that no
-    HTTP header can carry."""
+    """Return the key in $APPLIANCE_ADMIN_KEY, for users who are not operators. Raises Failure if it cannot be
+    sent in an HTTP header."""
     key = os.environ.get("APPLIANCE_ADMIN_KEY") or None
     if key is not None and not (key.isascii() and key.isprintable()):
-        raise Failure("$APPLIANCE_ADMIN_KEY has characters that no key has: copy the key again")
+        raise Failure("$APPLIANCE_ADMIN_KEY has characters that are not allowed in a key: copy the key again")
     return key
 
 
 def _has_service(path: Path) -> bool:
-    """Whether a service's socket is in a directory whose owner the caller trusts."""
+    """Return whether the directory has a service's socket and an owner whom the caller trusts."""
     from appliance.ownership import UntrustedError, trusted_directory
 
     try:

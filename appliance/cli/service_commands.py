@@ -1,5 +1,5 @@
-"""The commands that run the service and look at it, and their options. What they do is in the other modules
-of this package, loaded on demand."""
+"""The commands that run and inspect the service, and their options. Their code is in the other modules of
+this package, loaded on demand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from appliance.cli.options import Config, Json, RunDir, StateDir, whole_number
 
 
 class Device(StrEnum):
-    """As in the settings."""
+    """The values are the same as in the settings."""
 
     auto = "auto"
     cpu = "cpu"
@@ -20,7 +20,7 @@ class Device(StrEnum):
 
 
 class DType(StrEnum):
-    """As in the settings."""
+    """The values are the same as in the settings."""
 
     auto = "auto"
     float32 = "float32"
@@ -29,21 +29,21 @@ class DType(StrEnum):
 
 
 class Quantised(StrEnum):
-    """As in the settings."""
+    """The values are the same as in the settings."""
 
     auto = "auto"
     fp8 = "fp8"
 
 
 class LoadFormat(StrEnum):
-    """As in the settings."""
+    """The values are the same as in the settings."""
 
     safetensors = "safetensors"
     dummy = "dummy"
 
 
 class LogLevel(StrEnum):
-    """As in the settings."""
+    """The values are the same as in the settings."""
 
     debug = "debug"
     info = "info"
@@ -63,7 +63,7 @@ def serve(
         ),
     ] = None,
     listen: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Serve TCP too, with bearer keys.")
+        str | None, typer.Option(metavar="HOST:PORT", help="Also serve TCP, with bearer keys.")
     ] = None,
     run_dir: RunDir = None,
     state_dir: StateDir = None,
@@ -89,13 +89,15 @@ def serve(
         int | None,
         typer.Option(
             metavar="N",
-            help="Longest sequence, prompt and output, in tokens.",
+            help="Maximum length of a sequence (prompt and output) in tokens.",
             parser=whole_number(1, 10_000_000),
         ),
     ] = None,
     max_num_seqs: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Sequences that run at once.", parser=whole_number(1, 65_536)),
+        typer.Option(
+            metavar="N", help="Maximum number of sequences that run at once.", parser=whole_number(1, 65_536)
+        ),
     ] = None,
     max_num_batched_tokens: Annotated[
         int | None,

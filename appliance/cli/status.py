@@ -144,7 +144,7 @@ def _fronts(fronts: list[FrontStatus], width: int | None) -> list[str]:
 
 
 def _per_token(front: FrontStatus) -> str:
-    # Of few tokens it would tell what the process's start cost.
+    # With few tokens, the value would mostly reflect the start of the process.
     if front.cpu_us_per_token is None or front.tokens < _TOKENS_THAT_TELL:
         return ""
     return f"{front.cpu_us_per_token:.1f}"
@@ -206,7 +206,7 @@ def _replicas(replicas: list[ReplicaStatus], width: int | None) -> list[str]:
 
 
 def _by_kind(replica: ReplicaStatus, decode: str, mixed: str) -> str:
-    """Of steps that only decode, and of those that compute prompts; "-" where there were none."""
+    """Return the values for decode-only steps and for steps that compute prompts; "-" if there were none."""
     return f"{decode if replica.step_ms else '-'}/{mixed if replica.mixed_step_ms else '-'}"
 
 

@@ -12,16 +12,18 @@ from appliance.cli.fields import with_fields
 from appliance.cli.options import Json, RunDir, Yes
 from store.policies import KeyFields, TenantRecord
 
-tenants = typer.Typer(help="Tenants: who is billed for requests, and their limits.", no_args_is_help=True)
+tenants = typer.Typer(help="Tenants, which are billed for requests, and their limits.", no_args_is_help=True)
 keys = typer.Typer(help="Bearer keys, which TCP clients need.", no_args_is_help=True)
 peers = typer.Typer(help="Local users and groups, which need no key.", no_args_is_help=True)
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="As `tenants list` shows it.", show_default=False)]
-KeyId = Annotated[str, typer.Argument(metavar="ID", help="As `keys list` shows it.", show_default=False)]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="A name from `tenants list`.", show_default=False)]
+KeyId = Annotated[str, typer.Argument(metavar="ID", help="A key id from `keys list`.", show_default=False)]
 PeerName = Annotated[
     str,
     typer.Argument(
-        metavar="PEER", help="As uid:1000, user:alice, gid:100 or group:staff.", show_default=False
+        metavar="PEER",
+        help="A user or group: uid:1000, user:alice, gid:100 or group:staff.",
+        show_default=False,
     ),
 ]
 
@@ -55,7 +57,7 @@ def tenants_show(name: Name, run_dir: RunDir = None, json: Json = False) -> None
 def tenants_create(
     name: Annotated[
         str,
-        typer.Argument(metavar="NAME", help="A name, which cannot change.", show_default=False),
+        typer.Argument(metavar="NAME", help="The tenant's name, which cannot change.", show_default=False),
     ],
     run_dir: RunDir = None,
     json: Json = False,
@@ -116,9 +118,9 @@ def keys_list(
 @with_fields(KeyFields, but=("name",))
 def keys_create(
     name: Annotated[
-        # With its flag, as --status has: typer 0.27 takes a metavar of the same name for the flag.
+        # The flag is given explicitly, because typer 0.27 would use a metavar of the same name as the flag.
         str,
-        typer.Option("--name", metavar="NAME", help="What or whom the key is for.", show_default=False),
+        typer.Option("--name", metavar="NAME", help="The purpose or user of the key.", show_default=False),
     ],
     tenant: Annotated[
         str, typer.Option(metavar="NAME", help="The tenant that is billed for its requests.")

@@ -1,4 +1,4 @@
-"""`appliance tenants`."""
+"""The commands `appliance tenants`: list, show, create and change tenants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times as people type and read them: spans (90s, 30m, 12h, 7d) and dates, local time."""
+"""Parses and formats times for people: spans (90s, 30m, 12h, 7d) and dates in local time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from datetime import datetime
 from appliance.cli.failure import CommandLineError
 
 MAX_SPAN_S = 36525 * 86400.0
-"""A hundred years: every moment that far from now can be stored and printed."""
+"""A hundred years: every time within this distance from now can be stored and printed."""
 _FIRST_YEAR, _LAST_YEAR = 1971, 2999
 _SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
 _SPAN = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*(s|m|min|h|d|w)")
@@ -57,7 +57,7 @@ def span_s(text: str, option: str, max_s: float = MAX_SPAN_S) -> float:
 
 
 def of_span(seconds: float) -> str:
-    """Return a span as `span_s` takes it, in the largest unit that divides it."""
+    """Return a span as text that `span_s` parses, in the largest unit that divides it."""
     for unit in ("w", "d", "h", "m"):
         if seconds and seconds % _SECONDS[unit] == 0:
             return f"{seconds / _SECONDS[unit]:g}{unit}"

@@ -1,1 +1,1 @@
-"""The core process: what it is made of, its start, its reloads and its end."""
+"""The core process: its parts, its start, its reloads and its end."""

@@ -1,5 +1,4 @@
-"""Detects changes of the time of day, because a wrong clock must not cause log entries to be removed as
-old."""
+"""Detects jumps of the system clock, because a wrong time must not cause log entries to be removed as old."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from collections.abc import Callable
 
 MIN_JUMP_S = 600.0
 HOLD_S = 24 * 3600.0
-"""After a jump nothing is removed for this time, unless the clock is set back."""
+"""Time after a jump during which no entries are removed, unless the clock is set back."""
 
 
 def _steady() -> float:
@@ -27,7 +26,7 @@ class ClockGuard:
 
     @property
     def jump_s(self) -> float:
-        """Return by how much the time of day was changed; 0 if it was not changed within the last
+        """Return by how many seconds the system clock jumped; 0 if it did not jump within the last
         `HOLD_S`."""
         now = self._steady()
         jump_s = self._wall() - now - self._offset_s
@@ -38,7 +37,7 @@ class ClockGuard:
             self._jumped_at, self._seen_s = now, jump_s
         if now - self._jumped_at < HOLD_S:
             return jump_s
-        # From now on the new time counts as right.
+        # From now on the new time is considered correct.
         self._offset_s += jump_s
         self._jumped_at = None
         return 0.0

@@ -38,7 +38,7 @@ class ContentKeeper:
     def __init__(
         self, writer: Writer, policies: Callable[[], Policies], rules: Callable[[], LogSettings]
     ) -> None:
-        """`writer` writes to `contents.db`."""
+        """`writer` is the writer of `contents.db`."""
         self.writer = writer
         self._policies = policies
         self._rules = rules

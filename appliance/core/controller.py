@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 _COUNT_WITHIN_S = 1.0
-"""Time for replicas to report what they generated for the requests that ended last."""
+"""Time for replicas to report the tokens that they generated for the last requests."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Controller:
     def start(self) -> None:
         """Start every process. Connections are accepted as soon as a front is ready."""
         self.fronts.publish_configuration()
-        # Replicas first, because they take longer.
+        # Replicas are started first, because they take longer.
         self.models.start()
         self.fronts.start()
         self._tick()

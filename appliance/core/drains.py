@@ -42,7 +42,7 @@ class FrontConfiguration(Protocol):
 
 
 class DrainTools(NamedTuple):
-    """What a drain acts on."""
+    """The parts of the service on which a drain acts."""
 
     requests: RequestManager
     fronts: FrontConfiguration
@@ -51,7 +51,7 @@ class DrainTools(NamedTuple):
 
 
 class Drain:
-    """One drain. `run` takes it to its end; cancelling that task interrupts it."""
+    """One drain. `run` performs it until its end; cancelling that task interrupts it."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Drain:
 
     @property
     def public_state(self) -> Literal["draining", "drained"]:
-        """The state for operators and gateways, to whom an announced drain is draining."""
+        """The state that operators and gateways see: an announced drain is shown as draining."""
         return "drained" if self.state == "drained" else "draining"
 
     @property
@@ -108,7 +108,7 @@ class Drain:
         return max(0.0, self._grace_ends_at - time.monotonic())
 
     def replaces(self, former: Drain) -> None:
-        """Continue where `former` is, with the grace period of this drain."""
+        """Take over the progress of `former`, with the grace period of this drain."""
         if former.state != "drained":
             self.started_at, self._began_at = former.started_at, former._began_at
         if former.state != "announced":
@@ -151,7 +151,7 @@ class DrainError(Exception):
 
 
 class Drains:
-    """All drains: at most one of each model, one of the service, and the one of the service's stop."""
+    """All drains: at most one for each model, one for the service, and one for the service's stop."""
 
     def __init__(
         self, tools: DrainTools, settings: Callable[[], Settings], models: Callable[[], Collection[str]]

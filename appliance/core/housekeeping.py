@@ -25,12 +25,12 @@ _HEAD_EVERY_S = 60.0
 _REMOVE_EVERY_S = 5.0
 _MIN_PAUSE_S = 0.02
 _PAUSE_FACTOR = 9.0
-"""After each batch the writer rests for so many times the batch's duration: removal takes at most a tenth of
-its time."""
+"""The pause after each batch, as a multiple of the batch's duration, so that removal takes at most a tenth of
+the writer's time."""
 
 
 class Housekeeper:
-    """Works from `start` to `stop`."""
+    """Does the periodic work between `start` and `stop`."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Housekeeper:
             await asyncio.wait(self._tasks)
 
     async def _retry_audit(self) -> None:
-        # In a thread, because the disk may not answer.
+        # This runs in a thread, because the disk may not answer.
         await asyncio.to_thread(self._control.trail.retry)
 
     async def _record_head(self) -> None:
@@ -98,7 +98,7 @@ async def _repeat(every_s: float, work: Callable[[], Awaitable[None]]) -> None:
         try:
             await work()
         except StoreError:
-            pass  # The writer has logged it. It is retried.
+            pass  # The writer has logged the error. The operation is retried.
         except Exception:
             log.exception("housekeeping failed; it is retried in %g s", every_s)
 

@@ -98,7 +98,7 @@ def _signals() -> tuple[asyncio.Event, asyncio.Event]:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, signalled)
-    # Ignored until the service handles it as a reload: the settings have just been read.
+    # SIGHUP is ignored until the service can reload, because the settings have just been read.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     return stop, hurry
 

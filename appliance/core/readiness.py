@@ -1,4 +1,5 @@
-"""Whether the service and its models answer, and why not: for gateways, operators and the service manager.
+"""Determines whether the service and its models answer, and if not, why, for gateways, operators and the
+service manager.
 
 Reads `Drains`, `ModelManager`, `FrontPool` and the request manager's counters whenever it is asked. Keeps
 nothing and changes nothing.

@@ -73,7 +73,7 @@ class Reloader:
     """Tells the fronts about changed settings."""
     listeners: Sequence[ConfiguredListener]
     hooks: Mapping[str, ReloadHook]
-    """By top-level setting."""
+    """The hook of each top-level setting."""
     _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     def configuration(self) -> Configuration:

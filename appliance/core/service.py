@@ -60,7 +60,8 @@ class Service:
         self.settings = LiveSettings(loaded.settings)
         settings, control, started_at = loaded.settings, state.control, time.time()
         problems, clock = Problems(), ClockGuard()
-        # Requests: identities, quotas, the request log, stored contents, fronts and models.
+        # The parts that serve requests: identities, quotas, the request log, stored contents, fronts and
+        # models.
         identities = IdentityRegistry(lambda: control.policies, settings.unix)
         quotas = Quotas(time.monotonic)
         self.levels = LevelKeeper(quotas, QuotaLog(state.history))

@@ -74,7 +74,7 @@ def _opened(settings: Settings, manager: Manager) -> Iterator[State]:
             held.callback(database.close)
             held.callback(manager.tell, STATUS=f"stopped: closing {database.path}")
         requests = RequestLog(history)
-        requests.seal_open_rows("the service ended without a word").add_done_callback(_log_sealed)
+        requests.seal_open_rows("the service ended unexpectedly").add_done_callback(_log_sealed)
         yield State(control, history, contents, requests)
 
 
@@ -100,14 +100,14 @@ def _has_bytes(path: Path) -> bool:
 
 
 def cache_salts(control: ControlStore) -> Callable[[str], str]:
-    """Return a function from a tenant's name to its salt of the prefix cache. Tenants of one cache group
+    """Return a function that returns a tenant's prefix-cache salt. Tenants of one cache group
     share a salt. Salts cannot be guessed, and they change with each start of the service."""
     secret = secrets.token_bytes(32)
 
     def salt(name: str) -> str:
         tenant = control.policies.tenants.get(name)
         group = tenant.cache_group if tenant is not None else None
-        # The prefix keeps a group apart from a tenant of the same name that is not in the group.
+        # The prefix distinguishes a cache group from a tenant of the same name outside the group.
         owner = f"tenant {name}" if group is None else f"group {group}"
         return hmac.new(secret, owner.encode(), hashlib.sha256).hexdigest()[:32]
 

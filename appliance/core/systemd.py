@@ -15,7 +15,7 @@ from typing import TypeVar
 log = logging.getLogger(__name__)
 
 EXTENSION_US = 30_000_000
-"""The extension that the service manager is asked for, again and again, while something takes long."""
+"""The extension of the start timeout that is requested repeatedly while an operation takes long."""
 _EVERY_S = 1.0
 _FIRST_DESCRIPTOR = 3
 T = TypeVar("T")

@@ -67,7 +67,7 @@ def _refuse(state: AppState, request: Request, error: Exception) -> Response:
     elif isinstance(error, ClientDisconnected):
         refusal = ApiError(CLIENT_DISCONNECTED, "the client disconnected before its request was complete")
     else:
-        # The HTTP server logs the traceback, and then drops the frames.
+        # The HTTP server logs the traceback, and then releases the stack frames.
         refusal = ApiError(500, "the front failed to answer; its log has the cause", code="internal")
     if isinstance(error, ApiError | ClientDisconnected):
         drop_frames(error)

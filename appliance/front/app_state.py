@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from appliance.front.request_context import RequestContext
 
 MAX_TEXT_BYTES = 16 << 20
-"""Bytes of all prompts that wait to be encoded. Tenants with such prompts get equal shares."""
+"""Maximum size in bytes of all prompts that wait to be encoded. Tenants with such prompts get equal
+shares."""
 MAX_TEXT_WAIT_S = 30.0
 """Time limit for encoding the prompts of one request."""
 
@@ -60,7 +61,7 @@ class AppState:
         self.ready = False
         self.not_ready_reason = "the front has not been configured yet"
         self.silent_models: dict[str, str] = {}
-        """Models that do not answer, with the reason."""
+        """Models that do not answer, each with the reason."""
         self.requests = 0
         self.tokens = 0
         self.streams = 0
@@ -77,7 +78,7 @@ class AppState:
         self.bodies.limits = limits
 
     def reject(self, context: RequestContext, error: ApiError) -> None:
-        """Log a request that the front refused without the core."""
+        """Log a request that the front itself refused."""
         self.to_core(
             Rejected(
                 request_id=context.request_id,

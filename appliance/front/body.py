@@ -78,7 +78,7 @@ def _check_content_type(request: Request) -> None:
 
 async def _read_bytes(request: Request, max_bytes: int, reservation: BodyReservation) -> bytearray:
     too_large = ApiError(413, f"the body is larger than {max_bytes} bytes", code="body_too_large")
-    # The HTTP parser refuses values that are not numbers.
+    # The HTTP parser has refused a Content-Length that is not a number.
     length = int(request.headers.get("content-length", 0))
     if length > max_bytes:
         raise too_large

@@ -18,7 +18,7 @@ class ErrorDetail(_Document):
 
     message: str
     type: str
-    param: Annotated[str | None, Meta(description="The field that is at fault.")]
+    param: Annotated[str | None, Meta(description="The name of the invalid field.")]
     code: str | None
 
 
@@ -29,7 +29,7 @@ class ErrorDocument(_Document):
 
 
 class HealthDocument(_Document):
-    """`reason` says what is missing."""
+    """A readiness report; `reason` says what is missing."""
 
     status: Literal["live", "ready", "not_ready"]
     reason: str | None = None
@@ -63,7 +63,7 @@ class PromptTokenDocument(_Document):
 
     logprob: float
     rank: Annotated[
-        int | None, Meta(description="1 is the most likely; null of a token that is not among the best.")
+        int | None, Meta(description="1 for the most likely token; null if the token is not among the best.")
     ]
     decoded_token: str
 
@@ -106,7 +106,7 @@ class ChatLogprobsDocument(_Document):
 
 
 class ChatMessageDocument(_Document):
-    """The answer."""
+    """The message of an answer."""
 
     role: Literal["assistant"]
     content: str
@@ -114,7 +114,7 @@ class ChatMessageDocument(_Document):
 
 
 class ChatChoiceDocument(_ChoiceDocument, kw_only=True):
-    """One sample."""
+    """One sample of the answer."""
 
     index: int
     message: ChatMessageDocument
@@ -146,7 +146,7 @@ class CompletionLogprobsDocument(_Document):
 
 
 class CompletionChoiceDocument(_ChoiceDocument, kw_only=True):
-    """One sample."""
+    """One sample of the answer."""
 
     index: int
     text: str

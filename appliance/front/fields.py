@@ -13,10 +13,10 @@ MAX_ALLOWED_TOKEN_IDS = 1 << 18
 """The size of the largest known vocabulary; it bounds the number of ids, and the ids."""
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
-"""Bounds one bad word. Each word is tokenized twice, with and without a space before it."""
+"""Maximum length of one bad word. Each word is tokenized twice, with and without a space before it."""
 MAX_TEMPLATE_VARIABLES = 32
 MAX_TEMPLATE_VARIABLE_DEPTH = 200
-"""Bounds lists and objects inside each other, since the code that renders templates is recursive."""
+"""Maximum nesting of lists and objects, because the code that renders templates is recursive."""
 
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 

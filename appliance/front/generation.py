@@ -53,7 +53,7 @@ class Generation:
         wants_logprobs = task.logprobs is not None
         each = task.samples
         self.is_kept = context.identity.log_policy != "metadata"
-        """The log policy keeps prompts and answers."""
+        """Whether the log policy keeps prompts and answers."""
         self.samples = [
             Sample(
                 prompt,
@@ -75,19 +75,19 @@ class Generation:
             for number in range(each)
         ]
         self.begun = asyncio.Event()
-        """Set at the first output, or at the end."""
+        """Set when the first output arrives, or at the end."""
         self.ended = asyncio.Event()
         self.failure: ApiError | None = None
         self.left = False
         self.ran = False
-        """The request was submitted to a replica."""
+        """Whether the request was submitted to a replica."""
         self.on_progress: Callable[[Sample], None] | None = None
         """Called after each output that a sample took."""
         self.on_end: Callable[[], None] | None = None
         self.headers: dict[str, str] = {}
         """Headers of the answer: the state of the caller's rate limits."""
         self.prompt_tokens = task.prompt_tokens
-        """Tokens of all prompts."""
+        """Number of tokens of all prompts."""
         self.completion_tokens = 0
         """Tokens of all samples that the answer needs so far."""
         self.cached_tokens = 0
@@ -108,7 +108,7 @@ class Generation:
         self._tokens = 0
         self._retry: asyncio.TimerHandle | None = None
 
-    # ── from the client ──
+    # ── events from the client ──
 
     def start(self) -> None:
         """Ask the core for admission."""
@@ -137,7 +137,7 @@ class Generation:
         self.settle(CLIENT_DISCONNECTED, "the client read too slowly")
         self.context.connection.cut_off()
 
-    # ── from the core ──
+    # ── messages from the core ──
 
     def admitted(self, message: Admitted) -> None:
         """Submit the request to the replica that the core has chosen."""
@@ -161,7 +161,7 @@ class Generation:
             self._handles.append(submit.handle)
             link.submit(submit, sink, self._lost)
             if self._link is not link:
-                # The replica was found to be lost: all submissions are repeated elsewhere.
+                # The replica is lost, so all submissions are repeated on another one.
                 break
 
     def refused(self, message: Refused) -> None:
@@ -190,7 +190,7 @@ class Generation:
         """End the request now, for an operator or a drain."""
         self._fail(ApiError(503, message, code="aborted", retry_after_s=1.0))
 
-    # ── from the replica ──
+    # ── outputs of the replica ──
 
     def _take(self, handle: int, sample: Sample, output: Output) -> None:
         prompt = sample.prompt
@@ -208,7 +208,7 @@ class Generation:
         try:
             sample.take(output)
         except Exception:
-            # An error here must end this request only: the frame also has tokens of other requests.
+            # An error here must end only this request, because the frame also has tokens of other requests.
             log.exception("request %s: an output could not be processed", self.context.request_id)
             self._fail(ApiError(500, "the front failed to answer; its log has the cause", code="internal"))
             return
@@ -255,7 +255,7 @@ class Generation:
             self._attempt += 1
             self._ask()
 
-    # ── to the core and the replica ──
+    # ── messages to the core and the replica ──
 
     def _ask(self) -> None:
         task, context = self.task, self.context
@@ -346,7 +346,7 @@ class Generation:
         first = group[0].number
         return lambda output: take(handle, group[output.sample - first], output)
 
-    # ── the end ──
+    # ── end and settlement ──
 
     def _fail(self, error: ApiError) -> None:
         if self.ended.is_set():

@@ -19,12 +19,12 @@ class Prompt:
     index: int
     token_ids: list[int]
     max_tokens: int
-    """The most tokens to generate for each sample."""
+    """Maximum number of tokens to generate for each sample."""
     echo_text: str = ""
     """The text at the beginning of the answer, with `echo`."""
     cached_tokens: int | None = None
     logprobs: list[TokenLogprob | None] | None = None
-    """Log probabilities of its tokens, if requested. That of the first token is None."""
+    """Log probabilities of the prompt's tokens, if requested. That of the first token is None."""
 
 
 @dataclass(slots=True)
@@ -49,18 +49,18 @@ class GenerationTask:
     logprobs: int | None = None
     """How many alternatives the answer shows for each token; None: no log probabilities."""
     prompt_logprobs: int | None = None
-    """The same for the prompts' tokens, if the answer has the field `prompt_logprobs`."""
+    """Number of alternatives for the prompts' tokens, if the answer has the field `prompt_logprobs`."""
     return_token_ids: bool = False
     echo: bool = False
     discard_output: bool = False
-    """The answer has only the prompt (`max_tokens` 0)."""
+    """Whether the answer has only the prompt (`max_tokens` 0)."""
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
     """Whether every chunk of a stream has token counts."""
     asked_class: str = ""
     may_lower: bool = False
-    """As `Admit.may_lower`."""
+    """The same as `Admit.may_lower`."""
     asked: list[Text] = field(default_factory=list)
     """The prompts as they were sent, if the log policy keeps them."""
 

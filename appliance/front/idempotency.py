@@ -39,7 +39,7 @@ _KEY = re.compile(rb"[\x21-\x7e]{1,255}")
 _FRAMING = frozenset([b"content-length", b"transfer-encoding", b"expect"])
 """Headers that say how the body was sent."""
 _RATE_LIMITS = b"x-ratelimit-"
-"""Headers that do not hold any more when an answer is repeated."""
+"""Headers that are no longer valid when an answer is repeated."""
 
 PrepareTask = Callable[[], Awaitable[GenerationTask]]
 
@@ -75,7 +75,7 @@ async def answer(
             code="idempotency_key_reused",
         )
     if known is None:
-        # The run may outlast this client, after which the caller releases the body.
+        # The run may continue after this client disconnects, and the caller then releases the body.
         state.background.run(_run(state, context, context.body.moved(), run, prepare))
     return RecordedResponse(state, context, run, is_first=known is None)
 
@@ -90,7 +90,7 @@ async def _run(
         try:
             task = await prepare()
         finally:
-            # It holds the parsed body, which can be much longer than the prompts that were made of it.
+            # The frame holds the parsed body, which can be much larger than the prompts made from it.
             del prepare
             run.request_class = context.request_class
         as_client = dataclasses.replace(context, connection=recording, body=body, retry_of=run.retry_of)
@@ -124,7 +124,7 @@ class RecordedResponse(Response):
         self._context = context
         self._run = run
         self._retry = "" if is_first else "repeated" if run.recording.ended else "joined"
-        # The run, or the row of the retry, ends this request in the log.
+        # The run, or the row of the retry, records the end of this request in the log.
         context.admitted = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -29,12 +29,13 @@ from store.structs import KeptText
 log = logging.getLogger(__name__)
 
 MAX_WAITING_CHARS = 32 << 20
-"""Characters that may wait for the thread. Further texts are dropped, and counted."""
+"""Maximum number of characters that wait for the thread. Further texts are dropped and counted."""
 MAX_REQUEST_CHARS = 4 << 20
-"""Characters that are kept of one request. Of further texts only the length is kept."""
+"""Maximum number of characters that are kept of one request. Of further texts, only the length is kept."""
 
 _BEYOND_CHARS = 1024
-"""Characters that are searched for secrets beyond the kept ones, to find a secret at the cut."""
+"""Number of characters beyond the kept ones that are also searched for secrets, because a secret may extend
+across the cut."""
 _PAUSE_S = 0.0001
 """A pause in which the event loop's thread gets the interpreter lock. A pause of 0 s would not suffice."""
 
@@ -52,7 +53,7 @@ class Transcript(NamedTuple):
     prompts: list[Text]
     answers: list[str]
     decode: Callable[[list[int]], str]
-    """Returns the text of token ids, in any thread."""
+    """Returns the text of token ids. Any thread may call it."""
 
     @property
     def chars(self) -> int:
@@ -75,7 +76,7 @@ class Keeper:
         self._background = Background()
 
     def keep(self, transcript: Transcript) -> None:
-        """Keep the transcript soon, as its tenant's policy requires."""
+        """Queue the transcript, to be kept as its tenant's policy requires."""
         if self._waiting_chars + transcript.chars > MAX_WAITING_CHARS:
             self.dropped += 1
             log.error(
@@ -140,7 +141,8 @@ def _part(
     data = _plain(text).encode("utf-8", "surrogatepass")
     if transcript.identity.log_policy != "full":
         return KeptText(name, number, hashlib.sha256(data).hexdigest(), len(data))
-    # Redact the messages' texts before they are JSON, where escapes would change the form of a secret.
+    # Redact the messages' texts before they are encoded as JSON, because escapes would change the form of a
+    # secret.
     clean = _Clean(redactor, most)
     shown = clean.text(text) if isinstance(text, str) else _plain(clean.conversation(text))  # type: ignore[arg-type]
     kept = shown[:most].encode("utf-8", "backslashreplace")
@@ -168,7 +170,7 @@ class _Clean:
     def __init__(self, redactor: Redactor, room: int) -> None:
         self.secrets = 0
         self.cut = False
-        """The rest of the text was dropped."""
+        """Whether the rest of the text was dropped."""
         self._redactor = redactor
         self._room = room
 

@@ -29,7 +29,7 @@ class LengthLimit(NamedTuple):
 
     @property
     def max_prompt_tokens(self) -> int | None:
-        """None if the limit is not known."""
+        """The maximum number of prompt tokens; None if the limit is not known."""
         return self.tokens - self.answer_tokens if self.tokens else None
 
     def exceeded(self, param: str, tokens: int | None) -> ApiError:
@@ -45,14 +45,14 @@ class LengthLimit(NamedTuple):
 
 
 class AnswerLimit(NamedTuple):
-    """The most tokens of an answer."""
+    """The maximum number of tokens of an answer."""
 
     requested: int | None
     """The request's own limit; None if it has none."""
     default: int | None
-    """Applies without a limit in the request; None if only the context length limits the answer."""
+    """The default limit for requests without one; None if only the context length limits the answer."""
     field: str
-    """The request's field, for messages."""
+    """The name of the request's field, as shown in messages."""
 
 
 def length_limit(identity: Identity, model: LoadedModel, answer_tokens: int = 1) -> LengthLimit:

@@ -70,9 +70,9 @@ class _Columns:
         self._values.append(_finite(logprob.logprob))
         top: dict[str, float] = {}
         for other, value in logprob.top[: self._alternatives]:
-            # Different tokens can have the same text. The likelier one is shown.
+            # Different tokens can have the same text. Only the more likely one is shown.
             top.setdefault(self._tokenizer.token_text(other), _finite(value))
-        # OpenAI shows the chosen token too, so there may be one alternative more than requested.
+        # OpenAI also lists the chosen token, so there may be one more alternative than requested.
         top.setdefault(text, _finite(logprob.logprob))
         self._top.append(top)
 

@@ -110,7 +110,7 @@ class Catalog:
                     models[model.name] = await load_model(model)
             except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
                 raise
-            except BaseException as error:  # A panic of the Rust extension is not an Exception.
+            except BaseException as error:  # a panic of the Rust extension is not an Exception
                 broken[model.name] = reason = _reason(error)
                 if self._broken.get(model.name) != reason:
                     foreseen = isinstance(error, TokenizerFilesError)
@@ -118,7 +118,7 @@ class Catalog:
         kept = {model.template for model in models.values()}
         for old in self._models.values():
             if old.template not in kept:
-                # Requests that found the old model may still be about to render.
+                # Requests that found the old model may still need its templates.
                 asyncio.get_running_loop().call_later(_CLOSE_AFTER_S, old.close)
         self._models, self._broken, self.served = models, broken, served
 
@@ -126,7 +126,7 @@ class Catalog:
         """Return the model of this name. Raises a 403 if the identity may not use it, a 404, or a 503 if its
         tokenizer could not be read."""
         if not allows(identity, name):
-            # The answer does not reveal whether such a model exists.
+            # The answer must not reveal whether such a model exists.
             raise model_not_allowed(name)
         model = self._models.get(name)
         if model is not None:

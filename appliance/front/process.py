@@ -38,7 +38,7 @@ _TELL_AFTER_CONNECTIONS = 8
 """The core gives a front only so many connections that the front has not reported yet
 (`appliance.front_pool.front.Front.takes_connections`)."""
 _MEND_EVERY_S = 5.0
-"""How often reading a broken tokenizer is retried: its folder may be available again."""
+"""Interval at which reading a broken tokenizer is retried, because its folder may be available again."""
 _ERROR_EVENT_GRACE_S = 1.0
 """Time for the error events of requests that did not end within the grace period."""
 
@@ -56,7 +56,7 @@ class FrontProcess:
         self._latest: Configure | None = None
         self._configured = 0
         self._is_configured = False
-        """The first configuration has been applied."""
+        """Whether the first configuration has been applied."""
         self.ended = asyncio.Event()
         """Set when the front has stopped."""
 
@@ -92,7 +92,7 @@ class FrontProcess:
             try:
                 self._state.replicas.attach(message.replica, self._take_socket())
             except LookupError:
-                # This front cannot work without the channel; the core starts another one.
+                # This front cannot work without the channel, so it ends; the core starts another one.
                 log.error("no file descriptor is left for the channel to replica %s", message.replica)
                 os._exit(1)
         elif isinstance(message, Configure):
@@ -116,8 +116,8 @@ class FrontProcess:
         self._state.background.run(self._adopt(sock, message.peer, request))
 
     async def _adopt(self, sock: socket.socket, peer: str, request: bytes) -> None:
-        """Serve a connection. Until it has its place it counts as not taken, so that the core gives this
-        front no more connections than it has descriptors for."""
+        """Serve a connection. It counts as not taken until it has a place, so that the core gives this front
+        no more connections than it has descriptors for."""
         await self._server.adopt(sock, peer, request)
         self._taken += 1
         if self._taken - self._told_taken >= _TELL_AFTER_CONNECTIONS:
@@ -150,7 +150,7 @@ class FrontProcess:
         self._tell()
         if not self._is_configured:
             self._is_configured = True
-            # The present objects stay, so the garbage collector can skip them.
+            # The objects that exist now are permanent, so the garbage collector can skip them.
             gc.collect()
             gc.freeze()
             self._channel.send(FrontReady())
@@ -177,7 +177,7 @@ class FrontProcess:
             generation.abort("the service stopped before this request was finished")
         await stopping
         await state.keeper.flush()
-        # The core must receive the last settlements.
+        # Wait until the core has received the last settlements.
         deadline = loop.time() + _ERROR_EVENT_GRACE_S
         while self._channel.backlog_bytes and loop.time() < deadline:
             await asyncio.sleep(0.01)

@@ -18,16 +18,17 @@ from appliance.front.request_context import ResponseSink
 MAX_LAG_BYTES = 4 << 20
 """If an answer is too long to be kept, this much of it is held for clients that read slowly."""
 _PIECE_BYTES = 64 << 10
-"""Handed to a connection at once, so that a late follower does not get a copy of the whole answer."""
+"""Maximum number of bytes given to a connection at once, so that the whole answer is not copied for a late
+follower."""
 _CHUNK_OVERHEAD_BYTES = 96
-"""Python's overhead for one chunk."""
+"""Memory overhead in Python of one chunk, in bytes."""
 
 
 class TokenCounter(Protocol):
-    """The part of a generation that counts what its client got."""
+    """The part of a generation that counts the tokens that its client received."""
 
     delivered_tokens: int
-    """Output tokens in everything that was written so far."""
+    """Number of output tokens written so far."""
 
 
 class Recording:
@@ -42,7 +43,7 @@ class Recording:
         """Status and headers, once the response has begun."""
         self.ended = False
         self.broken = False
-        """The response is incomplete, so its followers' connections are closed."""
+        """Whether the response is incomplete; its followers' connections are then closed."""
         self.counter: TokenCounter | None = None
         """The generation, while it runs. It is not kept with the answer."""
         self.on_writable: Callable[[], None] | None = None
@@ -50,7 +51,7 @@ class Recording:
         self.last_chunk_at = 0.0
         self.followers: dict[Follower, None] = {}
         self._chunks: list[tuple[bytes, int]] = []
-        """With each chunk, the number of output tokens up to its end."""
+        """The chunks, each with the number of output tokens up to its end."""
         self._dropped = 0
         """Number of chunks that were removed from the beginning."""
         self._held_bytes = 0
@@ -67,7 +68,7 @@ class Recording:
             name == b"content-length" for name, _ in self.head["headers"]
         )
 
-    # ── for the run, as its client ──
+    # ── methods that the run calls, for which the recording is the client ──
 
     async def send(self, message: Message) -> None:
         """Record a part of the response (ASGI)."""
@@ -93,7 +94,7 @@ class Recording:
             self._trim()
 
     def release(self) -> None:
-        """Forget the callbacks: the run is over."""
+        """Remove the callbacks, because the run has ended."""
         self.on_writable = self.on_lost = None
 
     def abort(self) -> None:
@@ -118,7 +119,8 @@ class Recording:
             on_lost()
 
     def stop_keeping(self) -> None:
-        """Drop what all followers have read, from now on: nobody can join any more."""
+        """From now on, drop the chunks that all followers have read, because no follower can join any
+        more."""
         self._is_kept = False
         self._trim()
 
@@ -127,7 +129,7 @@ class Recording:
             follower.wake.set()
 
     def _trim(self) -> None:
-        """Drop the chunks that all followers have read, and cut off followers that hold back too much."""
+        """Drop the chunks that all followers have read, and cut off followers that are too far behind."""
         positions = [follower.position for follower in self.followers]
         count = min(positions, default=self._dropped) - self._dropped
         self._held_bytes -= sum(len(data) + _CHUNK_OVERHEAD_BYTES for data, _ in self._chunks[:count])
@@ -137,7 +139,7 @@ class Recording:
             for follower in [one for one in self.followers if one.position == self._dropped]:
                 follower.connection.cut_off()
 
-    # ── for followers ──
+    # ── methods for followers ──
 
     def read(self, position: int) -> tuple[bytes, int]:
         """Return about `_PIECE_BYTES` from chunk `position` on, and the position after them; no bytes at the
@@ -152,7 +154,7 @@ class Recording:
         return b"".join(data for data, _ in self._chunks[start:end]), self._dropped + end
 
     def remove(self, follower: Follower) -> None:
-        """Forget a follower."""
+        """Remove a follower."""
         if self.followers.pop(follower, self) is None and not self.followers and not self.ended:
             self._orphaned()
 
@@ -164,7 +166,7 @@ class Follower:
         self.connection = connection
         self.position = 0
         self.left = connection.lost
-        """The client's connection is closed."""
+        """Whether the client's connection is closed."""
         self.wake = asyncio.Event()
         """Set when the recording, or `left`, has changed."""
         self.first_bytes_at: float | None = None
@@ -174,7 +176,7 @@ class Follower:
         connection.on_lost = self._lost
 
     async def changed(self, timeout_s: float | None = None) -> bool:
-        """Wait for news of the recording; return False if the time is over before there are any."""
+        """Wait until the recording changes. Return False if it does not change in time."""
         try:
             await asyncio.wait_for(self.wake.wait(), timeout_s)
         except TimeoutError:
@@ -190,7 +192,7 @@ class Follower:
         return data
 
     def close(self) -> None:
-        """Leave the recording."""
+        """Stop following the recording."""
         self.connection.release()
         self._recording.remove(self)
 

@@ -20,7 +20,8 @@ class RefusedField(NamedTuple):
     neutral: tuple[Any, ...] = ()
     """Values that do not change the answer, besides null, false and empty ones."""
     is_content: bool = False
-    """The value is text of the conversation. Error messages are logged, so they do not repeat it."""
+    """Whether the value is text of the conversation. Error messages are logged, so they do not repeat such
+    text."""
 
     @property
     def json_schema(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 
 class ReplicaChannels:
-    """The channels by the names of replicas. A restarted replica has the name of its former incarnation."""
+    """The channels by the names of the replicas. A restarted replica keeps its name."""
 
     def __init__(self) -> None:
         self._clients: dict[str, ReplicaClient] = {}

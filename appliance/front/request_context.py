@@ -65,11 +65,11 @@ class RequestContext:
     """The work of parsing and encoding so far, in tokens. If this front refuses the request, the tenant is
     charged for them."""
     admitted: bool = False
-    """`Admit` was sent: the request ends with `Settle` or `Refused`, never with `Rejected`."""
+    """Whether `Admit` was sent; the request then ends with `Settle` or `Refused`, never with `Rejected`."""
     retry_of: str = ""
     """The request id of an earlier run with the same `Idempotency-Key`, whose answer is lost."""
     arrived_at: float = field(default_factory=time.time)
-    """Unix seconds."""
+    """When the request arrived, in unix seconds."""
     started: float = field(default_factory=time.monotonic)
 
     def elapsed_ms(self, until: float | None = None) -> float:

@@ -40,7 +40,7 @@ class GenerationResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not self._task.asked:
-            # The request is prepared, so its body is no longer held.
+            # The request is prepared, so its body is released.
             self._context.body.release()
         generation = self.generation
         error = "the front failed to answer; its log has the cause"
@@ -84,7 +84,7 @@ class GenerationResponse(Response):
     ) -> ApiError | None:
         stream = EventStream(generation)
         generation.start()
-        # Before the head is written, a failure can have its own status.
+        # A failure before the head is written can have its own status.
         interval_s = self._state.limits.stream_comment_interval_s
         if interval_s:
             await happens_within(generation.begun, HEAD_DELAY_S)

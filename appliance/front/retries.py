@@ -17,7 +17,7 @@ from appliance.front.recording import Recording
 from appliance.messages import Claim, Claimed, FrontToCore, Release, RetryRules
 
 _RUN_BYTES = 1024
-"""Memory of a run besides its answer."""
+"""Memory of a run in addition to its answer, in bytes."""
 
 
 class KeyedRun:
@@ -26,15 +26,15 @@ class KeyedRun:
 
     def __init__(self, scope: bytes, fingerprint: bytes, request_id: str) -> None:
         self.scope = scope
-        """Stands for the caller, the endpoint and the key."""
+        """A hash of the caller, the endpoint and the key."""
         self.fingerprint = fingerprint
-        """Stands for the body."""
+        """A hash of the body."""
         self.request_id = request_id
         self.recording: Recording
         self.claimed = asyncio.Event()
-        """The core has answered: `is_elsewhere` and `retry_of` are known."""
+        """Set when the core has answered, so that `is_elsewhere` and `retry_of` are known."""
         self.is_elsewhere = False
-        """Another front has the run."""
+        """Whether another front has the run."""
         self.retry_of = ""
         """The request id of an earlier run with the same key, whose answer is lost."""
         self.request_class: int | None = None
@@ -42,7 +42,7 @@ class KeyedRun:
         self.finish_reason = ""
         self.bytes = _RUN_BYTES
         self.timer: asyncio.TimerHandle | None = None
-        """Runs while no client follows a running request, and while an answer is kept."""
+        """The timer that runs while no client follows a running request, and while an answer is kept."""
 
     def stop_timer(self) -> None:
         """Stop the timer, if it runs."""
@@ -80,7 +80,7 @@ class Retries:
         return run
 
     def take(self, message: Claimed) -> None:
-        """Take the core's answer to a claim."""
+        """Handle the core's answer to a claim."""
         run = self._runs.get(message.scope)
         if run is None or run.claimed.is_set():
             return
@@ -90,7 +90,7 @@ class Retries:
         run.claimed.set()
 
     def joined(self, run: KeyedRun) -> None:
-        """Take note that a client follows the run."""
+        """Note that a client follows the run."""
         if not run.recording.ended:
             run.stop_timer()
 
@@ -107,7 +107,7 @@ class Retries:
         self._make_room()
 
     def stop(self) -> None:
-        """End the runs that no client follows: the front is stopping."""
+        """End the runs that no client follows, because the front is stopping."""
         self._stopping = True
         for run in list(self._runs.values()):
             if run.timer is not None and run.scope not in self._kept:
@@ -142,7 +142,7 @@ class Retries:
             self._drop(next(iter(self._kept.values())), void=True)
 
     def _drop(self, run: KeyedRun, void: bool = False) -> None:
-        """Forget the run here and in the core. `void`: its answer is lost before its time."""
+        """Remove the run here and in the core. `void`: the answer is dropped early."""
         self._forget(run)
         self._to_core(Release(scope=run.scope, request_id=run.request_id, void=void))
 

@@ -183,7 +183,7 @@ class _Api:
         body = parse_body(data, kind, state.limits.max_body_bytes, context)
         body.model = request.path_params.get("model", body.model)
         if not has_key(request):
-            # Otherwise up to two megabytes would be held until the prompt is encoded.
+            # Free the body's bytes, of which up to two megabytes would be held until the prompt is encoded.
             data.clear()
         found = named_model(state, context, body)
         return await answer(state, request, context, data, lambda: make_task(state, found, context, body))

@@ -14,7 +14,7 @@ class LogprobEntry(NamedTuple):
 
     logprob: TokenLogprob
     offset: int
-    """Characters."""
+    """Offset of the token's text in the answer, in characters."""
 
 
 class Sample:
@@ -58,7 +58,7 @@ class Sample:
         self.index = index
         """Index in the answer."""
         self.token_ids: list[int] = []
-        """All generated tokens, for a resubmission."""
+        """All generated tokens, needed for a resubmission."""
         self.pieces: list[str] = []
         self.kept_text: list[str] | None = [] if is_kept else None
         """The text so far, if the log policy keeps it."""
@@ -67,14 +67,14 @@ class Sample:
         """Number of tokens that the answer needed, end tokens included: up to the token that completed a stop
         string."""
         self.cumulative_logprob = 0.0
-        """Sum over the delivered tokens whose log probabilities the engine has sent."""
+        """Sum of the log probabilities of delivered tokens, as far as the engine has sent them."""
         self.counted = 0
-        """Delivered tokens that a stream has written."""
+        """Number of delivered tokens that a stream has written."""
         self.finish_reason = ""
         self.begun = False
-        """The stream's first chunk of this sample has been built."""
+        """Whether the stream's first chunk of this sample has been built."""
         self.waiting = False
-        """The stream's next flush includes this sample."""
+        """Whether the stream's next flush includes this sample."""
         self._text = text
         self._offset = len(prompt.echo_text)
         self._discard = discard
@@ -89,7 +89,7 @@ class Sample:
         if self._discard:
             self.finish_reason = "length"
             return
-        # A stop token is counted and billed, but part of the text only on request.
+        # A stop token is counted and billed, but it is part of the text only if requested.
         visible = token_ids[:-1] if finish == "stop" and not self._includes_stop else token_ids
         delivered = self.delivered
         if self.entries is None:

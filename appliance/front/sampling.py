@@ -37,7 +37,7 @@ async def sampling_params(
     temperature = 1.0 if body.temperature is None else body.temperature
     top_p = 1.0 if body.top_p is None else body.top_p
     if top_p == 0.0:
-        # Only the likeliest token is left.
+        # With these settings only the most likely token remains.
         temperature, top_p = 0.0, 1.0
     min_tokens = body.min_tokens or 0
     if min_tokens > max_tokens:
@@ -74,7 +74,7 @@ async def sampling_params(
         logit_bias=body.logit_bias or None,
         allowed_tokens=allowed_tokens,
         bad_words=bad_words,
-        # Drawn here, so that a resubmission after the loss of a replica continues the same text.
+        # The seed is drawn here, so that a resubmission after the loss of a replica continues the same text.
         seed=secrets.randbits(63) if body.seed is None else body.seed & ((1 << 63) - 1),
         min_tokens=min_tokens,
         stop_token_ids=tuple(stop_ids),

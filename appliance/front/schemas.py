@@ -40,7 +40,7 @@ MAX_SAMPLES = 128
 MAX_ALTERNATIVES = 20
 MAX_STOP_TOKENS = 64
 MAX_USER_CHARS = 512
-"""Bounds `user`, which is held as long as the request runs and is written to the request log."""
+"""Maximum length of `user`, which is held while the request runs and is written to the request log."""
 DEFAULT_COMPLETION_TOKENS = 16
 """`max_tokens` of a completion that names none, as in OpenAI's API."""
 
@@ -183,7 +183,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     messages: Annotated[Messages, _about("The conversation.")]
     max_tokens: Annotated[
         PositiveOrMinusOne | None,
-        _about("Most tokens of an answer. -1 is no limit; default: what the model's length leaves."),
+        _about("Maximum tokens of an answer. -1 is no limit; default: as the model's length permits."),
     ] = None
     max_completion_tokens: Annotated[
         PositiveOrMinusOne | None, _about("Takes precedence over `max_tokens`.")
@@ -228,7 +228,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     max_tokens: Annotated[
         CountOrMinusOne | None,
         _about(
-            "Most tokens of an answer. -1 is no limit, 0 is possible with `echo` only; default: "
+            "Maximum number of tokens of an answer. -1 is no limit, 0 is possible with `echo` only; default: "
             f"{DEFAULT_COMPLETION_TOKENS}, or the tenant's own default."
         ),
     ] = None

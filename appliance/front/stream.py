@@ -20,12 +20,13 @@ from appliance.front.sample import Sample
 log = logging.getLogger(__name__)
 
 MAX_HELD_OUTPUTS = 65_536
-"""Outputs (of one token or a few) held for a client that does not read. With more, the request ends."""
+"""Maximum number of outputs (of one or a few tokens) held for a client that does not read. Beyond it, the
+request ends."""
 MAX_HELD_LOGPROB_OUTPUTS = 4_096
-"""The same with log probabilities, which may take a kilobyte each."""
+"""Maximum number of held outputs with log probabilities, which may take a kilobyte each."""
 
 _MAX_COST = 2048
-"""Bounds the work of one flush to about 10 ms: an event costs 1, and each log probability 1."""
+"""Maximum cost of one flush, which takes about 10 ms: an event costs 1, and each log probability 1."""
 _CHARACTERS_PER_COST = 512
 
 _encode = msgspec.json.Encoder().encode
@@ -58,13 +59,13 @@ class EventStream:
             self._head + b'{"index":%d' % sample.index + before_text for sample in generation.samples
         ]
         self._close = b"}" if task.chat else b""
-        # Chunks with more than a text are built one by one.
+        # Chunks with fields other than text are built one by one.
         self._is_plain = not (task.return_token_ids or task.continuous_usage)
         self._after_text = self._close + b',"logprobs":null,"finish_reason":null}' + self._tail()
         generation.on_progress = self.progress
         generation.on_end = self.ended
 
-    # ── from the generation ──
+    # ── called by the generation ──
 
     def progress(self, sample: Sample) -> None:
         """Schedule a flush, since the sample has taken an output."""
@@ -87,7 +88,7 @@ class EventStream:
         elif self._is_open:
             self._schedule()
 
-    # ── to the client ──
+    # ── writing to the client ──
 
     def open(self) -> None:
         """Begin to write events: the response's header is written."""
@@ -100,7 +101,7 @@ class EventStream:
         try:
             self._flush()
         except Exception:
-            # An error here must end this stream only: other streams wait for their flush.
+            # An error here must end only this stream, because other streams wait for their flush.
             log.exception("request %s: its events could not be built", self.generation.context.request_id)
             self._connection.abort()
 
@@ -122,7 +123,7 @@ class EventStream:
                 spent += self._build(sample, events)
         last = False
         if spent >= _MAX_COST and self._waiting:
-            # The rest is written after the flushes of other streams.
+            # The remaining events are written after the flushes of other streams.
             self._schedule()
         elif generation.failure is not None:
             events.append(b"data: " + generation.failure.document() + b"\n\n")
@@ -137,7 +138,7 @@ class EventStream:
             if generation.first_bytes_at is None:
                 generation.first_bytes_at = time.monotonic()
         if last:
-            # Settle now: clients disconnect at the last event, before the end of the response.
+            # Settle now, because clients disconnect at the last event, before the end of the response.
             if generation.failure is not None:
                 generation.settle(generation.failure.status, generation.failure.message)
             else:

@@ -22,7 +22,7 @@ from appliance.text.template_messages import ChatTemplateError, TemplateBoundErr
 MAX_VARIABLES_BYTES = 65_536
 """Bytes of `chat_template_kwargs` as JSON."""
 HIDE_INLINE_CHARACTERS = 4096
-"""Looking for control tokens in longer conversations is not done on the event loop: it takes up to 2.5 µs a
+"""Longer conversations are searched for control tokens in a thread, because this takes up to 2.5 µs per
 character."""
 
 _MESSAGE_CHARACTERS = 16

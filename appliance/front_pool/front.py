@@ -59,37 +59,37 @@ class FrontEvents(Protocol):
     """Receives what happens to a front and what its process sends."""
 
     def front_started(self, front: Front) -> None:
-        """A new process runs, which knows nothing yet. May raise OSError: the process is then killed, and
-        started anew."""
+        """Handle a new process, which has no configuration yet. May raise OSError: the process is then killed
+        and started again."""
 
     def front_ready(self, front: Front) -> None:
-        """The front takes connections."""
+        """Handle a front that is ready for connections."""
 
     def front_reported(self, front: Front) -> None:
-        """The front has reported how many connections it has taken, so it may take others now."""
+        """Handle a front's report of the connections that it has taken, after which it may take others."""
 
     def request_message(self, front: Front, message: AboutRequest) -> None:
-        """A message about a request has arrived."""
+        """Handle a message about a request."""
 
     def claim_message(self, front: Front, message: Claim | Release) -> None:
-        """The front claims or releases a request with an `Idempotency-Key`."""
+        """Handle a claim or release of a request with an `Idempotency-Key`."""
 
     def front_hands_over(self, front: Front, message: HandOver, descriptors: tuple[int, int]) -> None:
-        """The front passes on a connection, with its request, which another front is to answer. The
+        """Pass a connection, with its request, to the front that must answer it. The
         descriptors are closed when this returns."""
 
     def front_keeps(self, front: Front, message: Keep, descriptor: int) -> None:
-        """The front passes on prompts and answers to be stored. The descriptor is closed when this
+        """Store prompts and answers that the front has sent. The descriptor is closed when this
         returns."""
 
     def front_changed(self, front: Front, former: dict[str, str]) -> None:
         """`front.problems`, the models that the front cannot serve, differ from `former`."""
 
     def front_lost(self, front: Front, name: str) -> None:
-        """The process with this name has ended."""
+        """Handle the end of the process with this name."""
 
     def front_problem(self, front: Front, what: str) -> None:
-        """A problem for the operator has occurred."""
+        """Handle a problem for the operator."""
 
 
 class Front:
@@ -386,7 +386,7 @@ class Front:
         self._events.front_problem(self, error)
         self._timer = asyncio.get_running_loop().call_later(delay_s, self.start)
 
-    # ── for the status ──
+    # ── status for operators ──
 
     def status(self) -> FrontStatus:
         """Return the front's status for operators."""

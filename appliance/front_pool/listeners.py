@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 _MAX_PER_PASS = 4
 """Connections accepted per pass of the event loop: a burst of them must not delay requests in progress."""
 _RETRY_S = 0.1
-"""After a shortage of descriptors or memory, the time until connections are accepted again."""
+"""Time for which no connections are accepted after a shortage of descriptors or memory."""
 _SAME_SHORTAGE_S = 60.0
 """A shortage that returns within this time is the same one and is reported once."""
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)

@@ -171,7 +171,7 @@ class FrontPool:
             front.hang_timeout_s = self._settings().hang_timeout_s
             front.load_timeout_s = self._settings().load_timeout_s
 
-    # ── what fronts are told ──
+    # ── messages to fronts ──
 
     def publish_identities(self) -> None:
         """Send every front what has changed in the table of identities."""
@@ -238,7 +238,7 @@ class FrontPool:
         if known is not None and known.state != "stopping":
             known.kill_soon(f"it closed its channel to {replica}")
 
-    # ── what fronts send (FrontEvents) ──
+    # ── messages from fronts (FrontEvents) ──
 
     def front_started(self, front: Front) -> None:
         self._by_name[front.name] = front

@@ -10,7 +10,7 @@ from appliance.http.errors import RequestError
 from appliance.http.heads import RequestHead
 
 FRAMING_BYTES = 64 << 10
-"""Chunk sizes, extensions and trailers may take this many bytes, plus as many as the content. A body
+"""Chunk sizes, extensions and trailers may have this many bytes more than the content. A body
 of 1-byte chunks would otherwise cost 0.4 µs of CPU for each byte of content."""
 
 _CHUNKED_HEAD = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -36,7 +36,7 @@ class SizedBody:
         self.complete = not length
 
     def feed(self, data: bytes) -> tuple[bytes, int]:
-        """See `Body.feed`."""
+        """Implements `Body.feed`."""
         content = data[: self._left]
         self._left -= len(content)
         self.complete = not self._left
@@ -57,12 +57,12 @@ class ChunkedBody:
         self._messages = 0
         self._framing_left = FRAMING_BYTES
         self._tail = b""
-        """The last three bytes that were fed: an empty line may begin in them."""
+        """The last three bytes that were fed to the parser: an empty line may begin in them."""
         self._parser = httptools.HttpRequestParser(self)
         self._parser.feed_data(_CHUNKED_HEAD)
 
     def feed(self, data: bytes) -> tuple[bytes, int]:
-        """See `Body.feed`."""
+        """Implements `Body.feed`."""
         window = self._tail + data
         fed = len(self._tail)
         while fed < len(window) and not self.complete:
@@ -87,15 +87,15 @@ class ChunkedBody:
     # ── the parser's callbacks ──
 
     def on_message_begin(self) -> None:
-        """Count the messages that the parser found: a second one would be a request in disguise."""
+        """Count the messages that the parser found: a second one would be a smuggled request."""
         self._messages += 1
 
     def on_body(self, content: bytes) -> None:
-        """Take decoded content."""
+        """Append decoded content."""
         self._content.append(content)
 
     def on_message_complete(self) -> None:
-        """The body has ended."""
+        """Note that the body has ended."""
         self.complete = True
 
 

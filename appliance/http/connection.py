@@ -25,7 +25,7 @@ LINGER_S = 2.0
 """After a refusal, the rest of the request is read and dropped for at most this time before the connection
 closes. Closing at once would reset the connection before the client has read the response."""
 UNAUTHENTICATED_LINGER_BYTES = 1 << 20
-"""The most that is read and dropped for a client without a valid key."""
+"""Maximum number of bytes that are read and dropped for a client without a valid key."""
 FIRST_PROBE_S = 0.5
 """A TCP client that has sent its last byte may wait for the response or have disconnected. After this time,
 and then at intervals that double, it is sent `100 Continue`, to which a closed connection replies with a
@@ -33,7 +33,8 @@ reset."""
 _POLL_S = 0.5
 _PIECE_BYTES = 64 << 10
 _LARGE_READ_BYTES = 16 << 10
-"""After a read of this size the next one waits for its turn: the client probably sends a large body."""
+"""After a read of this size, the next read waits for its turn, because the client probably sends a large
+body."""
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -45,7 +46,7 @@ class Connection(asyncio.BufferedProtocol):
     the sender down.
 
     While a response streams, `write_chunk` hands bytes straight to the transport. It never waits: the writer
-    checks `writable` first and keeps what it has until `on_writable`.
+    checks `writable` first, and keeps its data until `on_writable` is called.
     """
 
     transport: asyncio.Transport
@@ -72,11 +73,11 @@ class Connection(asyncio.BufferedProtocol):
         self._advancing = False
         self._read_paused = False
         self._waits_to_read = False
-        """After a large read, until it is this connection's turn to read again."""
+        """Whether the connection waits for its turn to read again after a large read."""
         self._begun: tuple[int, int] = 0, 0
         """The latest second in which a request was begun, and how many were begun in it."""
         self._ended = False
-        """The client has sent its last byte."""
+        """Whether the client has sent its last byte."""
         self._linger_bytes: int | None = None
         """How many more bytes are dropped before the connection closes; None if it is not closing."""
         self._probe_s = FIRST_PROBE_S
@@ -88,7 +89,7 @@ class Connection(asyncio.BufferedProtocol):
         self._unsent_bytes = 0
         """The size of the transport's buffer when the write timer was started."""
 
-    # ── for a response under way ──
+    # ── methods for a response in progress ──
 
     @property
     def writable(self) -> bool:
@@ -107,7 +108,7 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def date_line(self) -> bytes:
-        """The Date header of a response that begins now."""
+        """The value of the Date header for a response that begins now."""
         return self.server.date_line
 
     async def drain(self) -> None:
@@ -122,11 +123,11 @@ class Connection(asyncio.BufferedProtocol):
         self.transport.write(data)
 
     def release(self) -> None:
-        """Forget the callbacks: the response is over."""
+        """Remove the callbacks, because the response has ended."""
         self.on_writable = self.on_lost = None
 
     def abort(self) -> None:
-        """Close now, dropping what was not sent."""
+        """Close at once, and drop unsent bytes."""
         self.transport.abort()
 
     def cut_off(self) -> None:
@@ -146,7 +147,7 @@ class Connection(asyncio.BufferedProtocol):
                 self.pool.mark_busy(self)
         return self.authenticated
 
-    # ── for a request that another process answers ──
+    # ── handing a request to another process ──
 
     def leave(self) -> int | None:
         """Stop reading, so that another process can continue with this connection, and return its descriptor.
@@ -160,13 +161,13 @@ class Connection(asyncio.BufferedProtocol):
         return descriptor
 
     async def abandon(self) -> None:
-        """Close this process's descriptor; the process that has another one keeps the connection."""
+        """Close this process's descriptor; another process has a duplicate and keeps the connection."""
         closed = asyncio.Event()
         self.on_lost = closed.set
         self.transport.abort()
         await closed.wait()
 
-    # ── the connection's life ──
+    # ── opening and closing the connection ──
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Identify the peer and take a place."""
@@ -184,7 +185,7 @@ class Connection(asyncio.BufferedProtocol):
         self.advance()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Free the place, and tell the response under way."""
+        """Free the connection's place, and notify the response in progress."""
         self.server.forget(self)
         for timer in (self._timer, self._half_closed_timer, self._write_timer):
             if timer is not None:
@@ -201,7 +202,7 @@ class Connection(asyncio.BufferedProtocol):
             on_lost()
 
     def evict(self) -> None:
-        """Close the connection, which has no complete request: another one needs its place."""
+        """Close the connection, which has no complete request, because another one needs its place."""
         self.transport.abort()
 
     def stop(self) -> None:

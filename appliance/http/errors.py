@@ -1,4 +1,4 @@
-"""Errors of the protocol, before an application sees the request."""
+"""HTTP protocol errors, found before an application sees the request."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def error_document(message: str, kind: str, param: str | None, code: str | None)
 
 def drop_frames(error: BaseException) -> None:
     """Release the stack frames of `error` and of the errors that caused it. The frames hold the request's
-    body and texts. If a future in them holds the error, they form a reference cycle of some megabytes, which
-    would stay until the garbage collector runs."""
+    body and texts. If a future in a frame holds the error, a reference cycle of several megabytes remains
+    until the garbage collector runs."""
     known: BaseException | None = error
     while known is not None:
         known.__traceback__ = None

@@ -43,14 +43,15 @@ class Exchange:
         self.head = head
         self.keep_alive = head.keep_alive
         self.started = False
-        """The head of the response is written."""
+        """Whether the head of the response is written."""
         self.complete = False
-        """The whole response is written."""
+        """Whether the whole response is written."""
         self.chunked = False
-        """The response is sent in chunks; else, without a length, it ends with the connection."""
+        """Whether the response is sent in chunks. A response without chunks and length ends with the
+        connection."""
         self.request_complete = False
         self.wants_body = False
-        """The application waits for a part of the body."""
+        """Whether the application waits for a part of the body."""
         self._connection = connection
         self._state = state
         self._content: list[bytes] = []
@@ -60,10 +61,10 @@ class Exchange:
         self._expects_continue = head.expects_continue
         self._length_left: int | None = None
 
-    # ── from the connection ──
+    # ── called by the connection ──
 
     def receive_body(self, content: bytes, last: bool) -> None:
-        """Take a part of the body."""
+        """Append a part of the body."""
         if content:
             self._content.append(content)
         self.request_complete = last
@@ -84,7 +85,7 @@ class Exchange:
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
             "http_version": head.version,
-            # HEAD is answered as GET is, without the body.
+            # HEAD is answered like GET, but without the body.
             "method": "GET" if head.method == "HEAD" else head.method,
             "scheme": "http",
             "path": head.path,
@@ -111,7 +112,7 @@ class Exchange:
             RequestError(500, "the service failed to answer; the log has the cause", "internal")
         )
 
-    # ── the application's side ──
+    # ── called by the application ──
 
     async def receive(self) -> dict[str, Any]:
         """Return the next part of the body, or the notice that the client has disconnected (ASGI)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 Headers = Iterable[tuple[bytes, bytes]]
-"""Names are lower case, as in ASGI."""
+"""Header names and values; names are in lower case, as in ASGI."""
 
 
 def header(headers: Headers, wanted: bytes) -> bytes | None:

@@ -29,13 +29,13 @@ class RequestHead:
 
     method: str
     path: str
-    """Percent-decoded."""
+    """The path, percent-decoded."""
     raw_path: bytes
     query: bytes
     version: str
-    """"1.0" or "1.1"."""
+    """The HTTP version: "1.0" or "1.1"."""
     headers: list[tuple[bytes, bytes]]
-    """Names in lower case."""
+    """The header fields, with names in lower case."""
     content_length: int
     chunked: bool
     keep_alive: bool
@@ -58,7 +58,7 @@ class HeadReader:
 
     @property
     def collected_bytes(self) -> int:
-        """Bytes of the incomplete head."""
+        """Number of bytes of the incomplete head."""
         return len(self._collected)
 
     def feed(self, data: bytearray) -> RequestHead | None:
@@ -114,7 +114,7 @@ def _parse(data: bytes) -> RequestHead:
     try:
         parser.feed_data(data)
     except httptools.HttpParserUpgrade:
-        pass  # A client may offer another protocol; this server goes on with HTTP/1.1 (RFC 9110, 7.8).
+        pass  # A client may offer an upgrade; this server continues with HTTP/1.1 (RFC 9110, 7.8).
     except httptools.HttpParserError:
         raise RequestError(400, "this is not a valid HTTP/1.1 request") from None
     if not found.complete:

@@ -20,20 +20,20 @@ class Operation(NamedTuple):
     description: str = ""
     answer_description: str = "OK"
     streams: bool = False
-    """The answer can also be a stream of server-sent events."""
+    """Whether the answer can also be a stream of server-sent events."""
     tags: tuple[str, ...] = ()
     body: Any = None
     """Type of the request's JSON body."""
     errors: Mapping[int, Any] = {}
     """Types of the JSON bodies of other answers, by status."""
     parameters: tuple[dict[str, Any], ...] = ()
-    """OpenAPI parameter objects, besides those of the path."""
+    """OpenAPI parameter objects, in addition to those of the path."""
     security: tuple[dict[str, list[str]], ...] | None = None
     """OpenAPI security requirements; None leaves them out."""
 
 
 class DescribedRoute(Protocol):
-    """What the document needs of a route."""
+    """The properties of a route that the document uses."""
 
     operation: Operation | None
     methods: set[str] | None

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 _UCRED = struct.Struct("3i")
 _SO_PEERGROUPS = 59
-"""Of asm-generic/socket.h, Linux 4.13 or newer; Python's socket module does not name it."""
+"""The constant in asm-generic/socket.h (Linux 4.13 or newer), which Python's socket module lacks."""
 _MAX_GROUPS_BYTES = 1024
 """The longest socket option that Python reads: 256 groups."""
 
@@ -20,7 +20,7 @@ class Peer(NamedTuple):
     socket."""
 
     kind: str
-    """"unix" or "tcp"."""
+    """The kind of socket: "unix" or "tcp"."""
     uid: int
     pid: int
     address: str
@@ -29,8 +29,8 @@ class Peer(NamedTuple):
 
     @property
     def source(self) -> str:
-        """Where the client connects from: the host of a TCP peer, its network of 64 bits in IPv6 (one host
-        can have every address in it), or the uid of a Unix peer."""
+        """Where the client connects from: the address of a TCP peer, its /64 network for IPv6 (one host can
+        use every address in it), or the uid of a Unix peer."""
         if self.kind == "unix":
             return str(self)
         host = self.address.rpartition(":")[0].strip("[]")
@@ -49,14 +49,14 @@ def unix_peer(sock: socket.socket) -> Peer:
     than 256 groups, only the primary group is returned."""
     pid, uid, gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     others = b""
-    with contextlib.suppress(OSError):  # More groups than fit, or an older kernel.
+    with contextlib.suppress(OSError):  # The groups do not fit into the option, or the kernel is older.
         others = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _MAX_GROUPS_BYTES)
     gids = sorted({number for (number,) in struct.iter_unpack("I", others)} - {gid})
     return Peer("unix", uid, pid, "", (gid, *gids))
 
 
 def peer_of(sock: socket.socket, address: str = "") -> Peer:
-    """Return the peer of a connected socket. `address` is a TCP peer's where it is known already."""
+    """Return the peer of a connected socket. `address` is the TCP peer's address if it is already known."""
     if sock.family == socket.AF_UNIX:
         return unix_peer(sock)
     if not address:

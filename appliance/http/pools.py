@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Protocol
 
 OTHERS_SHARE = 8
-"""One in this many places cannot be taken by connections of the same tenant."""
+"""One place in this many cannot be taken by connections of the same tenant."""
 
 
 class Occupant(Protocol):
@@ -28,10 +28,10 @@ class Pool:
         self.evicted = 0
         """Connections that were closed to make room."""
         self._members: dict[Occupant, str] = {}
-        """Each with its tenant; "" while that is not known."""
+        """Each connection with its tenant; "" while the tenant is not known."""
         self._by_tenant: Counter[str] = Counter()
         self._waiting: dict[Occupant, str] = {}
-        """Each with its source."""
+        """Each connection with its source."""
         self._waiting_by_source: Counter[str] = Counter()
         self._sources: dict[Occupant, str] = {}
 
@@ -45,12 +45,12 @@ class Pool:
 
     @property
     def max_per_tenant(self) -> int:
-        """Places that the connections of one tenant may take."""
+        """Maximum number of places for the connections of one tenant."""
         return max(self.limit - self.limit // OTHERS_SHARE, 1)
 
     def add(self, connection: Occupant, tenant: str = "", source: str = "") -> bool:
-        """Give the connection a place, if need be that of one that waits. Return False if every place, or
-        every one of the tenant's, belongs to a connection whose request is being answered.
+        """Give the connection a place, if necessary that of a waiting connection. Return False if every
+        place, or every one of the tenant's, belongs to a connection whose request is being answered.
 
         `source` is where the client connects from; without it, the connection that has waited longest is
         closed."""
@@ -68,7 +68,7 @@ class Pool:
         return True
 
     def assign(self, connection: Occupant, tenant: str) -> bool:
-        """Make a connection that has a place one of the tenant's. Return False as `add` does."""
+        """Assign a connection that already has a place to the tenant. Return False as `add` does."""
         if self._members[connection] == tenant:
             return True
         if not self._make_room(tenant):

@@ -1,4 +1,4 @@
-"""Bounds the memory of request heads and of bytes that are read ahead, of all connections together."""
+"""Bounds the total memory of request heads and of bytes read ahead, over all connections."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Protocol, TypeVar
 
 MAX_REQUEST_MEMORY_BYTES = 32 << 20
-"""Heads and bytes read ahead of all connections that hold more than `SMALL_REQUEST_BYTES`."""
+"""Maximum total of heads and bytes read ahead, over the connections that hold more than
+`SMALL_REQUEST_BYTES`."""
 SMALL_REQUEST_BYTES = 8 << 10
 """A connection that holds at most this much does not count: usual heads take 1 to 6 KiB."""
 
@@ -38,12 +39,12 @@ def of_largest_owner(sizes: Mapping[C, int]) -> list[C]:
 
 
 class RequestMemory:
-    """Counts what connections hold. Beyond the bound, the largest request of the tenant that holds most is
-    given up; clients that are not known yet count as one tenant."""
+    """Counts what connections hold. Beyond the bound, the largest request of the tenant that holds the most
+    memory is refused. Clients that are not known yet count as one tenant."""
 
     def __init__(self) -> None:
         self.refused = 0
-        """Requests that were given up."""
+        """Requests that were refused."""
         self._sizes: dict[HeadHolder, int] = {}
         self._total = 0
 

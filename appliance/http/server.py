@@ -135,7 +135,7 @@ class HttpServer:
         while self._tasks and self._loop.time() < deadline + 1.0:
             await asyncio.sleep(0.01)
 
-    # ── for connections ──
+    # ── called by connections ──
 
     def admit(self, connection: Connection, peer: Peer) -> bool:
         """Give a new connection a place. Return False if none is free."""
@@ -193,7 +193,7 @@ class HttpServer:
         self._congested.pop(connection, None)
 
     def run(self, exchange: Exchange) -> None:
-        """Have the application answer a request."""
+        """Let the application answer a request."""
         task = self._loop.create_task(exchange.run(self._app))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -31,7 +31,7 @@ def bind_unix(path: Path, mode: str, gid: int | None = None) -> socket.socket:
     try:
         remove_socket(path)
         sock.bind(str(path))
-        # Nobody can connect before listen(), so the socket is never open to more users than intended.
+        # No client can connect before listen(), so the socket is never open to more users than intended.
         _set_access(path, mode, gid)
         sock.listen(_BACKLOG)
     except OSError as error:
@@ -56,7 +56,8 @@ def bind_tcp(
         sock = socket.socket(family, kind, protocol)
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            # Only while this socket is bound: another process must not share an address with the service.
+            # The option is set only while this socket is bound: no other process may share an address with
+            # the service.
             with _reusing_port(sock, *beside):
                 sock.bind(address)
                 sock.listen(_BACKLOG)

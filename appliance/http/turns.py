@@ -9,16 +9,15 @@ import time
 from collections.abc import Callable
 
 TURN_S = 0.002
-"""One turn is taken for each such interval since the last pass: the usual cost of a turn is below it."""
+"""One turn is taken for each such interval since the last pass; a turn usually costs less."""
 MAX_TURNS_PER_PASS = 8
 
 
 class Turns:
-    """Work that connections want to do next: begin a request, or read more of a large body.
-
-    A pass of the event loop usually takes one turn, so that what has arrived for other clients is handled
-    after each of them. Sources (a tenant, an address) take turns; of one source, the work with the lowest
-    rank comes first, then the one that has waited longest.
+    """Queues what connections do next: begin a request, or read more of a large body. A pass of the event
+    loop usually takes one turn, so that events of other clients are handled after each turn. Sources (a
+    tenant, an address) take turns; of one source, the work with the lowest rank comes first, then the one
+    that has waited longest.
     """
 
     def __init__(self) -> None:
@@ -30,7 +29,7 @@ class Turns:
         self._scheduled = False
 
     def add(self, source: str, rank: int, work: Callable[[], None]) -> None:
-        """Do `work` when it is its turn: at once if no turn was taken in this pass of the event loop."""
+        """Do `work` when its turn comes: at once if no turn was taken in this pass of the event loop."""
         if not self._scheduled:
             self._scheduled = True
             self._last_pass = time.monotonic()

@@ -39,7 +39,7 @@ class MemoryFit:
     usable_bytes: int
     weight_bytes: int
     fixed_bytes: int
-    """Weights and working memory."""
+    """Memory of the weights, plus working memory."""
     block_bytes: int
 
     @property

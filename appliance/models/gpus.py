@@ -14,7 +14,7 @@ class DetectedGpu(NamedTuple):
     memory_bytes: int
     used_bytes: int
     compute_capability: str
-    """Such as "9.0"; empty where unknown."""
+    """The compute capability, such as "9.0"; empty if unknown."""
 
 
 class GpuReport(NamedTuple):

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.05
 _STOP_S = 2.0
 _MAX_FAILED_STARTS = 3
-"""After so many failed starts of a successor, the former replica stays."""
+"""Failed starts of a successor after which the former replica is kept."""
 
 
 class FrontChannels(Protocol):
@@ -150,7 +150,8 @@ class ModelManager:
         except OSError as error:
             replica.kill(f"its channels to fronts could not be made: {error}")
             return
-        # After its channels, because a front must have its channel before a request is dispatched to it.
+        # This follows the channels, because a front needs its channel before a request is dispatched to the
+        # replica.
         self._requests.add_replica(account)
         self._publish()
 
@@ -213,7 +214,7 @@ class ModelManager:
         if replica.account is not None:
             replica.account.version = model.version
 
-    # ── changing what is served ──
+    # ── changing the served models ──
 
     def change(self, wanted: dict[str, ModelSettings], served: list[ServedModel]) -> list[str]:
         """Serve these models with these settings from now on. Returns a description of each change.
@@ -257,7 +258,7 @@ class ModelManager:
             self._requests.add_model(model.name, model.version)
         for replica in self.of(model.name):
             if replica.account is not None:
-                self._learn(replica)  # its removal had begun
+                self._learn(replica)  # an earlier change had begun to remove the model
 
     async def _apply(self, name: str) -> None:
         """Change a model's replicas step by step until they are as wanted, or cannot be."""
@@ -273,7 +274,7 @@ class ModelManager:
         """Take one step. Return whether another one may follow."""
         for replica in self.of(name):
             if replica.retiring:
-                await self._retire(replica)  # begun by an earlier change
+                await self._retire(replica)  # an earlier change began to retire it
         wanted = self._wanted.get(name)
         if wanted is None:
             await self._remove(name)
@@ -337,7 +338,7 @@ class ModelManager:
         if account is not None:
             self._requests.retire_replica(account)
             # While no other replica serves the model, requests that are not finished within the grace period
-            # are better off on the successor.
+            # are continued by the successor.
             alone = not any(other.account for other in self.of(replica.model) if not other.retiring)
             grace_s = self._settings().drain_grace_s if alone else None
             await _poll(

@@ -1,4 +1,4 @@
-"""Which GPUs each replica uses."""
+"""Assigns GPUs to replicas."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ SILENT_AFTER_S = 3.0
 """Replicas report at least twice a second: one without a report for this long gets no new requests. A step
 that a replica has announced may take longer, by its predicted time."""
 _MAX_STEP_FACTOR = 10.0
-"""A replica whose step takes so many times as long as predicted is considered to hang."""
+"""A replica hangs if its step takes longer than this multiple of the predicted time."""
 _AFTER_FATAL_S = 5.0
 _RETRY_FIRST_S, _RETRY_MAX_S = 5.0, 300.0
 """The first and the longest delay before the next start of a replica whose load failed for an expected
@@ -87,30 +87,29 @@ class ReplicaEvents(Protocol):
     """Receives what happens to a replica."""
 
     def replica_starting(self, replica: Replica) -> None:
-        """The ranks are about to read the model's folder."""
+        """Handle ranks that are about to read the model's folder."""
 
     def replica_ready(self, replica: Replica) -> None:
-        """The replica takes submissions now; `replica.account` is new."""
+        """Handle a replica that accepts submissions now; `replica.account` is new."""
 
     def replica_reported(self, replica: Replica, report: Report) -> None:
-        """The replica has sent its report: its heartbeat, its credits, and the submissions that have
-        ended."""
+        """Handle a replica's report: its heartbeat, its credits, and the submissions that have ended."""
 
     def replica_silent(self, replica: Replica) -> None:
-        """A ready replica has not reported in time and should get no new requests."""
+        """Handle a ready replica that has not reported in time and should get no new requests."""
 
     def replica_heard(self, replica: Replica) -> None:
-        """A silent replica has reported again."""
+        """Handle a silent replica that has reported again."""
 
     def replica_lost(self, replica: Replica) -> None:
-        """A ready replica has ended; `replica.account` is void."""
+        """Handle the end of a ready replica; `replica.account` is void."""
 
     def replica_changed(self, replica: Replica) -> None:
         """The replica has ended. It will be restarted, or, if `replica.failure` is set, the operator has to
         correct something first."""
 
     def replica_problem(self, replica: Replica, what: str) -> None:
-        """A problem for the operator has occurred."""
+        """Handle a problem for the operator."""
 
 
 class Replica:
@@ -185,12 +184,12 @@ class Replica:
 
     @property
     def client_state(self) -> ReplicaState:
-        """The state for clients, to whom a failed replica is failed until it is ready again."""
+        """The state for clients: a failed replica stays failed until it is ready again."""
         return "failed" if self.failure else self.operator_state
 
     @property
     def operator_state(self) -> ReplicaState:
-        """The state for operators, to whom a ready replica can be "silent" or "draining"."""
+        """The state for operators: a ready replica can be "silent" or "draining"."""
         if self.state != "ready":
             return self.state
         return "silent" if self.silent else "draining" if self.retiring else "ready"
@@ -292,7 +291,7 @@ class Replica:
                 asyncio.get_running_loop().call_later(_AFTER_FATAL_S, group.kill, "it did not end by itself")
 
     def _progress(self, progress: Progress) -> None:
-        # The log gets one line for each stage, the status each step.
+        # The log gets one line for each stage; the status shows every step.
         if self.state == "starting" or progress.stage != self.detail.rpartition(" ")[0]:
             log.info("%s: %s", self.name, progress.stage)
         self.state, self.fraction = "loading", progress.fraction
@@ -334,7 +333,8 @@ class Replica:
         fatal = self._fatal
         expected = fatal is not None and fatal.kind != "internal" and not was_ready
         self._expected_failures = self._expected_failures + 1 if expected else 0
-        # The former incarnation may still hold memory and devices. A file's contents do not change so soon.
+        # The former incarnation may still hold memory and devices. A damaged file is not read again at once,
+        # because it rarely changes so quickly.
         if fatal is not None and expected and (fatal.kind == "checkpoint" or self._expected_failures > 1):
             self.state, self.failure = "failed", self.last_error
             delay_s = self._retry.delay_s(0.0)
@@ -348,7 +348,7 @@ class Replica:
         self._timer = asyncio.get_running_loop().call_later(delay_s, self.start)
         self._events.replica_changed(self)
 
-    # ── for the status ──
+    # ── status for operators ──
 
     def status(self) -> ReplicaStatus:
         """Return the replica's status for operators."""

@@ -58,7 +58,7 @@ class Topology(NamedTuple):
 
     uuids: list[str]
     links: dict[tuple[int, int], GpuLink]
-    """By the numbers of the two GPUs, the lower one first."""
+    """The links by the numbers of the two GPUs, the lower one first."""
 
     def between(self, gpus: Sequence[int]) -> list[GpuLink]:
         """Return the links of every pair of some GPUs."""

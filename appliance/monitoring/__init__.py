@@ -1,1 +1,1 @@
-"""Looking after the box: what it is made of, and what is wrong with it."""
+"""Checks the server and the service (`doctor`), and exports metrics."""

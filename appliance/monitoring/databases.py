@@ -155,6 +155,6 @@ def _requests(path: Path, running: bool) -> Iterator[Finding]:
 
 def _broken(subject: str, text: str, remedy: str) -> Finding:
     if not remedy:
-        # The store's messages carry what to do after their last colon.
+        # In the store's messages, the remedy follows the last colon.
         text, _, remedy = text.rpartition(": ")
     return Finding(area="databases", subject=subject, level="problem", text=text, remedy=remedy)

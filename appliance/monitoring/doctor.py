@@ -1,6 +1,6 @@
 """Checks everything that can prevent the service from working, and changes nothing.
 
-A check that itself fails is a finding, never the end of the visit.
+A check that itself fails is reported as a finding, and the other checks still run.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def examine(run_dir: Path, state_dir: Path, settings: Settings | str) -> Examina
 
 
 def _ask(run_dir: Path) -> tuple[Status | None, str, bool, str]:
-    """The service's status; or None, why, whether it is only this user that is kept out, and why who answers
-    there is not trusted."""
+    """Return the service's status. If it is not available, return None with the reason, whether only this
+    user lacks access, and why the process on the socket is not trusted."""
     with AdminClient(run_dir, timeout_s=5.0) as client:
         try:
             return client.status(), "", False, ""

@@ -15,19 +15,19 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
     area: Area
     subject: str
-    """What was checked, in a word or two."""
+    """The subject of the check, in one or two words."""
     level: Level
     text: str
-    """What was found, with the values."""
+    """The result of the check, with the values."""
     remedy: str = ""
-    """What to do; empty if nothing is wrong."""
+    """The remedy; empty if nothing is wrong."""
 
 
 class Examination(msgspec.Struct, frozen=True, kw_only=True):
     """All findings of one run."""
 
     at: float
-    """Unix seconds."""
+    """When the checks ran, in unix seconds."""
     host: str
     run_dir: str
     state_dir: str

@@ -38,7 +38,7 @@ def configured_models(
 
 
 def running_models(models: list[ModelStatus]) -> Iterator[Finding]:
-    """Check the models of a running service by its status."""
+    """Check the models of a running service, using its status."""
     for model in models:
         for replica in model.replicas:
             if replica.state != "ready":
@@ -62,7 +62,7 @@ def running_models(models: list[ModelStatus]) -> Iterator[Finding]:
 
 
 def _is_gone(folder: Path) -> bool:
-    """As far as this user may look: the service's may see more."""
+    """Check the folder with this user's rights; the service's user may be able to read more."""
     try:
         return not folder.is_dir()
     except PermissionError:

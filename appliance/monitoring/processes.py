@@ -20,7 +20,7 @@ def orphans(service_pid: int | None) -> Iterator[Finding]:
     for process in psutil.process_iter(["pid", "ppid", "cmdline"]):
         words = process.info["cmdline"] or []
         ours = any(first == "-m" and second in _CHILDREN for first, second in pairwise(words))
-        # A service that is process 1 of a container has children of its own.
+        # If the service is process 1 of a container, its own children also have parent 1.
         if ours and process.info["ppid"] == 1 and service_pid != 1 and not _service_is_init():
             found.append((process.info["pid"], " ".join(words[1:3])))
     for pid, what in found:

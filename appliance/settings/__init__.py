@@ -1,6 +1,5 @@
-"""Settings: typed TOML files, flags over them, defaults under them.
-
-Every mistake is named with its file, line, field, value and remedy.
+"""Settings from typed TOML files. Flags override the files, and the files override defaults. Every fault is
+reported with file, line, field, value and remedy.
 
     listen = "127.0.0.1:8000"
     fronts = 2
@@ -13,8 +12,8 @@ Every mistake is named with its file, line, field, value and remedy.
     uids = [1000, 1001]
 
 The main file is the first of: `--config`, `$APPLIANCE_CONFIG`, `/etc/appliance/appliance.toml`,
-`$XDG_CONFIG_HOME/appliance/appliance.toml`. The files `conf.d/*.toml` beside it are laid over it in order of
-their names: tables are merged, everything else is replaced. Without any file, defaults serve the shipped
+`$XDG_CONFIG_HOME/appliance/appliance.toml`. The files `conf.d/*.toml` next to it override it in order of
+their names: tables are merged, all other values are replaced. Without any file, defaults serve the shipped
 model on a Unix socket.
 """
 

@@ -112,7 +112,7 @@ def _items(value: Any, kind: Any) -> Iterator[tuple[int, Any, Any]]:
 
 
 def _expected(kind: inspect.Type) -> str:
-    """Return what a value of this type must be, in words."""
+    """Return a description of the values that this type allows."""
     match kind:
         case inspect.Metadata(type=inner, extra_json_schema=extra):
             described = (extra or {}).get("description")

@@ -17,14 +17,14 @@ class Place(msgspec.Struct, frozen=True):
     source: str
     """A file, "--listen" (a flag), or "default"."""
     line: int | None = None
-    """In a file, from 1 on."""
+    """The line in a file, counted from 1."""
 
     def __str__(self) -> str:
         return self.source if self.line is None else f"{self.source}:{self.line}"
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """One error."""
+    """One fault of the settings."""
 
     place: Place
     field: str = ""

@@ -217,7 +217,7 @@ class Flags(msgspec.Struct, kw_only=True):
 
     config: str | None = None
     models: list[str] = []
-    """As NAME=FOLDER. They replace the models of the settings files."""
+    """Models in the form NAME=FOLDER. They replace the models of the settings files."""
     listen: str | None = None
     fronts: int | None = None
     run_dir: str | None = None

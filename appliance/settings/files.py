@@ -112,7 +112,7 @@ def _is_file(path: Path) -> bool:
     except PermissionError as error:
         fault = Fault(
             place=Place(str(path)),
-            what=f"it cannot be looked for ({error.strerror})",
+            what=f"it cannot be accessed ({error.strerror})",
             remedy="let this user into its folder, or name another file with --config",
         )
         raise SettingsError(fault) from error

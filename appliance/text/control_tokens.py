@@ -52,7 +52,7 @@ class ControlTokens:
         self._longest = max(map(len, self._texts), default=0)
         self._beginnings = sorted({text[:2] for text in self._texts})
         self._twin: _Twin | None = None
-        # Made in advance, since reading a large vocabulary holds the GIL for a second.
+        # The copy is made in advance, because reading a large vocabulary holds the GIL for a second.
         try:
             self._twin = _Twin(backend, self._texts)
         except Exception as error:  # the Rust extension raises nothing narrower

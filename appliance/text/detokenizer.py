@@ -12,7 +12,7 @@ from appliance.text.token_table import TokenTable
 
 REPLACEMENT = "\ufffd"
 
-# A stream that ends in U+FFFD for longer than this does not have an unfinished character, since no character
+# If a stream ends in U+FFFD for longer than this, the character is invalid and not incomplete: no character
 # has more than a few tokens. Its text is emitted, so that memory and time per token stay bounded.
 _MAX_HELD_TOKENS = 32
 

@@ -23,7 +23,7 @@ _KEY_PREFIXES = (
     *("xoxa-", "xoxb-", "xoxe-", "xoxp-", "xoxr-", "xoxs-", "AKIA", "ASIA", "AIza", "ya29.", "SG."),
 )
 _PIECE_CHARS = 4 << 10
-# In JSON within a text, the n of an escaped line end is not the first letter of the word.
+# If the text is JSON, the n of an escaped newline (\n) is not part of the word that follows.
 _WORD = re.compile(r"(?:\\[nrt])?[A-Za-z0-9_.~+-]{16,}")
 _SHORTER_WORD = re.compile(r"(?:\\[nrt])?[A-Za-z0-9_.~+-]{8,}")
 _MARKS = "_.~+-"
@@ -33,7 +33,8 @@ _URL_PASSWORD = re.compile(r"(://[^\s/@:]{0,128}:)([^\s/]{1,256})@")
 _ASSIGNED = re.compile(
     r"""(pass(?:word|wd|phrase)|(?<![A-Za-z])pwd|secret(?:[_-]?key)?|token|(?:api|access|account|private)[_-]?key)"""
     r"""((?:\\{0,3}["'])?[ \t]{0,3}[=:][ \t]{0,3})"""
-    # In quotes, which may be escaped, a password goes on to the closing quotes and may have spaces.
+    # A quoted password extends to the closing quotation mark and may contain spaces; the quotation marks may
+    # be escaped.
     r"""(?:(\\{0,3}["'])(?:(?!\3)(?:\\.|[^\n\\])){6,1024}|(?!bearer\b|basic\b)[^\s"',;\\]{6,})""",
     re.IGNORECASE,
 )
@@ -68,7 +69,8 @@ class Redactor:
             raise ValueError(f"{sorted(unknown)[0]!r} cannot be redacted; the kinds are {', '.join(KINDS)}")
         own = tuple(prefixes)
         steps: dict[str, Callable[[str], tuple[str, int]]] = {
-            # Before passwords, which would take only "Bearer" of "token: Bearer abc".
+            # Bearer tokens come before passwords: the password pattern would match only "Bearer" in "token:
+            # Bearer abc".
             "bearer_tokens": lambda text: _BEARER.subn(r"\1\2[token redacted]", text),
             "passwords": _without_passwords,
             "keys": _without_keys,
@@ -126,7 +128,7 @@ def _without_words(text: str, words: re.Pattern[str], prefixes: tuple[str, ...],
         bare = word[2 * word.startswith("\\") :]
         if not bare.startswith(prefixes):
             bare = bare.rpartition("..")[2].lstrip(_MARKS)
-        # A JSON Web Token is three words (five if encrypted) with dots between; the first is JSON: {"…
+        # A JSON Web Token has three parts (five if encrypted) separated by dots; the first is JSON: {"…
         is_jwt = bare.startswith("eyJ") and bare.rstrip(_MARKS).count(".") in (2, 4)
         if not is_jwt and not bare.startswith(prefixes):
             return word
@@ -147,7 +149,7 @@ def _without_emails(text: str) -> tuple[str, int]:
     count = taken = 0
     at = text.find("@")
     while at >= 0:
-        # Backwards from the @, so that no character is read twice.
+        # The search goes backwards from the @, so that no character is read twice.
         before = _BEFORE_AT.match(text[max(taken, at - 64) : at][::-1])
         after = _AFTER_AT.match(text, at + 1)
         if before is not None and after is not None:

@@ -99,7 +99,7 @@ class StopMatcher:
 
     def push(self, text: str, may_stop: bool = True) -> tuple[str, str | None]:
         """Return the text to emit now, and the stop string found or None. After a match nothing more is
-        emitted. Unless `may_stop`, stop strings that end in `text` are no matches."""
+        emitted. Unless `may_stop` is set, a stop string that ends within `text` does not count as a match."""
         if self.stopped is not None:
             return "", self.stopped
         stops = self._set

@@ -48,7 +48,7 @@ class Tokenizer:
         self.eos_ids = tuple(dict.fromkeys([*([] if eos_id is None else [eos_id]), *files.eos_ids]))
         self._control = ControlTokens(backend)
         self.longest_token_bytes = longest_token_bytes(backend, self.table)
-        """The most bytes of text that one token can stand for; None if that is not known."""
+        """Maximum number of bytes of text that one token can stand for; None if that is not known."""
         self.adds_bos = self.bos_id is not None and self.bos_id in self.encode_blocking("", True)[:1]
 
     @classmethod

@@ -1,1 +1,2 @@
-"""Traffic: the order in which requests run. Quotas, queues, the replicas' credits and the request manager."""
+"""Traffic management: decides in which order requests run. Contains quotas, queues, the replicas' credits and
+the request manager."""

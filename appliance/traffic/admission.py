@@ -42,7 +42,7 @@ class Refusal(NamedTuple):
     useless: bool = False
     """Whether a retry would fail too."""
     kind: str = ""
-    """As `Refused.kind`."""
+    """The same as `Refused.kind`."""
 
     def told(self, request: Request, limits: RateLimits | None) -> Refused:
         """Return the message to the front, with what is left of the caller's limits."""

@@ -11,9 +11,9 @@ class AdmissionPause(NamedTuple):
     """Why new requests are not admitted, and whether they are held or refused."""
 
     why: str
-    """The message to clients."""
+    """The message for clients whose requests are refused."""
     hold: bool = False
-    """Hold new requests until the pause ends, instead of refusing them."""
+    """Whether new requests are held until the pause ends, instead of being refused."""
 
 
 class AdmissionPauses:
@@ -23,7 +23,7 @@ class AdmissionPauses:
     def __init__(self) -> None:
         self._by_model: dict[str | None, AdmissionPause] = {}
         self._held: dict[str, Request] = {}
-        """In the order in which they came."""
+        """The held requests, in order of arrival."""
 
     def begin(self, model: str | None, pause: AdmissionPause) -> None:
         """Pause admission to `model`; this replaces an earlier pause of `model`."""
@@ -65,6 +65,6 @@ class AdmissionPauses:
 
     @property
     def held_since(self) -> float | None:
-        """The time since which the oldest held request waits; None if no request is held."""
+        """The time when the oldest held request began to wait; None if no request is held."""
         first = next(iter(self._held.values()), None)
         return None if first is None else first.queued_at

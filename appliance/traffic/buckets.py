@@ -57,7 +57,7 @@ class Bucket:
 
     def __init__(self, owner: str, limit: str, rate: Rate, now: float) -> None:
         self.owner = owner
-        """For messages: "tenant 'acme'"."""
+        """The owner as shown in messages, such as "tenant 'acme'"."""
         self.limit = limit
         """Of LIMITS."""
         self.rate = rate
@@ -132,11 +132,11 @@ class Peaks:
     def __init__(self) -> None:
         self._takes = 0
         self._open: list[int] = []
-        """Numbers of the takes that are not settled, oldest first."""
+        """Serial numbers of the takes that are not settled, oldest first."""
         self._numbers: list[int] = []
-        """The number of the take after each peak."""
+        """The serial number of the take after each peak."""
         self._levels: list[float] = []
-        """The level of each peak, descending."""
+        """The level at each peak, descending."""
 
     def take(self, level: float) -> int:
         """Begin a take and return its number. `level` is the level before it."""
@@ -182,7 +182,8 @@ class Peaks:
         del numbers[:useless], levels[:useless]
 
     def _forget_half(self) -> None:
-        # Of two peaks, keep the higher level and the later take, so that no peak is underestimated.
+        # When two peaks are merged, keep the higher level and the later take, so that no peak is
+        # underestimated.
         odd = len(self._numbers) % 2
         numbers, levels = self._numbers[1::2], self._levels[: len(self._levels) - odd : 2]
         if odd:

@@ -1,4 +1,4 @@
-"""When waiting requests must be checked for timeouts and deadlines."""
+"""Schedules the checks of waiting requests for timeouts and deadlines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from appliance.traffic.request import Request
 
 _CHECK_EVERY_S = 0.05
 _MAX_VOID = 1024
-"""Entries of requests that no longer wait, before they are removed."""
+"""Maximum number of void entries (of requests that no longer wait) before they are removed."""
 
 
 class Checks:
@@ -19,7 +19,7 @@ class Checks:
         self._heap: list[tuple[float, int, Request]] = []
         self._serial = 0
         self._waited = 0
-        """How many requests waited when void entries were last removed."""
+        """Number of waiting requests when void entries were last removed."""
 
     def push(self, request: Request, timeout_s: float, now: float) -> None:
         """Check a waiting request at its timeout, or earlier if its deadline may be missed by then."""

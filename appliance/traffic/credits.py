@@ -9,9 +9,10 @@ from store.policies import CLASSES, INTERACTIVE
 REAL_TIME, BACKGROUND = 0, CLASSES - 1
 
 _FEW_SLOTS = 8
-"""Replicas with fewer slots reserve none."""
+"""Replicas with fewer slots reserve no slots."""
 _MANY_SLOTS = 64
-"""Replicas with at least so many slots always reserve one, for a tenant that has sent nothing for a while."""
+"""Replicas with at least this many slots always reserve one, for a tenant that has sent no requests for a
+while."""
 _ORDINARY_REAL_TIME, _FIRST_BACKGROUND = level_of(REAL_TIME, 0), level_of(BACKGROUND, 2)
 _ORDINARY = level_of(INTERACTIVE, 0)
 
@@ -46,19 +47,19 @@ class CreditAccount:
         self.version = version
         """The version of the files that the replica loaded; empty if not known yet."""
         self.rows = 0
-        """Slots: sequences that the replica runs at once."""
+        """Number of slots: the sequences that the replica can run at once."""
         self.tokens = 0
-        """Prompt tokens of two steps beside decodes, or of one full step if that is more."""
+        """The prompt tokens of two mixed steps, or of one full step if that is more."""
         self._spent_rows = [0] * LEVELS
         self._spent_tokens = [0] * LEVELS
         self._returned_rows = [0] * LEVELS
         self._returned_tokens = [0] * LEVELS
         self._waiting_rows = [0] * LEVELS
-        """Sequences that waited for a slot at the last report."""
+        """Number of sequences that waited for a slot at the last report."""
         self._open_levels: dict[int, int] = {}
         """What `open_levels` returned for each number of reserved slots since the last change."""
         self.kv_tokens = 0
-        """Tokens that the KV cache holds."""
+        """Capacity of the KV cache in tokens."""
         self.generated_each = 0.0
         """Output tokens of each slot, on average, since the start of the replica. Estimates the output of a
         running sequence, since exact counts arrive only at its end."""
@@ -67,7 +68,7 @@ class CreditAccount:
 
     @property
     def available_rows(self) -> int:
-        """Slots minus sequences that were dispatched and have not ended."""
+        """Number of slots minus the sequences that were dispatched and have not ended."""
         return self.rows - sum(self._spent_rows) + sum(self._returned_rows)
 
     @property
@@ -76,7 +77,8 @@ class CreditAccount:
         return self.tokens_left(LEVELS - 1)
 
     def tokens_left(self, level: int) -> int:
-        """Return the token credit of a level: what the replica has ahead of a worse level does not count."""
+        """Return the token credit of a level. Tokens of worse levels that the replica has accepted do not
+        count against it."""
         end = level + 1
         return self.tokens - sum(self._spent_tokens[:end]) + sum(self._returned_tokens[:end])
 
@@ -94,7 +96,7 @@ class CreditAccount:
         """Return `free_slots` of each level.
 
         Samples of worse levels that wait in the engine occupy no slot. The last report says how many wait; of
-        those that were dispatched since, at most as many run as the engine lets.
+        those that were dispatched since, at most as many run as the engine permits.
         """
         running = [
             spent - returned for spent, returned in zip(self._spent_rows, self._returned_rows, strict=True)
@@ -113,15 +115,16 @@ class CreditAccount:
             occupied += waiting
             at_most = min(occupied, in_worse_tiers[tier] + in_other_tiers[tier])
             free.append(self.rows - at_most - spare[tier])
-        # P0 takes the slots of background sequences; if it fits into one step, of all that are not urgent.
+        # P0 takes the slots of background sequences; if it fits into one step, it takes those of all
+        # sequences that are not urgent.
         for level in range(_ORDINARY_REAL_TIME + 1):
             if free[level] <= 0:
                 free[level] += sum(running[_FIRST_BACKGROUND if level else _ORDINARY :])
         return free
 
     def open_levels(self, reserved: int) -> int:
-        """Return the levels of which the replica takes a request now, with so many slots reserved: bit `l` is
-        set for level `l`."""
+        """Return the levels of which the replica accepts a request now if this many slots are reserved: bit
+        `l` is set for level `l`."""
         known = self._open_levels.get(reserved)
         if known is None:
             known, tokens = 0, self.tokens
@@ -133,7 +136,7 @@ class CreditAccount:
         return known
 
     def learn(self, report: Report) -> None:
-        """Take in the replica's report: the totals that it has granted since its start, and its rates."""
+        """Update the account from the replica's report: the totals granted since its start, and its rates."""
         busy = self.rows - self.available_rows
         self.generated_each += (report.generated_tokens - self._generated) / max(1, busy)
         self._generated = report.generated_tokens
@@ -147,12 +150,12 @@ class CreditAccount:
         self.rates.learn(report)
 
     def spend(self, level: int, rows: int, tokens: int) -> None:
-        """Count something that is sent to the replica."""
+        """Spend credit for a submission that is sent to the replica."""
         self._spent_rows[level] += rows
         self._spent_tokens[level] += tokens
         self._open_levels.clear()
 
     def refund(self, level: int, rows: int, tokens: int) -> None:
-        """Take back what was spent for something that never reached the replica, which will not grant it
+        """Refund the credit of a submission that never reached the replica, which therefore will not grant it
         again."""
         self.spend(level, -rows, -tokens)

@@ -46,12 +46,12 @@ class Ticket(Generic[Item]):
     """When the request must start to meet its deadline, as promised on admission."""
     waiting: bool = False
     parked: bool = False
-    """Its key has reached its limit of running requests."""
+    """Whether the request's key has reached its limit of running requests."""
 
 
 @dataclass(slots=True)
 class QueuedTokens:
-    """The requests and tokens that wait."""
+    """Number of requests and tokens that wait."""
 
     tickets: int = 0
     prompt_tokens: float = 0.0
@@ -72,7 +72,7 @@ class QueuedTokens:
 
 @dataclass(slots=True, eq=False)
 class _Line(Generic[Item]):
-    """The requests of one tenant in the class."""
+    """The waiting requests of one tenant in the class."""
 
     tenant: str
     weight: float
@@ -83,7 +83,7 @@ class _Line(Generic[Item]):
     parked: dict[str, Timeline[Ticket[Item]]] = field(default_factory=dict)
     held: bool = False
     entry: int = 0
-    """Its valid entry in the order; 0 if it has none."""
+    """Serial number of the tenant's valid entry in the order; 0 if it has none."""
     urgency: int = 0
     """The urgency of its first request."""
 
@@ -100,22 +100,22 @@ class FairQueue(Generic[Item]):
 
     def __init__(self) -> None:
         self.backlog = QueuedTokens()
-        """The requests in the order: neither held nor parked."""
+        """The requests that take part in the order: neither held nor parked."""
         self.weight = 0.0
         """The sum over the tenants in the order."""
         self.tenants = 0
         """The number of tenants in the order."""
         self.floor = 0.0
-        """The counter of the last turn."""
+        """The virtual token counter of the last turn."""
         self._lines: dict[str, _Line[Item]] = {}
         self._orders: list[list[_Entry[Item]]] = [[] for _ in range(URGENCIES)]
         """A heap of tenants by counter for each urgency, with the tenants whose first request is at least as
         urgent. Equal counters are in order of entry."""
         self._entries = 0
         self._max_samples = 1
-        """Most samples of an urgent request."""
+        """Maximum number of samples of an urgent request."""
         self._max_prompt_tokens = 0
-        """Most prompt tokens of a request of the highest urgency."""
+        """Maximum number of prompt tokens of a request of the highest urgency."""
 
     def push(self, ticket: Ticket[Item], weight: float, light: bool) -> None:
         """Queue a request of a tenant of this weight."""
@@ -246,7 +246,7 @@ class FairQueue(Generic[Item]):
             self._insert(line, ticket)
             most = None if most is None else most - 1
 
-    # ── how much is ahead ──
+    # ── the work ahead of a request ──
 
     def ahead(self, tenant: str, weight: float, due: float) -> tuple[float, float]:
         """Return the prompt and output tokens that are served before a request of this tenant that is due
@@ -258,7 +258,7 @@ class FairQueue(Generic[Item]):
         own = line.tickets.before(due) if line is not None else (0.0, 0.0)
         joins = line is None or not line.entry
         shares = (self.weight + (weight if joins else 0.0)) / weight
-        # Counters of tenants that wait differ by about a request.
+        # The counters of waiting tenants differ by about one request.
         others = (self.tenants if joins else self.tenants - 1) / total.tickets
         return (
             min(total.prompt_tokens, own[0] * shares + others * total.prompt_tokens),
@@ -284,7 +284,7 @@ class FairQueue(Generic[Item]):
             if line.counter <= self.floor:
                 del self._lines[line.tenant]
 
-    # ── the lines ──
+    # ── the tenants' lines ──
 
     def _insert(self, line: _Line[Item], ticket: Ticket[Item]) -> None:
         line.tickets.add(ticket.due, ticket.serial, ticket.prompt_tokens, ticket.output_tokens, ticket)
@@ -322,7 +322,7 @@ class FairQueue(Generic[Item]):
             self.backlog.add(line.backlog, -1)
 
     def _enter(self, line: _Line[Item]) -> None:
-        """Add a new entry of the line to the orders; its earlier entries become void."""
+        """Add a new entry for the tenant's line to the heaps; its earlier entries become void."""
         self._entries += 1
         line.entry = self._entries
         first = line.tickets.first()

@@ -1,8 +1,7 @@
-"""Predicts when a request starts and ends on a model's replicas, from their measured rates.
-
-The model of a replica has slots, each of which runs one sequence, one step for each output token, and prompts
-that are computed one after another. The scarcer of the two limits how fast waiting requests are served.
-Nothing is predicted until rates are measured."""
+"""Predicts when a request starts and ends on a model's replicas, from their measured rates. A replica is
+modelled as slots, each of which runs one sequence with one step per output token, and as a queue of prompts
+that are computed one after another. The scarcer resource limits how fast waiting requests are served. Nothing
+is predicted until rates are measured."""
 
 from __future__ import annotations
 
@@ -11,7 +10,8 @@ from collections.abc import Sequence
 from appliance.traffic.credits import CreditAccount
 
 _BUSY_SHARE = 0.95
-"""Fraction of slots that are busy while requests wait: a free slot is filled a step or two later."""
+"""Fraction of slots that are busy while requests wait. It is below 1, because a free slot is filled one or
+two steps later."""
 
 
 class Forecast:
@@ -30,9 +30,9 @@ class Forecast:
         self._replicas = 0
         self._row_slope_s = 0.0
         self._longest_step_s = 0.0
-        """Time of a step with all slots busy and as many prompt tokens as a step takes."""
+        """Time of a step with all slots busy and the maximum number of prompt tokens."""
         self._prompt_s = 0.0
-        """Time of the prompt of an average request."""
+        """Time to compute the prompt of an average request."""
         self._running = 0.0
 
     def refresh(
@@ -68,7 +68,7 @@ class Forecast:
         self._row_slope_s = (self._full_step_s - self.step_s) / empty
 
     def serving_s(self, prompt_tokens: float, output_tokens: float) -> float:
-        """Return the seconds in which all replicas together serve so many tokens, with all slots busy."""
+        """Return the seconds in which all replicas together serve this many tokens with all slots busy."""
         if not self.known or not prompt_tokens + output_tokens:
             return 0.0
         prompts_s = prompt_tokens * self.prompt_token_s * self._computed_share
@@ -80,19 +80,19 @@ class Forecast:
         answer; `rows_more` is by how many the busy slots of each replica will increase."""
         rows_more = max(0.0, min(rows_more, self.rows_each - self._running))
         step_s = min(self.step_s + rows_more * self._row_slope_s, max(self._full_step_s, self.step_s))
-        steps = 2.0 + output_tokens  # Two steps are launched already.
-        # Each additional sequence begins with a prompt, which delays the steps of all.
+        steps = 2.0 + output_tokens  # Two steps have already been launched.
+        # Each additional sequence begins with a prompt, which delays the steps of all sequences.
         filling_s = min(rows_more * self._prompt_s, steps * max(0.0, self._longest_step_s - step_s))
         return prompt_tokens * self.prompt_token_s + steps * step_s + filling_s
 
     @property
     def rows_running(self) -> float:
-        """Busy slots of a replica now."""
+        """Number of busy slots of a replica now."""
         return self._running
 
     @property
     def rows_each(self) -> float:
-        """Slots of a replica that can be busy."""
+        """Number of slots of a replica that can be busy."""
         return self._rows / self._replicas if self._replicas else 0.0
 
     @property
@@ -102,7 +102,7 @@ class Forecast:
 
 
 def _full_step_s(account: CreditAccount, rows: float, prompt_tokens: float) -> float:
-    """Return the time of a step with so many busy slots and prompt tokens: the measured time, or the sum of
+    """Return the time of a step with this many busy slots and prompt tokens: the measured time, or the sum of
     its predicted parts if that is longer."""
     rates = account.rates
     computed = min(prompt_tokens * rates.computed_share, account.tokens / 2)

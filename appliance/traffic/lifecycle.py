@@ -64,7 +64,7 @@ class RequestLifecycle:
         self._salt = salt
         self._unix = unix
         self._checks = Checks()
-        """When waiting requests may have waited for too long."""
+        """Schedules the checks for requests that have waited too long."""
         self._serial = 0
 
     def set_rules(self, rules: QueueRules) -> None:
@@ -192,7 +192,7 @@ class RequestLifecycle:
             self.end_if_complete(request)
 
     def take_back(self, request: Request, account: CreditAccount) -> None:
-        """Refund what was dispatched to the replica and never submitted."""
+        """Refund the credit for requests that were dispatched to the replica and never submitted."""
         left = request.dispatched.get(account)
         if left is not None:
             account.refund(left.level, left.rows, left.tokens)
@@ -200,7 +200,7 @@ class RequestLifecycle:
             self.dispatch(self._state.models[account.model])
 
     def leave_replica(self, request: Request, account: CreditAccount, *, lost: bool = False) -> None:
-        """Nothing of the request is left on the replica, because it ended there or the replica was `lost`."""
+        """Note that the request has ended on the replica, or that the replica was `lost`."""
         del request.dispatched[account]
         if request.dispatched:
             return
@@ -208,8 +208,8 @@ class RequestLifecycle:
         self._state.models[account.model].stop(request)
         self._charge(request)
         if lost and request.settled is None:
-            # The request will continue. If another request took its place within the limits of the tenant
-            # and key, one too many would run.
+            # The request will continue. If another request took its place within the limits of tenant and
+            # key, one request too many would run.
             request.keeps_place = True
         else:
             self._leave_place(request)
@@ -226,16 +226,16 @@ class RequestLifecycle:
                 self.dispatch(models[name])
 
     def _charge(self, request: Request) -> None:
-        """Charge the tenant for what the request took. The count of a lost replica is known when the request
-        ends."""
+        """Charge the tenant for the tokens of the request. After the loss of a replica, its count is known
+        when the request ends."""
         model = self._state.models.get(request.first.model)
         if model is not None and (request.settled is not None or not request.lost_counts):
             model.charge(request, request.service(self.rules.output_weight))
 
-    # ── the end ──
+    # ── end of a request ──
 
     def refuse(self, request: Request, why: Refusal) -> None:
-        """Refuse a new request or one that waits; its front ends a request that has begun its answer."""
+        """Refuse a new or waiting request. If its answer has begun, the front ends it."""
         self.stop_waiting(request)
         self._state.refused += 1
         limits = self._state.quotas.rate_limits(request.tenant, request.key_id) if why.status == 429 else None
@@ -243,10 +243,11 @@ class RequestLifecycle:
         if request.admit.attempt == 0:
             request.settled = own_settle(request, why.status, "error", why.message, self._unix())
             self.end_if_complete(request)
-        # After its first attempt, the client may have read a part of the answer: the front reports how much.
+        # After the first attempt, the client may have read a part of the answer, and the front reports how
+        # much.
 
     def end_without_front(self, request: Request) -> None:
-        """Settle a request in place of its front, which has died."""
+        """Settle a request for its front, which has died."""
         if request.settled is None:
             self.stop_waiting(request)
             request.front_died = True
@@ -254,7 +255,7 @@ class RequestLifecycle:
         self.end_if_complete(request)
 
     def end_if_complete(self, request: Request) -> None:
-        """End the request if it is settled and nothing of it is left on any replica."""
+        """End the request if it is settled and no submission of it is left on any replica."""
         state = self._state
         if request.settled is None or request.dispatched:
             return

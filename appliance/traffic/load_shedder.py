@@ -18,20 +18,21 @@ _DONE = (
     "P3 requests are refused, and P2 and P1 requests that would wait too long",
 )
 _MAX_STEP = (REFUSE_INTERACTIVE, REFUSE_INTERACTIVE, REFUSE_BATCH)
-"""The last step that an overload of each class leads to."""
+"""The highest step to which an overload of each class can lead."""
 _RELIEVED = 0.5
 """An overload is over when waits are below this fraction of the overload limit."""
 
 
 class LoadShedder:
-    """Goes up one step for each `overload_s` of overload, and down one step for each `overload_s` without."""
+    """Moves up one step for each `overload_s` of overload, and down one step for each `overload_s` without
+    overload."""
 
     def __init__(self) -> None:
         self.step = CALM
         self._why = ""
         self._direction = 0
         self._since = 0.0
-        """When the current direction began, or the last step was taken."""
+        """Time of the last change: overload began or ended, or a step was taken."""
 
     @property
     def reason(self) -> str:
@@ -39,7 +40,7 @@ class LoadShedder:
         return f"{self._why}: {_DONE[self.step]}" if self.step else ""
 
     def observe(self, rules: QueueRules, now: float, waits_s: Sequence[float | None]) -> None:
-        """Take in how long a request that arrives now would wait, by class; None if unknown."""
+        """Update from the wait that a request arriving now would have, by class; None if unknown."""
         goal, relieved = CALM, True
         for number, given_up in enumerate(_MAX_STEP):
             wait_s, most_s = waits_s[number], rules.overload * rules.target_s(number)

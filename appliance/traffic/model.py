@@ -20,15 +20,15 @@ from engine.messages import BLOCK_TOKENS, URGENCIES, level_of
 from store.policies import CLASSES, INTERACTIVE
 
 _LIGHT_PART = 2
-"""A tenant is light with fewer slots busy than the reserved ones divided by this, and with none. An urgent
-request has at most so many samples."""
+"""A tenant is light if it occupies no slots, or fewer than the reserved slots divided by this. An urgent
+request also has at most that many samples."""
 _BUSY_HALF_LIFE_S = 4.0
 _OFFERED_HALF_LIFE_S = 0.5
 _LIGHT_LOAD, _FULL_LOAD = 0.2, 0.8
 """Offered load, as a fraction of the capacity. Up to the first, the number of busy slots is expected to stay;
 from the second on, all slots are expected to become busy."""
 _MIN_SHARE = 0.02
-"""Least share of the service of any class, however busy better classes are."""
+"""Minimum share of the service for each class, however busy better classes are."""
 _MAX_PROMISED = 0.8
 """Share of the service that may be promised to deadlines; the rest is for requests that arrive later."""
 _OF_THE_NEW = 0.02
@@ -52,12 +52,12 @@ class Turn(NamedTuple):
 
     @property
     def priority(self) -> int:
-        """As `Submit.priority`."""
+        """The same as `Submit.priority`."""
         return self.level // URGENCIES
 
     @property
     def urgency(self) -> int:
-        """As `Submit.urgency`."""
+        """The same as `Submit.urgency`."""
         return URGENCIES - 1 - self.level % URGENCIES
 
 
@@ -71,7 +71,7 @@ class ModelTraffic:
         self.failure: str | None = None
         self.queue: RequestQueue[Request] = RequestQueue(rules)
         self.resumed: dict[str, Request] = {}
-        """Requests that lost their replica in the middle of an answer. They go first."""
+        """Requests that lost their replica during an answer. They are served first."""
         self.stranded: dict[str, Request] = {}
         """Waiting requests of broken fronts (`TrafficState.broken_fronts`). They are not dispatched."""
         self.accounts: list[CreditAccount] = []
@@ -98,7 +98,7 @@ class ModelTraffic:
 
     @property
     def queued(self) -> int:
-        """How many requests wait."""
+        """The number of waiting requests."""
         return len(self.queue) + len(self.resumed) + len(self.stranded)
 
     @property
@@ -108,7 +108,7 @@ class ModelTraffic:
 
     @property
     def running(self) -> int:
-        """How many requests run on its replicas."""
+        """The number of requests that run on its replicas."""
         return len(self._running)
 
     def waiting(self) -> list[Request]:
@@ -151,20 +151,20 @@ class ModelTraffic:
         self.stranded.pop(request.request_id, None)
 
     def strand(self, request: Request) -> None:
-        """Let a request wait without being dispatched."""
+        """Keep a request waiting without dispatching it."""
         self.remove(request)
         self.stranded[request.request_id] = request
 
     def reconsider(self, tenant: TenantTraffic, key_id: str = "", most: int | None = None) -> None:
-        """Take in that a tenant's weight, limits or use have changed: put the tenant, and at most `most`
-        parked requests of the key, back into the order."""
+        """Update the order after a tenant's weight, limits or use have changed: put the tenant, and at most
+        `most` parked requests of the key, back into the order."""
         for number, fair in enumerate(self.queue.classes):
             fair.set_tenant(tenant.name, tenant.weight, self._may_be_urgent(number, tenant))
             fair.release(tenant.name)
             if key_id:
                 fair.unpark(tenant.name, key_id, most)
 
-    # ── the next request ──
+    # ── choosing the next request ──
 
     def open_levels(self) -> int:
         """Return the levels that some replica accepts now: bit `l` is set for level `l`."""
@@ -174,8 +174,8 @@ class ModelTraffic:
         return levels
 
     def next_turn(self, now: float) -> Turn | None:
-        """Return whose turn it is. A request gets its turn only when a replica has credit for its level.
-        Tenants and keys that run as much as they may are set aside on the way."""
+        """Return the request whose turn it is. A request gets its turn only when a replica has credit for its
+        level. Tenants and keys that have reached their limits are held or parked in the search."""
         levels = self.open_levels()
         if not levels:
             return None
@@ -307,7 +307,7 @@ class ModelTraffic:
             fair.set_urgent(self._max_urgent_samples(), self._max_step_prompt_tokens())
 
     def tick(self, now: float) -> None:
-        """Update the load and its effects. To be called a few times a second."""
+        """Update the load and everything derived from it. To be called a few times a second."""
         if self._ticked_at is not None and now > self._ticked_at:
             passed_s = now - self._ticked_at
             keep = 0.5 ** (passed_s / _BUSY_HALF_LIFE_S)
@@ -364,7 +364,7 @@ class ModelTraffic:
                 fair.charge(tenant, service)
 
     def _expect_longer(self, now: float) -> None:
-        """Move the expected ends that have passed: such a request is expected to run for as long again."""
+        """Move expected ends that have passed: such a request is expected to run for the same time again."""
         while (end := self._next_end()) is not None and end <= now:
             request = heapq.heappop(self._ends)[2]
             self._expect_end(request, now + max(_MIN_RUN_S, now - (request.began_at or now)))
@@ -396,7 +396,8 @@ class ModelTraffic:
             self._offered_s += served_s
 
     def wait_s(self, request: Request, tenant: TenantTraffic, now: float) -> float:
-        """Return how long a new request would wait. Valid only while `predictable`, as all predictions."""
+        """Return how long a new request would wait. Like all predictions, the result is valid only while
+        `predictable`."""
         number = request.request_class
         ahead = self.queue.classes[number].ahead(tenant.name, tenant.weight, request.due)
         return self.first_credit_s(self.level_of(request, tenant), now) + self._served_s(number, *ahead)
@@ -416,7 +417,7 @@ class ModelTraffic:
         """Return the time from a request's start to its end, if each sample has so many output tokens."""
         waiting = sum(fair.backlog.tickets for fair in self.queue.classes)
         more_rows = waiting / max(1, self.forecast.replicas)
-        # Near full load, slots that are free now will soon be busy.
+        # Near full load, slots that are free now will soon be occupied.
         filling = max(0.0, min(1.0, (self._offered.ratio - _LIGHT_LOAD) / (_FULL_LOAD - _LIGHT_LOAD)))
         more_rows = max(more_rows, filling * self.forecast.rows_each - self.forecast.rows_running)
         return self.forecast.running_s(request.admit.prompt_tokens, output_tokens, more_rows)
@@ -430,7 +431,7 @@ class ModelTraffic:
         return now + 2.0 * self.forecast.step_s + self.forecast.serving_s(prompt_tokens, output_tokens)
 
     def promise_s(self, request: Request, output_tokens: float) -> float:
-        """Return the time that serving the request takes from other promises. Better classes and requests
+        """Return the time by which serving the request delays other promises. Better classes and requests
         without deadlines keep their share of the service."""
         share = max(_MIN_SHARE, _MAX_PROMISED - sum(self._busy[: request.request_class]))
         return self.forecast.serving_s(request.admit.prompt_tokens, output_tokens) / share
@@ -453,7 +454,7 @@ class ModelTraffic:
         return max(0.0, now - min(since)) if since else 0.0
 
     def _served_s(self, request_class: int, prompt_tokens: float, output_tokens: float) -> float:
-        """Return the seconds until so much of the class, and all of better classes, is served."""
+        """Return the seconds until this amount of the class, and all of better classes, is served."""
         for fair in self.queue.classes[:request_class]:
             prompt_tokens += fair.backlog.prompt_tokens
             output_tokens += fair.backlog.output_tokens

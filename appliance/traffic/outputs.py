@@ -1,17 +1,17 @@
-"""Lengths of answers, learned from answers that ended, of a tenant or of all tenants."""
+"""Learns the lengths of answers, of one tenant or of all tenants, from answers that ended."""
 
 from __future__ import annotations
 
 import math
 
 _OF_THE_NEW = 0.05
-"""Least weight of the latest answer in the running means."""
+"""Minimum weight of the latest answer in the running means."""
 _ENOUGH = 8
-"""Ended answers that are needed before lengths are predicted."""
+"""Number of ended answers required before lengths are predicted."""
 _FOR_EACH_RUNNING = 2
 """Additional answers needed for each running one: short answers end first, so early lengths are biased."""
 _BUCKET = math.log(1.15)
-"""Logarithmic width of the histogram's buckets."""
+"""Width of the histogram's buckets on a logarithmic scale."""
 _BEYOND = 0.01
 """Fraction of answers that may exceed `likely_most`."""
 _KEPT = 2000.0
@@ -34,7 +34,7 @@ class OutputLengths:
     def __init__(self) -> None:
         self.count = 0
         self.running = 0
-        """Answers that are running."""
+        """Number of answers in progress."""
         self.known = False
         """Whether enough answers have ended to predict lengths."""
         self.used_up = 0.0

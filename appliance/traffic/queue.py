@@ -43,7 +43,7 @@ class RequestQueue(Generic[Item]):
         self._length = 0
         self._lengths = [0] * CLASSES
         self._arrivals: list[deque[Ticket[Item]]] = [deque() for _ in range(CLASSES)]
-        """In order of arrival. Requests that left are removed when they become the first."""
+        """The requests in order of arrival. A request that has left is removed when it becomes the first."""
         self._owed = [0.0] * CLASSES
         """Service that a late class may take before better classes."""
 
@@ -75,7 +75,7 @@ class RequestQueue(Generic[Item]):
             self.promises.add(ticket.begin_by, ticket.serial, promised_s, ticket)
 
     def remove(self, ticket: Ticket[Item]) -> None:
-        """Take a waiting request out."""
+        """Remove a waiting request."""
         self.classes[ticket.request_class].remove(ticket)
         self._forget(ticket)
 
@@ -87,7 +87,7 @@ class RequestQueue(Generic[Item]):
                 return Next(ticket, level)
         for number, fair in enumerate(self.classes):
             for urgency in range(URGENCIES):
-                # A slot that is open to a request is open to more urgent requests of its class.
+                # A slot that is open to a request is also open to more urgent requests of its class.
                 if open_levels >> level_of(number, urgency) & 1:
                     if (ticket := fair.next(urgency)) is not None:
                         return Next(ticket, level_of(number, fair.urgency(ticket)))
@@ -114,11 +114,11 @@ class RequestQueue(Generic[Item]):
             arrivals.popleft()
         return arrivals[0].queued_at if arrivals else None
 
-    # ── the order ──
+    # ── dispatch order ──
 
     def _overtaking_level(self, ticket: Ticket[Item]) -> int:
-        """Return the level of a request that goes before better classes. It runs at the level of the best
-        waiting class, because the engine would serve that class first otherwise, but never as P0."""
+        """Return the level of a request that is served before better classes. It runs at the level of the
+        best waiting class, because the engine would serve that class first otherwise, but never as P0."""
         number = ticket.request_class
         level = level_of(number, self.classes[number].urgency(ticket))
         for better, fair in enumerate(self.classes[:number]):

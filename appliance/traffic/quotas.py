@@ -62,7 +62,7 @@ class Account:
 
 
 class Reservation:
-    """What one request holds of its quotas until its row has ended."""
+    """The reservation of one request in its quotas, held until its row has ended."""
 
     __slots__ = ("accounts", "max_tokens", "taken", "tokens")
 
@@ -80,17 +80,17 @@ class Reservation:
         self.max_tokens = max_tokens
         """Limit of the generated tokens, over all samples."""
         self.taken = taken
-        """The buckets, each with the number of the take."""
+        """The buckets, each with the serial number of the take."""
 
 
 class Shortage:
-    """The limit that prevents a request from running for the longest time."""
+    """The limit that delays a request the longest."""
 
     def __init__(self, bucket: Bucket, needed: int) -> None:
         self._bucket = bucket
         self._needed = needed
         self.wait_s = bucket.wait_s(needed)
-        """Seconds until enough is left by refill alone; inf: never."""
+        """Seconds until refill alone provides the requested amount; inf: never."""
 
     @property
     def kind(self) -> str:
@@ -99,7 +99,7 @@ class Shortage:
 
     @property
     def useful(self) -> bool:
-        """Whether a client that waits and retries may be served."""
+        """Whether a retry can succeed after a wait."""
         return self.wait_s <= MAX_USEFUL_WAIT_S
 
     @property
@@ -113,7 +113,7 @@ class Shortage:
                 f"request too large for {head} at once, requested {self._needed}: shorten the prompt or ask "
                 f"for fewer max_tokens"
             )
-        # A long-held reservation may have been refilled: it no longer counts as used.
+        # A reservation that was held for long may have been refilled, and then no longer counts as used.
         reserved = min(used, math.ceil(bucket.held))
         held = f" ({reserved} by requests that have not ended)" if reserved else ""
         return (
@@ -131,13 +131,14 @@ class Quotas:
         self._accounts: dict[Name, Account] = {}
         self._tenants: dict[str, Account] = {}
         self._keys: dict[str, Account] = {}
-        """By the id of a key and of the keys that it replaced: a rotated key shares its account."""
+        """Accounts by the id of a key and of the keys that it replaced, because a rotated key shares its
+        account."""
         self._changed: dict[Account, None] = {}
         """Accounts that changed since the last `news`, in the order of their changes."""
         self._gone: set[Name] = set()
         self._asked = False
 
-    # ── what operators decide ──
+    # ── changes by operators ──
 
     def set_policies(self, policies: Policies) -> None:
         """Apply these quotas from now on. Returns at once if nothing has changed."""
@@ -208,8 +209,8 @@ class Quotas:
 
     def settle(self, reservation: Reservation, tokens: int) -> None:
         """Charge a request for `tokens`, prompt and output together, and return the rest of its reservation.
-        With 0 tokens it never ran, and is not counted as a request either. Call this once for each
-        reservation."""
+        0 tokens means that the request never ran; then it is not counted as a request either. Call this once
+        for each reservation."""
         now = self._clock()
         unused = max(0, reservation.tokens - tokens)
         for bucket, number in reservation.taken:
@@ -220,7 +221,8 @@ class Quotas:
         reservation.tokens -= unused
 
     def close(self, reservation: Reservation) -> None:
-        """Stop counting what a settled request took as held: its row has ended. Call this once."""
+        """Stop counting the amount of a settled request as held, because its row has ended. Call this
+        once."""
         for bucket, _ in reservation.taken:
             bucket.let_go(reservation.tokens if bucket.counts_tokens else 1)
         if reservation.taken:
@@ -291,7 +293,7 @@ class Quotas:
         changed = [one for one in self._changed if self._accounts.get((one.scope, one.name)) is one]
         self._changed = {}
         if not changed and self._asked:
-            # A stored level tells from which row of the log on a start must read.
+            # A stored level determines from which row of the log a start must read.
             changed = list(self._accounts.values())[:1]
         self._asked = False
         return [_levels(account, monotonic, now) for account in changed], gone
@@ -336,7 +338,7 @@ def _refilled(accounts: Iterable[Account], now: float) -> tuple[Bucket, ...]:
 
 
 def _lowered(buckets: Iterable[Bucket], prompt_tokens: int, max_tokens: int, samples: int) -> int:
-    """Return `max_tokens`, lowered to what every limit on tokens has left."""
+    """Return `max_tokens`, lowered to the amount that is left of every token limit."""
     left = min((bucket.level for bucket in buckets if bucket.counts_tokens), default=math.inf)
     if prompt_tokens + max_tokens <= left:
         return max_tokens

@@ -2,7 +2,7 @@
 
 All measurements are decaying sums over recent steps, so none depends on how often the replica reports. The
 first steps of a replica are not learned, because they can take many times as long as later ones. Until enough
-steps are learned, the engine's prediction counts. It is a lower bound of the time, so a request that is
+steps are learned, the engine's prediction is used. It is a lower bound of the time, so a request that is
 refused because of it would be refused with measured rates too. Without a prediction no rate is known, and no
 request is refused because of its waiting time.
 """
@@ -14,7 +14,7 @@ from engine.messages import Report
 _HALF_LIFE_S = 2.0
 """Busy time after which the weight of a measurement has halved."""
 _ENOUGH_S = 0.1
-"""Learned busy time after which the measurements replace the prediction."""
+"""Busy time of learned steps after which measurements replace the prediction."""
 FIRST_STEPS = 16
 """Steps of each kind at the start of a replica that are not learned: kernels are loaded, memory is taken from
 the system, and caches are empty."""
@@ -38,7 +38,7 @@ class DecayingMean:
 
     @property
     def ratio(self) -> float:
-        """The mean; 0 before the first."""
+        """The mean; 0 before the first value."""
         return self.value / self.weight if self.weight > 0 else 0.0
 
 
@@ -58,8 +58,8 @@ class _FirstSteps:
 class ReplicaRates:
     """The time that one replica takes for steps and prompt tokens.
 
-    `step_s` is the mean time of a step, prompts computed in it included: what a running sequence waits for
-    each token. `prompt_token_s` is what a prompt's token adds to a step.
+    `step_s` is the mean time of a step, including prompts computed in it: the time that a running sequence
+    waits for each token. `prompt_token_s` is the time that a prompt token adds to a step.
     """
 
     def __init__(self) -> None:
@@ -82,8 +82,8 @@ class ReplicaRates:
         self._cached_tokens = 0
 
     def predict(self, step_s: float, prompt_token_s: float) -> None:
-        """Set lower bounds of the time of a step and of a prompt token, which count until steps are learned;
-        0 if not known."""
+        """Set lower bounds of the time of a step and of a prompt token, which are used until steps are
+        learned; 0 if not known."""
         self._predicted_step_s, self._predicted_prompt_token_s = step_s, prompt_token_s
 
     @property
@@ -138,8 +138,8 @@ class ReplicaRates:
         if decode_steps:
             self._learn_decode(decode_steps, decode_s, report.running)
         if learn_mixed and (computed or mixed_s):
-            # The time of a mixed step beyond that of a decode-only step. Tokens count when a step is planned,
-            # and its time when it has ended, often in a later report.
+            # The additional time of a mixed step over a decode-only one. A report counts the tokens of planned
+            # steps and the time of ended steps, so the two numbers of a step may be in different reports.
             extra_s = mixed_s - mixed_steps * self.decode_s(report.running)
             self._prompts.add(max(extra_s, 0.1 * mixed_s), computed, _keep(mixed_s))
 
@@ -164,6 +164,6 @@ class ReplicaRates:
 
 
 def _keep(seconds: float) -> float:
-    # A float, whatever ** of two floats may be.
+    # Annotated because mypy infers Any for ** of two floats.
     kept: float = 0.5 ** (seconds / _HALF_LIFE_S)
     return kept

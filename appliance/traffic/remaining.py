@@ -1,4 +1,5 @@
-"""The remaining work of the requests in flight: what a drain waits for, and for how long."""
+"""Computes the remaining work of the requests in flight, for which a drain waits, and the time that it
+takes."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from appliance.traffic.forecast import Forecast
 from appliance.traffic.request import Request
 
 _MAX_VOID = 1024
-"""Entries of requests that no longer wait, before they are removed."""
+"""Maximum number of void entries (of requests that no longer wait) before they are removed."""
 
 
 class Remaining(NamedTuple):
@@ -44,7 +45,8 @@ class Outstanding:
         self._prompts = 0
         self._outputs = 0.0
         self._longest: list[tuple[float, str]] = []
-        """A heap of (−output of a sample, request id) of waiting requests; entries of others are void."""
+        """A heap of (−output of a sample, request id) of waiting requests; entries of all other requests are
+        void."""
 
     def wait(self, request: Request) -> None:
         """Count a request that begins to wait, for its first turn or for the next attempt."""
@@ -64,7 +66,7 @@ class Outstanding:
         work = self._waiting.pop(request.request_id)
         self._begun[request.request_id] = request
         self._prompts -= work.prompt_tokens
-        # Rounding errors are removed when nothing waits.
+        # Reset the sums when no request waits, which removes rounding errors.
         self._outputs = self._outputs - work.outputs if self._waiting else 0.0
 
     def end(self, request: Request) -> None:

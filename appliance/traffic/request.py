@@ -28,7 +28,7 @@ class OnReplica:
         """Value of `CreditAccount.generated_each` up to which the request was charged; at first, its value at
         the start."""
         self.level = level
-        """The level of service whose credit it uses."""
+        """The level of service whose credit the request uses."""
         self.submissions = admit.submissions
         self.rows = admit.rows
         self.tokens = admit.prompt_tokens
@@ -50,31 +50,31 @@ class Request:
         self.front = front
         self.first = admit
         self.admit = admit
-        """The message of the latest attempt."""
+        """The `Admit` message of the latest attempt."""
         self.version = version
         self.tenant = admit.identity.tenant
         self.key_id = key_id
-        """The key whose limits apply: its own, or the one that replaced it; empty without a key."""
+        """The key whose limits apply: the request's key, or the key that replaced it; empty without a key."""
         self.request_class = service_class(admit.asked_class, admit.identity)
         self.deadline_at = deadline_at
         self.reservation: Reservation | None = None
-        """What its quotas hold for it, from its acceptance to its end."""
+        """The request's reservation in its quotas, from acceptance to its end."""
         self.most_tokens: int | None = None
-        """As `Admitted.most_tokens`."""
+        """The same as `Admitted.most_tokens`."""
         self.front_died = False
-        """If set, it is unknown what the client received."""
+        """Whether it is unknown what the client received."""
 
         self.queued_at: float | None = None
-        """Set while it waits for its turn."""
+        """Set while the request waits for its turn."""
         self.queue_ms: float | None = None
         self.ticket: Ticket[Request] | None = None
-        """Its entry in the queue."""
+        """The request's entry in the queue."""
         self.due = 0.0
-        """The order within its tenant, as `Ticket.due`."""
+        """The order within the tenant, the same as `Ticket.due`."""
         self.begin_by: float | None = None
-        """When it must start to meet its deadline, as promised on admission."""
+        """When the request must start to meet its deadline, as promised on admission."""
         self.promised_s = 0.0
-        """The time that the promise takes from other promises."""
+        """The time by which this promise delays other promises."""
 
         self.dispatched: dict[CreditAccount, OnReplica] = {}
         self.tried: set[CreditAccount] = set()
@@ -83,40 +83,41 @@ class Request:
         self.ends_at = 0.0
         """The expected end."""
         self.keeps_place = False
-        """Whether it lost its replica but still counts against the limits of its tenant and key."""
+        """Whether the request lost its replica but still counts against the limits of its tenant and key."""
         self.running_rows = 0
         self.kv_tokens = 0
-        """Cache tokens that it may hold. Counted in its tenant's use while it runs, like `running_rows`."""
+        """Maximum number of cache tokens that the request may hold. Counted in the tenant's use while it
+        runs, like `running_rows`."""
         self.expected_tokens = 0.0
         """Expected output tokens of all samples."""
         self.charged = 0.0
-        """Service that its tenant was charged for it so far."""
+        """Service that the tenant has been charged for this request so far."""
 
         self.settled: Settle | None = None
         self.lost_counts = False
-        """Whether a replica died before it reported what it generated."""
+        """Whether a replica died before it reported its generated tokens."""
         self.counted = False
-        """Whether a replica has reported what it generated."""
+        """Whether a replica has reported its generated tokens."""
         self.generated_tokens = 0
         self.cached_tokens = 0
         self.preemptions = 0
         self.batch_size_at_start: int | None = None
 
     def hold(self, reservation: Reservation) -> None:
-        """Store its reservation, and lower its token limit to what was reserved."""
+        """Store the request's reservation, and lower its token limit to the reserved amount."""
         self.reservation = reservation
         if reservation.max_tokens < self.first.max_tokens:
             self.most_tokens = reservation.max_tokens // max(1, self.first.rows)
             self.first = self.admit = msgspec.structs.replace(self.first, max_tokens=reservation.max_tokens)
 
     def count_against(self, key_id: str) -> None:
-        """Count it against the limits of this key from now on, because its own was replaced."""
+        """Count the request against the limits of this key from now on, because its own key was replaced."""
         self.key_id = key_id
         if self.ticket is not None:
             self.ticket.key_id = key_id
 
     def count(self, finished: Finished) -> None:
-        """Add what a replica reported for one of its submissions."""
+        """Add a replica's counts for one of the request's submissions."""
         self.counted = True
         self.generated_tokens += finished.generated_tokens
         self.cached_tokens += finished.cached_tokens
@@ -126,8 +127,9 @@ class Request:
 
     @property
     def taken_tokens(self) -> int:
-        """The tokens that its quotas are charged at its end: the prompt and what was delivered. If its front
-        died, what was generated counts; if that is unknown too, the whole reservation. 0 if it never ran."""
+        """The tokens with which the quotas are charged at the end: the prompt and the delivered tokens. If
+        the front died, the generated tokens count; if they are unknown too, the whole reservation. 0 if the
+        request never ran."""
         if self.reservation is None or self.settled is None:
             return 0
         reserved = self.reservation.tokens
@@ -138,7 +140,9 @@ class Request:
             return reserved
         output = self.generated_tokens if self.front_died else self.settled.delivered_tokens
         if self.first.prompt_tokens + output > reserved:
-            log.error("request %s took more than the %d tokens it had reserved", self.request_id, reserved)
+            log.error(
+                "request %s used more than the %d tokens that it had reserved", self.request_id, reserved
+            )
         return min(reserved, self.first.prompt_tokens + output)
 
     @property
@@ -163,19 +167,19 @@ class Request:
 
     @property
     def known_tokens(self) -> int:
-        """Output tokens that were certainly generated. The count of a dead replica is lost, but what was
-        delivered is known."""
+        """Output tokens that were certainly generated. The count of a dead replica is lost, but the number of
+        delivered tokens is known."""
         delivered = self.settled.delivered_tokens if self.settled is not None else 0
         return max(self.generated_tokens, delivered) if self.lost_counts else self.generated_tokens
 
     @property
     def request_id(self) -> str:
-        """The id that the front gave it."""
+        """The id that the front gave the request."""
         return self.first.request_id
 
     @property
     def state(self) -> RequestState:
-        """The state, as in `appliance.protocol.InFlight`."""
+        """The request's state, as in `appliance.protocol.InFlight`."""
         if self.settled is not None:
             return "ending"
         if self.queued_at is not None:

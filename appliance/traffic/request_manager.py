@@ -8,7 +8,7 @@ The most that a request may need is reserved of its quotas when it is accepted, 
 request is therefore never refused for a quota, and any number of concurrent requests stays within the quota.
 What a request did not use is returned once, when it ends.
 
-No I/O, no clock of its own, no event loop: the calls may come in any order.
+The request manager does no I/O and has no clock and no event loop. Its methods may be called in any order.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _TIDY_EVERY_S = 10.0
 
 
 class RequestManager:
-    """Leads every request from its `Admit` to its end.
+    """Manages every request from its `Admit` to its end.
 
     `salt(tenant)` returns the tenant's salt for the prefix cache. `clock` never jumps and measures waiting
     times; `unix` is the time of day, for the log.
@@ -188,7 +188,8 @@ class RequestManager:
             model.learned()
 
     def lose_replica(self, account: CreditAccount) -> None:
-        """The replica died. Its requests continue elsewhere when their fronts send the next attempt."""
+        """Handle the death of a replica. Its requests continue on other replicas when their fronts send the
+        next attempt."""
         self.retire_replica(account)
         for request in list(self.state.in_flight.values()):
             if account in request.dispatched:
@@ -223,18 +224,19 @@ class RequestManager:
     # ── fronts ──
 
     def add_front(self, front: str) -> None:
-        """A front has started. Names of fronts are never used again."""
+        """Add a front that has started. Names of fronts are never reused."""
         self.state.fronts.add(front)
 
     def lose_front(self, front: str) -> None:
-        """A front has died. Replicas cancel what it submitted, and report when that is done."""
+        """Handle the death of a front. Replicas cancel its submissions, and report when they are
+        cancelled."""
         for request in [one for one in self.state.in_flight.values() if one.front == front]:
             self._lifecycle.end_without_front(request)
         self.state.fronts.discard(front)
         self.state.broken_fronts.discard(front)
 
     def admit(self, front: str, admit: Admit) -> None:
-        """Handle a front's request for a turn: its first, or the next attempt after its replica died."""
+        """Handle a front's request for admission: the first attempt, or the next one after a replica died."""
         state = self.state
         known = state.in_flight.get(admit.request_id)
         if known is not None:
@@ -257,7 +259,8 @@ class RequestManager:
             self._lifecycle.refuse(request, why)
 
     def _refusal(self, request: Request, model: ModelTraffic, pause: AdmissionPause | None) -> Refusal | None:
-        """Return why a new request is refused. None: it waits, or is held, and its quotas are reserved."""
+        """Return why a new request is refused. None: the request waits or is held, and its quotas are
+        reserved."""
         if pause is not None and not pause.hold:
             return paused(pause)
         if model.failure is not None:
@@ -289,7 +292,8 @@ class RequestManager:
             self._lifecycle.resume(request, model)
 
     def _deadline_at(self, admit: Admit) -> float | None:
-        """Return the deadline by `clock`. The time of day only tells how long ago the request arrived."""
+        """Return the deadline by `clock`. The time of day is only used to compute how long ago the request
+        arrived."""
         if admit.deadline_ms is None:
             return None
         return self.state.clock() - max(0.0, self._unix() - admit.arrived_at) + admit.deadline_ms / 1e3
@@ -298,7 +302,7 @@ class RequestManager:
         """Handle the end of a request as its front reports it."""
         request = self.state.in_flight.get(settle.request_id)
         if request is None or request.front != front or request.settled is not None:
-            # The request was refused, or its channel to the replica broke, while this message was on its way.
+            # The request was refused, or its channel to the replica broke, before this message arrived.
             log.debug("request %s: settled by %s after its end", settle.request_id, front)
             return
         was_queued = request.queued_at is not None

@@ -1,4 +1,4 @@
-"""The settings of the queue: the table `[queue]`."""
+"""The settings of the queue, in the table `[queue]`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _Part = Annotated[float, msgspec.Meta(ge=0, le=0.5)]
 
 
 class QueueRules(msgspec.Struct, frozen=True, kw_only=True):
-    """How requests wait. `docs/traffic.md` explains each setting."""
+    """The rules for waiting requests. `docs/traffic.md` explains each setting."""
 
     limit: _Count = 2048
     """Maximum number of waiting requests; more are refused with 503 and `Retry-After`."""
@@ -33,7 +33,7 @@ class QueueRules(msgspec.Struct, frozen=True, kw_only=True):
     lifted_share: _Part = 0.1
     """Fraction of the service that each class with late requests gets before better classes."""
     background_share: _Part = 0.02
-    """The same fraction for P3, whenever P3 requests wait."""
+    """The same fraction for P3, which applies whenever P3 requests wait."""
     reserved_slots: _Part = 0.03
     """Fraction of a replica's slots that is reserved for tenants with few running sequences, while several
     tenants send requests."""

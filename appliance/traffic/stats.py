@@ -23,13 +23,13 @@ class QueueStats(NamedTuple):
     ended: int
     waiting_tokens: int
     preemptions: int
-    """Of the requests that have ended since the start."""
+    """Number of preemptions of requests that have ended since the start."""
     overload: str
     """The overloaded models and which requests they refuse; empty without overload."""
     overload_step: int
-    """Of the load shedder; 0 without overload."""
+    """The step of the load shedder; 0 without overload."""
     classes: list[ClassStatus]
-    """From P0 on."""
+    """One entry for each class, from P0 on."""
 
 
 class ModelStats(NamedTuple):
@@ -43,7 +43,7 @@ class ModelStats(NamedTuple):
     """Requests that lost their replica and wait to continue."""
     running: int
     overload_step: int
-    """Of the load shedder; 0 without overload."""
+    """The step of the load shedder; 0 without overload."""
 
 
 class TenantStats(NamedTuple):

@@ -1,4 +1,4 @@
-"""What tenants and their keys have waiting and running, and their limits."""
+"""Tracks the waiting and running requests of tenants and their keys, and their limits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NO_LIMITS = Quota()
 
 
 class Use:
-    """What one tenant, or one key, has waiting and running."""
+    """The waiting and running requests of one tenant or key."""
 
     __slots__ = ("kv_tokens", "queued", "queued_tokens", "rows", "running")
 
@@ -28,7 +28,7 @@ class Use:
         self.rows: dict[str, int] = {}
         """Sequences on replicas, by model."""
         self.kv_tokens: dict[str, int] = {}
-        """Most cache tokens that these sequences may hold, by model."""
+        """Maximum number of cache tokens that these sequences may hold, by model."""
 
     @property
     def idle(self) -> bool:
@@ -36,7 +36,7 @@ class Use:
         return not (self.queued or self.running)
 
     def queue(self, tokens: int, sign: int) -> None:
-        """Count a request that begins (sign 1) or stops (sign -1) to wait."""
+        """Count a request that begins (sign 1) or stops (sign -1) waiting."""
         self.queued += sign
         self.queued_tokens += sign * tokens
 
@@ -99,7 +99,7 @@ class TenantTraffic:
         return use
 
     def uses(self, key_id: str) -> tuple[Use, ...]:
-        """Return what a request with this key counts against: the tenant's use, and the key's."""
+        """Return the uses in which a request with this key counts: the tenant's and the key's."""
         return (self.use, self.key(key_id)) if key_id else (self.use,)
 
     def leave(self, model: str, key_id: str, rows: int, kv_tokens: int) -> set[str]:
@@ -213,6 +213,6 @@ def _different(before: Mapping[str, Record], after: Mapping[str, Record]) -> Ite
     """Yield the records that were added, removed or changed."""
     for one, other in ((before, after), (after, before)):
         for name, record in one.items():
-            # Most are the same object: a change keeps the records that it is not about.
+            # Most records are the same object, because a change keeps all records that it does not affect.
             if (known := other.get(name)) is not record and known != record:
                 yield record

@@ -1,4 +1,5 @@
-"""Waiting requests in order of a time, with sums over those before it. Times are seconds of one clock.
+"""Keeps waiting requests in order of a time, with sums over the requests before a given time. Times are
+seconds of one clock.
 
 `Timeline` holds the requests of one tenant in plain lists: an operation costs up to the length of the queue,
 in C. `Promises` holds all requests of a model that have a deadline, and needs a running sum over those after
@@ -17,16 +18,16 @@ from typing import Any, Generic, TypeVar
 Item = TypeVar("Item")
 
 _MAX_BLOCK = 64
-"""Entries in a block of promises; a block with more is split in half."""
+"""Maximum number of entries in a block of promises; a larger block is split in half."""
 _AFTER_ALL = float("inf")
-"""Greater than every serial."""
+"""A value greater than every serial."""
 
 _Promise = tuple[Any, ...]
 """(time, serial, work in seconds, item). Serials are unique, so that items are never compared."""
 
 
 class Timeline(Generic[Item]):
-    """Items in order of a time, each with its prompt and output tokens."""
+    """Items ordered by time, each with its prompt and output tokens."""
 
     __slots__ = ("_items", "_keys", "_outputs", "_prompts")
 
@@ -69,22 +70,20 @@ class Timeline(Generic[Item]):
 
 
 class Promises(Generic[Item]):
-    """Items that must begin by a time each, and whether all of them can.
-
-    They are served one after another, earliest time first, and each takes its work in seconds. An item begins
-    in time if the work of the items before it is done by then (the processor demand test of EDF scheduling,
-    Baruah et al. 1990).
+    """Items that each must begin by a given time, and the check whether all of them can. They are served one
+    after another, earliest time first, and the work of each is in seconds. An item begins in time if the work
+    of the items before it is done by then (the processor demand test of EDF scheduling, Baruah et al. 1990).
     """
 
     def __init__(self) -> None:
         self._blocks: list[list[_Promise]] = [[]]
-        """In order; only a single block may be empty."""
+        """The blocks in order; only a single block may be empty."""
         self._lasts: list[tuple[float, int]] = [(0.0, 0)]
         """The greatest key (time and serial) of each block."""
         self._works = [0.0]
         """The work of each block."""
         self._slacks = [float("inf")]
-        """The least (time − work before it in the block) of each block."""
+        """The minimum, for each block, of an item's time minus the work before it in the block."""
 
     def __iter__(self) -> Iterator[Item]:
         """Iterate in order. The promises must not change during the iteration."""
@@ -93,7 +92,8 @@ class Promises(Generic[Item]):
                 yield promise[3]
 
     def add(self, time: float, serial: int, work_s: float, item: Item) -> None:
-        """Add an item that must begin by `time` and takes `work_s`. `serial` must be unique."""
+        """Add an item that must begin by the time `time` and takes `work_s` seconds. `serial` must be
+        unique."""
         at = self._block_of((time, serial))
         block = self._blocks[at]
         insort(block, (time, serial, work_s, item))

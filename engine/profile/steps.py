@@ -165,7 +165,7 @@ def _options(gpu: bool) -> dict[str, Any]:
     slow it down."""
     if gpu:
         return {"activities": [ProfilerActivity.CUDA]}
-    # Steps run on the runner's thread, not on this one.
+    # Steps run on the runner's thread, not on the calling thread.
     every = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     return {"activities": [ProfilerActivity.CPU], "experimental_config": every}
 

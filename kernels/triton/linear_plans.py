@@ -134,7 +134,7 @@ def _stream(n: int, k: int) -> GemmPlan:
 
 def _dot(rows: int, n: int, k: int, dtype: torch.dtype) -> GemmPlan:
     padded = max(16, _power_of_2(rows))
-    columns = 128 * 2 // dtype.itemsize  # 256 bytes of a row
+    columns = 128 * 2 // dtype.itemsize  # a tile loads 256 bytes of a row
     if n >= _MANY:
         if padded == 64 or (padded == 32 and dtype.itemsize == 2):
             plan = GemmPlan("dot", padded, 128, columns, warps=8, stages=4)

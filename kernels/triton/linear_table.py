@@ -49,7 +49,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class PlanEntry:
-    """The fastest kernel of one GEMM, for up to a number of rows."""
+    """The fastest kernel of one GEMM, for batches with up to a given number of rows."""
 
     plan: GemmPlan | None
     """The plan; None: the library's GEMM."""

@@ -298,7 +298,8 @@ def _settle_few(
     ranks = rank_of(highest)
     top = rank_of(largest).to(tl.int64)
     bottom = tl.min(tl.where(group < row_groups, ranks, 0x7FFFFFFF), axis=0).to(tl.int64)
-    bottom = tl.where(row_groups < k, -2139095041, bottom)  # the rank of -inf: there are fewer than k groups
+    # With fewer than k groups, the bound is the rank of -inf.
+    bottom = tl.where(row_groups < k, -2139095041, bottom)
     j = tl.arange(0, 4)
     while bottom < top:
         tries = bottom + tl.maximum((top - bottom) * (j + 1) // 5, 1)

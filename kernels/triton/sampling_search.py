@@ -97,7 +97,7 @@ def settle_kernel(
     over = tl.where((both == 0) & (logit == float("-inf")), 1e30, over)
     best = largest
     token = tl.full((), 0, tl.int32)
-    # The candidate may have needed only the border of the small top-k.
+    # The search ends if the candidate is kept, which may need only the border of the small top-k.
     done = (both & kept) & ((logit >= lowest) & (logit > float("-inf")))
     if done:
         best = tl.load(summary)

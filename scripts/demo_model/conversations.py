@@ -249,7 +249,7 @@ class ConversationMaker:
 
 
 def _invented_names(purposes: list[Purpose], source: random.Random) -> list[str]:
-    """Yield names that look real but have no entry: a module with the last part of another name."""
+    """Yield plausible names that do not exist: a module joined with the last part of another name."""
     real = {purpose.name for purpose in purposes}
     known_modules = sorted({purpose.module for purpose in purposes})
     tails = sorted({purpose.name.rsplit(".", 1)[-1] for purpose in purposes if "." in purpose.name})

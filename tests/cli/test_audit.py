@@ -197,14 +197,14 @@ def test_what_the_services_own_user_rewrote_shows_against_the_journal_without_as
     without = cli(*verify, databases, "--no-journal")
     assert without.code == 0 and "no journal heads (--no-journal)" in without.out
     of_others = cli(*verify, elsewhere)
-    assert of_others.code == 0 and f"it has none of appliance.service with {elsewhere}" in of_others.out
+    assert of_others.code == 0 and f"it has no heads of appliance.service with {elsewhere}" in of_others.out
 
 
 @pytest.mark.parametrize(
     ("script", "why"),
     [
         ("echo no permission >&2; exit 1", "journalctl failed: no permission"),
-        ("exit 0", "it has none of appliance.service"),
+        ("exit 0", "it has no heads of appliance.service"),
         ("exec sleep 60", "it was not read to its end within 0.2 s"),
         (None, "journalctl cannot be run here"),
     ],
@@ -235,7 +235,7 @@ def test_a_journal_without_heads_is_no_proof(
     (tmp_path / "journalctl").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     outcome = cli("audit", "verify", "--state-dir", state, "--journal")
-    assert outcome.code == 1 and "it has none of appliance.service" in outcome.err
+    assert outcome.code == 1 and "it has no heads of appliance.service" in outcome.err
 
 
 def test_a_file_of_heads_or_a_folder_that_is_not_there_is_said_with_what_to_name(
@@ -384,7 +384,7 @@ def test_of_a_service_that_is_gone_by_the_end_the_command_says_that_it_is_not_re
     outcome = cli(*words)
     assert ("is complete" in outcome.out) == (outcome.code == 0) == complete
     assert ("the disk is gone" in outcome.err) != complete
-    assert "The end of this backup is not recorded in the audit" in outcome.err
+    assert "The result of this backup is not recorded in the audit" in outcome.err
 
 
 def test_a_backup_has_the_settings(cli: Run, state: Path, tmp_path: Path, run_dir: Path) -> None:

@@ -55,7 +55,7 @@ def test_a_file_that_may_not_be_looked_for_is_named(
     with pytest.raises(SettingsError) as caught:
         find_config(str(path) if named else None, {"HOME": str(tmp_path)})
     assert str(caught.value) == (
-        f"{path}: it cannot be looked for (Permission denied): let this user into its folder, or name "
+        f"{path}: it cannot be accessed (Permission denied): let this user into its folder, or name "
         "another file with --config"
     )
 

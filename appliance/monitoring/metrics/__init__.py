@@ -1,1 +1,2 @@
-"""Metrics: what monitoring systems scrape. `families` says what there is, the others how it comes about."""
+"""Metrics for monitoring systems. `families` declares all metrics; the other modules collect and export
+them."""

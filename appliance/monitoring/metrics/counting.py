@@ -27,11 +27,11 @@ class CountedRows:
 
     def _count(self, row: RequestRow) -> None:
         families = self.families
-        # A row without a version has a name that is no model: a client may have made it up.
+        # A row without a version names no known model: a client may have invented the name.
         model = row.model if row.model and row.version else OTHERS
         families.rows.count(row, model, row.request_class)
         families.retries.count(row, model)
         families.tenant_rows.count(row, self.tenants.label(row.tenant or ""))
-        # The times of an answer from another request's run do not measure the service.
+        # A joined or repeated answer comes from another request's run, so its times are not counted.
         if row.retry not in ("joined", "repeated"):
             families.times.count(row, model, row.request_class)

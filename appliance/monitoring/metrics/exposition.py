@@ -34,8 +34,8 @@ class Family(Generic[Series]):
         self._series: dict[tuple[str, ...], Series] = {}
 
     def of(self, *values: str) -> Series:
-        """The series of these label values, which is there from now on. Raises ValueError for another number
-        of values than the family has labels."""
+        """Return the series with these label values, and create it if it does not exist. Raises ValueError if
+        the number of values differs from the number of labels."""
         series = self._series.get(values)
         if series is None:
             if len(values) != len(self.labels):
@@ -46,22 +46,22 @@ class Family(Generic[Series]):
         return series
 
     def clear(self) -> None:
-        """Forget every series."""
+        """Remove every series."""
         self._series.clear()
 
     def keep(self, label: str, values: Iterable[str]) -> None:
-        """Forget the series whose `label` has none of these values."""
+        """Remove the series whose `label` has none of these values."""
         at, kept = self.labels.index(label), frozenset(values)
         for key in [key for key in self._series if key[at] not in kept]:
             del self._series[key]
 
     def samples(self) -> Iterable[str]:
-        """A line each."""
+        """Return one line for each sample."""
         raise NotImplementedError
 
 
 class Value:
-    """A number. `value` may be set and added to by anybody who has the series."""
+    """One number. Callers may set `value` or add to it."""
 
     __slots__ = ("_head", "value")
 
@@ -70,7 +70,7 @@ class Value:
         self.value: float = 0
 
     def line(self) -> str:
-        """As a sample."""
+        """Return the sample's line."""
         return f"{self._head}{_number(self.value)}\n"
 
 
@@ -81,11 +81,11 @@ class Numbers(Family[Value]):
         super().__init__(kind, name, help_text, labels, Value)
 
     def add(self, amount: float, *values: str) -> None:
-        """Add to a series."""
+        """Add to the value of the series with these label values."""
         self.of(*values).value += amount
 
     def set(self, value: float, *values: str) -> None:
-        """Set a series."""
+        """Set the value of the series with these label values."""
         self.of(*values).value = value
 
     def samples(self) -> Iterable[str]:
@@ -93,7 +93,7 @@ class Numbers(Family[Value]):
 
 
 class Distribution:
-    """How many observations were at most as large as each bound, how many there were, and their sum."""
+    """One histogram: the number of observations up to each bound, their total number, and their sum."""
 
     __slots__ = ("_bounds", "_counts", "_heads", "_sum", "_tails")
 
@@ -107,12 +107,12 @@ class Distribution:
         self._tails = (f"{name}_count{both}", f"{name}_sum{both}")
 
     def observe(self, value: float) -> None:
-        """Count one."""
+        """Count an observation."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
     def lines(self) -> list[str]:
-        """As samples."""
+        """Return the lines of the samples."""
         total = 0
         lines = []
         for head, count in zip(self._heads, self._counts, strict=True):
@@ -124,7 +124,7 @@ class Distribution:
 
 
 class Histograms(Family[Distribution]):
-    """Distributions over the same bounds."""
+    """Histograms with the same bounds."""
 
     def __init__(self, name: str, help_text: str, bounds: Sequence[float], *labels: str) -> None:
         def make(series_name: str, series_labels: str) -> Distribution:
@@ -133,7 +133,7 @@ class Histograms(Family[Distribution]):
         super().__init__("histogram", name, help_text, labels, make)
 
     def observe(self, value: float, *values: str) -> None:
-        """Count an observation of a series."""
+        """Add an observation to the series with these label values."""
         self.of(*values).observe(value)
 
     def samples(self) -> Iterable[str]:
@@ -141,7 +141,7 @@ class Histograms(Family[Distribution]):
 
 
 class Mean:
-    """How many there were, and their sum."""
+    """The number of observations, and their sum."""
 
     __slots__ = ("_count_head", "_sum_head", "count", "total")
 
@@ -151,18 +151,19 @@ class Mean:
         self.count, self.total = 0, 0.0
 
     def lines(self) -> list[str]:
-        """As samples."""
+        """Return the lines of the samples."""
         return [f"{self._count_head}{self.count}\n", f"{self._sum_head}{_number(self.total)}\n"]
 
 
 class Summaries(Family[Mean]):
-    """Numbers and sums, whose rates make a mean; without quantiles."""
+    """Summaries without quantiles: the count and the sum of observations, from which a mean can be
+    computed."""
 
     def __init__(self, name: str, help_text: str, *labels: str) -> None:
         super().__init__("summary", name, help_text, labels, Mean)
 
     def set(self, count: int, total: float, *values: str) -> None:
-        """Set a series."""
+        """Set the value of the series with these label values."""
         series = self.of(*values)
         series.count, series.total = count, total
 
@@ -171,7 +172,7 @@ class Summaries(Family[Mean]):
 
 
 def render(families: Iterable[Family[object]]) -> bytes:
-    """Every series of the families, in their order."""
+    """Return the exposition text of these families, in order."""
     parts: list[str] = []
     for family in families:
         parts.append(f"# HELP {family.name} {family.help}\n# TYPE {family.name} {family.kind}\n")

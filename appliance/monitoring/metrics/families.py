@@ -38,7 +38,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class ServiceSource(NamedTuple):
-    """What the metrics of the service as a whole are read from."""
+    """The source of the metrics of the whole service."""
 
     ready: bool
     draining: bool
@@ -53,18 +53,18 @@ class ServiceSource(NamedTuple):
 
 
 class ReplicaSource(NamedTuple):
-    """What the metrics of a replica are read from."""
+    """The source of a replica's metrics."""
 
     status: ReplicaStatus
     replica: Replica
 
 
 class GatewaySource(NamedTuple):
-    """What the metrics of a model for gateways are read from."""
+    """The source of a model's metrics for gateways."""
 
     model: ModelStats
     ready: list[ReplicaStatus]
-    """Of its ready replicas."""
+    """The status of each ready replica of the model."""
 
     def blocks(self) -> int:
         """Return the number of KV blocks."""

@@ -1,4 +1,4 @@
-"""Metrics with their readers, in groups that have one source."""
+"""Metrics and the functions that read them, in groups with a common source."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Unit = Literal["", "requests", "tokens", "seconds", "bytes", "rows", "lines", "b
 
 
 class Metric(NamedTuple):
-    """One metric."""
+    """A metric and the function that reads its value."""
 
     kind: Literal["counter", "gauge", "histogram", "summary"]
     name: str
@@ -22,9 +22,9 @@ class Metric(NamedTuple):
     """Returns the value from the group's source: a number, of a summary count and sum, or None for no value.
     With `labels` it returns values by label value, or by a tuple of label values."""
     labels: tuple[str, ...] = ()
-    """Labels beside the group's."""
+    """Labels in addition to the group's."""
     bounds: tuple[float, ...] = ()
-    """Of a histogram."""
+    """The bounds of a histogram."""
 
 
 class Group(Generic[Source]):
@@ -48,7 +48,7 @@ class Group(Generic[Source]):
         ]
 
     def set(self, source: Source, *labels: str) -> None:
-        """Set every series of the source to its present value."""
+        """Set the series of this source to their current values."""
         for read, labelled, set_to in self._series:
             found = read(source)
             if labelled:
@@ -58,7 +58,7 @@ class Group(Generic[Source]):
                 set_to(found, *labels)
 
     def count(self, source: Source, *labels: str) -> None:
-        """Add what the source adds to counters and histograms."""
+        """Add the values of this source to counters and histograms."""
         for read, labelled, add in self._counters:
             found = read(source)
             if labelled:
@@ -68,7 +68,7 @@ class Group(Generic[Source]):
                 add(found, *labels)
 
     def clear(self) -> None:
-        """Drop every series."""
+        """Remove every series."""
         for family in self.families:
             family.clear()
 
@@ -83,7 +83,7 @@ def _family(metric: Metric, labels: tuple[str, ...]) -> Family[Any]:
 
 
 def _setter(family: Family[Any]) -> Callable[..., None]:
-    """Return what sets a series: called with the value and the values of the labels."""
+    """Return the function that sets a series, given the value and the label values."""
     if isinstance(family, Summaries):
         return lambda value, *labels: family.set(*value, *labels)
     if isinstance(family, Numbers):

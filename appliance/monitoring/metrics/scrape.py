@@ -1,7 +1,7 @@
-"""A scrape: the counters, and the gauges read at that moment.
+"""Answers scrapes: returns the counters, and the gauges as read at that moment.
 
-Its cost depends on the number of series only: it looks at no request, and sends nothing to fronts or
-replicas. The reports of computing replicas are at most 100 ms or one step old."""
+Its cost depends only on the number of series: it reads no requests, and sends nothing to fronts or replicas.
+Reports of busy replicas are at most 100 ms or one step old."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Scraper:
         control: ControlStore,
         writers: Sequence[Writer],
     ) -> None:
-        """`service` returns what the metrics of the whole service are read from."""
+        """`service` returns the source of the metrics of the whole service."""
         self._families = counted.families
         self._tenants = counted.tenants
         self._service = service
@@ -60,7 +60,7 @@ class Scraper:
         return self._text
 
     def make(self) -> bytes:
-        """Return the present text."""
+        """Return the current exposition text."""
         self._forget()
         self._read_service()
         self._read_models(self._traffic.model_stats())
@@ -71,11 +71,11 @@ class Scraper:
         return render(self._families)
 
     def _forget(self) -> None:
-        """Drop the series of deleted tenants and models."""
+        """Remove the series of deleted tenants and models."""
         families, policies = self._families, self._control.policies
         if policies is not self._policies:
             self._policies = policies
-            families.limits.clear()  # a limit may have been lifted
+            families.limits.clear()  # an operator may have removed a limit
             if self._tenants.forget_deleted():
                 for family in families.by("tenant"):
                     family.keep("tenant", (*self._tenants, OTHERS))
@@ -122,7 +122,7 @@ class Scraper:
         families = self._families
         families.fronts.clear()
         for front in self._fronts.fronts:
-            # The number stays; the name of the process changes with each restart.
+            # The label is the front's number, because the process name changes with each restart.
             status, name = front.status(), f"front-{front.number}"
             families.fronts.set(status, name)
             families.logs.set(status.log_dropped_lines, name)

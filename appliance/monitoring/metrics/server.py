@@ -1,8 +1,8 @@
-"""Serves the metrics on a TCP address of their own, without a key, to every client that can connect.
+"""Serves the metrics on a separate TCP address, without a key, to every client that can connect.
 
-This listener is inside the core, so its clients must not cost the core much: few connections with short time
-limits, the oldest of which makes room for a new one, one answer on a connection with several requests, and a
-scrape that is shared by requests that come together.
+This listener is inside the core, so its clients must not cost the core much. It allows few connections, with
+short time limits, and closes the oldest one for a new one. It answers one request at a time on each
+connection, and requests that arrive together share a scrape.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def metrics_app(scrape: Callable[[], bytes]) -> Starlette:
 
 
 class MetricsServer:
-    """Listens where `metrics.listen` says, if it says anything."""
+    """Listens on the address in `metrics.listen`, if it is set."""
 
     def __init__(self, scrape: Callable[[], bytes]) -> None:
         self._app = metrics_app(SharedScrape(scrape))
@@ -70,19 +70,19 @@ class MetricsServer:
         self._background = Background()
 
     def prepare(self, settings: Settings) -> socket.socket | None:
-        """Open the address that `settings` name, if it is another than the present one: `change` takes it.
-        Raises ListenError; nothing has changed then."""
+        """Open the address in `settings` if it has changed; `change` then uses it. Raises ListenError, and
+        then nothing has changed."""
         wanted = settings.metrics.address()
         if wanted is None or (self._server is not None and listens_on(self._address, wanted)):
             return None
         return bind_tcp(*wanted, setting="metrics.listen")
 
     def change(self, settings: Settings, opened: socket.socket | None) -> None:
-        """Listen where `settings` say."""
+        """Listen on the address in `settings`."""
         if self._server is not None and (opened is not None or settings.metrics.listen is None):
             self._background.run(self._server.stop(_STOP_S))
             self._server = None
-            log.info("metrics do not listen on %s any more", self._address)
+            log.info("metrics no longer listen on %s", self._address)
         if opened is not None:
             self._address = address_of(opened)
             self._server = HttpServer(self._app, _LIMITS, known=lambda peer: False)
@@ -90,13 +90,13 @@ class MetricsServer:
             log.info("metrics listen on %s", self._address)
 
     async def stop(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         if self._server is not None:
             await self._server.stop(_STOP_S)
             self._server = None
 
     def status(self) -> list[SocketStatus]:
-        """As operators see it."""
+        """Return the listener's status for operators."""
         if self._server is None:
             return []
         return [SocketStatus(name="metrics", address=self._address, state="accepting")]

@@ -1,32 +1,31 @@
-"""Which tenants have metrics of their own: a bounded number."""
+"""Decides which tenants have their own metrics, because the number of series must be bounded."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator
 
 OTHERS = "_other"
-"""Stands for all tenants without metrics of their own, and for all names that are no model. Neither a tenant
-nor a model can be called so."""
+"""The label value for all tenants without their own metrics, and for names of unknown models. No tenant or
+model can have this name."""
 
 
 class ShownTenants:
-    """The first `most` tenants that a request ended for, until they are deleted.
-
-    A place is not handed on while its tenant is there: counters that come and go show rates that never were.
+    """Holds the first `most` tenants with a finished request, until they are deleted. A place is not
+    reassigned while its tenant exists: counters that disappear and return would show wrong rates.
     """
 
     def __init__(self, most: int, known: Callable[[], Container[str]]) -> None:
-        """`known` are the tenants that operators made."""
+        """`known` are the tenants that operators created."""
         self.most = most
         self._known = known
         self._shown: dict[str, None] = {}
-        """In the order in which they came."""
+        """In order of arrival."""
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._shown)
 
     def label(self, tenant: str) -> str:
-        """What its metrics are called; it gets a place if there is one."""
+        """Return the tenant's label value. The tenant gets a place if one is free."""
         if tenant in self._shown:
             return tenant
         if len(self._shown) >= self.most or tenant not in self._known():
@@ -35,7 +34,7 @@ class ShownTenants:
         return tenant
 
     def forget_deleted(self) -> bool:
-        """Whether any are gone."""
+        """Remove deleted tenants, and return whether there were any."""
         known, before = self._known(), len(self._shown)
         self._shown = {tenant: None for tenant in self._shown if tenant in known}
         return len(self._shown) < before
