@@ -20,7 +20,7 @@ from tests.core.conftest import ROOT, Service
 FIELD = """
     max_images: Annotated[int | None, Field("Images in one request", high=64, none="any number")] = None
 """
-LAST = '    """If set, requests of the tenant are refused."""\n'
+LAST = '    """If set, the tenant\'s requests are refused."""\n'
 
 
 @pytest.fixture(scope="module")

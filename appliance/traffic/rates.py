@@ -138,8 +138,8 @@ class ReplicaRates:
         if decode_steps:
             self._learn_decode(decode_steps, decode_s, report.running)
         if learn_mixed and (computed or mixed_s):
-            # The additional time of a mixed step over a decode-only one. A report counts the tokens of planned
-            # steps and the time of ended steps, so the two numbers of a step may be in different reports.
+            # The additional time of a mixed step over a decode-only one. A report counts the tokens of steps
+            # that were planned and the time of those that ended, so a step's numbers may be in two reports.
             extra_s = mixed_s - mixed_steps * self.decode_s(report.running)
             self._prompts.add(max(extra_s, 0.1 * mixed_s), computed, _keep(mixed_s))
 
