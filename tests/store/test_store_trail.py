@@ -325,7 +325,7 @@ def test_heads_that_were_cut_out_of_their_file_are_missed(control, tmp_path, lef
     assert evidence.examine_folder(tmp_path).ok
     lines = (tmp_path / "audit.heads").read_text().splitlines(keepends=True)
     (tmp_path / "audit.heads").write_text("".join(lines[:left]))
-    assert f"for the last {40 - left} rows" in evidence.examine_folder(tmp_path).problems[0]
+    assert f"confirms the last {40 - left} rows" in evidence.examine_folder(tmp_path).problems[0]
 
 
 def test_heads_that_are_gone_are_missed(tmp_path):

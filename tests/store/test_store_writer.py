@@ -214,7 +214,7 @@ def test_a_follow_up_that_raises_does_not_undo_or_repeat_the_commit(writer, capl
         writer.call(insert(1), after_commit=lambda result: 1 / 0).result(60)
     writer.call(insert(2)).result(60)
     assert numbers(writer.path) == [1, 2]
-    assert "following up" in caplog.text
+    assert "the callback after a committed change failed" in caplog.text
 
 
 def test_a_call_that_raises_undoes_all_it_did_and_the_writer_goes_on(writer):

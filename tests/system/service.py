@@ -100,6 +100,16 @@ class Service:
     def replica(self) -> Any:
         return self.status()["models"][0]["replicas"][0]
 
+    def kill_front(self, pid: int) -> None:
+        """Kill a front, and wait until the core has noticed its death. Until then the core may give a new
+        connection to the dead front."""
+        psutil.Process(pid).kill()
+        self.wait_until(
+            lambda: pid not in [front["pid"] for front in self.status()["fronts"]],
+            60,
+            "the core to notice the death of the front",
+        )
+
     def act(self, action: msgspec.Struct) -> Any:
         """Perform an operator's action as its command does, without a process for it; the result."""
         with AdminClient(self.run_dir) as client:

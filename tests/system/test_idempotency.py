@@ -183,18 +183,11 @@ def test_a_run_that_died_with_its_front_runs_anew_and_the_log_says_so(running: S
         (lost,) = admin.in_flight()
         (owner,) = [front for front in admin.status().fronts if front.name == lost.front]
     assert owner.pid is not None
-    psutil.Process(owner.pid).kill()
+    running.kill_front(owner.pid)
     for stream in streams:
         stream.join(120)
         # All had moved to the front that died.
         assert isinstance(stream.error, openai.APIConnectionError | httpx2.HTTPError), stream.error
-
-    def noticed() -> bool:
-        with AdminClient(running.run_dir) as admin:
-            return owner.pid not in [front.pid for front in admin.status().fronts]
-
-    # Until then the core may give a connection to the dead front.
-    running.wait_until(noticed, 60, "the core to notice the death of the front")
     again = Streamed(running, "killed-front", max_tokens=600)
     again.join(120)
     assert again.error is None and len(again.text) > 30

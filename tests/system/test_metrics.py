@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -95,7 +94,7 @@ def test_the_counters_agree_with_the_request_log_after_all_that_can_happen(box: 
     streams = [Stream(running, max_tokens=400) for _ in range(4)]
     for stream in streams:
         assert stream.begun.wait(60)
-    psutil.Process(running.status()["fronts"][0]["pid"]).kill()
+    running.kill_front(running.status()["fronts"][0]["pid"])
     leaves = {**SHORT, "max_tokens": 600, "stream": True, "ignore_eos": True}
     with running.http() as http, http.stream("POST", "/v1/completions", json=leaves) as leaving:
         assert leaving.status_code == 200

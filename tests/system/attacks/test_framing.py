@@ -138,14 +138,16 @@ def test_a_client_that_closes_is_still_noticed(attacked: Target, kind: str) -> N
     def running() -> int:
         return attacked.running.status()["queue"]["running"]
 
-    body = chat(max_tokens=400, ignore_eos=True, n=8)
+    body = chat(max_tokens=400, ignore_eos=True, n=8, user=f"closes {kind}")
     sock = connect(getattr(attacked, kind))
     sock.sendall(post("/v1/chat/completions", body, attacked.authorization))
     attacked.running.wait_until(running, 60, "the request to run")
     sock.close()
     attacked.running.wait_until(lambda: not running(), 60, "the request to end")
     (row,) = attacked.running.wait_until(
-        lambda: [row for row in attacked.running.rows()[-1:] if row["state"] == "ended"], 60, "its row"
+        lambda: [row for row in attacked.running.rows(state="ended") if row["user"] == body["user"]],
+        60,
+        "its row",
     )
     assert (row["status"], row["finish_reason"]) == (499, "cancelled"), row
 
