@@ -48,7 +48,7 @@ from appliance.settings import Settings
 log = logging.getLogger(__name__)
 
 _CONFIGURED_WITHIN_S = 2.0
-"""A front that has not applied a configuration after this time is busy or ending: nobody waits for it."""
+"""A front that has not applied a configuration after this time is busy or ending, and is not waited for."""
 _CLOSE_S = 1.0
 _STOP_S = 3.0
 """Time for fronts to close their connections and end; after it they are killed."""

@@ -31,17 +31,20 @@ class Peer(NamedTuple):
     def source(self) -> str:
         """Where the client connects from: the address of a TCP peer, its /64 network for IPv6 (one host can
         use every address in it), or the uid of a Unix peer."""
-        if self.kind == "unix":
-            return str(self)
-        host = self.address.rpartition(":")[0].strip("[]")
-        if ":" not in host:
-            return host
-        with contextlib.suppress(ValueError):
-            return str(ipaddress.ip_network((host.partition("%")[0], 64), strict=False))
-        return host
+        return str(self) if self.kind == "unix" else source_of(self.address)
 
     def __str__(self) -> str:
         return f"uid {self.uid}" if self.kind == "unix" else self.address
+
+
+def source_of(address: str) -> str:
+    """Return the host of a TCP peer's address; in IPv6 its network of 64 bits."""
+    host = address.rpartition(":")[0].strip("[]")
+    if ":" not in host:
+        return host
+    with contextlib.suppress(ValueError):
+        return str(ipaddress.ip_network((host.partition("%")[0], 64), strict=False))
+    return host
 
 
 def unix_peer(sock: socket.socket) -> Peer:

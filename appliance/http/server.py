@@ -11,7 +11,7 @@ from typing import Any
 from appliance.http.connection import Connection
 from appliance.http.counted_log import CountedLog
 from appliance.http.exchange import Exchange
-from appliance.http.peers import Peer
+from appliance.http.peers import Peer, source_of
 from appliance.http.pools import Pool
 from appliance.http.request_memory import RequestMemory, of_largest_owner
 from appliance.http.turns import Turns
@@ -91,7 +91,7 @@ class HttpServer:
         The server takes over the socket, and closes it if it is stopping.
         """
         turn = asyncio.Event()
-        self.turns.add(Peer("tcp", -1, -1, address).source if address else "", 0, turn.set)
+        self.turns.add(source_of(address), 0, turn.set)
         await turn.wait()
         if self._stopping:
             sock.close()

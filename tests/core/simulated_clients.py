@@ -45,7 +45,7 @@ def backlogged(
         def ask() -> None:
             server.ask(tenant, shape(draw), asked_class=asked_class, done=again)
 
-        # Whoever is refused tries again when told to.
+        # A refused client tries again after the time that the refusal names.
         wait_s = asked.refused.retry_after_s if asked is not None and asked.refused is not None else None
         server.after(wait_s or 0.0, ask)
 
