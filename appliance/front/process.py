@@ -118,8 +118,10 @@ class FrontProcess:
     async def _adopt(self, sock: socket.socket, peer: str, request: bytes) -> None:
         """Serve a connection. It counts as not taken until it has a place, so that the core gives this front
         no more connections than it has descriptors for."""
-        await self._server.adopt(sock, peer, request)
-        self._taken += 1
+        try:
+            await self._server.adopt(sock, peer, request)
+        finally:
+            self._taken += 1
         if self._taken - self._told_taken >= _TELL_AFTER_CONNECTIONS:
             self._tell()
 
