@@ -17,6 +17,7 @@ from appliance.http.exchange import CONTINUE, Exchange, whole_response
 from appliance.http.heads import HeadReader, RequestHead
 from appliance.http.peers import Peer, peer_of
 from appliance.http.pools import Pool
+from appliance.http.turns import Source, source_of_peer, source_of_tenant
 
 if TYPE_CHECKING:
     from appliance.http.server import HttpServer
@@ -241,9 +242,10 @@ class Connection(asyncio.BufferedProtocol):
             self._pause_reading(self._linger_bytes is None and not self._wants_bytes())
 
     @property
-    def _source(self) -> str:
+    def _source(self) -> Source:
         """Who takes turns with this connection: its tenant, or the address or user that it connects from."""
-        return self._tenant or (self._peer.source if self._peer is not None else "")
+        assert self._peer is not None
+        return source_of_tenant(self._tenant) if self._tenant else source_of_peer(self._peer)
 
     def eof_received(self) -> bool:
         """Keep the connection open if the client may still be waiting for a response."""
