@@ -40,8 +40,8 @@ def source_of_tenant(tenant: str) -> Source:
 
 
 def source_of_peer(peer: Peer) -> Source:
-    """Return the source of a client whose tenant is not known yet. A local user has a budget. All clients over
-    TCP share one, because anybody can have many addresses."""
+    """Return the source of a client whose tenant is not known yet. Each local user has a budget; all
+    clients over TCP share one, because anybody can have many addresses."""
     return Source(peer.source, peer.source if peer.kind == "unix" else "tcp")
 
 

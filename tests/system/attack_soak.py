@@ -340,7 +340,12 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="TEXT", help="floods whose name contains this")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to keep the result")
     options = parser.parse_args()
-    plan = Plan(options.requests, options.rate, options.processes, options.idle_seconds)
+    plan = Plan(
+        requests=options.requests,
+        rate=options.rate,
+        processes=options.processes,
+        idle_s=options.idle_seconds,
+    )
     floods = [flood for flood in FLOODS if options.only in flood.name]
     if not floods:
         parser.error(
