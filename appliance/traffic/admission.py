@@ -168,17 +168,20 @@ def _no_place(
     wait_s: float | None,
     now: float,
 ) -> Refusal | None:
-    tenant, oldest_s = tenants.of(request.tenant), model.oldest_wait_s(now)
-    whose: list[tuple[str, Use, int | None]] = [
-        (f"tenant {tenant.name!r}", tenant.use, tenant.quota.queued_requests)
+    tenant = tenants.of(request.tenant)
+    limits: list[tuple[str, str, Use, int | None]] = [
+        ("tenant", tenant.name, tenant.use, tenant.quota.queued_requests)
     ]
     if request.key_id:
-        limit = tenants.key_quota(request.key_id).queued_requests
-        whose.append((f"key {request.key_id!r}", tenant.key(request.key_id), limit))
-    for name, use, most in whose:
+        most = tenants.key_quota(request.key_id).queued_requests
+        limits.append(("key", request.key_id, tenant.key(request.key_id), most))
+    for scope, name, use, most in limits:
         if most is not None and use.queued >= most:
-            message = f"{use.queued} requests of {name} are waiting, and its limit is {most}: try again later"
-            after_s = _retry_after_s(wait_s, oldest_s)
+            message = (
+                f"{use.queued} requests of {scope} {name!r} are waiting, and its limit is {most}: "
+                f"try again later"
+            )
+            after_s = _retry_after_s(wait_s, model.oldest_wait_s(now))
             return Refusal(429, "tenant_queue_full", message, after_s, kind="requests")
     rules, use, tokens = model.rules, tenant.use, request.admit.prompt_tokens
     if waiting.requests >= rules.limit:
@@ -194,7 +197,7 @@ def _no_place(
         )
     else:
         return None
-    after_s = _retry_after_s(model.waits_s(now)[request.request_class], oldest_s)
+    after_s = _retry_after_s(model.waits_s(now)[request.request_class], model.oldest_wait_s(now))
     return Refusal(503, "queue_full", f"{message}: try again later", after_s)
 
 

@@ -56,8 +56,9 @@ class CreditAccount:
         self._returned_tokens = [0] * LEVELS
         self._waiting_rows = [0] * LEVELS
         """Number of sequences that waited for a slot at the last report."""
-        self._open_levels: dict[int, int] = {}
-        """What `open_levels` returned for each number of reserved slots since the last change."""
+        self._available: dict[float, tuple[list[int], int]] = {}
+        """The free slots of each level and the open levels, by the share of slots that is reserved. Cleared
+        when the account changes."""
         self.kv_tokens = 0
         """Capacity of the KV cache in tokens."""
         self.generated_each = 0.0
@@ -88,12 +89,29 @@ class CreditAccount:
             return int(self.rows >= _MANY_SLOTS)
         return max(1, int(share * self.rows)) if self.rows >= _FEW_SLOTS else 0
 
-    def free_slots(self, level: int, reserved: int) -> int:
-        """Return how many slots are free for a level."""
-        return self._free_slots(reserved)[level]
+    def free_slots(self, level: int, share: float) -> int:
+        """Return how many slots are free for a level if `share` of all slots are reserved."""
+        return self._availability(share)[0][level]
+
+    def open_levels(self, share: float) -> int:
+        """Return the levels of which the replica accepts a request now if `share` of all slots are reserved:
+        bit `l` is set for level `l`."""
+        return self._availability(share)[1]
+
+    def _availability(self, share: float) -> tuple[list[int], int]:
+        """Return `free_slots` of each level, and `open_levels`."""
+        known = self._available.get(share)
+        if known is None:
+            free, levels, tokens = self._free_slots(self.reserved_slots(share)), 0, self.tokens
+            for level in range(LEVELS):
+                tokens -= self._spent_tokens[level] - self._returned_tokens[level]
+                if tokens > 0 and free[level] > 0:
+                    levels |= 1 << level
+            known = self._available[share] = free, levels
+        return known
 
     def _free_slots(self, reserved: int) -> list[int]:
-        """Return `free_slots` of each level.
+        """Compute `free_slots` of each level.
 
         Samples of worse levels that wait in the engine occupy no slot. The last report says how many wait; of
         those that were dispatched since, at most as many run as the engine permits.
@@ -122,19 +140,6 @@ class CreditAccount:
                 free[level] += sum(running[_FIRST_BACKGROUND if level else _ORDINARY :])
         return free
 
-    def open_levels(self, reserved: int) -> int:
-        """Return the levels of which the replica accepts a request now if this many slots are reserved: bit
-        `l` is set for level `l`."""
-        known = self._open_levels.get(reserved)
-        if known is None:
-            known, tokens = 0, self.tokens
-            for level, free in enumerate(self._free_slots(reserved)):
-                tokens -= self._spent_tokens[level] - self._returned_tokens[level]
-                if tokens > 0 and free > 0:
-                    known |= 1 << level
-            self._open_levels[reserved] = known
-        return known
-
     def learn(self, report: Report) -> None:
         """Update the account from the replica's report: the totals granted since its start, and its rates."""
         busy = self.rows - self.available_rows
@@ -145,7 +150,7 @@ class CreditAccount:
         self._returned_rows = list(report.returned_seqs)
         self._returned_tokens = list(report.returned_tokens)
         self._waiting_rows = list(report.waiting_seqs)
-        self._open_levels.clear()
+        self._available.clear()
         self.kv_tokens = report.blocks_total * BLOCK_TOKENS
         self.rates.learn(report)
 
@@ -153,7 +158,7 @@ class CreditAccount:
         """Spend credit for a submission that is sent to the replica."""
         self._spent_rows[level] += rows
         self._spent_tokens[level] += tokens
-        self._open_levels.clear()
+        self._available.clear()
 
     def refund(self, level: int, rows: int, tokens: int) -> None:
         """Refund the credit of a submission that never reached the replica, which therefore will not grant it

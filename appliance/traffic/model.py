@@ -95,6 +95,7 @@ class ModelTraffic:
         self._offered = DecayingMean()
         """Recent offered load, as a fraction of the capacity."""
         self._ticked_at: float | None = None
+        self._set_limits()
 
     @property
     def queued(self) -> int:
@@ -118,6 +119,7 @@ class ModelTraffic:
     def set_rules(self, rules: QueueRules) -> None:
         """Apply other rules from now on."""
         self.rules = self.queue.rules = rules
+        self._set_limits()
 
     # ── waiting requests ──
 
@@ -170,7 +172,7 @@ class ModelTraffic:
         """Return the levels that some replica accepts now: bit `l` is set for level `l`."""
         share, levels = self._reserved_share(), 0
         for account in self.accounts:
-            levels |= account.open_levels(account.reserved_slots(share))
+            levels |= account.open_levels(share)
         return levels
 
     def next_turn(self, now: float) -> Turn | None:
@@ -183,7 +185,8 @@ class ModelTraffic:
             level = self.level_of(request, self._tenants.of(request.tenant))
             if levels >> level & 1 and (account := self._account_for(level, request)) is not None:
                 return Turn(request, account, level)
-        while (found := self.queue.next(levels, now, self.promises_from(now))) is not None:
+        promises_from = self.promises_from(now)
+        while (found := self.queue.next(levels, now, promises_from)) is not None:
             ticket, level = found
             request, fair = ticket.item, self.queue.classes[ticket.request_class]
             tenant = self._tenants.of(ticket.tenant)
@@ -204,25 +207,32 @@ class ModelTraffic:
         number, admit = request.request_class, request.admit
         if not self._may_be_urgent(number, tenant) or admit.rows > self._max_urgent_samples():
             return level_of(number, 0)
-        return level_of(number, 2 if admit.prompt_tokens <= self._max_step_prompt_tokens() else 1)
+        return level_of(number, 2 if admit.prompt_tokens <= self._max_step_prompt_tokens else 1)
 
     def is_light(self, tenant: TenantTraffic) -> bool:
         """Return whether the tenant has few sequences running."""
-        reserved = sum(account.reserved_slots(self.rules.reserved_slots) for account in self.accounts)
-        return tenant.use.rows.get(self.name, 0) < max(1, reserved // _LIGHT_PART)
+        return tenant.use.rows.get(self.name, 0) < self._light_slots
 
     def _may_be_urgent(self, request_class: int, tenant: TenantTraffic) -> bool:
         return request_class == REAL_TIME or (request_class == INTERACTIVE and self.is_light(tenant))
 
     def _max_urgent_samples(self) -> int:
         """Return how many samples an urgent request may have."""
-        share = self._reserved_share()
-        reserved = min((account.reserved_slots(share) for account in self.accounts), default=0)
-        return max(1, reserved // _LIGHT_PART)
+        return self._max_samples[self._reserved_share()]
 
-    def _max_step_prompt_tokens(self) -> int:
-        """Return how many prompt tokens fit into one step of every replica."""
-        return min((account.tokens for account in self.accounts), default=0)
+    def _set_limits(self) -> None:
+        """Set the limits of urgent requests, which depend on the rules and on the slots and the step size of
+        the replicas."""
+        accounts, share = self.accounts, self.rules.reserved_slots
+        self._light_slots = max(1, sum(one.reserved_slots(share) for one in accounts) // _LIGHT_PART)
+        """A tenant is light while it occupies fewer slots."""
+        self._max_samples = {
+            part: max(1, min((one.reserved_slots(part) for one in accounts), default=0) // _LIGHT_PART)
+            for part in (0.0, share)
+        }
+        """Maximum number of samples of an urgent request, by the share of slots that is reserved."""
+        self._max_step_prompt_tokens = min((one.tokens for one in accounts), default=0)
+        """Number of prompt tokens that fit into one step of every replica."""
 
     def starts_at_once(self, request: Request, tenant: TenantTraffic, now: float) -> bool:
         """Return whether a new request would be dispatched at once."""
@@ -247,10 +257,9 @@ class ModelTraffic:
         excluded: its front has lost it, even if the core has not noticed yet."""
         share = self._reserved_share()
         fit = [
-            (account.free_slots(level, reserved), account.tokens_left(level), -index)
+            (account.free_slots(level, share), account.tokens_left(level), -index)
             for index, account in enumerate(self.accounts)
-            if account not in request.tried
-            and account.open_levels(reserved := account.reserved_slots(share)) >> level & 1
+            if account not in request.tried and account.open_levels(share) >> level & 1
         ]
         return self.accounts[-max(fit)[2]] if fit else None
 
@@ -299,12 +308,13 @@ class ModelTraffic:
         request.charged = service
 
     def learned(self) -> None:
-        """Update the forecast after a replica has reported, started or ended."""
+        """Update the forecast and the limits after a replica has reported, started or ended."""
+        self._set_limits()
         self.forecast.refresh(
             self.accounts, self._tokens_per_row, self._begun.prompt_tokens, self._prompts_per_output()
         )
         for fair in self.queue.classes:
-            fair.set_urgent(self._max_urgent_samples(), self._max_step_prompt_tokens())
+            fair.set_urgent(self._max_urgent_samples(), self._max_step_prompt_tokens)
 
     def tick(self, now: float) -> None:
         """Update the load and everything derived from it. To be called a few times a second."""
@@ -441,7 +451,7 @@ class ModelTraffic:
         if self.open_levels() >> level & 1:
             return 0.0
         share = self._reserved_share()
-        if any(account.free_slots(level, account.reserved_slots(share)) > 0 for account in self.accounts):
+        if any(account.free_slots(level, share) > 0 for account in self.accounts):
             return self.forecast.step_s
         end = self._next_end()
         return self.forecast.step_s if end is None else max(0.0, end - now)
