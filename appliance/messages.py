@@ -10,6 +10,8 @@ from appliance.protocol import FrontStats
 from store.policies import INTERACTIVE, LogPolicy
 
 SocketKind = Literal["unix", "tcp"]
+ExceededLimit = Literal["", "requests", "tokens"]
+"""What the exceeded limit counts: OpenAI's `type` of the error; "" if the status determines the type."""
 
 # ── core to front ────────────────────────────────────────────────────────────────────────────────
 
@@ -240,8 +242,7 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
     code: str
     message: str
     retry_after_s: float | None = None
-    kind: str = ""
-    """OpenAI's `type` of the error if the status does not determine it: "requests" or "tokens"."""
+    kind: ExceededLimit = ""
     useless: bool = False
     """Whether an automatic retry, as OpenAI's clients make it, would be useless."""
     rate_limits: RateLimits | None = None
@@ -283,7 +284,7 @@ class Admit(msgspec.Struct, tag="admit", frozen=True, kw_only=True):
     submissions: int
     """Number of `Submit` messages that follow the admission: one for each prompt; when resuming, one for each
     unfinished sample."""
-    rows: int
+    num_seqs: int
     """Number of sequences of all submissions."""
     prompt_tokens: int
     """Prompt tokens of all submissions, when resuming with the output so far: the token credit that it
@@ -397,8 +398,8 @@ class Retried(msgspec.Struct, tag="retried", frozen=True, kw_only=True):
     endpoint: str
     model: str
     stream: bool
-    retry: str
-    """"joined" (the run had not ended) or "repeated"."""
+    retry: Literal["joined", "repeated"]
+    """"joined": the run had not ended."""
     retry_of: str
     """The id of the earlier request."""
     request_class: int

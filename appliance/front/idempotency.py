@@ -12,6 +12,7 @@ import logging
 import os
 import re
 from collections.abc import Awaitable, Callable
+from typing import Literal
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -123,7 +124,9 @@ class RecordedResponse(Response):
         self._state = state
         self._context = context
         self._run = run
-        self._retry = "" if is_first else "repeated" if run.recording.ended else "joined"
+        self._retry: Literal["joined", "repeated"] | None = None
+        if not is_first:
+            self._retry = "repeated" if run.recording.ended else "joined"
         # The run, or the row of the retry, records the end of this request in the log.
         context.admitted = True
 
@@ -135,7 +138,7 @@ class RecordedResponse(Response):
         finally:
             follower.close()
             if self._retry:
-                self._log(follower)
+                self._log(follower, self._retry)
 
     async def _play(self, follower: Follower, send: Send) -> None:
         recording = self._run.recording
@@ -175,7 +178,7 @@ class RecordedResponse(Response):
             (b"x-appliance-retry-of", self._run.request_id.encode()),
         ]
 
-    def _log(self, follower: Follower) -> None:
+    def _log(self, follower: Follower, retry: Literal["joined", "repeated"]) -> None:
         context, run = self._context, self._run
         self._state.to_core(
             Retried(
@@ -185,7 +188,7 @@ class RecordedResponse(Response):
                 endpoint=context.endpoint,
                 model=context.model,
                 stream=context.stream,
-                retry=self._retry,
+                retry=retry,
                 retry_of=run.request_id,
                 request_class=INTERACTIVE if run.request_class is None else run.request_class,
                 status=CLIENT_DISCONNECTED if follower.left else run.status,

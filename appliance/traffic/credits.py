@@ -46,15 +46,15 @@ class CreditAccount:
         self.devices = devices
         self.version = version
         """The version of the files that the replica loaded; empty if not known yet."""
-        self.rows = 0
+        self.slots = 0
         """Number of slots: the sequences that the replica can run at once."""
         self.tokens = 0
         """The prompt tokens of two mixed steps, or of one full step if that is more."""
-        self._spent_rows = [0] * LEVELS
+        self._spent_seqs = [0] * LEVELS
         self._spent_tokens = [0] * LEVELS
-        self._returned_rows = [0] * LEVELS
+        self._returned_seqs = [0] * LEVELS
         self._returned_tokens = [0] * LEVELS
-        self._waiting_rows = [0] * LEVELS
+        self._waiting_seqs = [0] * LEVELS
         """Number of sequences that waited for a slot at the last report."""
         self._available: dict[float, tuple[list[int], int]] = {}
         """The free slots of each level and the open levels, by the share of slots that is reserved. Cleared
@@ -68,9 +68,9 @@ class CreditAccount:
         self.rates = ReplicaRates()
 
     @property
-    def available_rows(self) -> int:
+    def available_slots(self) -> int:
         """Number of slots minus the sequences that were dispatched and have not ended."""
-        return self.rows - sum(self._spent_rows) + sum(self._returned_rows)
+        return self.slots - sum(self._spent_seqs) + sum(self._returned_seqs)
 
     @property
     def available_tokens(self) -> int:
@@ -86,8 +86,8 @@ class CreditAccount:
     def reserved_slots(self, share: float) -> int:
         """Return how many slots are reserved for urgent requests if `share` of all slots are."""
         if share <= 0:
-            return int(self.rows >= _MANY_SLOTS)
-        return max(1, int(share * self.rows)) if self.rows >= _FEW_SLOTS else 0
+            return int(self.slots >= _MANY_SLOTS)
+        return max(1, int(share * self.slots)) if self.slots >= _FEW_SLOTS else 0
 
     def free_slots(self, level: int, share: float) -> int:
         """Return how many slots are free for a level if `share` of all slots are reserved."""
@@ -117,22 +117,22 @@ class CreditAccount:
         those that were dispatched since, at most as many run as the engine permits.
         """
         running = [
-            spent - returned for spent, returned in zip(self._spent_rows, self._returned_rows, strict=True)
+            spent - returned for spent, returned in zip(self._spent_seqs, self._returned_seqs, strict=True)
         ]
         in_tiers = [0, 0, 0]
         for tier, count in zip(TIERS, running, strict=True):
             in_tiers[tier] += count
         spare = (0, reserved, reserved + min(1, reserved))
-        lower = min(in_tiers[2], self.rows - spare[2])
-        in_worse_tiers = (min(lower + in_tiers[1], self.rows - spare[1]), lower, 0)
+        lower = min(in_tiers[2], self.slots - spare[2])
+        in_worse_tiers = (min(lower + in_tiers[1], self.slots - spare[1]), lower, 0)
         in_other_tiers = (in_tiers[0], in_tiers[0] + in_tiers[1], sum(in_tiers))
         free: list[int] = []
-        occupied = sum(running) - sum(self._waiting_rows)
-        for level, waiting in enumerate(self._waiting_rows):
+        occupied = sum(running) - sum(self._waiting_seqs)
+        for level, waiting in enumerate(self._waiting_seqs):
             tier = TIERS[level]
             occupied += waiting
             at_most = min(occupied, in_worse_tiers[tier] + in_other_tiers[tier])
-            free.append(self.rows - at_most - spare[tier])
+            free.append(self.slots - at_most - spare[tier])
         # P0 takes the slots of background sequences; if it fits into one step, it takes those of all
         # sequences that are not urgent.
         for level in range(_ORDINARY_REAL_TIME + 1):
@@ -142,25 +142,25 @@ class CreditAccount:
 
     def learn(self, report: Report) -> None:
         """Update the account from the replica's report: the totals granted since its start, and its rates."""
-        busy = self.rows - self.available_rows
+        busy = self.slots - self.available_slots
         self.generated_each += (report.generated_tokens - self._generated) / max(1, busy)
         self._generated = report.generated_tokens
-        self.rows = report.credit_seqs - sum(report.returned_seqs)
+        self.slots = report.credit_seqs - sum(report.returned_seqs)
         self.tokens = report.credit_tokens - sum(report.returned_tokens)
-        self._returned_rows = list(report.returned_seqs)
+        self._returned_seqs = list(report.returned_seqs)
         self._returned_tokens = list(report.returned_tokens)
-        self._waiting_rows = list(report.waiting_seqs)
+        self._waiting_seqs = list(report.waiting_seqs)
         self._available.clear()
         self.kv_tokens = report.blocks_total * BLOCK_TOKENS
         self.rates.learn(report)
 
-    def spend(self, level: int, rows: int, tokens: int) -> None:
+    def spend(self, level: int, seqs: int, tokens: int) -> None:
         """Spend credit for a submission that is sent to the replica."""
-        self._spent_rows[level] += rows
+        self._spent_seqs[level] += seqs
         self._spent_tokens[level] += tokens
         self._available.clear()
 
-    def refund(self, level: int, rows: int, tokens: int) -> None:
+    def refund(self, level: int, seqs: int, tokens: int) -> None:
         """Refund the credit of a submission that never reached the replica, which therefore will not grant it
         again."""
-        self.spend(level, -rows, -tokens)
+        self.spend(level, -seqs, -tokens)

@@ -39,7 +39,7 @@ _UNKNOWN_RUN_S, _MIN_RUN_S = 1.0, 0.1
 def most_kv_tokens(admit: Admit) -> int:
     """Return the most cache tokens that a request may hold: its last blocks are partly filled, and each
     sample of a prompt has its own copy of the prompt's last block."""
-    ends = admit.rows if admit.rows == admit.submissions else 2 * admit.rows
+    ends = admit.num_seqs if admit.num_seqs == admit.submissions else 2 * admit.num_seqs
     return admit.prompt_tokens + admit.max_tokens + ends * BLOCK_TOKENS
 
 
@@ -83,7 +83,7 @@ class ModelTraffic:
         """A heap of the expected ends of running requests."""
         self._ends_pushed = 0
         self._running: dict[str, Request] = {}
-        self._tokens_per_row = 0.0
+        self._tokens_per_seq = 0.0
         self._begun = QueuedTokens()
         """Running mean of the requests that started recently."""
         self._taken_s = [0.0] * CLASSES
@@ -138,7 +138,7 @@ class ModelTraffic:
             service=prompt_tokens + self.rules.output_weight * request.expected_tokens,
             prompt_tokens=prompt_tokens,
             output_tokens=request.expected_tokens,
-            rows=request.admit.rows,
+            num_seqs=request.admit.num_seqs,
             begin_by=request.begin_by,
         )
         light = self._may_be_urgent(request.request_class, tenant)
@@ -205,13 +205,13 @@ class ModelTraffic:
         """Return the level of a request: its class, and whether it is urgent. P0 and light tenants' P1 are
         urgent unless they have many samples, and most urgent if their prompts fit into one step."""
         number, admit = request.request_class, request.admit
-        if not self._may_be_urgent(number, tenant) or admit.rows > self._max_urgent_samples():
+        if not self._may_be_urgent(number, tenant) or admit.num_seqs > self._max_urgent_samples():
             return level_of(number, 0)
         return level_of(number, 2 if admit.prompt_tokens <= self._max_step_prompt_tokens else 1)
 
     def is_light(self, tenant: TenantTraffic) -> bool:
         """Return whether the tenant has few sequences running."""
-        return tenant.use.rows.get(self.name, 0) < self._light_slots
+        return tenant.use.seqs.get(self.name, 0) < self._light_slots
 
     def _may_be_urgent(self, request_class: int, tenant: TenantTraffic) -> bool:
         return request_class == REAL_TIME or (request_class == INTERACTIVE and self.is_light(tenant))
@@ -277,12 +277,12 @@ class ModelTraffic:
             self.queue.take(request.ticket, now)
             request.charged = request.ticket.prompt_tokens
             request.ticket = None
-        account.spend(level, admit.rows, admit.prompt_tokens)
+        account.spend(level, admit.num_seqs, admit.prompt_tokens)
         if not request.dispatched and not request.keeps_place:
-            request.running_rows = admit.rows
+            request.running_seqs = admit.num_seqs
             request.kv_tokens = most_kv_tokens(admit)
             for use in tenant.uses(request.key_id):
-                use.run(self.name, admit.rows, request.kv_tokens)
+                use.run(self.name, admit.num_seqs, request.kv_tokens)
             self.reconsider(tenant, request.key_id, 1)
         request.keeps_place = False
         if not request.dispatched:
@@ -311,7 +311,7 @@ class ModelTraffic:
         """Update the forecast and the limits after a replica has reported, started or ended."""
         self._set_limits()
         self.forecast.refresh(
-            self.accounts, self._tokens_per_row, self._begun.prompt_tokens, self._prompts_per_output()
+            self.accounts, self._tokens_per_seq, self._begun.prompt_tokens, self._prompts_per_output()
         )
         for fair in self.queue.classes:
             fair.set_urgent(self._max_urgent_samples(), self._max_step_prompt_tokens)
@@ -332,9 +332,9 @@ class ModelTraffic:
         self.shedder.observe(self.rules, now, self.waits_s(now))
 
     def _learn_start(self, admit: Admit, request: Request) -> None:
-        per_row = (admit.prompt_tokens + request.expected_tokens) / max(1, admit.rows)
-        known = self._tokens_per_row or per_row
-        self._tokens_per_row = known + _OF_THE_NEW * (per_row - known)
+        per_seq = (admit.prompt_tokens + request.expected_tokens) / max(1, admit.num_seqs)
+        known = self._tokens_per_seq or per_seq
+        self._tokens_per_seq = known + _OF_THE_NEW * (per_seq - known)
         prompt, output = float(admit.prompt_tokens), max(1.0, request.expected_tokens)
         begun = self._begun
         if not begun.output_tokens:
@@ -363,7 +363,7 @@ class ModelTraffic:
         for request in self._running.values():
             made = 0.0
             for account, left in request.dispatched.items():
-                made += left.rows * (account.generated_each - left.charged_each)
+                made += left.seqs * (account.generated_each - left.charged_each)
                 left.charged_each = account.generated_each
             service = self.rules.output_weight * min(made, request.first.max_tokens)
             request.charged += service
@@ -426,11 +426,11 @@ class ModelTraffic:
     def run_s(self, request: Request, output_tokens: float) -> float:
         """Return the time from a request's start to its end, if each sample has so many output tokens."""
         waiting = sum(fair.backlog.tickets for fair in self.queue.classes)
-        more_rows = waiting / max(1, self.forecast.replicas)
+        more_slots = waiting / max(1, self.forecast.replicas)
         # Near full load, slots that are free now will soon be occupied.
         filling = max(0.0, min(1.0, (self._offered.ratio - _LIGHT_LOAD) / (_FULL_LOAD - _LIGHT_LOAD)))
-        more_rows = max(more_rows, filling * self.forecast.rows_each - self.forecast.rows_running)
-        return self.forecast.running_s(request.admit.prompt_tokens, output_tokens, more_rows)
+        more_slots = max(more_slots, filling * self.forecast.slots_each - self.forecast.slots_busy)
+        return self.forecast.running_s(request.admit.prompt_tokens, output_tokens, more_slots)
 
     def promises_from(self, now: float) -> float:
         """Return when promised requests start at the latest if only they are served from now on, after the
@@ -474,4 +474,4 @@ class ModelTraffic:
     def _expected_run_s(self, request: Request) -> float:
         if not self.forecast.known:
             return _UNKNOWN_RUN_S
-        return max(_MIN_RUN_S, self.run_s(request, request.expected_tokens / max(1, request.admit.rows)))
+        return max(_MIN_RUN_S, self.run_s(request, request.expected_tokens / max(1, request.admit.num_seqs)))

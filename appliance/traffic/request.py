@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 class OnReplica:
     """The part of a request that is on one replica."""
 
-    __slots__ = ("began_each", "charged_each", "level", "rows", "submissions", "tokens")
+    __slots__ = ("began_each", "charged_each", "level", "seqs", "submissions", "tokens")
 
     def __init__(self, admit: Admit, charged_each: float, level: int) -> None:
         self.began_each = self.charged_each = charged_each
@@ -30,13 +30,13 @@ class OnReplica:
         self.level = level
         """The level of service whose credit the request uses."""
         self.submissions = admit.submissions
-        self.rows = admit.rows
+        self.seqs = admit.num_seqs
         self.tokens = admit.prompt_tokens
 
-    def end(self, rows: int, tokens: int) -> None:
+    def end(self, seqs: int, tokens: int) -> None:
         """Subtract a submission that has left the replica."""
         self.submissions -= 1
-        self.rows -= rows
+        self.seqs -= seqs
         self.tokens -= tokens
 
 
@@ -84,10 +84,10 @@ class Request:
         """The expected end."""
         self.keeps_place = False
         """Whether the request lost its replica but still counts against the limits of its tenant and key."""
-        self.running_rows = 0
+        self.running_seqs = 0
         self.kv_tokens = 0
         """Maximum number of cache tokens that the request may hold. Counted in the tenant's use while it
-        runs, like `running_rows`."""
+        runs, like `running_seqs`."""
         self.expected_tokens = 0.0
         """Expected output tokens of all samples."""
         self.charged = 0.0
@@ -107,7 +107,7 @@ class Request:
         """Store the request's reservation, and lower its token limit to the reserved amount."""
         self.reservation = reservation
         if reservation.max_tokens < self.first.max_tokens:
-            self.most_tokens = reservation.max_tokens // max(1, self.first.rows)
+            self.most_tokens = reservation.max_tokens // max(1, self.first.num_seqs)
             self.first = self.admit = msgspec.structs.replace(self.first, max_tokens=reservation.max_tokens)
 
     def count_against(self, key_id: str) -> None:
@@ -156,7 +156,7 @@ class Request:
     @property
     def most_each(self) -> float:
         """The token limit of a sample."""
-        return self.first.max_tokens / max(1, self.first.rows)
+        return self.first.max_tokens / max(1, self.first.num_seqs)
 
     def service(self, output_weight: float) -> float:
         """Return the weighted tokens that replicas are known to have computed for it."""

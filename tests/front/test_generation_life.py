@@ -87,7 +87,7 @@ def test_a_lost_replica_is_a_pause_and_the_text_is_the_same(front: Harness, stre
         again = front.admits[1]
         emitted = 5
         prompt = len(first.submits[0].prompt_token_ids)
-        assert (again.attempt, again.submissions, again.rows) == (1, 2, 2)
+        assert (again.attempt, again.submissions, again.num_seqs) == (1, 2, 2)
         assert again.prompt_tokens == 2 * (prompt + emitted)
         assert again.max_tokens == front.admits[0].max_tokens - 2 * emitted
         second = front.attach("demo-1")
