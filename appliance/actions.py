@@ -102,7 +102,7 @@ class CreateKey(_KeyChanges):
     """Create a bearer key. It is shown only once. Its limits apply within its tenant's."""
 
     name: str
-    """The purpose or user of the key."""
+    """`KeyFields.name`, which a new key must have."""
     tenant: str = "default"
     """The tenant that is billed for its requests."""
 

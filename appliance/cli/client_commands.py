@@ -10,7 +10,7 @@ import typer
 from appliance.cli.options import RunDir, number, whole_number
 
 MAX_REQUESTS = 2_000_000
-"""The value of `appliance.bench.rates.MAX_REQUESTS`, which takes long to import."""
+"""The value of `appliance.bench.rates.MAX_REQUESTS`, which is not imported because that takes long."""
 TOKENS = whole_number(1, 10_000_000)
 MILLISECONDS = number(0.001, 86_400_000)
 
@@ -99,17 +99,21 @@ def bench(
     ] = None,
     prompt_tokens: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Of each request (512).", show_default=False, parser=TOKENS),
+        typer.Option(
+            metavar="N", help="Prompt tokens of each request (512).", show_default=False, parser=TOKENS
+        ),
     ] = None,
     output_tokens: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Of each request (128).", show_default=False, parser=TOKENS),
+        typer.Option(
+            metavar="N", help="Output tokens of each request (128).", show_default=False, parser=TOKENS
+        ),
     ] = None,
     rate: Annotated[
         float | None,
         typer.Option(
             metavar="R",
-            help="Open loop: R requests a second arrive (Poisson), for --duration.",
+            help="Open loop: send R requests per second (Poisson) for --duration.",
             parser=number(0.001, 100_000),
         ),
     ] = None,
@@ -125,7 +129,7 @@ def bench(
     find_rate: Annotated[
         bool,
         typer.Option(
-            "--find-rate", help="Search the highest rate that keeps the limits below, starting at --rate."
+            "--find-rate", help="Search for the highest rate that keeps the limits below, starting at --rate."
         ),
     ] = False,
     ttft_p99_ms: Annotated[

@@ -39,21 +39,10 @@ def requests_read(
 ) -> None:
     if context.invoked_subcommand is not None:
         return
-    from appliance.cli.requests import show_requests
+    from appliance.cli.requests import request_filter, show_requests
 
-    show_requests(
-        run_dir,
-        state_dir,
-        limit=limit,
-        follow=follow,
-        request_id=request_id,
-        tenant=tenant,
-        model=model,
-        status=status,
-        failed=failed,
-        since=since,
-        as_json=json,
-    )
+    wanted = request_filter(request_id, tenant, model, status, failed, since)
+    show_requests(run_dir, state_dir, wanted, limit=limit, follow=follow, as_json=json)
 
 
 @requests.command("cancel")

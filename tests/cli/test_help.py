@@ -1,4 +1,4 @@
-"""What the command line costs before it does anything, and what it offers."""
+"""Tests of `--help`: which modules it loads, and which commands and options it shows."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ COMMANDS = (
 
 
 def loaded_by(*words: str) -> set[str]:
-    """Names of the modules in memory after the command."""
+    """Return the names of the modules that the command loads."""
     source = (
         "import sys, json; from appliance.cli import main; main();"
         "print(json.dumps(sorted(sys.modules)), file=sys.stderr)"
@@ -75,7 +75,7 @@ def loaded_by(*words: str) -> set[str]:
 
 
 def test_help_loads_nothing_heavy_and_little_else() -> None:
-    """What it takes is the time of what it loads, which a slow machine changes and this count does not."""
+    """The count of loaded modules stands for the start time, because it does not depend on the machine."""
     modules = loaded_by("--help")
     packages = {name.partition(".")[0] for name in modules}
     assert packages.isdisjoint(HEAVY)
