@@ -1,4 +1,4 @@
-"""Quotas as arithmetic: what is reserved, refused, given back, changed and carried over a restart."""
+"""Tests of quotas: reservations, refusals, settlement, changed limits and restarts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def taken(of: Quotas, prompt: int = 10, most: int = 90, key_id: str = "", **how:
 
 
 def spent(of: Quotas, prompt: int, most: int, key_id: str = "") -> None:
-    """A request that took all that it reserved, and has ended."""
+    """Run a request that uses its whole reservation and ends."""
     held = taken(of, prompt, most, key_id)
     of.settle(held, prompt + most)
     of.close(held)
@@ -293,7 +293,8 @@ def test_the_tightest_limit_of_each_kind_is_told(time: Time) -> None:
 def restarted(
     time: Time, of: Quotas, after_s: float, *used: Used, keys: tuple[KeyRecord, ...] = ()
 ) -> Quotas:
-    """Another run, `after_s` seconds after the snapshot that the first one takes now, at unix time 5000."""
+    """Return the quotas of a restart, `after_s` seconds after a snapshot that is taken now at unix time
+    5000."""
     levels, _ = of.news(5000.0)
     again = quotas(time, *of._policies.tenants.values(), keys=tuple(of._policies.keys.values()))
     again.restore(QuotaState(levels, list(used)), 5000.0 + after_s)

@@ -1,4 +1,4 @@
-"""Settings: what is meant is found, and what cannot be used is named with field, value and remedy."""
+"""Tests of settings: their sources, and errors that name field, value and remedy."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_file_that_may_not_be_looked_for_is_named(
     with pytest.raises(SettingsError) as caught:
         find_config(str(path) if named else None, {"HOME": str(tmp_path)})
     assert str(caught.value) == (
-        f"{path}: it cannot be accessed (Permission denied): let this user into its folder, or name "
+        f"{path}: it cannot be accessed (Permission denied): give this user access to its folder, or name "
         "another file with --config"
     )
 

@@ -168,8 +168,8 @@ SERVICE = (
 )
 ROWS = (
     Metric("counter", "appliance_requests_total", "requests",
-           "Requests that ended: ok, cancelled (the client left or its front died), rejected (a mistake of "
-           "the client), refused (429 or 503: a limit or overload), failed.",
+           "Requests that ended: ok, cancelled (the client disconnected or its front died), rejected (an "
+           "error of the client), refused (429 or 503: a limit or overload), failed.",
            lambda row: {outcome(row): 1}, ("outcome",)),
     Metric("counter", "appliance_prompt_tokens_total", "tokens",
            "Prompt tokens of requests that ended.",
