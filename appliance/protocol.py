@@ -17,6 +17,7 @@ def precision(dtype: str, weights: str, kv_cache_dtype: str) -> str:
     return ", ".join([dtype, *(f"{what} {name}" for what, name in held if name != dtype)])
 
 
+LogLevel = Literal["debug", "info", "warning", "error"]
 ProcessState = Literal["starting", "ready", "restarting", "stopping", "stopped"]
 
 

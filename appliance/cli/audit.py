@@ -168,7 +168,7 @@ def _examine_file(path: Path, recorded: list[Recorded], state_dir: str | None) -
     return examine(path, recorded, key)
 
 
-# ── where ──
+# ── the location of the chain ──
 
 
 def _location(run_dir: str | None, state_dir: str | None, file: str | None) -> ChainLocation:

@@ -15,9 +15,9 @@ TOKENS = whole_number(1, 10_000_000)
 MILLISECONDS = number(0.001, 86_400_000)
 
 BENCH_EPILOG = (
-    "Workloads: http1, http256, http1024 (1, 256 and 1,024 streams, 512 in, 256 out), and those of the "
-    "engine: b1_50tok, b1_decode, b8_decode, b64_decode, n1024, n1024_sampled, prefill, long, ttft8k. "
-    "Exit code 1 if a request failed."
+    "Workloads: http1, http256, http1024 (1, 256 and 1,024 streams, 512 prompt and 256 output tokens), and "
+    "those of the engine: b1_50tok, b1_decode, b8_decode, b64_decode, n1024, n1024_sampled, prefill, long, "
+    "ttft8k. Exit code 1 if a request failed."
 )
 
 
@@ -32,7 +32,9 @@ def chat(
         str | None, typer.Option("--model", "-m", metavar="NAME", help="Default: the service's first model.")
     ] = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.")] = None,
-    temperature: Annotated[float, typer.Option(metavar="T", help="0 is greedy.", parser=number(0, 2))] = 0.0,
+    temperature: Annotated[
+        float, typer.Option(metavar="T", help="Sampling temperature; 0 is greedy.", parser=number(0, 2))
+    ] = 0.0,
     max_tokens: Annotated[
         int | None, typer.Option(metavar="N", help="Maximum length of an answer, in tokens.", parser=TOKENS)
     ] = None,

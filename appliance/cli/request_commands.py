@@ -22,16 +22,24 @@ def requests_read(
     request_id: Annotated[
         str | None, typer.Option("--id", metavar="ID", help="Only this request, with every field.")
     ] = None,
-    tenant: Annotated[str | None, typer.Option(metavar="NAME", help="Only this tenant's.")] = None,
-    model: Annotated[str | None, typer.Option(metavar="NAME", help="Only this model's.")] = None,
+    tenant: Annotated[str | None, typer.Option(metavar="NAME", help="Only requests of this tenant.")] = None,
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="Only requests for this model.")] = None,
     status: Annotated[
-        str | None, typer.Option("--status", metavar="STATUS", help="Only this HTTP status; or: open, ended.")
+        str | None,
+        typer.Option(
+            "--status",
+            metavar="STATUS",
+            help="Only requests with this HTTP status, or open or ended ones: open, ended.",
+        ),
     ] = None,
     failed: Annotated[
         bool, typer.Option("--failed", help="Only requests with a status ≥ 400 or an error.")
     ] = False,
     since: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Not older than this span (30m, 1h, 7d) or this date.")
+        str | None,
+        typer.Option(
+            metavar="TIME", help="Only requests since this date, or within this span (30m, 1h, 7d)."
+        ),
     ] = None,
     run_dir: RunDir = None,
     state_dir: StateDir = None,

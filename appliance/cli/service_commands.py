@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from appliance.cli.options import Config, Json, RunDir, StateDir, whole_number
-from appliance.settings.fields import LogLevel
+from appliance.protocol import LogLevel
 from engine.messages import Device, DType, LoadFormat, Quantization
 
 

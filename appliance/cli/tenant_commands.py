@@ -105,7 +105,7 @@ def tenants_delete(name: Name, yes: Yes = False, run_dir: RunDir = None, json: J
 
 @keys.command("list")
 def keys_list(
-    tenant: Annotated[str | None, typer.Option(metavar="NAME", help="Only this tenant's.")] = None,
+    tenant: Annotated[str | None, typer.Option(metavar="NAME", help="Only keys of this tenant.")] = None,
     run_dir: RunDir = None,
     json: Json = False,
 ) -> None:

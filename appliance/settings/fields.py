@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from appliance.messages import KeepRules, Limits, RetryRules
+from appliance.protocol import LogLevel
 from appliance.traffic.rules import QueueRules
 from engine.messages import Device, DType, LoadFormat, Quantization, ReplicaSpec
 
@@ -26,8 +27,6 @@ Fraction = Annotated[float, msgspec.Meta(gt=0, le=1)]
 SocketMode = Annotated[
     str, msgspec.Meta(pattern="^0?[0-7]{3}$", description='a file mode in octal, such as "0660"')
 ]
-
-LogLevel = Literal["debug", "info", "warning", "error"]
 
 DEMO_MODEL = "demo"
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import msgspec
 
 from appliance.classes import service_class
-from appliance.messages import Admit, Rejected, Retried, Settle
+from appliance.messages import Admit, LoggedFields, Rejected, Retried, Settle
 from appliance.protocol import RequestState
 from appliance.traffic.credits import CreditAccount
 from appliance.traffic.fairness import Ticket
@@ -246,17 +247,10 @@ def row_of(request: Request, now: float) -> RequestRow:
 def retried_row(retried: Retried, version: str | None, now: float) -> RequestRow:
     """Return the row of a retry that was answered with the result of an earlier request."""
     return RequestRow(
-        request_id=retried.request_id,
-        created_at=retried.arrived_at,
+        **_head(retried),
         finished_at=now,
-        tenant=retried.identity.tenant,
-        key_id=retried.identity.key_id or None,
-        peer=retried.peer,
-        endpoint=retried.endpoint,
-        model=retried.model,
         version=version,
         request_class=f"P{retried.request_class}",
-        stream=retried.stream,
         ttft_ms=retried.ttft_ms,
         e2e_ms=retried.e2e_ms,
         finish_reason=retried.finish_reason,
@@ -264,27 +258,32 @@ def retried_row(retried: Retried, version: str | None, now: float) -> RequestRow
         error=retried.error or None,
         retry=retried.retry,
         retry_of=retried.retry_of,
-        user=retried.user or None,
     )
 
 
 def rejected_row(rejected: Rejected, version: str | None, now: float) -> RequestRow:
     """Return the row of a request that its front refused; `version` is that of the model's files."""
     return RequestRow(
-        request_id=rejected.request_id,
-        created_at=rejected.arrived_at,
+        **_head(rejected),
         finished_at=now,
-        tenant=rejected.identity.tenant,
-        key_id=rejected.identity.key_id or None,
-        peer=rejected.peer,
-        endpoint=rejected.endpoint,
-        model=rejected.model or None,
         version=version,
-        stream=rejected.stream,
         prompt_tokens=rejected.prompt_tokens,
         e2e_ms=rejected.e2e_ms,
         finish_reason="error",
         status=rejected.status,
         error=rejected.error,
-        user=rejected.user or None,
     )
+
+
+def _head(message: LoggedFields) -> dict[str, Any]:
+    return {
+        "request_id": message.request_id,
+        "created_at": message.arrived_at,
+        "tenant": message.identity.tenant,
+        "key_id": message.identity.key_id or None,
+        "peer": message.peer,
+        "endpoint": message.endpoint,
+        "model": message.model or None,
+        "stream": message.stream,
+        "user": message.user or None,
+    }

@@ -89,12 +89,8 @@ def test_every_command_explains_itself(cli: Run, command: tuple[str, ...]) -> No
     assert outcome.code == 0
     assert outcome.out.startswith("Usage:") and "--help" in outcome.out
     assert outcome.err == ""
-
-
-@pytest.mark.parametrize("command", COMMANDS[2:], ids=" ".join)
-def test_every_client_command_takes_the_run_directory(cli: Run, command: tuple[str, ...]) -> None:
-    if command not in (("keys",), ("tenants",), ("peers",), ("audit",)):
-        assert "--run-dir" in cli(*command, "--help").out
+    if command not in ((), ("keys",), ("tenants",), ("peers",), ("audit",)):
+        assert "--run-dir" in outcome.out
 
 
 @pytest.mark.parametrize("action", ACTIONS, ids=lambda action: action.name)

@@ -173,17 +173,6 @@ def test_an_answer_of_open_length_waits_rather_than_being_a_stump(time: Time) ->
     assert taken(of, 10, 8, may_lower=True).max_tokens == 8
 
 
-def test_refill_that_a_long_request_held_open_is_not_given_twice(time: Time) -> None:
-    of = quotas(time, tenant(tokens_per_minute=60))
-    long = taken(of, 10, 50)
-    time.now += 60
-    assert used(of) == {"tokens_per_minute": 0}, "as if it had used all: so it may run on for ever"
-    spent(of, 10, 30)
-    of.settle(long, 15)
-    # Had the 45 that it did not use never been taken, the bucket had been full all the time.
-    assert used(of) == {"tokens_per_minute": 40}
-
-
 def test_what_a_long_request_did_not_use_comes_back_as_far_as_the_bucket_was_not_full(time: Time) -> None:
     of = quotas(time, tenant(tokens_per_minute=60))
     long = taken(of, 10, 50)
@@ -192,16 +181,6 @@ def test_what_a_long_request_did_not_use_comes_back_as_far_as_the_bucket_was_not
     time.now += 20
     of.settle(long, 10)
     assert used(of) == {"tokens_per_minute": 0}, "the most was 20, then: 50 unused would make it 70, less 20"
-
-
-def test_two_long_requests_do_not_both_get_back_what_only_one_could_have(time: Time) -> None:
-    of = quotas(time, tenant(tokens_per_minute=60))
-    first, second = taken(of, 10, 20), taken(of, 10, 20)
-    time.now += 30
-    spent(of, 5, 20)
-    of.settle(first, 0)
-    of.settle(second, 0)
-    assert used(of) == {"tokens_per_minute": 25}, "the bucket was full before those 25"
 
 
 def test_what_many_requests_hold_at_once_comes_back_in_any_order(time: Time) -> None:
@@ -308,13 +287,6 @@ def test_a_clean_restart_keeps_what_was_left_and_refills_meanwhile(time: Time) -
     assert used(again) == {"requests_per_minute": 0, "tokens_per_minute": 48}
 
 
-def test_after_a_crash_open_requests_count_with_all_that_they_reserved(time: Time) -> None:
-    of = quotas(time, tenant(tokens_per_minute=60, requests_per_minute=6))
-    taken(of, 10, 30)
-    again = restarted(time, of, 0.0, Used("acme", "", 4999.0, 40))
-    assert used(again) == used(of) == {"requests_per_minute": 1, "tokens_per_minute": 40}
-
-
 def test_after_a_crash_what_ended_since_counts_with_what_it_took(time: Time) -> None:
     of = quotas(time, tenant(tokens_per_minute=60))
     held = taken(of, 10, 30)
@@ -324,12 +296,6 @@ def test_after_a_crash_what_ended_since_counts_with_what_it_took(time: Time) -> 
     time.now += 1
     taken(of, 4, 5)
     assert used(of) == {"tokens_per_minute": 33}
-
-
-def test_a_full_bucket_gains_nothing_before_what_was_used_since(time: Time) -> None:
-    of = quotas(time, tenant(tokens_per_minute=60))
-    again = restarted(time, of, 30.0, Used("acme", "", 5030.0, 60))
-    assert used(again) == {"tokens_per_minute": 60}
 
 
 def test_a_key_rotated_just_before_a_crash_finds_its_formers_levels(time: Time) -> None:

@@ -101,16 +101,6 @@ def test_what_left_the_queue_without_a_turn_used_nothing(service: SimulatedServi
     service.check_end()
 
 
-def test_what_a_drain_held_and_then_refused_used_nothing(service: SimulatedService) -> None:
-    front = service.new_front()
-    service.requests.pause_admission(None, "draining", hold=True)
-    service.ask(front)
-    read_all(service)
-    assert used(service) == (13, 13)
-    service.requests.pause_admission(None, "stopping")
-    assert used(service) == (0, 0)
-
-
 def test_a_front_that_dies_is_charged_what_was_generated(service: SimulatedService) -> None:
     front = service.new_front()
     service.new_replica()

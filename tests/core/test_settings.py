@@ -82,14 +82,6 @@ def test_flags_override_the_file_and_a_flagged_model_replaces_its_models(tmp_pat
     assert {name: model.dtype for name, model in flagged.items()} == {"b": "float16"}
 
 
-def test_what_is_quantised_is_said_in_the_file_or_by_flags_and_reaches_the_replica(tmp_path: Path) -> None:
-    text = '[models.a]\nfolder = "."\nkv_cache_dtype = "fp8"\n'
-    spec = load(tmp_path, text).models["a"].spec("a-0")
-    assert (spec.dtype, spec.quantization, spec.kv_cache_dtype) == ("auto", "auto", "fp8")
-    spec = load(tmp_path, text, quantization="fp8", kv_cache_dtype="auto").models["a"].spec("a-0")
-    assert (spec.quantization, spec.kv_cache_dtype) == ("fp8", "auto")
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
