@@ -33,7 +33,7 @@ class FrontStats(msgspec.Struct, frozen=True, kw_only=True):
     unauthenticated_connections: int = 0
     """Connections that have not yet sent a request with a valid key."""
     refused_connections: int = 0
-    """Connections that were closed, or answered 503, because no place was free."""
+    """Connections that were closed, or answered 503, because the limit was reached."""
     evicted_connections: int = 0
     """Connections without a valid key that were closed to make room for others."""
     cut_off_connections: int = 0

@@ -92,9 +92,8 @@ def audit_verify(
     state_dir: StateDir = None,
     json: Json = False,
 ) -> None:
-    """Verify that the audit is complete and unchanged; if not, name the first wrong row. Exit code 1 if it is
-    not.
-    """
+    """Verify that the audit trail is complete and unchanged, and name the first wrong row if it is not. Exit
+    code 1 if the check fails."""
     from appliance.cli.audit import verify
 
     raise typer.Exit(

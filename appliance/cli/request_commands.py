@@ -79,7 +79,7 @@ def requests_show(
     run_dir: RunDir = None,
     json: Json = False,
 ) -> None:
-    """Show the stored prompts and answers of a request. The audit records who read them."""
+    """Show the stored prompts and answers of a request. The audit trail records who reads them."""
     from appliance.cli.contents import show_contents
 
     show_contents(run_dir, request_id, as_json=json)

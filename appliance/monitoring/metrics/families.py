@@ -322,7 +322,7 @@ FRONTS = (
            "Open connections that have not yet sent a request with a valid key.",
            lambda f: f.unauthenticated_connections),
     Metric("counter", "appliance_front_refused_connections_total", "",
-           "Connections that were refused because no place was free.",
+           "Connections that were refused because the limit was reached.",
            lambda f: f.refused_connections),
     Metric("counter", "appliance_front_evicted_connections_total", "",
            "Connections without a valid key that were closed to make room for others.",
