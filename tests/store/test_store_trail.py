@@ -14,7 +14,7 @@ import pytest
 from store import evidence, heads
 from store.audit import Actor, AuditRow, Head, outcome
 from store.control import ControlStore
-from store.errors import NotWritableError, StorageFaultError, UnknownTenantError
+from store.errors import NotWritableError, StorageFaultError
 from store.heads import heads_in, read_key
 from store.spool import RESERVED_BYTES, Spool, read_spool
 from tests.audit_trail import forge, read_audit, rewrite
@@ -39,19 +39,6 @@ def recorded_heads(path: Path) -> list[Head]:
 # ── intents and results ──
 
 
-def test_an_action_has_its_intent_before_and_its_result_after_with_old_and_new_value(control):
-    control.create_tenant(actor=ROOT, name="acme", changes={}).result(60)
-    actor = announced(control, "tenants.set", name="acme", weight=2.0)
-    assert read_audit(control.path)[-1].phase == "intent"
-    control.set_tenant(actor=actor, name="acme", changes={"weight": 2.0}).result(60)
-    control.trail.conclude(actor, "tenants.set", {}, "ok").result(60)
-    intent, result = read_audit(control.path)[1:]
-    assert (intent.actor, intent.host, intent.phase, intent.result) == ("uid:0", "box", "intent", "")
-    assert json.loads(intent.params) == {"name": "acme", "weight": 2.0}
-    assert (result.phase, result.result, result.act) == ("result", "ok", intent.act)
-    assert (result.before, result.after) == ('{"weight":1.0}', '{"weight":2.0}')
-
-
 def test_what_changes_nothing_in_the_database_has_its_result_once(control):
     actor = announced(control, "requests.cancel", request_id="r")
     for _ in range(2):
@@ -64,14 +51,6 @@ def test_two_changes_of_one_action_are_both_recorded(control):
     for name in ("a", "b"):
         control.create_tenant(actor=actor, name=name, changes={}).result(60)
     assert [row.phase for row in read_audit(control.path)] == ["intent", "result", "result"]
-
-
-def test_a_refused_change_has_its_intent_and_the_refusal(control):
-    actor = announced(control, "tenants.set", name="nobody")
-    with pytest.raises(UnknownTenantError) as raised:
-        control.set_tenant(actor=actor, name="nobody", changes={"weight": 2.0}).result(60)
-    control.trail.conclude(actor, "tenants.set", {"name": "nobody"}, f"refused: {raised.value}").result(60)
-    assert phases(control.path)[1][2].startswith("refused: there is no tenant 'nobody'")
 
 
 def test_an_intent_that_outlived_its_service_gets_a_result_that_says_so(tmp_path):
