@@ -287,6 +287,13 @@ def test_a_clean_restart_keeps_what_was_left_and_refills_meanwhile(time: Time) -
     assert used(again) == {"requests_per_minute": 0, "tokens_per_minute": 48}
 
 
+def test_after_a_crash_open_requests_count_with_all_that_they_reserved(time: Time) -> None:
+    of = quotas(time, tenant(tokens_per_minute=60, requests_per_minute=6))
+    taken(of, 10, 30)
+    again = restarted(time, of, 0.0, Used("acme", "", 4999.0, 40))
+    assert used(again) == used(of) == {"requests_per_minute": 1, "tokens_per_minute": 40}
+
+
 def test_after_a_crash_what_ended_since_counts_with_what_it_took(time: Time) -> None:
     of = quotas(time, tenant(tokens_per_minute=60))
     held = taken(of, 10, 30)
@@ -296,6 +303,12 @@ def test_after_a_crash_what_ended_since_counts_with_what_it_took(time: Time) -> 
     time.now += 1
     taken(of, 4, 5)
     assert used(of) == {"tokens_per_minute": 33}
+
+
+def test_a_full_bucket_gains_nothing_before_what_was_used_since(time: Time) -> None:
+    of = quotas(time, tenant(tokens_per_minute=60))
+    again = restarted(time, of, 30.0, Used("acme", "", 5030.0, 60))
+    assert used(again) == {"tokens_per_minute": 60}
 
 
 def test_a_key_rotated_just_before_a_crash_finds_its_formers_levels(time: Time) -> None:
