@@ -180,7 +180,7 @@ def exchange() -> None:
     if not HOPPER:
         return
     # Imported here because Gluon has no CPU interpreter.
-    from kernels.triton import all_gather, all_reduce
+    from kernels.triton import all_gather, all_reduce, all_reduce_norm
     from kernels.triton.peer_arena import PROGRAMS, Arena, arena_words
     from kernels.triton.sum_parts import sum_parts
 
@@ -204,6 +204,15 @@ def exchange() -> None:
                     arenas[rank].fill_(1)
                     all_reduce.all_reduce_add(x, residual, arena, two_shot=two_shot, **options)
                     _finite(residual, *list(options.values())[1:])
+                arenas[rank].fill_(1)
+                all_reduce.all_reduce_add(x, residual, arena, two_shot=two_shot, add=False)
+                _finite(residual)
+            for rows, hidden in ((1, 256), (5, 1792), (33, 2048)):
+                x, residual = (torch.ones((rows, hidden), dtype=DTYPE, device=DEVICE) for _ in range(2))
+                arenas[rank].fill_(1)
+                _finite(
+                    residual, *all_reduce_norm.all_reduce_norm_fp8(x, residual, x[0].clone(), 1e-5, arena)
+                )
             for count, width, fence in ((1, 1, True), (370, 37, False), (5000, 5000, False)):
                 arenas[rank].fill_(1)
                 words = torch.ones(count, dtype=torch.int32, device=DEVICE)
