@@ -26,6 +26,7 @@ from kernels import (
 from kernels.reference import embedding
 from kernels.triton import attention_decode, attention_prefill, fused, linear
 from kernels.triton.attention_decode import DecodeConfig, DecodeWorkspace
+from kernels.triton.embedding import embedding_part
 from kernels.triton.linear_plans import GemmPlan
 from kernels.triton.linear_table import Table
 
@@ -88,7 +89,9 @@ class CudaOps:
         return weight
 
     def embedding(self, token_ids: torch.Tensor, weight: torch.Tensor, first: int | None) -> torch.Tensor:
-        return embedding(token_ids, weight, first)
+        if first is None:
+            return embedding(token_ids, weight, first)
+        return embedding_part(token_ids, weight, first, pdl=self._pdl)
 
     # ── GEMMs ────────────────────────────────────────────────────────────────────────────────────
 

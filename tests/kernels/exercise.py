@@ -23,6 +23,7 @@ if not torch.cuda.is_available():
 
 from kernels.draws import Logits
 from kernels.triton import attention_decode, decode_step, fused, linear, sampling
+from kernels.triton.embedding import embedding_part
 from kernels.triton.linear_plans import GemmPlan
 from tests.kernels import decode_cases
 from tests.kernels import test_triton_attention_prefill as prefill_cases
@@ -174,6 +175,14 @@ def place() -> None:
     decode_step.advance(which, decodes.token_ids, decodes.positions, tokens, lengths)
 
 
+def embed() -> None:
+    """Look up tokens of this rank and of others, at widths that are not multiples of a tile."""
+    token_ids = torch.tensor([0, 9, 10, 19, 20, -1], device=DEVICE)
+    for hidden in (64, 1000, 2880):
+        weight = torch.ones((10, hidden), dtype=DTYPE, device=DEVICE)
+        _finite(embedding_part(token_ids, weight, 10, pdl=ON_GPU))
+
+
 def exchange() -> None:
     """Run the collectives over peer memory on one GPU, which acts as one rank after the other. All words of
     the rank's arena have arrived before each call, so that no call waits."""
@@ -237,6 +246,7 @@ GROUPS: dict[str, Callable[[], None]] = {
     "ship_fp8": partial(ship, E4M3),
     "sample": sample,
     "place": place,
+    "embed": embed,
     "exchange": exchange,
 }
 
