@@ -10,6 +10,7 @@ import torch
 
 from engine.parallel import Collectives, Ranks
 from engine.peer_overlap import PeerOverlap, make_overlap
+from engine.sizing import overlap_split
 from kernels import DeferredNorm, Fp8Activation, NextNorm, Residual
 from kernels.triton import all_gather, all_reduce, all_reduce_norm
 from kernels.triton.peer_arena import Arena
@@ -22,12 +23,6 @@ NVLink of 373 GB/s, (n - 1)(1 - 2 / n) × size / bandwidth, equals the 2.5 µs o
 QUANTISED_ROWS = 64
 """Maximum number of rows whose quantised norm is computed by the all-reduce, with one program for each row.
 Not measured on GPUs yet. With more rows, all programs of the plain all-reduce are busy anyway."""
-
-OVERLAP_FROM_TOKENS: int | None = None
-"""The number of tokens of a pass from which replicas overlap sums with the pass; None: never, because only a
-prototype of the overlap has been measured on GPUs (docs/parallel.md)."""
-_SPLIT_TOKENS = 256
-"""The first half of a pass has a multiple of this number of tokens, so that GEMMs waste no part of a tile."""
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 """The dtypes that are gathered through peer memory. Only the sign of a zero may be lost in them."""
 
@@ -125,8 +120,8 @@ class PeerRanks(Collectives):
         return all_gather.best_of_ranks(values, ids, self._arena, pdl=self._pdl)
 
     def prepare_overlap(self, tokens: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
-        rows = -(-tokens // (2 * _SPLIT_TOKENS)) * _SPLIT_TOKENS
-        if self._overlap_from is None or tokens < self._overlap_from or _SPLIT_TOKENS % self.size:
+        rows = overlap_split(tokens)
+        if self._overlap_from is None or tokens < self._overlap_from or rows % self.size:
             return
         self._overlap = make_overlap(self._arena, rows, hidden, dtype, device, self._memory.allocate)
 
@@ -134,7 +129,7 @@ class PeerRanks(Collectives):
         overlap = self._overlap
         if overlap is None or self._overlap_from is None or tokens < self._overlap_from:
             return None
-        split = -(-tokens // (2 * _SPLIT_TOKENS)) * _SPLIT_TOKENS
+        split = overlap_split(tokens)
         if split > overlap.max_half_tokens or (tokens - split) % self.size:
             return None
         overlap.split = split
