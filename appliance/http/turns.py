@@ -31,7 +31,7 @@ class Source(NamedTuple):
     name: str
     """A tenant, an address or a local user. Sources take turns."""
     budget: str
-    """Sources with the same budget use one share of the event loop's time. Empty: without a limit."""
+    """Sources with the same budget use one share of the event loop's time."""
 
 
 def source_of_request(tenant: str, peer: Peer) -> Source:
@@ -40,12 +40,6 @@ def source_of_request(tenant: str, peer: Peer) -> Source:
     if tenant:
         return Source(f"tenant {tenant}", f"tenant {tenant}")
     return Source(peer.source, peer.source if peer.kind == "unix" else "tcp")
-
-
-def source_of_connection(peer: Peer) -> Source:
-    """Return the source of a new connection. It has no limit, because other clients wait behind it to be
-    accepted."""
-    return Source(peer.source, "")
 
 
 class Turns:
@@ -121,7 +115,7 @@ class Turns:
 
     def _charge(self, passed_s: float, now: float) -> None:
         """Charge the turns of the last pass with its time."""
-        for budget in filter(None, self._used):
+        for budget in self._used:
             cost_s = min(passed_s / len(self._used), MAX_CHARGE_S)
             since = max(self._rests_until.get(budget, 0.0), now - BURST_S)
             self._rests_until[budget] = since + cost_s / MAX_SHARE

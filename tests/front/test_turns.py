@@ -21,7 +21,7 @@ GREEDY = 200
 """Number of connections of the client that sends requests without a pause."""
 
 
-ONE = Source("one", "")
+ONE = Source("one", "one")
 
 
 def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -49,7 +49,7 @@ def test_a_pass_of_the_loop_takes_one_turn_and_sources_alternate() -> None:
     async def main() -> None:
         turns, done = Turns(), list[str]()
         for name in ("a1", "a2", "a3", "b1", "c1"):
-            turns.add(Source(name[0], ""), 0, lambda name=name: done.append(name))  # type: ignore[misc]
+            turns.add(Source(name[0], name[0]), 0, lambda name=name: done.append(name))  # type: ignore[misc]
         seen = []
         while len(done) < 5:
             seen.append(len(done))
