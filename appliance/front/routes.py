@@ -176,8 +176,8 @@ class _Api:
         kind: type[Body],
         make_task: Callable[[AppState, LoadedModel, RequestContext, Body], Awaitable[GenerationTask]],
     ) -> Response:
-        """Answer a generation request whose body is of this kind. A model in the path takes the place of the
-        body's."""
+        """Answer a generation request with a body of this kind. A model in the path replaces the model in the
+        body."""
         state, context = self._state, context_of(request)
         data = await receive_body(request, state.limits.max_body_bytes)
         body = parse_body(data, kind, state.limits.max_body_bytes, context)
