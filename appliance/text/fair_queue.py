@@ -108,9 +108,6 @@ class _Lane:
         self._queue.put(job.tenant, job)
         self._advance()
 
-    def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
     def _advance(self) -> None:
         if self._busy:
             return
@@ -160,11 +157,6 @@ class WorkPool:
                 f"the tokens of the prompts were not ready after {self._max_wait_s:g} s; send shorter or "
                 "fewer prompts at a time"
             ) from None
-
-    def close(self) -> None:
-        """End the threads after their current step."""
-        self._short.close()
-        self._long.close()
 
 
 def _step(steps: Generator[None, None, Any]) -> tuple[bool, Any]:

@@ -65,9 +65,8 @@ def main() -> int:
                 text = templates.render(message.messages, message.add_generation_prompt, variables=variables)
                 reply = Rendered(text)
             data = msgspec.msgpack.encode(reply)
-        except (
-            Exception
-        ) as error:  # Includes MemoryError, and everything that a hostile template can make Python raise.
+        except Exception as error:
+            # This includes MemoryError, and everything that a hostile template can make Python raise.
             data = msgspec.msgpack.encode(_failure(error))
         del frame
         signal.setitimer(signal.ITIMER_REAL, 0)
