@@ -15,10 +15,13 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from appliance.http import HttpServer
-from appliance.http.turns import MAX_TURNS_PER_PASS, TURN_S, Turns
+from appliance.http.turns import MAX_TURNS_PER_PASS, TURN_S, Source, Turns
 
 GREEDY = 200
 """Number of connections of the client that sends requests without a pause."""
+
+
+ONE = Source("one", "one")
 
 
 def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -29,14 +32,14 @@ def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(bounded())
 
 
-def test_work_is_done_at_once_while_no_other_waits() -> None:
+def test_work_runs_at_once_if_no_other_work_waits() -> None:
     async def main() -> None:
         turns, done = Turns(), list[str]()
-        turns.add("one", 0, lambda: done.append("a"))
+        turns.add(ONE, 0, lambda: done.append("a"))
         assert done == ["a"]
         for _ in range(3):
             await asyncio.sleep(0)
-        turns.add("one", 0, lambda: done.append("b"))
+        turns.add(ONE, 0, lambda: done.append("b"))
         assert done == ["a", "b"]
 
     run(main)
@@ -46,7 +49,7 @@ def test_a_pass_of_the_loop_takes_one_turn_and_sources_alternate() -> None:
     async def main() -> None:
         turns, done = Turns(), list[str]()
         for name in ("a1", "a2", "a3", "b1", "c1"):
-            turns.add(name[0], 0, lambda name=name: done.append(name))  # type: ignore[misc]
+            turns.add(Source(name[0], name[0]), 0, lambda name=name: done.append(name))  # type: ignore[misc]
         seen = []
         while len(done) < 5:
             seen.append(len(done))
@@ -57,11 +60,11 @@ def test_a_pass_of_the_loop_takes_one_turn_and_sources_alternate() -> None:
     run(main)
 
 
-def test_of_one_source_the_lowest_rank_comes_first() -> None:
+def test_the_work_of_one_source_is_ordered_by_rank() -> None:
     async def main() -> None:
         turns, done = Turns(), list[int]()
         for rank in (0, 7, 3, 3, 1):
-            turns.add("one", rank, lambda rank=rank: done.append(rank))  # type: ignore[misc]
+            turns.add(ONE, rank, lambda rank=rank: done.append(rank))  # type: ignore[misc]
         while len(done) < 5:
             await asyncio.sleep(0)
         assert done == [0, 1, 3, 3, 7]
@@ -73,7 +76,8 @@ def test_slow_passes_take_more_turns_up_to_a_bound() -> None:
     async def main() -> None:
         turns, done = Turns(), list[int]()
         for number in range(1 + 2 * MAX_TURNS_PER_PASS):
-            turns.add("one", 0, lambda number=number: done.append(number))  # type: ignore[misc]
+            source = Source(f"source {number}", f"source {number}")
+            turns.add(source, 0, lambda number=number: done.append(number))  # type: ignore[misc]
         time.sleep(100 * MAX_TURNS_PER_PASS * TURN_S)
         await asyncio.sleep(0)
         assert len(done) == 1 + MAX_TURNS_PER_PASS
@@ -81,7 +85,7 @@ def test_slow_passes_take_more_turns_up_to_a_bound() -> None:
     run(main)
 
 
-def test_a_new_connection_is_answered_before_the_many_requests_of_others(tmp_path: Path) -> None:
+def test_a_new_connection_is_answered_before_many_requests_of_other_connections(tmp_path: Path) -> None:
     answered = []
 
     async def work(request: Request) -> PlainTextResponse:
