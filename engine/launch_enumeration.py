@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from engine import peer_ranks
+from engine import sizing
 from engine.device_tables import Padding, SlotTables
 from engine.graphs import DecodeGraphs
 from engine.messages import BLOCK_TOKENS
@@ -95,7 +95,7 @@ class _EveryRank(Collectives):
                 UnconnectedRanks(size, each),
                 _MetaMemory(size, each),
                 pdl=pdl,
-                overlap_from=peer_ranks.OVERLAP_FROM_TOKENS,
+                overlap_from=sizing.OVERLAP_FROM_TOKENS,
             )
             for each in range(size)
         ]

@@ -249,7 +249,7 @@ def join(
     device must be the current one). timeout_seconds: how long a rank waits for the others, here and in each
     collective. gloo also notices the death of a peer at once, by its closed connection. overlap_from: the
     number of tokens of a pass from which GPUs that can map each other's memory overlap sums with the pass;
-    None: `engine.peer_ranks.OVERLAP_FROM_TOKENS`.
+    None: `engine.sizing.OVERLAP_FROM_TOKENS`.
 
     Raises RankLost if the other ranks do not arrive in time, ValueError for invalid arguments.
     """
@@ -289,7 +289,8 @@ def _connect(group: Ranks, device: torch.device, overlap_from: int | None) -> Ra
     """Return ranks that use peer memory if every GPU of the group can map the memory of every other one."""
     # Imported here because they load Triton, which a CPU does not need.
     from engine.peer_memory import PeerMemory
-    from engine.peer_ranks import OVERLAP_FROM_TOKENS, PeerRanks
+    from engine.peer_ranks import PeerRanks
+    from engine.sizing import OVERLAP_FROM_TOKENS
 
     devices = group.all_gather_stack(torch.tensor([device.index], device=device)).view(-1).tolist()
     problem, memory = "", None

@@ -10,6 +10,7 @@ import torch
 
 from engine.parallel import Collectives, Ranks
 from engine.peer_overlap import PeerOverlap, make_overlap
+from engine.sizing import overlap_split
 from kernels import DeferredNorm, Residual
 from kernels.triton import all_gather, all_reduce
 from kernels.triton.peer_arena import Arena
@@ -19,11 +20,6 @@ _TWO_SHOT_BYTES = {2: 4 << 20, 4: 512 << 10, 8: 128 << 10}
 × H200 (docs/performance.md). Four and eight: computed as the size at which the time that two-shot saves on an
 NVLink of 373 GB/s, (n - 1)(1 - 2 / n) × size / bandwidth, equals the 2.5 µs of its second exchange."""
 
-OVERLAP_FROM_TOKENS: int | None = None
-"""The number of tokens of a pass from which replicas overlap sums with the pass; None: never, because only a
-prototype of the overlap has been measured on GPUs (docs/parallel.md)."""
-_SPLIT_TOKENS = 256
-"""The first half of a pass has a multiple of this number of tokens, so that GEMMs waste no part of a tile."""
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 """The dtypes that are gathered through peer memory. Only the sign of a zero may be lost in them."""
 
@@ -109,8 +105,8 @@ class PeerRanks(Collectives):
         return all_gather.best_of_ranks(values, ids, self._arena, pdl=self._pdl)
 
     def prepare_overlap(self, tokens: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
-        rows = -(-tokens // (2 * _SPLIT_TOKENS)) * _SPLIT_TOKENS
-        if self._overlap_from is None or tokens < self._overlap_from or _SPLIT_TOKENS % self.size:
+        rows = overlap_split(tokens)
+        if self._overlap_from is None or tokens < self._overlap_from or rows % self.size:
             return
         self._overlap = make_overlap(self._arena, rows, hidden, dtype, device, self._memory.allocate)
 
@@ -118,7 +114,7 @@ class PeerRanks(Collectives):
         overlap = self._overlap
         if overlap is None or self._overlap_from is None or tokens < self._overlap_from:
             return None
-        split = -(-tokens // (2 * _SPLIT_TOKENS)) * _SPLIT_TOKENS
+        split = overlap_split(tokens)
         if split > overlap.max_half_tokens or (tokens - split) % self.size:
             return None
         overlap.split = split

@@ -23,6 +23,9 @@ _LIGHT_PART = 2
 """A tenant is light if it occupies no slots, or fewer than the reserved slots divided by this. An urgent
 request also has at most that many samples."""
 _BUSY_HALF_LIFE_S = 4.0
+_MAX_TAKEN_S = 10.0
+"""Maximum service of started requests that counts in later ticks. Predictions of the output are often too
+high."""
 _OFFERED_HALF_LIFE_S = 0.5
 _LIGHT_LOAD, _FULL_LOAD = 0.2, 0.8
 """Offered load, as a fraction of the capacity. Up to the first, the number of busy slots is expected to stay;
@@ -87,7 +90,8 @@ class ModelTraffic:
         self._begun = QueuedTokens()
         """Running mean of the requests that started recently."""
         self._taken_s = [0.0] * CLASSES
-        """Service of each class since the last tick, in seconds of all replicas."""
+        """Service that requests which have started still need, by class, in seconds of all replicas. A long
+        request counts over several ticks, so that it does not seem to take more than the whole service."""
         self._busy = [0.0] * CLASSES
         """Recent share of the service of each class."""
         self._offered_s = 0.0
@@ -312,8 +316,9 @@ class ModelTraffic:
             passed_s = now - self._ticked_at
             keep = 0.5 ** (passed_s / _BUSY_HALF_LIFE_S)
             for number in range(CLASSES):
-                self._busy[number] = keep * self._busy[number] + (1 - keep) * self._taken_s[number] / passed_s
-                self._taken_s[number] = 0.0
+                served_s = min(self._taken_s[number], passed_s)
+                self._busy[number] = keep * self._busy[number] + (1 - keep) * served_s / passed_s
+                self._taken_s[number] = min(self._taken_s[number] - served_s, _MAX_TAKEN_S)
             self._offered.add(self._offered_s, passed_s, 0.5 ** (passed_s / _OFFERED_HALF_LIFE_S))
             self._offered_s = 0.0
         self._ticked_at = now

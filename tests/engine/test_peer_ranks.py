@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from engine import parallel, peer_ranks
+from engine.bench.shapes import write_config
+from engine.families import read_config
 from engine.launch_enumeration import UnconnectedRanks, _MetaMemory
 from engine.parallel import RankLost
 from engine.peer_memory import ITEMS
+from engine.peer_overlap import OverlapMemory
 from engine.peer_ranks import PeerRanks, two_shot_bytes
-from engine.sizing import peer_bytes
+from engine.sizing import overlap_bytes, overlap_split, peer_bytes
 from kernels import Residual
 from kernels.triton import all_gather, all_reduce
 from kernels.triton.peer_arena import arena_words
@@ -153,6 +158,17 @@ def test_a_lost_peer_ends_the_waiting_of_kernels_and_every_later_check_raises() 
 def test_the_predicted_memory_of_an_arena_is_its_size(size: int) -> None:
     assert peer_bytes(size) == 4 * arena_words(size, ITEMS)
     assert peer_bytes(1) == 0
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("tokens", [4096, 5000, 8192])
+def test_the_predicted_bytes_of_the_overlap_are_those_of_its_buffers(
+    size: int, tokens: int, tmp_path: Path
+) -> None:
+    config = read_config(write_config("llama-3.1-70b", tmp_path))
+    shapes = OverlapMemory.shapes(size, overlap_split(tokens), config.hidden_size)
+    assert overlap_bytes(config, "bfloat16", size, tokens) == sum(2 * math.prod(shape) for shape in shapes)
+    assert overlap_bytes(config, "bfloat16", 1, tokens) == overlap_bytes(config, "bfloat16", size, 4095) == 0
 
 
 def test_messages_larger_than_the_arena_are_refused() -> None:
