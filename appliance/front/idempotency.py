@@ -45,19 +45,28 @@ _RATE_LIMITS = b"x-ratelimit-"
 PrepareTask = Callable[[], Awaitable[GenerationTask]]
 
 
-def has_key(request: Request) -> bool:
-    """Return whether the request has an `Idempotency-Key`; only then `answer` needs the request's body."""
-    return any(name == HEADER for name, _ in request.scope["headers"])
+def key_of(request: Request) -> bytes | None:
+    """Return the request's `Idempotency-Key`, or None. Raises a 400 for an invalid one."""
+    keys: list[bytes] = [value for name, value in request.scope["headers"] if name == HEADER]
+    if not keys:
+        return None
+    if len(keys) > 1 or not _KEY.fullmatch(keys[0]):
+        raise invalid(
+            "Idempotency-Key", "give it once, with 1 to 255 printable ASCII characters and no spaces"
+        )
+    return keys[0]
 
 
 async def answer(
-    state: AppState, request: Request, context: RequestContext, body: bytearray, prepare: PrepareTask
+    state: AppState,
+    request: Request,
+    context: RequestContext,
+    key: bytes,
+    body: bytearray,
+    prepare: PrepareTask,
 ) -> Response:
-    """Return the response to a generation request. `prepare` is called if the request is to run. Raises
-    `ApiError`."""
-    key = _key(request)
-    if key is None:
-        return GenerationResponse(state, context, await prepare())
+    """Return the response to a generation request with a key. `prepare` is called if the request is to run.
+    Raises `ApiError`."""
     scope = _digest(context.identity.tenant, context.identity.key_id or context.peer, context.endpoint, key)
     # Azure's routes have the model in their path.
     fingerprint = _digest(context.model, hashlib.sha256(body).digest())
@@ -143,11 +152,8 @@ class _Replay(Response):
         run = self._run
         while not (run.ended or run.streamed or follower.left):
             await run.changed()
-        if follower.left:
-            return
-        if run.head is None:
-            error = ApiError(500, "the front failed to answer; its log has the cause", code="internal")
-            await error.response()({"type": "http"}, _receive_nothing, send)
+        if follower.left or run.head is None:
+            # If the run failed without an answer, the HTTP server sends a 500.
             return
         self._state.streams += run.streamed
         try:
@@ -224,17 +230,6 @@ async def _hand_over(state: AppState, request: Request, key_scope: bytes, body: 
     finally:
         os.close(memory)
     await connection.abandon()
-
-
-def _key(request: Request) -> bytes | None:
-    keys: list[bytes] = [value for name, value in request.scope["headers"] if name == HEADER]
-    if not keys:
-        return None
-    if len(keys) > 1 or not _KEY.fullmatch(keys[0]):
-        raise invalid(
-            "Idempotency-Key", "give it once, with 1 to 255 printable ASCII characters and no spaces"
-        )
-    return keys[0]
 
 
 def _digest(*parts: str | bytes) -> bytes:

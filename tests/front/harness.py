@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import tokenizers
@@ -108,8 +108,8 @@ class Harness:
     folder: Path
     runtime: Path
     limits: Limits = field(default_factory=Limits)
-    admit: str = "at once"
-    """"at once", "hold" (never admit) or "refuse"."""
+    admit: Literal["at once", "hold", "refuse"] = "at once"
+    """With "hold", the core never answers."""
     claims: Callable[[Claim], Claimed | None] = lambda claim: Claimed(claim.scope, False)
     """Answers claims; if it returns None, no answer is sent."""
     refusal: Refused | None = None

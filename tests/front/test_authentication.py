@@ -156,8 +156,9 @@ def test_only_authenticated_clients_learn_why_a_service_is_not_ready(front: Harn
     ):
         assert answer.json == {"status": "not_ready", "reason": "demo loads: 40%"}
         assert int(answer.headers["retry-after"]) > 0
-    stranger = ask(front, "GET", "/health/ready", tcp=True)
-    assert stranger.status == 503 and "demo" not in stranger.body.decode()
+    for path in ("/health/ready", "/health", "/health?model=demo"):
+        unknown = ask(front, "GET", path, tcp=True)
+        assert unknown.status == 503 and b"demo" not in unknown.body
     assert ask(front, "GET", "/health/live", tcp=True).json["status"] == "live"
 
 
