@@ -12,6 +12,7 @@ from store.policies import INTERACTIVE, LogPolicy
 SocketKind = Literal["unix", "tcp"]
 ExceededLimit = Literal["", "requests", "tokens"]
 """What the exceeded limit counts: OpenAI's `type` of the error; "" if the status determines the type."""
+SecretKind = Literal["keys", "bearer_tokens", "passwords", "private_keys", "emails", "cards"]
 
 # ── core to front ────────────────────────────────────────────────────────────────────────────────
 
@@ -139,12 +140,7 @@ class RetryRules(msgspec.Struct, frozen=True, kw_only=True):
 class KeepRules(msgspec.Struct, frozen=True, kw_only=True):
     """How prompts and answers are stored for tenants whose log policy requires it."""
 
-    redact: tuple[Literal["keys", "bearer_tokens", "passwords", "private_keys", "emails", "cards"], ...] = (
-        "keys",
-        "bearer_tokens",
-        "passwords",
-        "private_keys",
-    )
+    redact: tuple[SecretKind, ...] = ("keys", "bearer_tokens", "passwords", "private_keys")
     """Kinds of secrets that are removed."""
     secret_prefixes: tuple[Annotated[str, msgspec.Meta(min_length=2)], ...] = ()
     """Words of at least 8 characters that begin with one of these prefixes are removed too, such as the keys

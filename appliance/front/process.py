@@ -140,7 +140,7 @@ class FrontProcess:
 
     async def _apply(self, configure: Configure) -> None:
         """Apply a configuration. The first one makes the front ready."""
-        self._state.limits = configure.limits
+        self._state.limits = self._state.bodies.limits = configure.limits
         self._limit_connections()
         self._state.retries.rules = configure.retries
         self._state.keeper.rules = configure.keeping

@@ -20,8 +20,8 @@ from appliance.messages import Limits
 WRITE_TIMEOUT_S = 60.0
 """The connection of a client that reads nothing of its response for this long is closed."""
 MAX_UNSENT_BYTES = 64 << 20
-"""Unsent bytes of responses, of all connections together. Beyond this bound, of the tenant with the most
-unsent bytes, the connection whose response has waited longest is closed."""
+"""Maximum total of unsent response bytes over all connections. Beyond it, the tenant with the most unsent
+bytes loses the connection that has waited longest."""
 READ_BYTES = 64 << 10
 """The most that is read from a connection at once, and therefore the most that is held of a further
 request."""
@@ -133,7 +133,7 @@ class HttpServer:
             connection.abort()
         if self._clock is not None:
             self._clock.cancel()
-        # Applications whose connection was closed are notified, and end.
+        # Applications are notified that their connection was closed, and end.
         while self._tasks and self._loop.time() < deadline + 1.0:
             await asyncio.sleep(0.01)
 
