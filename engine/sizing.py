@@ -35,6 +35,11 @@ _CUDA_BYTES = 700 << 20
 """Memory that CUDA itself takes: context, modules and library workspaces."""
 PEER_ARENA_BYTES = 34_603_008
 """Memory through which GPUs exchange messages, for each rank of a group (`engine.peer_memory`)."""
+OVERLAP_FROM_TOKENS = 4096
+"""The number of tokens of a pass from which several GPUs overlap sums with the pass (docs/parallel.md)."""
+_SPLIT_TOKENS = 256
+"""The first half of such a pass has a multiple of this number of tokens, so that GEMMs waste no part of a
+tile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +115,7 @@ def predict(
         + (
             _workspace_on_gpu(config, shard, dtype, kv_cache_dtype, max_num_seqs, max_num_batched_tokens)
             + peer_bytes(tensor_parallel_size)
+            + overlap_bytes(config, dtype, tensor_parallel_size, max_num_batched_tokens)
             if on_gpu
             else _workspace_on_cpu(config, shard, dtype, weights, max_num_seqs, max_model_len)
         ),
@@ -266,6 +272,21 @@ def decode_capture_sizes(largest: int) -> list[int]:
 def peer_bytes(tensor_parallel_size: int) -> int:
     """Return the bytes on each GPU through which the GPUs of a group exchange messages."""
     return PEER_ARENA_BYTES * tensor_parallel_size if tensor_parallel_size > 1 else 0
+
+
+def overlap_split(tokens: int) -> int:
+    """Return the number of tokens of the first half of a pass whose sums overlap with it."""
+    return -(-tokens // (2 * _SPLIT_TOKENS)) * _SPLIT_TOKENS
+
+
+def overlap_bytes(
+    config: ModelConfig, dtype: str, tensor_parallel_size: int, max_num_batched_tokens: int
+) -> int:
+    """Return the bytes on each GPU of the buffers through which sums overlap with a pass: for each half, the
+    parts of its rows, and two results (`engine.peer_overlap.OverlapMemory`)."""
+    if tensor_parallel_size == 1 or max_num_batched_tokens < OVERLAP_FROM_TOKENS:
+        return 0
+    return 2 * 3 * overlap_split(max_num_batched_tokens) * config.hidden_size * DTYPE_BYTES[dtype]
 
 
 def _tables(config: ModelConfig, max_num_seqs: int, max_model_len: int) -> int:

@@ -30,15 +30,15 @@ from appliance.scopes import OPEN, InsufficientScopeError, check_routes
 _DESCRIPTION = """\
 OpenAI's API over the models of one server. On TCP every request needs a key; on the Unix socket the peer's
 uid is enough, and a valid key takes precedence. `x-appliance-class` (P0 to P3) or `service_tier` request a
-service class; with `x-appliance-deadline-ms` a request whose answer cannot be complete in time is refused at
-once. Every answer carries `x-request-id`."""
+service class; with `x-appliance-deadline-ms` a request is refused at once if its answer cannot be complete in
+time. Every answer carries `x-request-id`."""
 _MAX_CHARS_SHOWN = 100
 """Characters of a path or method in an error message."""
 
 
 def build_app(state: AppState) -> tuple[Starlette, ASGIApp]:
-    """Return the application with the routes, whose table tests walk, and the application to serve, which
-    authenticates callers first."""
+    """Return the application with the routes, and the application to serve, which authenticates callers
+    first. Tests read the table of routes."""
 
     async def refuse(request: Request, error: Exception) -> Response:
         return _refuse(state, request, error)

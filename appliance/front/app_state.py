@@ -48,6 +48,8 @@ class AppState:
         self.hand_over = hand_over
         """Sends a message with file descriptors, which the caller still owns."""
         self.keeper = Keeper(hand_over)
+        self.limits = Limits()
+        """The limits for clients. They may be replaced at any time."""
         self.bodies = BodyBudget()
         self.denials = CountedLog("requests without a valid key or user were denied")
         self.catalog = Catalog()
@@ -67,15 +69,6 @@ class AppState:
         self.streams = 0
         self._unflushed: list[Callable[[], None]] = []
         self.background = Background()
-
-    @property
-    def limits(self) -> Limits:
-        """The limits for clients. They may be replaced at any time."""
-        return self.bodies.limits
-
-    @limits.setter
-    def limits(self, limits: Limits) -> None:
-        self.bodies.limits = limits
 
     def reject(self, context: RequestContext, error: ApiError) -> None:
         """Log a request that the front itself refused."""

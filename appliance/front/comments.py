@@ -12,8 +12,8 @@ HEAD_DELAY_S = 0.5
 COMMENT = b": waiting\n\n"
 
 
-async def happens_within(event: asyncio.Event, timeout_s: float) -> bool:
-    """Wait at most `timeout_s` for the event; return whether it is set."""
+async def happens_within(event: asyncio.Event, timeout_s: float | None) -> bool:
+    """Wait at most `timeout_s` for the event, or without a limit; return whether it is set."""
     try:
         await asyncio.wait_for(event.wait(), timeout_s)
     except TimeoutError:

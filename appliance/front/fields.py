@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from appliance.front.validation import UNSUPPORTED, FieldError, as_integer, shown
+from appliance.text.stop import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 
 MAX_PROMPTS = 1024
 MAX_LOGIT_BIASES = 1024
-MAX_STOPS = 16
 MAX_ALLOWED_TOKEN_IDS = 1 << 18
 """The size of the largest known vocabulary; it bounds the number of ids, and the ids."""
 MAX_BAD_WORDS = 128
@@ -121,25 +121,21 @@ class ContentField(str):
         return "\n".join(texts)
 
 
+_STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTERS}
+
+
 class StopsField(tuple[str, ...]):
     """`stop`: a string, or a list of strings."""
 
     json_schema: ClassVar[dict[str, Any]] = {
-        "anyOf": [
-            {"type": "string", "minLength": 1, "maxLength": 4096},
-            {
-                "type": "array",
-                "items": {"type": "string", "minLength": 1, "maxLength": 4096},
-                "maxItems": MAX_STOPS,
-            },
-        ]
+        "anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOP_STRINGS}]
     }
 
     @classmethod
     def parse(cls, value: Any) -> tuple[str, ...]:
         """Return the strings. Raises FieldError."""
         strings = [value] if isinstance(value, str) else value
-        return _strings(strings, "must be a string or a list of strings", "strings", MAX_STOPS)
+        return _strings(strings, "must be a string or a list of strings", "strings", MAX_STOP_STRINGS)
 
 
 class BadWordsField(tuple[str, ...]):

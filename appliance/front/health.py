@@ -6,6 +6,8 @@ names nor what is wrong with them.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
@@ -47,13 +49,13 @@ class _Health:
 
     async def live(self, request: Request) -> Response:
         """Report that this front answers."""
-        return _answer(200, "live", None)
+        return _answer(200, "live")
 
     async def simple(self, request: Request) -> Response:
         """Report readiness as /health/ready does, without the reason, which names models. Other servers have
         this path."""
         is_ready = self._state.ready and not self._state.catalog.problem
-        return _answer(200, "ready", None) if is_ready else _answer(503, "not_ready", None)
+        return _answer(200, "ready") if is_ready else _answer(503, "not_ready")
 
     async def ready(self, request: Request) -> Response:
         """Report readiness of one model, which needs a key, or of all models that are not drained. The reason
@@ -64,27 +66,27 @@ class _Health:
         if model is not None:
             return self._ready_model(model, identity)
         if state.ready and not state.catalog.problem:
-            return _answer(200, "ready", None)
+            return _answer(200, "ready")
         reason = state.catalog.problem if state.ready else state.not_ready_reason or "no reason was given"
         if identity is None or identity.models is not None:
-            reason = "not ready; the reason is told with a key for all models"
+            reason = "not ready: a key for all models shows the reason"
         return _answer(503, "not_ready", reason)
 
     def _ready_model(self, model: str, identity: Identity | None) -> Response:
         state = self._state
         if identity is None:
             raise unauthorized(
-                "whether one model is ready is told with a key only: send 'Authorization: Bearer KEY', "
-                "or ask for /health/ready",
+                "the readiness of a single model requires a key: send 'Authorization: Bearer KEY', or ask "
+                "for /health/ready",
                 "missing_api_key",
             )
         reason = state.silent_models.get(model) or state.catalog.problems.get(model, "")
         if not allows(identity, model) or not (reason or state.catalog.serves(model)):
             return _answer(404, "not_ready", f"there is no model {model[:_MAX_NAME_SHOWN]!r}")
-        return _answer(503, "not_ready", reason) if reason else _answer(200, "ready", None)
+        return _answer(503, "not_ready", reason) if reason else _answer(200, "ready")
 
 
-def _answer(status: int, name: str, reason: str | None) -> Response:
+def _answer(status: int, name: Literal["live", "ready", "not_ready"], reason: str | None = None) -> Response:
     headers = {"retry-after": str(_RETRY_AFTER_S)} if status == 503 else None
-    body = msgspec.json.encode({"status": name, "reason": reason})
+    body = msgspec.json.encode(HealthDocument(status=name, reason=reason))
     return Response(body, status, headers, "application/json")

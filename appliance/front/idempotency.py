@@ -6,12 +6,14 @@ endpoint, and stands for one body: the same key with another body is refused.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import hashlib
 import logging
 import os
 import re
 from collections.abc import Awaitable, Callable
+from typing import Literal
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,13 +22,12 @@ from starlette.types import Receive, Scope, Send
 from appliance.front.app_state import AppState
 from appliance.front.body_budget import BodyReservation
 from appliance.front.comments import COMMENT
-from appliance.front.errors import ApiError
+from appliance.front.errors import ApiError, invalid
 from appliance.front.generation import CLIENT_DISCONNECTED
 from appliance.front.generation_task import GenerationTask
-from appliance.front.recording import Follower
+from appliance.front.keyed_run import Follower, KeyedRun
 from appliance.front.request_context import RequestContext
 from appliance.front.respond import GenerationResponse
-from appliance.front.retries import KeyedRun
 from appliance.http import Connection, drop_frames
 from appliance.memory_files import new_memory
 from appliance.messages import HandOver, Retried
@@ -44,26 +45,36 @@ _RATE_LIMITS = b"x-ratelimit-"
 PrepareTask = Callable[[], Awaitable[GenerationTask]]
 
 
-def has_key(request: Request) -> bool:
-    """Return whether the request has an `Idempotency-Key`; only then `answer` needs the request's body."""
-    return any(name == HEADER for name, _ in request.scope["headers"])
+def key_of(request: Request) -> bytes | None:
+    """Return the request's `Idempotency-Key`, or None. Raises a 400 for an invalid one."""
+    keys: list[bytes] = [value for name, value in request.scope["headers"] if name == HEADER]
+    if not keys:
+        return None
+    if len(keys) > 1 or not _KEY.fullmatch(keys[0]):
+        raise invalid(
+            "Idempotency-Key", "give it once, with 1 to 255 printable ASCII characters and no spaces"
+        )
+    return keys[0]
 
 
 async def answer(
-    state: AppState, request: Request, context: RequestContext, body: bytearray, prepare: PrepareTask
+    state: AppState,
+    request: Request,
+    context: RequestContext,
+    key: bytes,
+    body: bytearray,
+    prepare: PrepareTask,
 ) -> Response:
-    """Return the response to a generation request. `prepare` is called if the request is to run. Raises
-    `ApiError`."""
-    key = _key(request)
-    if key is None:
-        return GenerationResponse(state, context, await prepare())
+    """Return the response to a generation request with a key. `prepare` is called if the request is to run.
+    Raises `ApiError`."""
     scope = _digest(context.identity.tenant, context.identity.key_id or context.peer, context.endpoint, key)
     # Azure's routes have the model in their path.
-    fingerprint = _digest(context.model, body)
+    fingerprint = _digest(context.model, hashlib.sha256(body).digest())
     known = state.retries.find(scope)
     run = known or state.retries.claim(scope, fingerprint, context.request_id)
-    await run.claimed.wait()
-    if run.is_elsewhere:
+    # The run is claimed once for all requests that wait for it.
+    claimed = await asyncio.shield(run.claimed)
+    if claimed.is_elsewhere:
         await _hand_over(state, request, scope, body)
         return Response()
     if run.fingerprint != fingerprint:
@@ -75,16 +86,16 @@ async def answer(
             code="idempotency_key_reused",
         )
     if known is None:
+        context.retry_of = claimed.retry_of
         # The run may continue after this client disconnects, and the caller then releases the body.
         state.background.run(_run(state, context, context.body.moved(), run, prepare))
-    return RecordedResponse(state, context, run, is_first=known is None)
+    return _Replay(state, context, run, is_first=known is None)
 
 
 async def _run(
     state: AppState, context: RequestContext, body: BodyReservation, run: KeyedRun, prepare: PrepareTask
 ) -> None:
-    """Run the request with the recording as its client. Releases `body`, which `prepare` holds."""
-    recording, good = run.recording, False
+    """Run the request, with `run` as its client. Releases `body`, which `prepare` holds."""
     scope: Scope = {"type": "http"}
     try:
         try:
@@ -93,79 +104,76 @@ async def _run(
             # The frame holds the parsed body, which can be much larger than the prompts made from it.
             del prepare
             run.request_class = context.request_class
-        as_client = dataclasses.replace(context, connection=recording, body=body, retry_of=run.retry_of)
+        as_client = dataclasses.replace(context, connection=run, body=body)
         response = GenerationResponse(state, as_client, task, comments=False)
-        recording.counter = response.generation
-        await response(scope, _receive_nothing, recording.send)
+        run.generation = response.generation
+        await response(scope, _receive_nothing, run.send)
         run.status = response.status
         run.finish_reason = response.generation.finish_reason(response.status)
-        good = response.status == 200
     except ApiError as error:
         drop_frames(error)
         run.status = error.status
         state.reject(context, error)
-        await error.response()(scope, _receive_nothing, recording.send)
+        await error.response()(scope, _receive_nothing, run.send)
     except Exception as error:
         log.exception("request %s failed", context.request_id)
         drop_frames(error)
-        recording.abort()
+        run.abort()
     finally:
         body.release()
-        state.retries.ended(run, good)
-        recording.end()
+        run.end()
+        state.retries.ended(run)
 
 
-class RecordedResponse(Response):
-    """The response to the first request with a key, or to a retry: the recording from its beginning."""
+class _Replay(Response):
+    """The response to the first request with a key, or to a retry: the run's answer from its beginning."""
 
     def __init__(self, state: AppState, context: RequestContext, run: KeyedRun, is_first: bool) -> None:
         super().__init__()
         self._state = state
         self._context = context
         self._run = run
-        self._retry = "" if is_first else "repeated" if run.recording.ended else "joined"
+        self._retry: Literal["joined", "repeated"] | None = None
+        if not is_first:
+            self._retry = "repeated" if run.ended else "joined"
         # The run, or the row of the retry, records the end of this request in the log.
         context.admitted = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._state.retries.joined(self._run)
-        follower = Follower(self._run.recording, self._context.connection)
+        follower = self._run.follow(self._context.connection)
         try:
             await self._play(follower, send)
         finally:
-            follower.close()
+            self._run.leave(follower)
             if self._retry:
-                self._log(follower)
+                self._log(follower, self._retry)
 
     async def _play(self, follower: Follower, send: Send) -> None:
-        recording = self._run.recording
-        while not (recording.ended or recording.streamed or follower.left):
-            await follower.changed()
-        if follower.left:
+        run = self._run
+        while not (run.ended or run.streamed or follower.left):
+            await run.changed()
+        if follower.left or run.head is None:
+            # If the run failed without an answer, the HTTP server sends a 500.
             return
-        if recording.head is None:
-            error = ApiError(500, "the front failed to answer; its log has the cause", code="internal")
-            await error.response()({"type": "http"}, _receive_nothing, send)
-            return
-        self._state.streams += recording.streamed
+        self._state.streams += run.streamed
         try:
-            await send({**recording.head, "headers": self._replayed_headers(recording.head["headers"])})
+            await send({**run.head, "headers": self._replayed(run.head["headers"])})
             interval_s = self._state.limits.stream_comment_interval_s or None
             while not follower.left:
-                if data := follower.read():
+                if data := run.read(follower):
                     await send({"type": "http.response.body", "body": data, "more_body": True})
-                elif recording.ended:
+                elif run.ended:
                     break
-                elif not await follower.changed(interval_s):
+                elif not await run.changed(interval_s):
                     await send({"type": "http.response.body", "body": COMMENT, "more_body": True})
         finally:
-            self._state.streams -= recording.streamed
-        if recording.broken:
+            self._state.streams -= run.streamed
+        if run.broken:
             follower.connection.abort()
         else:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    def _replayed_headers(self, recorded: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    def _replayed(self, recorded: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
         if not self._retry:
             return recorded
         self._context.request_class = self._run.request_class
@@ -175,8 +183,8 @@ class RecordedResponse(Response):
             (b"x-appliance-retry-of", self._run.request_id.encode()),
         ]
 
-    def _log(self, follower: Follower) -> None:
-        context, run = self._context, self._run
+    def _log(self, follower: Follower, retry: Literal["joined", "repeated"]) -> None:
+        context, run, began = self._context, self._run, follower.first_bytes_at
         self._state.to_core(
             Retried(
                 request_id=context.request_id,
@@ -185,16 +193,14 @@ class RecordedResponse(Response):
                 endpoint=context.endpoint,
                 model=context.model,
                 stream=context.stream,
-                retry=self._retry,
+                retry=retry,
                 retry_of=run.request_id,
                 request_class=INTERACTIVE if run.request_class is None else run.request_class,
                 status=CLIENT_DISCONNECTED if follower.left else run.status,
                 finish_reason="cancelled" if follower.left else run.finish_reason or "error",
                 error="the client disconnected" if follower.left else "",
                 arrived_at=context.arrived_at,
-                ttft_ms=None
-                if follower.first_bytes_at is None
-                else context.elapsed_ms(follower.first_bytes_at),
+                ttft_ms=None if began is None else context.elapsed_ms(began),
                 e2e_ms=context.elapsed_ms(),
                 user=context.user,
             )
@@ -212,7 +218,7 @@ async def _hand_over(state: AppState, request: Request, key_scope: bytes, body: 
         raise ApiError(
             409,
             "the request with this Idempotency-Key is known, but further requests are already on this "
-            "connection: send it again on a connection of its own",
+            "connection: send it again on a separate connection",
             code="idempotency_key_in_use",
             retry_after_s=1.0,
             headers={"connection": "close"},
@@ -226,28 +232,8 @@ async def _hand_over(state: AppState, request: Request, key_scope: bytes, body: 
     await connection.abandon()
 
 
-def _key(request: Request) -> bytes | None:
-    keys = [value for name, value in request.scope["headers"] if name == HEADER]
-    if not keys:
-        return None
-    if len(keys) > 1 or not _KEY.fullmatch(keys[0]):
-        raise ApiError(
-            400,
-            "Idempotency-Key: give it once, with 1 to 255 printable ASCII characters and no spaces",
-            param="Idempotency-Key",
-            code="invalid_value",
-        )
-    key: bytes = keys[0]
-    return key
-
-
-def _digest(*parts: str | bytes | bytearray) -> bytes:
-    digest = hashlib.sha256()
-    for part in parts:
-        data = part.encode(errors="surrogateescape") if isinstance(part, str) else part
-        digest.update(b"%d:" % len(data))
-        digest.update(data)
-    return digest.digest()
+def _digest(*parts: str | bytes) -> bytes:
+    return hashlib.sha256(repr(parts).encode()).digest()
 
 
 def _serialized(scope: Scope, body: bytearray) -> bytes:
@@ -260,4 +246,4 @@ def _serialized(scope: Scope, body: bytearray) -> bytes:
 
 
 async def _receive_nothing() -> dict[str, object]:
-    raise RuntimeError("a recording sends no request body")
+    raise RuntimeError("a recorded answer needs no request body")

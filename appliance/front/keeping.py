@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 MAX_WAITING_CHARS = 32 << 20
 """Maximum number of characters that wait for the thread. Further texts are dropped and counted."""
 MAX_REQUEST_CHARS = 4 << 20
-"""Maximum number of characters that are kept of one request. Of further texts, only the length is kept."""
+"""Maximum number of characters that are kept for one request. For further texts, only the length is kept."""
 
 _BEYOND_CHARS = 1024
 """Number of characters beyond the kept ones that are also searched for secrets, because a secret may extend

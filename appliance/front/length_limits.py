@@ -20,7 +20,7 @@ class LengthLimit(NamedTuple):
     """The context length of a request: the most tokens of prompt and answer together."""
 
     owner: str
-    """Whose limit it is, for messages: "this model's", or a tenant's."""
+    """The owner of the limit in messages: "this model's", or a tenant's."""
     tokens: int
     """0 if the limit is not known. Then either the model cannot be loaded, and the core refuses the request
     with the cause, or the engine applies the limit when the request runs."""

@@ -110,7 +110,7 @@ class PromptLogprobs:
 
 
 def tokens_at_once(task: GenerationTask) -> int:
-    """Return the number of tokens whose log probabilities are written in one step of a few milliseconds."""
+    """Return how many tokens' log probabilities are written in one step, which takes a few milliseconds."""
     return max(1, _LOGPROBS_AT_ONCE // (1 + (task.logprobs or 0)))
 
 

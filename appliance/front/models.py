@@ -31,10 +31,6 @@ class LoadedModel:
         """The name that applications use."""
         return self.served.name
 
-    def close(self) -> None:
-        """End the template process."""
-        self.template.close()
-
 
 async def load_model(served: ServedModel) -> LoadedModel:
     """Read tokenizer and chat template, in about two seconds for 128 k tokens. Raises TokenizerFilesError. An
@@ -119,7 +115,7 @@ class Catalog:
         for old in self._models.values():
             if old.template not in kept:
                 # Requests that found the old model may still need its templates.
-                asyncio.get_running_loop().call_later(_CLOSE_AFTER_S, old.close)
+                asyncio.get_running_loop().call_later(_CLOSE_AFTER_S, old.template.close)
         self._models, self._broken, self.served = models, broken, served
 
     def get(self, name: str, identity: Identity) -> LoadedModel:

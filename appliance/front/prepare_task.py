@@ -1,5 +1,5 @@
-"""Makes a generation task of a request whose prompts are tokens: sampling parameters, service class, and the
-limits that chats and completions share."""
+"""Makes a generation task from tokenized prompts: sampling parameters, service class, and the limits that
+chats and completions share."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ async def make_task(
     echo: bool = False,
     discard_output: bool = False,
 ) -> GenerationTask:
-    """Return the task of a request whose prompts are tokens. `may_lower`: the request sets no limit of
-    tokens, so that the default may be lowered. Raises `ApiError`."""
+    """Return the task of a request with tokenized prompts. `may_lower`: the request sets no limit of tokens,
+    so the default may be lowered. Raises `ApiError`."""
     n = body.n or 1
     best_of = best_of or n
     if logprobs is not None and not body.stream:
@@ -75,7 +75,7 @@ async def make_task(
     try:
         stops = StopSet(body.stop) if body.stop else None
     except StopStringsError as error:
-        raise invalid("stop", str(error).removeprefix("stop: ")) from None
+        raise invalid("stop", str(error)) from None
     prompt_logprobs = [k for k in (logprobs if echo else None, body.prompt_logprobs) if k is not None]
     sampling = await sampling_params(
         state,
@@ -136,7 +136,8 @@ def _limit_answer_logprobs(prompts: list[Prompt], per_token: int, may_lower: boo
 
 
 def _check_returned_prompts(body: GenerationRequest, prompt_tokens: int) -> None:
-    """Bound what the answer tells about prompts, which have this many tokens in all choices. Raises a 400."""
+    """Limit the prompt data in the answer. `prompt_tokens` counts the prompts once for each choice. Raises a
+    400."""
     if body.return_token_ids and prompt_tokens > MAX_RETURNED_PROMPT_TOKENS:
         raise invalid(
             "return_token_ids",

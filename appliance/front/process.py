@@ -49,7 +49,8 @@ class FrontProcess:
         self._channel: Channel[CoreToFront] = Channel(sock, CoreToFront)
         self._state = AppState(self._channel.send, self._channel.send)
         _, application = build_app(self._state)
-        self._server = HttpServer(application, known=self._state.identities.knows)
+        identities = self._state.identities
+        self._server = HttpServer(application, known=identities.knows, tenant_of=identities.tenant_of)
         self._configurations: asyncio.Queue[Configure] = asyncio.Queue()
         self._latest: Configure | None = None
         self._configured = 0
@@ -129,7 +130,7 @@ class FrontProcess:
 
     async def _apply(self, configure: Configure) -> None:
         """Apply a configuration. The first one makes the front ready."""
-        self._state.limits = configure.limits
+        self._state.limits = self._state.bodies.limits = configure.limits
         self._limit_connections()
         self._state.retries.rules = configure.retries
         self._state.keeper.rules = configure.keeping

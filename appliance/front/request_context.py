@@ -20,7 +20,8 @@ _MAX_ECHOED_BYTES = 1024
 
 
 class ResponseSink(Protocol):
-    """Takes a response: a connection (`appliance.http.Connection`), or a recording for several clients."""
+    """Takes a response: a connection (`appliance.http.Connection`), or a run that several clients follow
+    (`KeyedRun`)."""
 
     on_writable: Callable[[], None] | None
     on_lost: Callable[[], None] | None

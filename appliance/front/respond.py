@@ -28,7 +28,7 @@ class GenerationResponse(Response):
     def __init__(
         self, state: AppState, context: RequestContext, task: GenerationTask, comments: bool = True
     ) -> None:
-        """`comments`: write comments while a stream is silent. A recording gets none."""
+        """`comments`: write comments while a stream is silent. A keyed run gets none."""
         super().__init__()
         self._comments = comments
         self.generation = Generation(state, context, task)

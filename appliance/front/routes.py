@@ -14,12 +14,13 @@ from appliance.front.app_state import AppState
 from appliance.front.body import parse_body, read_body, receive_body
 from appliance.front.errors import invalid
 from appliance.front.generation_task import GenerationTask
-from appliance.front.idempotency import answer, has_key
+from appliance.front.idempotency import answer, key_of
 from appliance.front.models import LoadedModel, allows
 from appliance.front.prepare_chat import chat_task
 from appliance.front.prepare_completion import completion_task
 from appliance.front.prepare_task import named_model
 from appliance.front.request_context import RequestContext, context_of
+from appliance.front.respond import GenerationResponse
 from appliance.front.sampling import check_token_ids
 from appliance.front.schemas import (
     ChatRequest,
@@ -176,17 +177,21 @@ class _Api:
         kind: type[Body],
         make_task: Callable[[AppState, LoadedModel, RequestContext, Body], Awaitable[GenerationTask]],
     ) -> Response:
-        """Answer a generation request whose body is of this kind. A model in the path takes the place of the
-        body's."""
+        """Answer a generation request with a body of this kind. A model in the path replaces the model in the
+        body."""
         state, context = self._state, context_of(request)
         data = await receive_body(request, state.limits.max_body_bytes)
         body = parse_body(data, kind, state.limits.max_body_bytes, context)
         body.model = request.path_params.get("model", body.model)
-        if not has_key(request):
+        found = named_model(state, context, body)
+        key = key_of(request)
+        if key is None:
             # Free the body's bytes, of which up to two megabytes would be held until the prompt is encoded.
             data.clear()
-        found = named_model(state, context, body)
-        return await answer(state, request, context, data, lambda: make_task(state, found, context, body))
+            return GenerationResponse(state, context, await make_task(state, found, context, body))
+        return await answer(
+            state, request, context, key, data, lambda: make_task(state, found, context, body)
+        )
 
 
 def _route(

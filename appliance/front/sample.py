@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from appliance.front.generation_task import Prompt
 from appliance.text.stream import TextStream
-from engine.messages import Output, TokenLogprob
+from engine.messages import FinishReason, Output, TokenLogprob
 
 
 class LogprobEntry(NamedTuple):
@@ -18,8 +18,8 @@ class LogprobEntry(NamedTuple):
 
 
 class Sample:
-    """`finish_reason` is "" while it runs, then "stop" or "length". `pieces` and `entries` hold what has
-    not been written to the client yet."""
+    """`finish_reason` is "" while the sample runs. `pieces` and `entries` hold what has not been written to
+    the client yet."""
 
     __slots__ = (
         "_discard",
@@ -70,7 +70,7 @@ class Sample:
         """Sum of the log probabilities of delivered tokens, as far as the engine has sent them."""
         self.counted = 0
         """Number of delivered tokens that a stream has written."""
-        self.finish_reason = ""
+        self.finish_reason: FinishReason = ""
         self.begun = False
         """Whether the stream's first chunk of this sample has been built."""
         self.waiting = False
@@ -107,7 +107,7 @@ class Sample:
             needed = output.logprobs[: self.delivered - delivered]
             self.cumulative_logprob += sum(entry.logprob for entry in needed)
 
-    def _end(self, finish: str) -> None:
+    def _end(self, finish: FinishReason) -> None:
         tail = self._text.finish()
         self._add_text(tail.text)
         if tail.stopped is None and finish == "stop" and not self._includes_stop:

@@ -1,4 +1,4 @@
-"""Makes sampling parameters of a request's body."""
+"""Makes sampling parameters from a request's body."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import repeat
 
 from appliance.front.app_state import AppState
 from appliance.front.encoding import do_work
-from appliance.front.errors import ApiError, invalid
+from appliance.front.errors import invalid
 from appliance.front.models import LoadedModel
 from appliance.front.request_context import RequestContext
 from appliance.front.schemas import GenerationRequest
@@ -85,8 +85,8 @@ async def sampling_params(
 
 
 def check_token_ids(model: LoadedModel, token_ids: list[int], param: str) -> list[int]:
-    """Return the ids. Raises a 400 if one of them is not in the model's vocabulary, whose size may be
-    unknown."""
+    """Return the ids. Raises a 400 if one of them is not in the model's vocabulary. If the size of
+    the vocabulary is unknown, all ids are accepted."""
     most = model.served.vocab_size - 1
     if most >= 0 and token_ids and (min(token_ids) < 0 or max(token_ids) > most):
         wrong = next(token_id for token_id in token_ids if not 0 <= token_id <= most)
@@ -121,13 +121,9 @@ async def bad_word_tokens(
         raise invalid("bad_words", str(error)) from None
     for index, run in zip(texts.values(), runs, strict=True):
         if len(run) > MAX_BAD_WORD_TOKENS:
-            raise _too_long(index, len(run))
+            raise invalid(
+                "bad_words",
+                f"word {index} has {len(run)} tokens, with the space before it; give words of at most "
+                f"{MAX_BAD_WORD_TOKENS} tokens",
+            )
     return tuple(dict.fromkeys(tuple(run) for run in runs if run))
-
-
-def _too_long(index: int, tokens: int) -> ApiError:
-    return invalid(
-        "bad_words",
-        f"word {index} has {tokens} tokens, with the space before it; give words of at most "
-        f"{MAX_BAD_WORD_TOKENS} tokens",
-    )

@@ -248,13 +248,13 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
 
 class DeploymentChatRequest(ChatRequest, kw_only=True):
-    """Body of Azure's route for chats, whose path names the model."""
+    """Body of Azure's route for chats. The path names the model."""
 
     model: Annotated[str, _about("Not used: the path names the model.")] = ""
 
 
 class DeploymentCompletionRequest(CompletionRequest, kw_only=True):
-    """Body of Azure's route for completions, whose path names the model."""
+    """Body of Azure's route for completions. The path names the model."""
 
     model: Annotated[str, _about("Not used: the path names the model.")] = ""
 

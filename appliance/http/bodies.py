@@ -46,7 +46,7 @@ class SizedBody:
 class ChunkedBody:
     """A body in chunks.
 
-    llhttp decodes it, in a parser of its own that starts after a fixed head. The last chunk and the trailers
+    llhttp decodes it in a separate parser, which has been fed a fixed head. The last chunk and the trailers
     end with an empty line, so the parser is fed up to one empty line at a time: it stops at the body's end
     exactly, and the next request stays unparsed. Trailers are dropped.
     """

@@ -1,4 +1,4 @@
-"""Makes an OpenAPI document from a table of routes and the JSON schemas that msgspec makes of structs."""
+"""Makes an OpenAPI document from a table of routes and msgspec's JSON schemas of the structs."""
 
 from __future__ import annotations
 

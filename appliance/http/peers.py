@@ -8,6 +8,8 @@ import socket
 import struct
 from typing import NamedTuple
 
+from appliance.messages import SocketKind
+
 _UCRED = struct.Struct("3i")
 _SO_PEERGROUPS = 59
 """The constant in asm-generic/socket.h (Linux 4.13 or newer), which Python's socket module lacks."""
@@ -19,8 +21,7 @@ class Peer(NamedTuple):
     """The client at the moment it connected. `uid` and `pid` are -1 for TCP; `address` is empty for a Unix
     socket."""
 
-    kind: str
-    """The kind of socket: "unix" or "tcp"."""
+    kind: SocketKind
     uid: int
     pid: int
     address: str

@@ -20,7 +20,7 @@ class Pool:
     began to wait. When a new connection finds no place, the source with the most waiting connections loses
     the one that has waited longest.
 
-    A connection may belong to a tenant, whose connections take at most `max_per_tenant` places.
+    A connection may belong to a tenant. The connections of one tenant take at most `max_per_tenant` places.
     """
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class Pool:
                 del self._waiting_by_source[source]
 
     def mark_waiting(self, connection: Occupant) -> None:
-        """Note that the connection's request is answered."""
+        """Note that the connection's request has been answered."""
         if connection in self._members and connection not in self._waiting:
             source = self._sources[connection]
             self._waiting[connection] = source

@@ -30,7 +30,7 @@ C = TypeVar("C", bound=HeadHolder)
 
 
 def of_largest_owner(sizes: Mapping[C, int]) -> list[C]:
-    """Return the connections of the owner whose sizes have the largest sum, in their order."""
+    """Return the connections of the owner with the largest total size, in their order."""
     totals: Counter[tuple[bool, str]] = Counter()
     for connection, size in sizes.items():
         totals[connection.owner] += size

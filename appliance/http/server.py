@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from email.utils import formatdate
 from typing import Any
 
 from appliance.http.connection import Connection
 from appliance.http.counted_log import CountedLog
 from appliance.http.exchange import Exchange
-from appliance.http.peers import Peer, peer_of
+from appliance.http.peers import Peer
 from appliance.http.pools import Pool
 from appliance.http.request_memory import RequestMemory, of_largest_owner
-from appliance.http.turns import Turns, source_of_peer
+from appliance.http.turns import Turns
 from appliance.messages import Limits
 
 WRITE_TIMEOUT_S = 60.0
 """The connection of a client that reads nothing of its response for this long is closed."""
 MAX_UNSENT_BYTES = 64 << 20
-"""Unsent bytes of responses, of all connections together. Beyond this bound, of the tenant with the most
-unsent bytes, the connection whose response has waited longest is closed."""
+"""Maximum total of unsent response bytes over all connections. Beyond it, the tenant with the most unsent
+bytes loses the connection that has waited longest."""
 READ_BYTES = 64 << 10
 """The most that is read from a connection at once, and therefore the most that is held of a further
 request."""
@@ -33,6 +33,9 @@ class HttpServer:
     Each connection has a place in one of two pools: one for known clients (`known` returns True for the peer,
     or one of its requests had a valid key) and one for all others. The second pool is small, its time limits
     are short, and it never takes a place of the first.
+
+    `tenant_of` returns the tenant of a request by its headers, or an empty string if the request has no valid
+    identity. Tenants take turns (`Turns`).
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class HttpServer:
         limits: Limits | None = None,
         *,
         known: Callable[[Peer], bool] = lambda peer: True,
+        tenant_of: Callable[[Sequence[tuple[bytes, bytes]], Peer], str] = lambda headers, peer: "",
         write_timeout_s: float = WRITE_TIMEOUT_S,
     ) -> None:
         self.known_pool = Pool()
@@ -50,6 +54,7 @@ class HttpServer:
         self.cut_off = CountedLog("connections were closed because their clients did not take the answers")
         self.request_memory = RequestMemory()
         self.turns = Turns()
+        self.tenant_of = tenant_of
         self.second = 0
         """Counts the seconds since the start."""
         self.limits = limits or Limits()
@@ -96,9 +101,6 @@ class HttpServer:
 
         The server takes over the socket, and closes it if it is stopping.
         """
-        turn = asyncio.Event()
-        self.turns.add(source_of_peer(peer_of(sock, address)), 0, turn.set)
-        await turn.wait()
         if self._stopping:
             sock.close()
             return
@@ -138,7 +140,7 @@ class HttpServer:
             connection.abort()
         if self._clock is not None:
             self._clock.cancel()
-        # Applications whose connection was closed are notified, and end.
+        # Applications are notified that their connection was closed, and end.
         while self._tasks and self._loop.time() < deadline + 1.0:
             await asyncio.sleep(0.01)
 

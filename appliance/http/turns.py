@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from appliance.background import TimeBudgets
 from appliance.http.peers import Peer
 
 TURN_S = 0.002
@@ -34,14 +35,11 @@ class Source(NamedTuple):
     """Sources with the same budget use one share of the event loop's time."""
 
 
-def source_of_tenant(tenant: str) -> Source:
-    """Return the source of a tenant's requests."""
-    return Source(f"tenant {tenant}", f"tenant {tenant}")
-
-
-def source_of_peer(peer: Peer) -> Source:
-    """Return the source of a client whose tenant is not known yet. Each local user has a budget; all
-    clients over TCP share one, because anybody can have many addresses."""
+def source_of_request(tenant: str, peer: Peer) -> Source:
+    """Return the source of a request of a tenant, empty if it has no valid identity. Then each local user has
+    a budget; all clients over TCP share one, because anybody can have many addresses."""
+    if tenant:
+        return Source(f"tenant {tenant}", f"tenant {tenant}")
     return Source(peer.source, peer.source if peer.kind == "unix" else "tcp")
 
 
@@ -58,9 +56,7 @@ class Turns:
     def __init__(self) -> None:
         self._waiting: dict[Source, list[tuple[int, int, Callable[[], None]]]] = {}
         """A heap for each source; the source whose turn it is comes first."""
-        self._rests_until: dict[str, float] = {}
-        """When each budget that was used lately is within its share again, in seconds of the monotonic
-        clock."""
+        self._budgets = TimeBudgets(MAX_SHARE, BURST_S)
         self._used: list[str] = []
         """The budget of each turn that was taken in this pass."""
         self._serial = itertools.count()
@@ -92,8 +88,10 @@ class Turns:
         passed_s = now - self._last_pass
         self._last_pass = now
         self._charge(passed_s, now)
-        ready = [source for source in self._waiting if not self._rest_s(source, now)]
-        for source in ready[: min(max(int(passed_s / TURN_S), 1), MAX_TURNS_PER_PASS)]:
+        for _ in range(min(max(int(passed_s / TURN_S), 1), MAX_TURNS_PER_PASS)):
+            source = next((one for one in self._waiting if not self._rest_s(one, now)), None)
+            if source is None:
+                break
             heap = self._waiting.pop(source)
             _, _, work = heapq.heappop(heap)
             if heap:
@@ -111,17 +109,13 @@ class Turns:
 
     def _rest_s(self, source: Source, now: float) -> float:
         """Return for how long the source must rest; 0 if its turn may be taken now."""
-        rest_s = self._rests_until.get(source.budget, 0.0) - now
-        return max(rest_s, _MIN_REST_S) if rest_s > 0 else 0.0
+        rest_s = self._budgets.rest_s(source.budget, now)
+        return max(rest_s, _MIN_REST_S) if rest_s else 0.0
 
     def _charge(self, passed_s: float, now: float) -> None:
         """Charge the turns of the last pass with its time."""
         for budget in self._used:
-            cost_s = min(passed_s / len(self._used), MAX_CHARGE_S)
-            since = max(self._rests_until.get(budget, 0.0), now - BURST_S)
-            self._rests_until[budget] = since + cost_s / MAX_SHARE
+            self._budgets.charge(budget, min(passed_s / len(self._used), MAX_CHARGE_S), now)
         self._used.clear()
         if not self._waiting:
-            self._rests_until = {
-                budget: until for budget, until in self._rests_until.items() if until > now - BURST_S
-            }
+            self._budgets.forget_unused(now)

@@ -30,9 +30,6 @@ Message = Mapping[str, Any]
 
 _MAX_ERROR_CHARACTERS = 500
 
-# Clients use one of these names for a message's reasoning. Templates read the first, as in transformers.
-_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-
 
 class ChatTemplate:
     """A model's chat templates, compiled once: `default`, and others by name (`tool_use`)."""
@@ -53,9 +50,8 @@ class ChatTemplate:
         for name, source in sources.items():
             try:
                 self._templates[name] = environment.from_string(source)
-            except (
-                Exception
-            ) as error:  # Jinja2 and Python's compiler can raise anything for a hostile source.
+            except Exception as error:
+                # Jinja2 and Python's compiler can raise anything for a hostile source.
                 reason = _for_client(f"{type(error).__name__}: {error}")
                 raise ChatTemplateError(f"chat template {name!r}: not valid Jinja2 ({reason})") from error
 
@@ -68,23 +64,21 @@ class ChatTemplate:
         self,
         messages: Sequence[Message],
         add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Return the prompt's text. The template writes BOS, so encode the text without special tokens.
 
-        `messages`, `tools` and `variables` (further template variables) are plain JSON values. The template
-        reads them as data, never as template text. Keys of messages whose value is None are dropped, as in
-        transformers. Raises `NoChatTemplateError`, or `ChatTemplateError` if the template rejects the
-        messages, fails on them, or exceeds the bounds.
+        `messages` and `variables` (further template variables) are plain JSON values. The template reads them
+        as data, never as template text. Raises `NoChatTemplateError`, or `ChatTemplateError` if the template
+        rejects the messages, fails on them, or exceeds the bounds.
         """
-        template = self._select(tools)
+        template = self._default()
         everything = {
             **self._special_tokens,
             "documents": None,
             **(variables or {}),
-            "messages": _prepare(messages),
-            "tools": tools,
+            "messages": messages,
+            "tools": None,
             "add_generation_prompt": add_generation_prompt,
         }
         left = self._max_characters
@@ -108,9 +102,7 @@ class ChatTemplate:
             ) from error
         return "".join(pieces)
 
-    def _select(self, tools: Sequence[Mapping[str, Any]] | None) -> jinja2.Template:
-        if tools is not None and "tool_use" in self._templates:
-            return self._templates["tool_use"]
+    def _default(self) -> jinja2.Template:
         if "default" in self._templates:
             return self._templates["default"]
         if not self._templates:
@@ -127,21 +119,6 @@ def _for_client(message: str) -> str:
     return message[:_MAX_ERROR_CHARACTERS].encode("utf-8", "replace").decode()
 
 
-def _prepare(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    if not messages:
-        raise ChatTemplateError("messages: is empty; give at least one message")
-    prepared = []
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise ChatTemplateError(f"messages[{index}]: must be an object, found {type(message).__name__}")
-        kept = {key: value for key, value in message.items() if value is not None}
-        reasoning = next((kept[name] for name in _REASONING_FIELDS if name in kept), None)
-        if reasoning is not None:
-            kept = {"thinking": reasoning, **kept, "reasoning_content": reasoning}
-        prepared.append(kept)
-    return prepared
-
-
 def _environment(max_characters: int) -> ImmutableSandboxedEnvironment:
     """Return the environment that transformers gives to chat templates, with bounds."""
     environment = _BoundedSandbox(
@@ -156,7 +133,7 @@ def _environment(max_characters: int) -> ImmutableSandboxedEnvironment:
 
 
 class _BoundedSandbox(ImmutableSandboxedEnvironment):
-    """Bounds the operators that make large results of small operands; `render` bounds the output."""
+    """Bounds the operators that can produce large results from small operands; `render` bounds the output."""
 
     intercepted_binops = frozenset(["*", "**"])
     max_characters = MAX_RENDERED_CHARACTERS

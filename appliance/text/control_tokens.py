@@ -13,9 +13,9 @@ not end the message. In the rendered string, the two look the same. Therefore:
 Conversations without a special token's text skip these steps: they are encoded as in transformers.
 
 Two cases are not covered. A template may cut a message apart, or join a message to its own text, so that the
-pieces form a special token. And for a vocabulary whose merges make a special token out of ordinary ones, no
-such copy exists: then special tokens in messages stay control tokens, as in transformers, and a warning is
-logged once.
+pieces form a special token. And if the merges of a vocabulary combine ordinary tokens into a special token,
+no such copy can be made: special tokens in messages then stay control tokens, as in transformers, and a
+warning is logged once.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class ControlTokens:
         self._pattern = re.compile("|".join(map(re.escape, self._texts)) or r"(?!)")
         self._longest = max(map(len, self._texts), default=0)
         self._beginnings = sorted({text[:2] for text in self._texts})
-        self._twin: _Twin | None = None
+        self._copy: _RenamedCopy | None = None
         # The copy is made in advance, because reading a large vocabulary holds the GIL for a second.
         try:
-            self._twin = _Twin(backend, self._texts)
+            self._copy = _RenamedCopy(backend, self._texts)
         except Exception as error:  # the Rust extension raises nothing narrower
             log.warning("special tokens in messages stay control tokens: %s", error)
 
@@ -112,11 +112,11 @@ class ControlTokens:
         """Return the token ids of a rendered text. Special tokens that the shield has hidden are plain
         text."""
         encoder = self._encoder
-        if self._twin is not None:
-            text = yield from self.replace_in(text, self._twin.names)
-            encoder = self._twin.encoder
+        if self._copy is not None:
+            text = yield from self.replace_in(text, self._copy.names)
+            encoder = self._copy.encoder
             if longest_token_bytes is not None:
-                longest_token_bytes = max(longest_token_bytes, self._twin.longest_name_bytes)
+                longest_token_bytes = max(longest_token_bytes, self._copy.longest_name_bytes)
         plain = shield.restore(text)
         yield
         return (yield from encoder.steps([plain], add_special_tokens, max_tokens, longest_token_bytes))
@@ -176,7 +176,7 @@ class Shield:
         )
 
 
-class _Twin:
+class _RenamedCopy:
     """A copy of a tokenizer whose special tokens have secret names."""
 
     def __init__(self, backend: tokenizers.Tokenizer, texts: list[str]) -> None:
@@ -193,11 +193,11 @@ class _Twin:
             model["vocab"] = [(self._renamed(text), score) for text, score in model["vocab"]]
         if isinstance(model.get("unk_token"), str):
             model["unk_token"] = self._renamed(model["unk_token"])
-        twin = tokenizers.Tokenizer.from_str(json.dumps(state))
-        self.encoder = Encoder(twin)
+        copy = tokenizers.Tokenizer.from_str(json.dumps(state))
+        self.encoder = Encoder(copy)
         self.longest_name_bytes = max((len(name.encode()) for name in self.names.values()), default=0)
         for text, name in self.names.items():
-            if twin.token_to_id(name) != backend.token_to_id(text):
+            if copy.token_to_id(name) != backend.token_to_id(text):
                 raise ValueError(f"{text!r} would not keep its id")
 
     def _renamed(self, text: str) -> str:

@@ -6,14 +6,13 @@ texts are encoded whole.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from typing import Any
 
 import tokenizers
 
-from appliance.text.token_table import TokenTable
+from appliance.text.token_table import TokenTable, component_steps
 
 PIECE_CHARACTERS = 16_384
 """Size of a piece. Encoding it takes about 15 ms (1 µs a character with the demo model's tokenizer)."""
@@ -57,9 +56,9 @@ def can_be_cut(backend: tokenizers.Tokenizer) -> bool:
         text = token.content
         if token.single_word or _CUT.search(text) or (token.rstrip and re.search(r"\w\Z", text)):
             return False
-    if any(step["type"] != "NFC" for step in _steps(backend.normalizer, "normalizers")):
+    if any(step["type"] != "NFC" for step in component_steps(backend.normalizer, "normalizers")):
         return False
-    steps = _steps(backend.pre_tokenizer, "pretokenizers")
+    steps = component_steps(backend.pre_tokenizer, "pretokenizers")
     if not steps or not _splits_at_cuts(steps[0]):
         return False
     # The following steps process each part that the first step makes separately.
@@ -91,14 +90,17 @@ def longest_token_bytes(backend: tokenizers.Tokenizer, table: TokenTable | None)
         )
     else:
         complete = (
-            any(step["type"] == "ByteLevel" for step in _steps(backend.pre_tokenizer, "pretokenizers"))
+            any(
+                step["type"] == "ByteLevel"
+                for step in component_steps(backend.pre_tokenizer, "pretokenizers")
+            )
             and len({data for data in table.raw if len(data) == 1}) == 256
         )
     if not complete:
         # Characters may be dropped, or any number of them may become one unknown token.
         return None
     shrinking = 1
-    for step in _steps(backend.normalizer, "normalizers"):
+    for step in component_steps(backend.normalizer, "normalizers"):
         if step["type"] == "NFC":
             shrinking *= _MAX_NFC_SHRINKING
         elif step["type"] != "Prepend" and not _lengthens(step):
@@ -139,25 +141,4 @@ def _lengthens(step: dict[str, Any]) -> bool:
     pattern = step.get("pattern", {}).get("String")
     return bool(
         step["type"] == "Replace" and pattern and len(step["content"].encode()) >= len(pattern.encode())
-    )
-
-
-def _steps(component: Any, name: str) -> list[dict[str, Any]]:
-    """Return the steps of a normalizer or pre-tokenizer, as `tokenizer.json` writes them."""
-    if component is None:
-        return []
-    # A component's pickled state is its JSON; serialising the whole tokenizer would write the vocabulary too.
-    state = json.loads(component.__getstate__())
-    return (
-        [each for step in state[name] for each in _flat(step, name)]
-        if state["type"] == "Sequence"
-        else [state]
-    )
-
-
-def _flat(step: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    return (
-        [each for inner in step[name] for each in _flat(inner, name)]
-        if step["type"] == "Sequence"
-        else [step]
     )

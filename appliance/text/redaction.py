@@ -11,11 +11,10 @@ Only secrets with a recognizable form are found, not a password in plain prose.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
-KINDS = ("keys", "bearer_tokens", "passwords", "private_keys", "emails", "cards")
-"""The kinds of secrets that can be redacted."""
+from appliance.messages import SecretKind
 
 _KEY_PREFIXES = (
     *("ak-", "sk-", "pk-", "rk-", "sk_live_", "sk_test_", "rk_live_", "rk_test_"),
@@ -49,7 +48,7 @@ _CARD = re.compile(r"(?<![0-9.-])(?:[0-9][ -]?){12,18}[0-9](?![0-9])")
 
 
 class Redacted(NamedTuple):
-    """A text whose secrets were replaced."""
+    """A text in which secrets were replaced."""
 
     text: str
     secrets: int
@@ -59,16 +58,9 @@ class Redacted(NamedTuple):
 class Redactor:
     """Replaces secrets of the given kinds."""
 
-    def __init__(self, kinds: Iterable[str] = KINDS[:4], prefixes: Iterable[str] = ()) -> None:
-        """`kinds` are elements of KINDS. Words that begin with one of `prefixes` are secrets too.
-
-        Raises ValueError for an unknown kind.
-        """
-        wanted = set(kinds)
-        if unknown := wanted - set(KINDS):
-            raise ValueError(f"{sorted(unknown)[0]!r} cannot be redacted; the kinds are {', '.join(KINDS)}")
-        own = tuple(prefixes)
-        steps: dict[str, Callable[[str], tuple[str, int]]] = {
+    def __init__(self, kinds: Collection[SecretKind], prefixes: tuple[str, ...]) -> None:
+        """Words that begin with one of `prefixes` are secrets too."""
+        steps: dict[SecretKind, Callable[[str], tuple[str, int]]] = {
             # Bearer tokens come before passwords: the password pattern would match only "Bearer" in "token:
             # Bearer abc".
             "bearer_tokens": lambda text: _BEARER.subn(r"\1\2[token redacted]", text),
@@ -77,19 +69,16 @@ class Redactor:
             "emails": _without_emails,
             "cards": _without_cards,
         }
-        self._across_lines = "private_keys" in wanted
-        self._steps = [step for kind, step in steps.items() if kind in wanted]
-        if own:
-            self._steps.append(lambda text: _without_words(text, _SHORTER_WORD, own, "[secret redacted]"))
-
-    def redact(self, text: str) -> Redacted:
-        """Return the text with each secret replaced by its kind in brackets."""
-        pieces = list(self.pieces(text))
-        return Redacted("".join(piece.text for piece in pieces), sum(piece.secrets for piece in pieces))
+        self._across_lines = "private_keys" in kinds
+        self._steps = [step for kind, step in steps.items() if kind in kinds]
+        if prefixes:
+            self._steps.append(
+                lambda text: _without_words(text, _SHORTER_WORD, prefixes, "[secret redacted]")
+            )
 
     def pieces(self, text: str) -> Iterator[Redacted]:
-        """Do the work of `redact` in pieces of a few thousand characters, so that a caller can pause between
-        them."""
+        """Return the text with each secret replaced by its kind in brackets, in pieces of a few thousand
+        characters, so that a caller can pause between them."""
         if self._across_lines:
             text, count = _without_private_keys(text)
             yield Redacted("", count)

@@ -24,14 +24,11 @@ class StopSet:
     __slots__ = ("begins", "children", "depth", "fallback", "match", "strings")
 
     def __init__(self, strings: Sequence[str]) -> None:
-        """Raises `StopStringsError` for an empty string, one too long, or too many."""
-        if not 1 <= len(strings) <= MAX_STOP_STRINGS:
-            raise StopStringsError(f"stop: found {len(strings)} strings; give 1 to {MAX_STOP_STRINGS}")
+        """Take at least one string. Raises `StopStringsError` if a string is empty, or if they are too
+        long."""
         characters = sum(map(len, strings))
         if characters > MAX_STOP_CHARACTERS:
-            raise StopStringsError(
-                f"stop: has {characters} characters in all; give at most {MAX_STOP_CHARACTERS}"
-            )
+            raise StopStringsError(f"has {characters} characters in all; give at most {MAX_STOP_CHARACTERS}")
         self.strings = tuple(strings)
         self.children: list[dict[str, int]] = [{}]
         self.depth = [0]  # Length of the suffix that a state stands for.
@@ -39,7 +36,7 @@ class StopSet:
         self.fallback = [0]  # The state of the next shorter suffix.
         for index, string in enumerate(self.strings):
             if not string:
-                raise StopStringsError(f"stop[{index}]: is empty; give at least one character")
+                raise StopStringsError(f"string {index} is empty; give at least one character")
             self._insert(string, index)
         self._link()
         first = "".join(re.escape(character) for character in self.children[0])
@@ -89,9 +86,9 @@ class StopMatcher:
 
     __slots__ = ("_held", "_include_stop", "_set", "_state", "stopped")
 
-    def __init__(self, stops: StopSet | Sequence[str], include_stop: bool = False) -> None:
-        """`include_stop`: the stop string is part of the emitted text. Raises `StopStringsError`."""
-        self._set = stops if isinstance(stops, StopSet) else StopSet(stops)
+    def __init__(self, stops: StopSet, include_stop: bool = False) -> None:
+        """`include_stop`: the stop string is part of the emitted text."""
+        self._set = stops
         self._include_stop = include_stop
         self._state = 0
         self._held = ""

@@ -1,4 +1,4 @@
-"""Renders a model's chat templates in a child process, whose time and memory are bounded."""
+"""Renders a model's chat templates in a child process with bounded time and memory."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
@@ -48,9 +49,10 @@ def main() -> int:
         signal.signal(end, signal.SIG_IGN)
     channel = socket.socket(fileno=arguments.channel)
     channel.setblocking(True)
+    frames = channel.makefile("rb")
     _limit_resources(arguments.memory)
     templates: ChatTemplate | None = None
-    while (frame := _receive(channel)) is not None:
+    while (frame := _receive(frames)) is not None:
         signal.setitimer(signal.ITIMER_REAL, arguments.seconds)
         reply: FromWorker
         try:
@@ -65,9 +67,8 @@ def main() -> int:
                 text = templates.render(message.messages, message.add_generation_prompt, variables=variables)
                 reply = Rendered(text)
             data = msgspec.msgpack.encode(reply)
-        except (
-            Exception
-        ) as error:  # Includes MemoryError, and everything that a hostile template can make Python raise.
+        except Exception as error:
+            # This includes MemoryError, and everything that a hostile template can make Python raise.
             data = msgspec.msgpack.encode(_failure(error))
         del frame
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -91,23 +92,15 @@ def _limit_resources(memory: int) -> None:
         resource.setrlimit(limit, (value, value))
 
 
-def _receive(channel: socket.socket) -> bytes | None:
+def _receive(frames: IO[bytes]) -> bytes | None:
     """Return the payload of the next frame, or None at the end of the channel."""
-    header = _receive_exactly(channel, _HEADER)
-    return None if header is None else _receive_exactly(channel, int.from_bytes(header, "little"))
-
-
-def _receive_exactly(channel: socket.socket, size: int) -> bytes | None:
-    received = bytearray()
-    while len(received) < size:
-        try:
-            data = channel.recv(min(size - len(received), 1 << 20))
-        except OSError:
-            return None
-        if not data:
-            return None
-        received += data
-    return bytes(received)
+    try:
+        header = frames.read(_HEADER)
+        size = int.from_bytes(header, "little")
+        payload = frames.read(size)
+    except OSError:
+        return None
+    return payload if len(header) == _HEADER and len(payload) == size else None
 
 
 def _failure(error: Exception) -> Failed:

@@ -49,7 +49,7 @@ def build_token_table(backend: tokenizers.Tokenizer, tokens: list[str | None]) -
     Byte-level (GPT-2, Llama 3, Qwen): a character is a byte. ByteFallback (Llama 2, Mistral, Gemma): "▁" is a
     space, <0xNN> is a byte, the rest is text. `tokens` comes from `id_to_token`.
     """
-    steps = _decoder_steps(backend)
+    steps = component_steps(backend.decoder, "decoders")
     kinds = [step["type"] for step in steps]
     leading_strip = 0
     if kinds == ["ByteLevel"]:
@@ -76,12 +76,17 @@ def build_token_table(backend: tokenizers.Tokenizer, tokens: list[str | None]) -
     return TokenTable(raw, shown, everything, leading_strip, bad_byte_each=kinds[0] != "ByteLevel")
 
 
-def _decoder_steps(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
-    if backend.decoder is None:
-        return []
-    # A decoder's pickled state is its JSON. Serializing the whole tokenizer would include the vocabulary.
-    state = json.loads(backend.decoder.__getstate__())
-    return state["decoders"] if state["type"] == "Sequence" else [state]
+def component_steps(component: Any, name: str) -> list[dict[str, Any]]:
+    """Return the steps of a normalizer, pre-tokenizer or decoder, as `tokenizer.json` writes them. `name` is
+    the field that has the steps of a sequence."""
+
+    def flat(step: dict[str, Any]) -> list[dict[str, Any]]:
+        return (
+            [each for inner in step[name] for each in flat(inner)] if step["type"] == "Sequence" else [step]
+        )
+
+    # A component's pickled state is its JSON; serializing the whole tokenizer would include the vocabulary.
+    return [] if component is None else flat(json.loads(component.__getstate__()))
 
 
 def _byte_level_alphabet() -> dict[str, int]:

@@ -85,8 +85,8 @@ class Tokenizer:
         """Return the token ids of each text, as work in steps (`appliance.text.fair_queue`).
 
         `add_special_tokens`: add BOS, or whatever the model's post-processor adds. Use False for rendered
-        chats, whose template writes BOS. The work raises `LoneSurrogateError`, and `TooManyTokensError` as
-        soon as a text has more than `max_tokens`."""
+        chats, because the template writes BOS. The work raises `LoneSurrogateError`, and `TooManyTokensError`
+        as soon as a text has more than `max_tokens`."""
         return self._encoder.steps(texts, add_special_tokens, max_tokens, self.longest_token_bytes)
 
     def encode_blocking(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -162,11 +162,6 @@ class Tokenizer:
         stop string ends the stream within the first `min_tokens` tokens."""
         matcher = StopMatcher(stops, include_stop) if stops is not None else None
         return TextStream(self.detokenizer(skip_special_tokens, context), matcher, min_tokens)
-
-    def token_id(self, token: str) -> int | None:
-        """Return the id of a token that the vocabulary writes like this, such as a special token's text; or
-        None."""
-        return self._backend.token_to_id(token)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that a token stands for, also of special tokens; b"" outside of the vocabulary."""

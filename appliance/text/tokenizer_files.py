@@ -35,7 +35,7 @@ class TokenizerFiles:
     `named` maps `bos_token`, `eos_token`, … to their text; `special` are all tokens that these files call
     special; `added` maps a token id to a token that `tokenizer.json` may lack (`added_tokens_decoder`).
     `add_bos_token` and `add_eos_token` are left out: transformers ignores both beside a `tokenizer.json`,
-    whose post-processor adds these tokens.
+    because the post-processor in that file adds these tokens.
     """
 
     named: dict[str, str]

@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from engine import peer_ranks
+from engine import sizing
 from engine.build import read_served
 from engine.launch_enumeration import launch_all
 from kernels import compiling
@@ -18,7 +18,7 @@ GPU = compiling.GpuModel.of("any", 90)
 if __name__ == "__main__":
     folder, ranks = Path(sys.argv[1]), int(sys.argv[2])
     for kind in sys.argv[3:]:
-        peer_ranks.OVERLAP_FROM_TOKENS = 1024 if kind == "halves" else None
+        sizing.OVERLAP_FROM_TOKENS = 1024 if kind == "halves" else 1 << 30
         served = read_served(folder, tensor_parallel_size=ranks, max_num_seqs=4, max_num_batched_tokens=1280)
         jobs = compiling.record(GPU.target, lambda served=served: launch_all(served, GPU, Table()))
         kernels = ("_all_reduce_add", "_all_gather", "_best_of_ranks", "_sum_parts")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import os
 import signal
@@ -20,7 +21,7 @@ import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import tokenizers
@@ -56,8 +57,9 @@ from appliance.messages import (
 )
 from appliance.text.tokenizer import Tokenizer
 from engine.client import Channel, socketpair
-from engine.messages import Cancel, DataInbound, Output, StepFrame, Submit, TokenLogprob
+from engine.messages import Submit
 from store.structs import KeptText
+from tests.front.fake_replica import FakeReplica, Script
 
 Result = TypeVar("Result")
 
@@ -98,135 +100,6 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
-Script = Callable[[Submit, int], list[int]]
-"""Returns the whole output of a sample, given by its absolute number, from its first token."""
-
-
-@dataclass
-class _Running:
-    submit: Submit
-    sample: int
-    tokens: list[int]
-    position: int
-    first: bool = True
-
-
-class FakeReplica:
-    """Implements a replica's side of the data channel. Used by the harness's event loop only."""
-
-    def __init__(self, name: str, sock: socket.socket, script: Script, step_s: float) -> None:
-        self.name = name
-        self.script = script
-        self.step_s = step_s
-        self.submits: list[Submit] = []
-        self.cancels: list[Cancel] = []
-        self.running: list[_Running] = []
-        self.burst = 1
-        """Number of tokens per step."""
-        self.hold = False
-        """If set, the replica takes no step."""
-        self.die_after: int | None = None
-        """Number of steps until the replica dies."""
-        self.fail_with: str | None = None
-        """If set, every submission ends with this error."""
-        self.fail_refuses = True
-        """Whether the error is caused by the content of the request."""
-        self.channel: Channel[DataInbound] = Channel(sock, DataInbound)
-        self.channel.listen(self._take, lambda: None)
-        self._steps = 0
-        self._task: asyncio.Task[None] | None = None
-
-    def _take(self, message: DataInbound) -> None:
-        if isinstance(message, Cancel):
-            self.cancels.append(message)
-            ended = [
-                run
-                for run in self.running
-                if run.submit.handle == message.handle and message.sample in (None, run.sample)
-            ]
-            for run in ended:
-                self.running.remove(run)
-            self._send([Output(run.submit.handle, run.sample, [], "cancelled") for run in ended])
-            return
-        self.submits.append(message)
-        samples = range(message.first_sample, message.first_sample + message.n)
-        if self.fail_with is not None:
-            self._send(
-                [
-                    Output(
-                        message.handle,
-                        sample,
-                        [],
-                        "error",
-                        error=self.fail_with,
-                        refused=self.fail_refuses,
-                    )
-                    for sample in samples
-                ]
-            )
-            return
-        for sample in samples:
-            tokens = self.script(message, sample)
-            self.running.append(_Running(message, sample, tokens, len(message.output_token_ids)))
-        if self._task is None or self._task.done():
-            self._task = asyncio.get_running_loop().create_task(self._generate())
-
-    async def _generate(self) -> None:
-        while self.running and not self.channel.closed:
-            await asyncio.sleep(self.step_s)
-            for _ in range(self.burst):
-                if self.running and not self.hold:
-                    self.step()
-
-    def step(self) -> None:
-        """Generate one token for every running sample."""
-        self._steps += 1
-        if self.die_after is not None:
-            self.die_after -= 1
-            if self.die_after < 0:
-                self.die()
-                return
-        outputs = [self._output(run) for run in self.running]
-        self.running = [
-            run for run, output in zip(self.running, outputs, strict=True) if not output.finish_reason
-        ]
-        self._send(outputs)
-
-    def _output(self, run: _Running) -> Output:
-        submit, sampling = run.submit, run.submit.sampling
-        if not sampling.max_tokens:
-            token_ids, token_id = [], -1
-        else:
-            token_ids = [token_id := run.tokens[run.position % len(run.tokens)]]
-        run.position += 1
-        stops = not sampling.ignore_eos and token_id in sampling.stop_token_ids
-        finish = "stop" if stops else "length" if run.position >= sampling.max_tokens else ""
-        output = Output(submit.handle, run.sample, token_ids, finish)
-        if token_ids and sampling.logprobs is not None:
-            output.logprobs = [_logprob(token_id, sampling.logprobs)]
-        if run.first:
-            run.first = False
-            output.cached_tokens = 2
-            if sampling.prompt_logprobs is not None and run.sample == submit.first_sample:
-                later = [_logprob(i, sampling.prompt_logprobs) for i in submit.prompt_token_ids[1:]]
-                output.prompt_logprobs = [None, *later]
-        return output
-
-    def _send(self, outputs: list[Output]) -> None:
-        if outputs:
-            self.channel.send(StepFrame(self._steps, outputs))
-
-    def die(self) -> None:
-        """Close the channel, as if the process had been killed."""
-        self.running.clear()
-        self.channel.close()
-
-
-def _logprob(token_id: int, alternatives: int) -> TokenLogprob:
-    top = [(token_id, -0.25), *((other, -2.0 - other) for other in range(40, 60) if other != token_id)]
-    return TokenLogprob(token_id, -0.25, top[:alternatives])
-
-
 @dataclass
 class Harness:
     """Begins with `start` and ends with `close`. The loop's thread sets the attributes, and tests read
@@ -235,8 +108,8 @@ class Harness:
     folder: Path
     runtime: Path
     limits: Limits = field(default_factory=Limits)
-    admit: str = "at once"
-    """"at once", "hold" (never admit) or "refuse"."""
+    admit: Literal["at once", "hold", "refuse"] = "at once"
+    """With "hold", the core never answers."""
     claims: Callable[[Claim], Claimed | None] = lambda claim: Claimed(claim.scope, False)
     """Answers claims; if it returns None, no answer is sent."""
     refusal: Refused | None = None
@@ -357,6 +230,17 @@ class Harness:
             self.attach()
         self.configure()
 
+    def served(self, name: str = MODEL, **changes: Any) -> ServedModel:
+        """Return the test model under this name, with these fields changed."""
+        fields: dict[str, Any] = {
+            "folder": str(self.folder),
+            "version": "v1",
+            "created": 1_700_000_000,
+            "max_model_len": MAX_MODEL_LEN,
+            "vocab_size": self.vocab_size,
+        }
+        return ServedModel(name=name, **(fields | changes))
+
     def configure(
         self,
         ready: bool = True,
@@ -366,19 +250,9 @@ class Harness:
         keeping: KeepRules = KeepRules(),  # noqa: B008
     ) -> None:
         """Send the front the served models and the settings."""
-        served = self.models or [
-            ServedModel(
-                name=MODEL,
-                folder=str(self.folder),
-                version="v1",
-                created=1_700_000_000,
-                max_model_len=MAX_MODEL_LEN,
-                vocab_size=self.vocab_size,
-            )
-        ]
         configure = Configure(
             front="front-0",
-            models=served,
+            models=self.models or [self.served()],
             limits=limits or self.limits,
             ready=ready,
             reason=reason,
@@ -396,8 +270,6 @@ class Harness:
 
     def identify(self, **changes: Any) -> None:
         """Send the table of identities; by default one key, and the uid of this process."""
-        import hashlib
-
         table: dict[str, Any] = {
             "keys": {hashlib.sha256(KEY.encode()).hexdigest(): Identity(tenant="acme", key_id="key_1")},
             "uids": {os.getuid(): Identity(tenant="local")},

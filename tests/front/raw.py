@@ -55,6 +55,12 @@ def head(method: str, path: str, headers: dict[str, str] | None = None) -> bytes
     return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
 
+def request(body: Any, path: str = "/v1/chat/completions", headers: dict[str, str] | None = None) -> bytes:
+    """Return a POST request with a JSON body."""
+    data = json.dumps(body).encode()
+    return head("POST", path, {"Content-Length": str(len(data)), **(headers or {})}) + data
+
+
 def read_answer(sock: socket.socket, buffer: bytearray | None = None, has_body: bool = True) -> Answer:
     """Read one response; bytes after it stay in `buffer`. A connection that closes before the response gives
     status 0."""
@@ -123,6 +129,11 @@ def ask(
         answer = read_answer(sock, has_body=method != "HEAD")
         answer.ms = (time.perf_counter() - started) * 1000
     return answer
+
+
+def post(front: Harness, path: str, body: dict[str, Any], **headers: str) -> Answer:
+    """Send one POST request with a JSON body on a new connection."""
+    return ask(front, "POST", path, body, headers)
 
 
 def chat(**fields: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from appliance.front.tokenization import HIDE_INLINE_CHARACTERS, conversation_si
 from appliance.front.validation import parse_struct
 from appliance.messages import Abort, Identity, Limits
 from tests.front.harness import Harness
-from tests.front.raw import Answer, ask, connect, head, read_answer
+from tests.front.raw import Answer, ask, connect, read_answer, request
 
 COMPLETIONS = "/v1/completions"
 LONG = {"model": "demo", "prompt": [300, 301, 302, 303] * 62_000, "truncate_prompt_tokens": 1}
@@ -39,14 +39,13 @@ def waiting(front: Harness) -> Iterator[contextlib.ExitStack]:
 
 def post(front: Harness, waiting: contextlib.ExitStack, body: object, **headers: str) -> socket.socket:
     """Send a request; the connection stays open."""
-    data = json.dumps(body).encode()
     sock = waiting.enter_context(connect(front))
-    sock.sendall(head("POST", COMPLETIONS, {"Content-Length": str(len(data)), **headers}) + data)
+    sock.sendall(request(body, COMPLETIONS, headers))
     return sock
 
 
 @pytest.mark.parametrize("has_key", [False, True])
-def test_of_a_request_that_waits_only_its_tokens_are_held(
+def test_a_waiting_request_holds_only_its_tokens(
     front: Harness, waiting: contextlib.ExitStack, has_key: bool
 ) -> None:
     memory = psutil.Process(front.process.pid).memory_info
@@ -72,19 +71,19 @@ def test_messages_without_text_are_not_prepared_on_the_event_loop() -> None:
     assert memory >= characters
 
 
-def test_the_parser_keeps_no_text_of_a_body_for_later_ones() -> None:
+def test_the_parser_keeps_no_text_of_a_body() -> None:
     body = json.dumps({"model": "demo", "messages": [{"role": "user", "content": "hi"}], "user": "somebody"})
     first, second = (parse_struct(ChatRequest, msgspec.json.decode(body)).user for _ in range(2))
     assert first == second and first is not second
 
 
-def test_texts_count_with_the_memory_that_they_take() -> None:
+def test_texts_count_by_the_memory_that_they_take() -> None:
     assert 2000 <= text_bytes(["x" * 1000] * 2) < 2500
     assert 4000 <= text_bytes(["x" * 999 + "😀"]) < 4500
 
 
 @pytest.mark.parametrize("has_key", [False, True])
-def test_prompts_that_are_kept_count_as_bodies_until_the_requests_end(
+def test_prompts_that_the_log_policy_keeps_count_as_bodies_until_the_request_ends(
     front: Harness, waiting: contextlib.ExitStack, has_key: bool
 ) -> None:
     front.identify(uids={os.getuid(): Identity(tenant="local", log_policy="full")})

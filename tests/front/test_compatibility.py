@@ -13,9 +13,9 @@ import msgspec
 import openai
 import pytest
 
-from appliance.messages import Admitted, Limits, Refused, ServedModel
+from appliance.messages import Admitted, Limits, Refused
 from tests.front.harness import KEY, MODEL, Harness
-from tests.front.raw import ask, chat, connect, events, head, read_answer
+from tests.front.raw import ask, chat, connect, events, read_answer, request
 
 CHAT = "/v1/chat/completions"
 ORIGIN = "https://chat.example.com"
@@ -32,24 +32,10 @@ def configured(front: Harness) -> Iterator[Any]:
     front.reconfigure()
 
 
-# ── health ───────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_health_is_open_and_says_whether_but_not_why(front: Harness) -> None:
-    for path in ("/health", "/health/"):
-        answer = ask(front, "GET", path, tcp=True)
-        assert (answer.status, answer.json) == (200, {"status": "ready", "reason": None})
-    front.configure(ready=False, reason="model secret: loading")
-    front.wait_for(lambda: ask(front, "GET", "/health", tcp=True).status == 503)
-    answer = ask(front, "GET", "/health?model=demo", tcp=True)
-    assert answer.status == 503 and b"secret" not in answer.body and b"demo" not in answer.body
-    assert "retry-after" in answer.headers
-
-
 # ── paths ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_slash_at_the_end_of_a_path_means_nothing(front: Harness) -> None:
+def test_a_slash_at_the_end_of_a_path_is_ignored(front: Harness) -> None:
     assert ask(front, "GET", "/v1/models/").json == ask(front, "GET", "/v1/models").json
     assert ask(front, "GET", "/v1/models/demo/").json["id"] == "demo"
     assert ask(front, "POST", CHAT + "/", chat()).status == 200
@@ -59,7 +45,7 @@ def test_a_slash_at_the_end_of_a_path_means_nothing(front: Harness) -> None:
 
 @pytest.mark.parametrize("kind", ["chat/completions", "completions"])
 @pytest.mark.parametrize("named", [{}, {"model": "something else"}, {"model": ""}])
-def test_azures_paths_name_the_model(front: Harness, kind: str, named: dict[str, str]) -> None:
+def test_azures_paths_select_the_model(front: Harness, kind: str, named: dict[str, str]) -> None:
     body = chat(max_tokens=3) if kind.startswith("chat") else {"prompt": "x", "max_tokens": 3}
     body = {name: value for name, value in body.items() if name != "model"} | named
     path = f"/openai/deployments/demo/{kind}?api-version=2024-10-21"
@@ -70,15 +56,10 @@ def test_azures_paths_name_the_model(front: Harness, kind: str, named: dict[str,
     assert ask(front, "POST", path, body, {"api-key": KEY}, tcp=True).error["code"] == "model_not_found"
 
 
-def test_one_idempotency_key_for_two_deployments_is_no_answer_of_the_other_one(front: Harness) -> None:
+def test_an_idempotency_key_of_one_deployment_is_refused_by_another(front: Harness) -> None:
     """Holds even if the names of the deployments share a prefix that is longer than the path in the log."""
     names = ["m" * 150 + end for end in "12"]
-    front.models = [
-        ServedModel(
-            name=name, folder=str(front.folder), version="v1", created=0, max_model_len=512, vocab_size=400
-        )
-        for name in names
-    ]
+    front.models = [front.served(name) for name in names]
     front.reconfigure()
     body = {"messages": chat()["messages"]}
     key = {"Idempotency-Key": "deployments"}
@@ -90,7 +71,7 @@ def test_one_idempotency_key_for_two_deployments_is_no_answer_of_the_other_one(f
     assert (second.status, second.error["code"]) == (422, "idempotency_key_reused")
 
 
-def test_azures_client_of_openai_works(front: Harness) -> None:
+def test_openais_client_for_azure_works(front: Harness) -> None:
     endpoint = f"http://127.0.0.1:{front.port}"
     options: dict[str, Any] = {"api_version": "2024-10-21", "api_key": KEY, "max_retries": 0}
     with openai.AzureOpenAI(azure_endpoint=endpoint, **options) as client:
@@ -104,14 +85,14 @@ def test_azures_client_of_openai_works(front: Harness) -> None:
 
 
 @pytest.mark.parametrize("header", ["api-key", "x-api-key", "X-API-Key"])
-def test_a_key_may_come_in_other_headers(front: Harness, header: str) -> None:
+def test_a_key_may_be_sent_in_other_headers(front: Harness, header: str) -> None:
     assert ask(front, "GET", "/v1/models", headers={header: KEY}, tcp=True).status == 200
     wrong = ask(front, "GET", "/v1/models", headers={header: "ak-wrong"}, tcp=True)
     assert (wrong.status, wrong.error["code"]) == (401, "invalid_api_key")
     assert ask(front, "GET", "/v1/models", headers={header: ""}, tcp=True).error["code"] == "missing_api_key"
 
 
-def test_the_authorization_header_goes_before_the_others(front: Harness) -> None:
+def test_the_authorization_header_takes_precedence_over_other_key_headers(front: Harness) -> None:
     both = {"Authorization": "Bearer ak-wrong", "api-key": KEY}
     assert ask(front, "GET", "/v1/models", headers=both, tcp=True).status == 401
     both = {"Authorization": f"Bearer {KEY}", "api-key": "ak-wrong"}
@@ -134,14 +115,14 @@ def cors(answer: Any) -> dict[str, str]:
     return {name: value for name, value in answer.headers.items() if name.startswith("access-control")}
 
 
-def test_without_the_setting_no_origin_is_known(front: Harness) -> None:
+def test_without_the_setting_no_origin_is_allowed(front: Harness) -> None:
     answer = preflight(front, ORIGIN)
     assert (answer.status, cors(answer)) == (401, {})
     answer = ask(front, "POST", CHAT, chat(), {"Origin": ORIGIN})
     assert (answer.status, cors(answer)) == (200, {})
 
 
-def test_pages_of_a_named_origin_may_call_and_others_may_not(front: Harness, configured: Any) -> None:
+def test_only_pages_of_the_configured_origins_may_call_the_api(front: Harness, configured: Any) -> None:
     configured(cors_origins=(ORIGIN, "http://localhost:3000"))
     answer = preflight(front, ORIGIN)
     assert answer.status == 200
@@ -167,7 +148,7 @@ def test_pages_of_a_named_origin_may_call_and_others_may_not(front: Harness, con
     assert cors(ask(front, "POST", CHAT, chat())) == {}
 
 
-def test_a_star_lets_every_origin_in(front: Harness, configured: Any) -> None:
+def test_a_star_allows_every_origin(front: Harness, configured: Any) -> None:
     configured(cors_origins=("*",))
     assert preflight(front, "https://any.example").headers["access-control-allow-origin"] == "*"
     answer = ask(front, "GET", "/v1/models", headers={"Origin": "https://any.example"})
@@ -180,9 +161,7 @@ def test_a_star_lets_every_origin_in(front: Harness, configured: Any) -> None:
 def waiting(front: Harness, sock: Any, stop: bytes, **headers: str) -> bytes:
     """Begin a stream that is held in the queue, and read until `stop` has arrived."""
     front.admit = "hold"
-    body = json.dumps(chat(stream=True)).encode()
-    headers = {"Content-Length": str(len(body)), **headers}
-    sock.sendall(head("POST", CHAT, headers) + body)
+    sock.sendall(request(chat(stream=True), CHAT, headers))
     return read_until(sock, stop)
 
 
@@ -210,14 +189,13 @@ def test_a_queued_stream_gets_headers_at_once_and_comments(
 
 
 @pytest.mark.parametrize("headers", [{}, {"Idempotency-Key": "falls-silent"}])
-def test_a_stream_that_falls_silent_after_its_first_token_gets_comments(
+def test_a_stream_that_is_silent_after_its_first_token_gets_comments(
     front: Harness, configured: Any, headers: dict[str, str]
 ) -> None:
     configured(stream_comment_interval_s=0.3)
     front.endless()
-    body = json.dumps(chat(stream=True)).encode()
     with connect(front) as sock:
-        sock.sendall(head("POST", CHAT, {"Content-Length": str(len(body)), **headers}) + body)
+        sock.sendall(request(chat(stream=True), CHAT, headers))
         read_until(sock, b'"content":"')
         front.replica.hold = True
         read_until(sock, b": waiting")
@@ -226,7 +204,7 @@ def test_a_stream_that_falls_silent_after_its_first_token_gets_comments(
         read_until(sock, b"data:")
 
 
-def test_comments_are_no_part_of_the_answer_that_a_retry_gets(front: Harness, configured: Any) -> None:
+def test_the_answer_to_a_retry_contains_no_comments(front: Harness, configured: Any) -> None:
     configured(stream_comment_interval_s=0.05)
     key = {"Idempotency-Key": "again"}
     with connect(front) as sock:
@@ -238,7 +216,7 @@ def test_comments_are_no_part_of_the_answer_that_a_retry_gets(front: Harness, co
     assert b"waiting" not in again.body and events(again)[-1] == "[DONE]"
 
 
-def test_openais_client_reads_past_comments(front: Harness, configured: Any, client: openai.OpenAI) -> None:
+def test_openais_client_ignores_comments(front: Harness, configured: Any, client: openai.OpenAI) -> None:
     configured(stream_comment_interval_s=0.02)
     front.replica.hold = True
     stream = client.chat.completions.create(
@@ -251,9 +229,7 @@ def test_openais_client_reads_past_comments(front: Harness, configured: Any, cli
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == front.text()
 
 
-def test_a_refusal_in_the_queue_is_an_error_event_once_headers_are_out(
-    front: Harness, configured: Any
-) -> None:
+def test_a_refusal_after_the_headers_were_sent_is_an_error_event(front: Harness, configured: Any) -> None:
     configured(stream_comment_interval_s=0.05)
     with connect(front) as sock:
         waiting(front, sock, b": waiting")
@@ -266,7 +242,7 @@ def test_a_refusal_in_the_queue_is_an_error_event_once_headers_are_out(
     assert not front.settles
 
 
-def test_a_client_that_leaves_a_stream_that_waits_withdraws(front: Harness, configured: Any) -> None:
+def test_a_client_that_leaves_a_queued_stream_withdraws_its_request(front: Harness, configured: Any) -> None:
     configured(stream_comment_interval_s=0.05)
     with connect(front) as sock:
         waiting(front, sock, b": waiting")
@@ -274,7 +250,9 @@ def test_a_client_that_leaves_a_stream_that_waits_withdraws(front: Harness, conf
     assert (settle.status, settle.submitted) == (499, False)
 
 
-def test_whole_answers_and_streams_without_the_setting_wait_silently(front: Harness, configured: Any) -> None:
+def test_complete_answers_and_streams_without_the_setting_get_no_comments(
+    front: Harness, configured: Any
+) -> None:
     front.admit = "hold"
     configured(stream_comment_interval_s=0.0)
     for body in (chat(stream=True), chat()):
@@ -282,8 +260,7 @@ def test_whole_answers_and_streams_without_the_setting_wait_silently(front: Harn
             configured(stream_comment_interval_s=0.05)
         before = len(front.admits)
         with connect(front) as sock:
-            data = json.dumps(body).encode()
-            sock.sendall(head("POST", CHAT, {"Content-Length": str(len(data))}) + data)
+            sock.sendall(request(body))
             front.wait_for(lambda: len(front.admits) > before)  # noqa: B023
             # Longer than headers are held back, and longer than many comment intervals.
             time.sleep(0.8)

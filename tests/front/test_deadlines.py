@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import openai
 import pytest
 
 from appliance.messages import Admitted, Refused
 from tests.front.harness import MODEL, Harness
-from tests.front.raw import ask, chat, connect, head
+from tests.front.raw import ask, chat, connect, request
 
 
 def test_a_deadline_reaches_the_core(front: Harness) -> None:
@@ -21,13 +19,15 @@ def test_a_deadline_reaches_the_core(front: Harness) -> None:
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "-1", "nan", "inf", "86400001", "1,5"])
-def test_what_is_no_deadline_is_refused_with_the_headers_name(front: Harness, text: str) -> None:
+def test_an_invalid_deadline_is_refused_with_the_headers_name(front: Harness, text: str) -> None:
     answer = ask(front, "POST", "/v1/chat/completions", chat(), {"x-appliance-deadline-ms": text})
     assert (answer.status, answer.error["param"]) == (400, "x-appliance-deadline-ms")
     assert not front.admits
 
 
-def test_a_deadline_that_cannot_be_met_is_not_tried_again(front: Harness, client: openai.OpenAI) -> None:
+def test_clients_do_not_retry_a_request_whose_deadline_cannot_be_met(
+    front: Harness, client: openai.OpenAI
+) -> None:
     front.admit = "refuse"
     front.refusal = Refused("", 0, 503, "deadline_unreachable", "it would take too long", useless=True)
     with pytest.raises(openai.APIStatusError) as caught:
@@ -43,10 +43,8 @@ def test_a_deadline_that_cannot_be_met_is_not_tried_again(front: Harness, client
 @pytest.mark.parametrize(("urgency", "spare_slots"), [(2, 0), (0, 3)])
 def test_urgency_and_reserved_slots_reach_the_engine(front: Harness, urgency: int, spare_slots: int) -> None:
     front.admit = "hold"
-    body = json.dumps(chat()).encode()
-    headers = {"Content-Type": "application/json", "Content-Length": str(len(body))}
     with connect(front) as sock:
-        sock.sendall(head("POST", "/v1/chat/completions", headers) + body)
+        sock.sendall(request(chat()))
         front.wait_for(lambda: front.admits)
         request_id, replica = front.admits[0].request_id, front.replica.name
         turn = Admitted(request_id, 0, replica, "salt", 1, urgency=urgency, spare_slots=spare_slots)

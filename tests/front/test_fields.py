@@ -1,36 +1,19 @@
-"""Fields of vLLM's API that OpenAI's API lacks have the same meaning as in vLLM. Fields that would change the
-answer but are not supported are refused."""
+"""Fields of vLLM's API that OpenAI's API lacks have the same meaning as in vLLM."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from appliance.front.refused_fields import (
-    REFUSED,
-    REFUSED_IN_CHATS,
-    REFUSED_IN_COMPLETIONS,
-    REFUSED_IN_MESSAGES,
-    RefusedField,
-)
 from appliance.front.sampling import bit_map
-from appliance.messages import ServedModel
+from appliance.messages import Admitted
 from engine.messages import Submit, TokenLogprob
-from tests.front import harness as fakes
+from tests.front import fake_replica
 from tests.front.harness import MAX_MODEL_LEN, Harness
-from tests.front.raw import Answer, ask, chat, connect, events, head, read_answer
+from tests.front.raw import chat, connect, events, post, read_answer, request
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
-
-
-def post(front: Harness, path: str, body: dict[str, Any], **headers: str) -> Answer:
-    return ask(front, "POST", path, body, headers)
 
 
 def completion(front: Harness, **fields: Any) -> Any:
@@ -95,7 +78,7 @@ def test_bad_words_are_banned_at_the_beginning_of_a_text_and_after_a_space(front
         ({"max_tokens": -2}, "max_tokens", "-1"),
     ],
 )
-def test_what_a_field_cannot_be_is_refused_by_name(
+def test_invalid_values_are_refused_with_the_fields_name(
     front: Harness, fields: dict[str, Any], param: str, said: str
 ) -> None:
     answer = post(front, COMPLETION, {"model": "demo", "prompt": "quick", **fields})
@@ -114,14 +97,14 @@ def test_lists_of_tokens_times_prompts_are_bounded(front: Harness) -> None:
 
 
 def prompt_text(front: Harness, **fields: Any) -> str:
-    """Return the prompt that the front makes of a chat."""
+    """Return the prompt that the front renders for a chat."""
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "quick "}]
     answer = post(front, CHAT, {"model": "demo", "messages": messages, **fields})
     assert answer.status == 200, answer.body
     return front.tokenizer.decode(submitted(front).prompt_token_ids, skip_special_tokens=False)
 
 
-def test_a_chat_ends_with_the_beginning_of_an_answer_unless_it_is_not_to(front: Harness) -> None:
+def test_add_generation_prompt_decides_whether_an_assistant_message_is_begun(front: Harness) -> None:
     conversation = "<s><|user|>hi</s><|assistant|>quick </s>"
     assert prompt_text(front) == conversation + "<|assistant|>"
     assert prompt_text(front, add_generation_prompt=True) == conversation + "<|assistant|>"
@@ -129,7 +112,9 @@ def test_a_chat_ends_with_the_beginning_of_an_answer_unless_it_is_not_to(front: 
 
 
 @pytest.mark.parametrize("fields", [{}, {"add_generation_prompt": False}])
-def test_the_last_message_is_continued_inside_it(front: Harness, fields: dict[str, Any]) -> None:
+def test_continue_final_message_ends_the_prompt_inside_the_last_message(
+    front: Harness, fields: dict[str, Any]
+) -> None:
     assert prompt_text(front, continue_final_message=True, **fields) == "<s><|user|>hi</s><|assistant|>quick "
 
 
@@ -141,18 +126,18 @@ def test_a_special_tokens_text_in_a_message_that_is_continued_is_plain_text(fron
     assert ids.count(front.eos) == 1 and front.tokenizer.decode(ids).endswith("a</s>b")
 
 
-def test_to_continue_and_to_begin_an_answer_exclude_each_other(front: Harness) -> None:
+def test_continue_final_message_excludes_add_generation_prompt(front: Harness) -> None:
     answer = post(front, CHAT, chat(continue_final_message=True, add_generation_prompt=True))
     assert (answer.status, answer.error["param"]) == (400, "continue_final_message")
 
 
-def test_tokenize_makes_the_prompts_that_chats_have(front: Harness) -> None:
+def test_tokenize_returns_the_tokens_that_a_chat_submits(front: Harness) -> None:
     for fields in ({}, {"add_generation_prompt": False}, {"continue_final_message": True}):
         assert post(front, CHAT, chat(**fields)).status == 200
         assert post(front, "/tokenize", chat(**fields)).json["tokens"] == submitted(front).prompt_token_ids
 
 
-def test_a_long_prompt_is_cut_to_its_last_tokens(front: Harness) -> None:
+def test_truncate_prompt_tokens_keeps_the_last_tokens(front: Harness) -> None:
     ids = list(range(5, 5 + 300)) * 2
     answer = completion(front, prompt=ids, truncate_prompt_tokens=100, echo=True, max_tokens=5)
     assert submitted(front).prompt_token_ids == ids[-100:]
@@ -165,7 +150,7 @@ def test_a_long_prompt_is_cut_to_its_last_tokens(front: Harness) -> None:
     ]
 
 
-def test_a_text_keeps_the_token_that_begins_it(front: Harness) -> None:
+def test_truncation_keeps_the_beginning_of_text_token(front: Harness) -> None:
     whole = front.tokenizer.encode_blocking("quick brown fox", True)
     completion(front, prompt="quick brown fox", truncate_prompt_tokens=3)
     assert submitted(front).prompt_token_ids == [whole[0], *whole[-2:]]
@@ -173,7 +158,7 @@ def test_a_text_keeps_the_token_that_begins_it(front: Harness) -> None:
     assert submitted(front).prompt_token_ids == whole[:1]
 
 
-def test_a_conversation_is_cut_too(front: Harness) -> None:
+def test_a_conversation_is_truncated_too(front: Harness) -> None:
     assert post(front, CHAT, chat(truncate_prompt_tokens=2)).status == 200
     cut = submitted(front).prompt_token_ids
     assert post(front, CHAT, chat()).status == 200
@@ -183,7 +168,7 @@ def test_a_conversation_is_cut_too(front: Harness) -> None:
 # ── the text ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_special_tokens_are_shown_where_they_are_not_to_be_skipped(front: Harness) -> None:
+def test_skip_special_tokens_false_shows_special_tokens(front: Harness) -> None:
     front.replica.script = lambda submit, sample: [50, 2, 51, front.eos]
     plain, shown = front.tokenizer.decode([50, 51]), front.tokenizer.decode([50, 2, 51], False)
     assert completion(front)["choices"][0]["text"] == plain
@@ -195,7 +180,7 @@ def test_special_tokens_are_shown_where_they_are_not_to_be_skipped(front: Harnes
 
 @pytest.mark.parametrize("logprobs", [None, 1])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string_can_be_a_part_of_the_answer(
+def test_include_stop_str_in_output_keeps_the_stop_string(
     front: Harness, stream: bool, logprobs: int | None
 ) -> None:
     fields = {"stop": ["own f"], "include_stop_str_in_output": True, "logprobs": logprobs}
@@ -211,14 +196,14 @@ def test_a_stop_string_can_be_a_part_of_the_answer(
 # ── several answers ──────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_best_answers_are_those_of_the_highest_cumulative_log_probability(
+def test_best_of_returns_the_answers_with_the_highest_cumulative_log_probability(
     front: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The tokens of each sample are equally likely. Sample i has 3 of them and the end token.
     values = {60: -0.5, 61: -0.1, 62: -0.9, 63: -0.2}
     front.replica.script = lambda submit, sample: [60 + sample] * 3 + [front.eos]
     monkeypatch.setattr(
-        fakes,
+        fake_replica,
         "_logprob",
         lambda token, k: TokenLogprob(token, values.get(token, -0.3), []),
     )
@@ -229,37 +214,36 @@ def test_the_best_answers_are_those_of_the_highest_cumulative_log_probability(
     assert all(choice["logprobs"] is None for choice in answer["choices"])
     # All samples were generated for the client, so all are billed.
     assert answer["usage"]["completion_tokens"] == 2 * 4 * 4 == front.settled(1)[0].delivered_tokens
-    assert front.admits[0].rows == 8
+    assert front.admits[0].num_seqs == 8
     (best,) = completion(front, best_of=4, logprobs=0, echo=True)["choices"]
     assert best["text"] == "quick" + text[1] and best["logprobs"]["token_logprobs"][-3:] == [-0.1] * 3
 
 
-def test_best_of_goes_on_where_it_was_after_a_replica_is_lost(
-    front: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fakes, "_logprob", lambda token, k: TokenLogprob(token, -0.1 * (token % 7), []))
+def test_best_of_continues_after_a_replica_is_lost(front: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        fake_replica, "_logprob", lambda token, k: TokenLogprob(token, -0.1 * (token % 7), [])
+    )
     front.replica.script = lambda submit, sample: [60 + sample] * 6
     expected = completion(front, best_of=4, max_tokens=6)["choices"]
     front.replica.die_after, front.admit = 3, "hold"
     body = {"model": "demo", "prompt": "quick", "best_of": 4, "max_tokens": 6}
     answered = len(front.admits)
     with connect(front) as sock:
-        data = json.dumps(body).encode()
-        sock.sendall(head("POST", COMPLETION, {"Content-Length": str(len(data))}) + data)
+        sock.sendall(request(body, COMPLETION))
         front.wait_for(lambda: len(front.admits) == answered + 1)
-        request = front.admits[-1].request_id
-        front.send(fakes.Admitted(request, 0, front.replica.name, "salt", 1))
+        request_id = front.admits[-1].request_id
+        front.send(Admitted(request_id, 0, front.replica.name, "salt", 1))
         front.wait_for(lambda: len(front.admits) == answered + 2)
         front.script = lambda submit, sample: [60 + sample] * 6
         front.attach("demo-1")
-        front.send(fakes.Admitted(request, 1, "demo-1", "salt", 1))
+        front.send(Admitted(request_id, 1, "demo-1", "salt", 1))
         assert read_answer(sock).json["choices"] == expected
 
 
 # ── what the answer tells ────────────────────────────────────────────────────────────────────────
 
 
-def test_token_ids_of_prompt_and_answer_are_told(front: Harness) -> None:
+def test_return_token_ids_returns_the_ids_of_prompt_and_answer(front: Harness) -> None:
     answer = completion(front, return_token_ids=True, n=2)
     for sample, choice in enumerate(answer["choices"]):
         tokens = front.sentence_script(submitted(front), sample)
@@ -303,7 +287,7 @@ def test_prompts_have_log_probabilities_as_in_vllm(front: Harness) -> None:
     assert "prompt_logprobs" not in answer["choices"][0]
 
 
-def test_echo_and_prompt_logprobs_each_show_as_many_alternatives_as_they_ask_for(front: Harness) -> None:
+def test_echo_and_prompt_logprobs_each_return_their_own_number_of_alternatives(front: Harness) -> None:
     ids = [45, 50]
     (choice,) = completion(front, prompt=ids, prompt_logprobs=3, echo=True, logprobs=1)["choices"]
     assert submitted(front).sampling.prompt_logprobs == 3
@@ -318,7 +302,7 @@ def test_too_many_log_probabilities_of_prompts_are_refused(front: Harness) -> No
     assert "131072" in answer.error["message"]
 
 
-def test_too_many_log_probabilities_of_an_answer_are_refused_where_it_is_not_streamed(front: Harness) -> None:
+def test_too_many_log_probabilities_of_a_complete_answer_are_refused(front: Harness) -> None:
     body = chat(n=100, max_tokens=200, logprobs=True, top_logprobs=20)
     answer = post(front, CHAT, body)
     assert (answer.status, answer.error["param"]) == (400, "top_logprobs")
@@ -339,11 +323,7 @@ def test_without_max_tokens_an_answer_with_many_log_probabilities_is_shorter(fro
 
 def test_too_many_token_ids_of_prompts_are_refused(front: Harness) -> None:
     """The length of this model is not known yet; models of known length refuse so long a prompt earlier."""
-    front.models = [
-        ServedModel(
-            name="long", folder=str(front.folder), version="v1", created=0, max_model_len=0, vocab_size=400
-        )
-    ]
+    front.models = [front.served("long", max_model_len=0)]
     front.reconfigure()
     body = {"model": "long", "prompt": [[5] * 1100] * 100, "n": 10, "return_token_ids": True}
     answer = post(front, COMPLETION, body)
@@ -360,7 +340,7 @@ def test_prompts_times_samples_are_bounded(front: Harness) -> None:
         assert "1024" in answer.error["message"]
 
 
-def test_a_long_answer_of_log_probabilities_is_the_same_as_several_short_ones(front: Harness) -> None:
+def test_log_probabilities_are_the_same_in_one_step_and_in_several(front: Harness) -> None:
     """A long answer is encoded on a thread."""
     prompts = [[5 + number] * 300 for number in range(4)]
     long = completion(front, prompt=prompts, prompt_logprobs=5, max_tokens=2, logprobs=1)["choices"]
@@ -369,7 +349,7 @@ def test_a_long_answer_of_log_probabilities_is_the_same_as_several_short_ones(fr
         assert long[number] == short | {"index": number}
 
 
-def test_every_chunk_tells_the_tokens_so_far(front: Harness) -> None:
+def test_continuous_usage_stats_puts_token_counts_into_every_chunk(front: Harness) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     *before, last = chunks(front, CHAT, chat(stream_options=options))
     counts = [chunk["usage"]["completion_tokens"] for chunk in before]
@@ -380,180 +360,3 @@ def test_every_chunk_tells_the_tokens_so_far(front: Harness) -> None:
         assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
     only = chunks(front, CHAT, chat(stream_options={"continuous_usage_stats": True}))
     assert all("usage" not in chunk for chunk in only)
-
-
-# ── what is refused, and what is not ─────────────────────────────────────────────────────────────
-
-WRONG: dict[str, Any] = {"do_sample": 0, "suffix": "secret end", "add_special_tokens": 7}
-"""Values that are not neutral, for fields for which 3 is neutral or not a clear example."""
-
-
-def refused(fields: tuple[RefusedField, ...]) -> list[str]:
-    return [field.name for field in fields]
-
-
-@pytest.mark.parametrize("path", [CHAT, COMPLETION])
-def test_every_field_that_would_change_the_answer_is_refused_with_value_and_remedy(
-    front: Harness, path: str
-) -> None:
-    fields = REFUSED + (REFUSED_IN_CHATS if path == CHAT else REFUSED_IN_COMPLETIONS)
-    for field in fields:
-        body = chat() if path == CHAT else {"model": "demo", "prompt": "x"}
-        answer = post(front, path, body | {field.name: WRONG.get(field.name, 3)})
-        assert (answer.status, answer.error["param"]) == (400, field.name)
-        assert answer.error["code"] == "unsupported_parameter"
-        shown = "a text" if field.is_content else repr(WRONG.get(field.name, 3))
-        assert (
-            f"{field.name}: {shown} is not supported by this server; {field.remedy}"
-            == answer.error["message"]
-        )
-    assert not front.admits
-
-
-def test_the_fields_that_were_ignored_once_are_refused_or_implemented() -> None:
-    known = refused(REFUSED) + refused(REFUSED_IN_CHATS)
-    reported = """
-        regex grammar json_schema guided_json guided_regex guided_choice guided_grammar structured_outputs
-        chat_template use_beam_search repeat_penalty min_new_tokens typical_p mirostat mirostat_tau
-        mirostat_eta dry_multiplier dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers
-        xtc_probability xtc_threshold best_of echo tools functions documents logits_processors
-    """
-    for name in reported.split():
-        assert name in known
-
-
-@pytest.mark.parametrize("path", [CHAT, COMPLETION])
-def test_fields_with_a_value_that_changes_nothing_are_tolerated(front: Harness, path: str) -> None:
-    fields = REFUSED + (REFUSED_IN_CHATS if path == CHAT else REFUSED_IN_COMPLETIONS)
-    body = chat(max_tokens=2) if path == CHAT else {"model": "demo", "prompt": "x"}
-    most = max(len(field.neutral) for field in fields)
-    for number in range(-3, most):
-        values = {
-            field.name: (None, False, "")[number] if number < 0 else field.neutral[number]
-            for field in fields
-            if number < len(field.neutral)
-        }
-        answer = post(front, path, body | values)
-        assert answer.status == 200, answer.body
-
-
-def test_a_hostile_value_of_a_refused_field_is_named_shortly(front: Harness) -> None:
-    for value, shown in (
-        ("x" * 100_000, f"'{'x' * 40}…'"),
-        (10**4000, "a huge number"),
-        ({"a": 1}, "an object"),
-        ([1], "a list"),
-        (True, "True"),
-        ("{message}", "'{message}'"),
-    ):
-        message = post(front, CHAT, chat(mirostat=value)).error["message"]
-        assert message.startswith(f"mirostat: {shown} is not supported")
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"temperature": 3}, "temperature: must be a number from 0 to 2, not 3"),
-        ({"temperature": "1"}, "temperature: must be a number from 0 to 2, not '1'"),
-        ({"n": 1.5}, "n: must be an integer from 1 to 128, not 1.5"),
-        ({"min_tokens": -1}, "min_tokens: must be an integer of at least 0, not -1"),
-        ({"repetition_penalty": 0}, "repetition_penalty: must be a number above 0 and of at most 100, not 0"),
-        ({"stream": 1}, "stream: must be true or false, not 1"),
-        ({"model": ""}, "model: must not be empty"),
-        ({"service_tier": 5}, "service_tier: must be 'auto' or"),
-        ({"stop_token_ids": [7, None]}, "stop_token_ids[1]: must be an integer of at least 0, not null"),
-        ({"stream_options": {"include_usage": []}}, "stream_options.include_usage: must be true or false"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content: is required"),
-        ({"messages": "my secret"}, "messages: must be a list, not a string"),
-        ({"messages": ["my secret"]}, "messages[0]: must be an object, not a string"),
-        (
-            {"chat_template_kwargs": {"a": json.loads("[" * 300 + "]" * 300)}},
-            "chat_template_kwargs: is nested",
-        ),
-    ],
-)
-def test_an_error_names_the_field_the_value_and_what_is_allowed(
-    front: Harness, fields: dict[str, Any], message: str
-) -> None:
-    error = post(front, CHAT, chat(**fields)).error
-    assert error["message"].startswith(message)
-    assert error["param"] == message.partition(":")[0]
-
-
-def test_a_whole_number_may_be_written_with_a_decimal_point(front: Harness) -> None:
-    assert post(front, CHAT, chat(n=2.0, max_tokens=3.0, stop_token_ids=[7.0])).status == 200
-    assert (submitted(front).n, submitted(front).sampling.max_tokens) == (2, 3)
-
-
-def test_tool_calls_in_messages_and_formats_are_refused_by_name(front: Harness) -> None:
-    for field in REFUSED_IN_MESSAGES:
-        body = {"model": "demo", "messages": [{"role": "user", "content": "x", field.name: {"a": 1}}]}
-        assert post(front, CHAT, body).error["param"] == f"messages[0].{field.name}"
-    for body in (chat(response_format={"type": "json_schema"}), chat(response_format="json")):
-        error = post(front, CHAT, body).error
-        assert (error["param"], error["code"]) == ("response_format", "unsupported_parameter")
-        assert "json" in error["message"]
-
-
-@pytest.mark.parametrize("fields", [{"content": None}, {}])
-def test_an_assistants_message_may_have_no_content_and_others_may_not(
-    front: Harness, fields: dict[str, Any]
-) -> None:
-    user = {"role": "user", "content": "hi"}
-    messages = [user, {"role": "assistant", **fields}, user]
-    assert post(front, CHAT, {"model": "demo", "messages": messages}).status == 200
-    text = front.tokenizer.decode(submitted(front).prompt_token_ids, skip_special_tokens=False)
-    assert "<|assistant|></s><|user|>" in text
-    error = post(front, CHAT, {"model": "demo", "messages": [{"role": "user", **fields}]}).error
-    assert (error["param"], error["code"]) == ("messages[0].content", "missing_required_parameter")
-
-
-def test_the_user_is_told_to_the_log_whether_the_request_runs_or_not(front: Harness) -> None:
-    assert post(front, CHAT, chat(user="somebody")).status == 200
-    assert post(front, CHAT, chat(user="s" * 512) | {"model": "no"}).status == 404
-    front.wait_for(lambda: bool(front.rejected))
-    assert (front.admits[0].user, front.rejected[0].user) == ("somebody", "s" * 512)
-    key = {"Idempotency-Key": "k"}
-    for _ in range(2):
-        assert post(front, CHAT, chat(user="somebody"), **key).status == 200
-    front.wait_for(lambda: bool(front.retried))
-    assert front.retried[0].user == "somebody"
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "tokens"),
-    [
-        ("/v1/completions", {"prompt": "x" * 2000, "truncate_prompt_tokens": 10}, 1991),
-        ("/v1/completions", {"prompt": [300] * 2000, "truncate_prompt_tokens": 10}, 1990),
-        ("/tokenize", {"prompt": "x" * 2000}, 2001),
-        ("/tokenize", {"messages": [{"role": "user", "content": "x" * 2000}]}, 2004),
-        ("/detokenize", {"tokens": [300] * 2000}, 2000),
-    ],
-    ids=["truncated text", "truncated tokens", "tokens of a text", "tokens of a chat", "text of tokens"],
-)
-def test_tokens_that_no_request_pays_for_are_charged(
-    front: Harness, path: str, body: dict[str, Any], tokens: int
-) -> None:
-    assert post(front, path, {"model": "demo", "max_tokens": 1, **body}).status == 200
-    front.wait_for(lambda: bool(front.worked))
-    (worked,) = front.worked
-    assert (worked.identity.tenant, worked.tokens) == ("local", tokens)
-
-
-def test_a_user_that_is_too_long_is_refused(front: Harness) -> None:
-    error = post(front, CHAT, chat(user="s" * 513)).error
-    assert (error["param"], error["code"]) == ("user", "invalid_value")
-    assert "has 513 characters; give at most 512" in error["message"]
-
-
-def test_the_page_of_the_api_has_the_fields_that_there_are() -> None:
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(
-        [sys.executable, str(root / "scripts" / "api_page.py"), "--check"],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr

@@ -18,7 +18,7 @@ def document(front: Harness) -> dict[str, Any]:
     return answer
 
 
-def test_it_has_every_path_and_says_which_are_open(document: dict[str, Any]) -> None:
+def test_the_document_lists_every_path_and_marks_the_open_ones(document: dict[str, Any]) -> None:
     operations = {
         (method, path): operation
         for path, item in document["paths"].items()
@@ -118,7 +118,7 @@ def test_every_operation_lists_its_errors(document: dict[str, Any]) -> None:
         ("GET", "/nowhere", None, documents.ErrorDocument),
     ],
 )
-def test_answers_are_what_the_document_says(
+def test_answers_match_the_document(
     front: Harness, method: str, path: str, body: dict[str, Any] | None, model: type[msgspec.Struct]
 ) -> None:
     msgspec.json.decode(ask(front, method, path, body).body, type=model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -14,17 +13,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from appliance.messages import Configure, FrontToCore, Limits, ServedModel, StopFront
+from appliance.messages import Configure, FrontToCore, Limits, StopFront
 from engine.client import Channel, socketpair
 from tests.front.harness import Harness
-from tests.front.raw import ask, chat, connect, events, head, read_answer
+from tests.front.raw import ask, chat, connect, events, head, read_answer, request
 
 OwnFront = Callable[..., Harness]
 
 
-def begin_stream(front: Harness, sock: object) -> None:
-    body = json.dumps(chat(stream=True)).encode()
-    sock.sendall(head("POST", "/v1/chat/completions", {"Content-Length": str(len(body))}) + body)  # type: ignore[attr-defined]
+def begin_stream(front: Harness, sock: socket.socket) -> None:
+    sock.sendall(request(chat(stream=True)))
     front.wait_for(lambda: bool(front.replica.running))
 
 
@@ -36,7 +34,7 @@ def test_a_front_never_loads_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 
 
-def test_when_the_core_is_gone_the_front_ends_at_once(own_front: OwnFront) -> None:
+def test_a_front_ends_at_once_when_the_core_closes_its_channel(own_front: OwnFront) -> None:
     front = own_front()
     front.endless()
     with connect(front) as sock:
@@ -46,7 +44,7 @@ def test_when_the_core_is_gone_the_front_ends_at_once(own_front: OwnFront) -> No
         read_answer(sock)  # The stream ends when the connection closes, without [DONE].
 
 
-def test_a_fronts_log_has_the_form_of_the_cores_and_names_the_front() -> None:
+def test_a_front_logs_in_the_cores_format_and_adds_its_name() -> None:
     ours, theirs = socketpair()
     with ours, theirs:
         front = subprocess.Popen(
@@ -74,7 +72,7 @@ def test_a_fronts_log_has_the_form_of_the_cores_and_names_the_front() -> None:
     )
 
 
-def test_when_the_core_is_killed_the_kernel_takes_the_front_along(tmp_path: object) -> None:
+def test_the_kernel_kills_the_front_when_the_core_is_killed(tmp_path: object) -> None:
     # A third process keeps the channel open, so only the parent-death signal can end the front.
     code = (
         "import os, socket, subprocess, sys, time\n"
@@ -107,7 +105,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_a_stop_lets_streams_finish_and_takes_nothing_new(own_front: OwnFront) -> None:
+def test_a_stopping_front_finishes_its_streams_and_accepts_no_requests(own_front: OwnFront) -> None:
     front = own_front()
     front.replica.hold = True
     with connect(front) as sock, connect(front) as kept, connect(front) as idle:
@@ -125,15 +123,14 @@ def test_a_stop_lets_streams_finish_and_takes_nothing_new(own_front: OwnFront) -
     assert front.settled(1)[0].status == 200
 
 
-def test_a_stop_ends_what_outlives_its_grace_with_an_error(own_front: OwnFront) -> None:
+def test_requests_that_exceed_the_grace_period_of_a_stop_end_with_an_error(own_front: OwnFront) -> None:
     front = own_front()
     front.endless()
     with connect(front) as sock, connect(front) as waiting:
         begin_stream(front, sock)
         assert sock.recv(1, socket.MSG_PEEK)
         front.admit = "hold"
-        body = json.dumps(chat()).encode()
-        waiting.sendall(head("POST", "/v1/chat/completions", {"Content-Length": str(len(body))}) + body)
+        waiting.sendall(request(chat()))
         front.wait_for(lambda: len(front.admits) == 2)
         front.send(StopFront(0.2))
         assert events(read_answer(sock))[-1]["error"]["code"] == "aborted"
@@ -143,7 +140,7 @@ def test_a_stop_ends_what_outlives_its_grace_with_an_error(own_front: OwnFront) 
     assert {settle.status for settle in front.settles} == {503}
 
 
-def test_signals_to_the_group_leave_the_decision_to_the_core(own_front: OwnFront) -> None:
+def test_a_front_ignores_signals_to_its_process_group(own_front: OwnFront) -> None:
     front = own_front()
     for number in (signal.SIGINT, signal.SIGTERM):
         front.process.send_signal(number)
@@ -167,15 +164,13 @@ def test_reports_count_connections_streams_requests_tokens_and_cpu(own_front: Ow
     assert last.cpu_seconds > 0
 
 
-def test_a_tokenizer_that_cannot_be_read_is_reported_and_tried_again(
+def test_an_unreadable_tokenizer_is_reported_and_read_again_later(
     own_front: OwnFront, folder: Path, tmp_path: Path
 ) -> None:
     away, there = tmp_path / "away", tmp_path / "model"
     shutil.copytree(folder, away)
     front = own_front()
-    front.models = [
-        ServedModel(name="m", folder=str(there), version="v", created=1, max_model_len=512, vocab_size=400)
-    ]
+    front.models = [front.served("m", folder=str(there))]
     front.configure()
     front.wait_for(lambda: "tokenizer.json: no such file" in front.reports[-1].problems.get("m", ""))
     assert ask(front, "POST", "/v1/chat/completions", chat(model="m")).status == 503
@@ -184,7 +179,7 @@ def test_a_tokenizer_that_cannot_be_read_is_reported_and_tried_again(
     assert ask(front, "POST", "/v1/chat/completions", chat(model="m")).status == 200
 
 
-def test_what_is_not_ready_any_more_is_said_before_a_new_model_is_read(
+def test_a_front_reports_not_ready_before_it_reads_a_new_model(
     own_front: OwnFront, folder: Path, tmp_path: Path
 ) -> None:
     def ready() -> int:
@@ -194,9 +189,7 @@ def test_what_is_not_ready_any_more_is_said_before_a_new_model_is_read(
     shutil.copytree(folder, slow)
     # Compiling takes about a second.
     (slow / "chat_template.jinja").write_text("{{ messages }}" * 10_000)
-    front.models = [
-        ServedModel(name="m", folder=str(slow), version="v", created=1, max_model_len=512, vocab_size=400)
-    ]
+    front.models = [front.served("m", folder=str(slow))]
     assert ready() == 200
     front.configure()
     front.configure(ready=False, reason="the service is draining")
@@ -208,18 +201,9 @@ def test_what_is_not_ready_any_more_is_said_before_a_new_model_is_read(
     front.wait_for(lambda: ready() == 200)
 
 
-def test_new_models_are_served_and_old_ones_gone_without_a_restart(own_front: OwnFront) -> None:
+def test_served_models_change_without_a_restart(own_front: OwnFront) -> None:
     front = own_front()
-    front.models = [
-        ServedModel(
-            name="org/new",
-            folder=str(front.folder),
-            version="v2",
-            created=1,
-            max_model_len=64,
-            vocab_size=400,
-        )
-    ]
+    front.models = [front.served("org/new", version="v2", max_model_len=64)]
     front.configure()
     front.wait_for(lambda: ask(front, "GET", "/v1/models/org/new").status == 200)
     assert ask(front, "GET", "/v1/models/demo").status == 404

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 import time
 from collections.abc import Callable
@@ -18,15 +17,13 @@ from appliance.front.generation_task import GenerationTask, Prompt
 from appliance.messages import Abort, Admitted, Identity, Refused
 from engine.messages import SamplingParams, Submit
 from tests.front.harness import KEY, MODEL, Harness
-from tests.front.raw import Answer, ask, chat, connect, events, head, read_answer
+from tests.front.raw import Answer, ask, chat, connect, events, read_answer, request
 
 HELLO = [{"role": "user", "content": "hi"}]
 
 
-def send(front: Harness, sock: object, **fields: object) -> None:
-    body = json.dumps(chat(**fields)).encode()
-    headers = {"Content-Type": "application/json", "Content-Length": str(len(body))}
-    sock.sendall(head("POST", "/v1/chat/completions", headers) + body)  # type: ignore[attr-defined]
+def send(front: Harness, sock: socket.socket, **fields: object) -> None:
+    sock.sendall(request(chat(**fields)))
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -48,7 +45,7 @@ def test_a_client_that_leaves_is_cancelled_and_settled_once(front: Harness, stre
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_the_queue_withdraws(front: Harness, stream: bool) -> None:
+def test_a_client_that_leaves_while_queued_withdraws_its_request(front: Harness, stream: bool) -> None:
     front.admit = "hold"
     with connect(front) as sock:
         send(front, sock, stream=stream)
@@ -61,21 +58,10 @@ def test_a_client_that_leaves_the_queue_withdraws(front: Harness, stream: bool) 
     assert not front.replica.submits and len(front.settles) == 1
 
 
-def test_cancelling_in_the_middle_of_a_stream_with_openais_client(
-    client: openai.OpenAI, front: Harness
-) -> None:
-    front.endless()
-    stream = client.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
-    for number, _ in enumerate(stream):
-        if number == 5:
-            stream.close()
-            break
-    front.wait_for(lambda: not front.replica.running)
-    assert front.settled(1)[0].status == 499
-
-
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_lost_replica_is_a_pause_and_the_text_is_the_same(front: Harness, stream: bool) -> None:
+def test_a_request_continues_with_the_same_text_after_its_replica_is_lost(
+    front: Harness, stream: bool
+) -> None:
     front.replica.die_after = 5
     front.admit = "hold"
     with connect(front) as sock:
@@ -87,7 +73,7 @@ def test_a_lost_replica_is_a_pause_and_the_text_is_the_same(front: Harness, stre
         again = front.admits[1]
         emitted = 5
         prompt = len(first.submits[0].prompt_token_ids)
-        assert (again.attempt, again.submissions, again.rows) == (1, 2, 2)
+        assert (again.attempt, again.submissions, again.num_seqs) == (1, 2, 2)
         assert again.prompt_tokens == 2 * (prompt + emitted)
         assert again.max_tokens == front.admits[0].max_tokens - 2 * emitted
         second = front.attach("demo-1")
@@ -110,14 +96,12 @@ def test_a_lost_replica_is_a_pause_and_the_text_is_the_same(front: Harness, stre
     assert (settle.status, settle.submitted) == (200, True)
 
 
-def test_an_echo_is_delivered_once_though_the_replica_is_lost(front: Harness) -> None:
+def test_an_echo_is_delivered_once_even_if_the_replica_is_lost(front: Harness) -> None:
     front.replica.die_after = 5
     front.admit = "hold"
-    body = json.dumps(
-        {"model": MODEL, "prompt": "quick", "echo": True, "logprobs": 1, "max_tokens": -1}
-    ).encode()
+    body = {"model": MODEL, "prompt": "quick", "echo": True, "logprobs": 1, "max_tokens": -1}
     with connect(front) as sock:
-        sock.sendall(head("POST", "/v1/completions", {"Content-Length": str(len(body))}) + body)
+        sock.sendall(request(body, "/v1/completions"))
         front.wait_for(lambda: len(front.admits) == 1)
         front.send(Admitted(front.admits[0].request_id, 0, front.replica.name, "salt", 1))
         front.wait_for(lambda: len(front.admits) == 2)
@@ -130,7 +114,7 @@ def test_an_echo_is_delivered_once_though_the_replica_is_lost(front: Harness) ->
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_replicas_lost_again_and_again_end_in_an_error(front: Harness, stream: bool) -> None:
+def test_a_request_fails_after_losing_several_replicas(front: Harness, stream: bool) -> None:
     names = [front.attach(f"dying-{number}").name for number in range(4)]
     front.admit = "hold"
     with connect(front) as sock:
@@ -152,7 +136,7 @@ def test_replicas_lost_again_and_again_end_in_an_error(front: Harness, stream: b
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_refusal_passes_on_status_code_and_when_to_retry(front: Harness, stream: bool) -> None:
+def test_a_refusal_has_the_cores_status_code_and_retry_after(front: Harness, stream: bool) -> None:
     front.refusal = Refused("", 0, 429, "quota_exceeded", "the quota is used up", 1.5)
     front.admit = "refuse"
     answer = ask(front, "POST", "/v1/chat/completions", chat(stream=stream))
@@ -168,7 +152,7 @@ def test_a_refusal_passes_on_status_code_and_when_to_retry(front: Harness, strea
     assert not front.settles and not front.rejected
 
 
-def test_openais_client_retries_when_the_box_says_so(front: Harness, client: openai.OpenAI) -> None:
+def test_openais_client_retries_after_a_503(front: Harness, client: openai.OpenAI) -> None:
     front.refusal = Refused("", 0, 503, "busy", "full", 0.01)
     front.admit = "refuse"
     with pytest.raises(openai.InternalServerError):
@@ -204,7 +188,7 @@ def test_openais_client_raises_the_error_event_of_a_stream(client: openai.OpenAI
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_the_engine_rejects_is_the_clients_error(front: Harness, stream: bool) -> None:
+def test_a_request_that_the_engine_rejects_is_a_client_error(front: Harness, stream: bool) -> None:
     front.replica.fail_with = "logit_bias: no"
     answer = ask(front, "POST", "/v1/chat/completions", chat(stream=stream, n=2))
     assert answer.status == 400
@@ -214,7 +198,7 @@ def test_what_the_engine_rejects_is_the_clients_error(front: Harness, stream: bo
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_overflow_at_the_first_token_is_the_servers_error(front: Harness, stream: bool) -> None:
+def test_an_overflow_at_the_first_token_is_a_server_error(front: Harness, stream: bool) -> None:
     front.replica.fail_with, front.replica.fail_refuses = "the model computed NaN", False
     answer = ask(front, "POST", "/v1/chat/completions", chat(stream=stream))
     assert (answer.status, answer.error["code"]) == (503, "engine_error")
@@ -223,10 +207,10 @@ def test_an_overflow_at_the_first_token_is_the_servers_error(front: Harness, str
     assert (settle.status, settle.finish_reason) == (503, "error")
 
 
-def test_nothing_more_is_submitted_to_a_replica_that_is_found_dead() -> None:
+def test_nothing_is_submitted_to_a_replica_after_its_channel_has_closed() -> None:
     async def run() -> None:
         class DyingLink:
-            """A link whose channel is closed at the second submission."""
+            """A link that closes its channel at the second submission."""
 
             submitted = 0
 
@@ -256,7 +240,9 @@ def test_nothing_more_is_submitted_to_a_replica_that_is_found_dead() -> None:
     asyncio.run(run())
 
 
-def test_a_slow_reader_costs_bounded_memory_and_slows_nobody(own_front: Callable[..., Harness]) -> None:
+def test_a_slow_reader_takes_bounded_memory_and_delays_no_other_client(
+    own_front: Callable[..., Harness],
+) -> None:
     front = own_front()
     front.models = []
     whole = front.tokenizer.encode_blocking(front.text() * 4, False)
@@ -266,18 +252,7 @@ def test_a_slow_reader_costs_bounded_memory_and_slows_nobody(own_front: Callable
 
     # Far more than sockets and the transport can buffer, if each token were sent as a separate event.
     slow_tokens = 20_000
-    from appliance.messages import ServedModel
-
-    front.models = [
-        ServedModel(
-            name=MODEL,
-            folder=str(front.folder),
-            version="v1",
-            created=0,
-            max_model_len=1 << 20,
-            vocab_size=front.vocab_size,
-        )
-    ]
+    front.models = [front.served(max_model_len=1 << 20)]
     front.configure()
     front.wait_for(lambda: ask(front, "GET", f"/v1/models/{MODEL}").json["max_model_len"] == 1 << 20)
     front.replica.script = lambda submit, sample: whole
@@ -310,12 +285,10 @@ def rss_bytes(pid: int) -> int:
         return int(statm.read().split()[1]) * 4096
 
 
-def test_two_requests_on_one_connection_are_two_requests(front: Harness) -> None:
-    body = json.dumps(chat(stream=True)).encode()
-    request = head("POST", "/v1/chat/completions", {"Content-Length": str(len(body))}) + body
+def test_two_pipelined_requests_are_both_answered(front: Harness) -> None:
     buffer = bytearray()
     with connect(front) as sock:
-        sock.sendall(request * 2)
+        sock.sendall(request(chat(stream=True)) * 2)
         first, second = read_answer(sock, buffer), read_answer(sock, buffer)
     assert events(first)[-1] == events(second)[-1] == "[DONE]"
     assert [settle.status for settle in front.settled(2)] == [200, 200]
@@ -324,9 +297,8 @@ def test_two_requests_on_one_connection_are_two_requests(front: Harness) -> None
 def test_many_streams_at_once_each_get_their_own_text(front: Harness) -> None:
     socks = [connect(front, tcp=number % 2 == 0) for number in range(32)]
     for number, sock in enumerate(socks):
-        body = json.dumps(chat(stream=True, n=1 + number % 3)).encode()
-        headers = {"Authorization": f"Bearer {KEY}", "Content-Length": str(len(body))}
-        sock.sendall(head("POST", "/v1/chat/completions", headers) + body)
+        body = chat(stream=True, n=1 + number % 3)
+        sock.sendall(request(body, headers={"Authorization": f"Bearer {KEY}"}))
     for number, sock in enumerate(socks):
         texts = [""] * (1 + number % 3)
         for event in events(read_answer(sock))[:-1]:

@@ -14,7 +14,7 @@ import pytest
 
 from appliance.messages import Limits
 from tests.front.harness import KEY, Harness
-from tests.front.raw import Answer, ask, chat, connect, head, read_answer
+from tests.front.raw import Answer, ask, chat, connect, head, read_answer, request
 
 MEGABYTE = 1 << 20
 MAX_MS = 25_000
@@ -83,7 +83,7 @@ BODIES: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_a_hostile_body_is_refused_at_little_cost(front: Harness, name: str) -> None:
+def test_a_hostile_body_is_refused_within_a_time_limit(front: Harness, name: str) -> None:
     path = "/v1/completions" if b'"prompt"' in BODIES[name][:40] else "/v1/chat/completions"
     answer = ask(front, "POST", path, BODIES[name])
     assert 400 <= answer.status < 500, answer
@@ -182,7 +182,7 @@ def test_an_upgrade_is_answered_as_a_plain_request(front: Harness) -> None:
     assert ask(front, "GET", "/v1/models", headers=headers).status in (200, 400)
 
 
-def test_percent_and_dots_in_paths_open_nothing(front: Harness) -> None:
+def test_encoded_slashes_and_dots_in_paths_do_not_bypass_authentication(front: Harness) -> None:
     for path in (
         "/health/live/../../v1/models",
         "/health/live%2f",
@@ -193,7 +193,7 @@ def test_percent_and_dots_in_paths_open_nothing(front: Harness) -> None:
         assert ask(front, "GET", path, tcp=True).status == 401
 
 
-def test_slow_headers_and_bodies_and_idle_connections_end(own_front: Callable[..., Harness]) -> None:
+def test_slow_headers_slow_bodies_and_idle_connections_time_out(own_front: Callable[..., Harness]) -> None:
     own = own_front(Limits(header_timeout_s=1.5, body_timeout_s=1.0, idle_timeout_s=1.5))
     with connect(own) as silent, connect(own) as headers, connect(own) as body, connect(own) as idle:
         headers.sendall(b"GET /v1/models HTTP/1.1\r\nHost")
@@ -217,13 +217,13 @@ def test_slow_headers_and_bodies_and_idle_connections_end(own_front: Callable[..
     own.wait_for(lambda: own.reports[-1].connections == 0)
 
 
-def test_a_stream_outlives_every_timeout_for_requests(own_front: Callable[..., Harness]) -> None:
+def test_the_time_limits_of_requests_do_not_end_a_stream(own_front: Callable[..., Harness]) -> None:
     own = own_front(Limits(header_timeout_s=1.0, body_timeout_s=1.0, idle_timeout_s=1.0))
     own.replica.step_s = 0.03
     assert ask(own, "POST", "/v1/chat/completions", chat(stream=True)).body.endswith(b"data: [DONE]\n\n")
 
 
-def test_over_the_limit_the_connection_that_waited_longest_makes_room(
+def test_at_the_limit_the_longest_idle_connection_is_closed(
     own_front: Callable[..., Harness],
 ) -> None:
     own = own_front(Limits(max_connections=3))
@@ -232,13 +232,11 @@ def test_over_the_limit_the_connection_that_waited_longest_makes_room(
     own.wait_for(lambda: own.reports[-1].connections == 1)
     streaming = [connect(own) for _ in range(2)]
     for sock in streaming:
-        body = json.dumps(chat(stream=True)).encode()
-        sock.sendall(head("POST", "/v1/chat/completions", {"Content-Length": str(len(body))}) + body)
+        sock.sendall(request(chat(stream=True)))
     own.wait_for(lambda: own.reports[-1].busy_connections == 2)
     with connect(own) as third:
         assert waiting.recv(10) == b""
-        body = json.dumps(chat(stream=True)).encode()
-        third.sendall(head("POST", "/v1/chat/completions", {"Content-Length": str(len(body))}) + body)
+        third.sendall(request(chat(stream=True)))
         own.wait_for(lambda: own.reports[-1].busy_connections == 3)
         refused = ask(own, "GET", "/v1/models")
         assert (refused.status, refused.error["code"]) == (503, "too_many_connections")
@@ -252,10 +250,9 @@ def test_over_the_limit_the_connection_that_waited_longest_makes_room(
 def test_one_tenant_cannot_take_all_places_of_a_front(own_front: Callable[..., Harness]) -> None:
     own = own_front(Limits(max_connections=8))
     own.endless()
-    body = json.dumps(chat(stream=True)).encode()
     streams = [connect(own) for _ in range(7)]
     for sock in streams:
-        sock.sendall(head("POST", "/v1/chat/completions", {"Content-Length": str(len(body))}) + body)
+        sock.sendall(request(chat(stream=True)))
     own.wait_for(lambda: own.reports[-1].busy_connections == 7)
     refused = ask(own, "GET", "/v1/models")
     assert (refused.status, refused.error["code"]) == (503, "too_many_connections")
@@ -264,7 +261,7 @@ def test_one_tenant_cannot_take_all_places_of_a_front(own_front: Callable[..., H
         sock.close()
 
 
-def test_a_client_that_leaves_while_sending_is_forgotten(front: Harness) -> None:
+def test_a_request_is_dropped_if_its_client_leaves_while_sending(front: Harness) -> None:
     with connect(front) as sock:
         sock.sendall(head("POST", "/v1/completions", {"Content-Length": "100"}) + b"{")
     front.wait_for(lambda: bool(front.rejected))
@@ -272,7 +269,7 @@ def test_a_client_that_leaves_while_sending_is_forgotten(front: Harness) -> None
     assert not front.admits
 
 
-def test_expect_continue_is_not_granted_to_a_body_that_is_refused(front: Harness) -> None:
+def test_no_100_continue_is_sent_for_a_body_that_is_refused(front: Harness) -> None:
     headers = {"Expect": "100-continue", "Content-Length": str(100 * MEGABYTE)}
     answer: Answer = ask(front, "POST", "/v1/completions", None, headers)
     assert answer.status == 413
@@ -283,7 +280,7 @@ def test_expect_continue_is_not_granted_to_a_body_that_is_refused(front: Harness
     [("fox " * 20_000, 1808), ([5] * 60_000, 60_000), ("fox " * 600, 600), ([], 0)],
     ids=["bytes decide", "token ids", "encoded", "small"],
 )
-def test_refused_prompts_are_reported_with_the_work_that_they_took(
+def test_refused_prompts_are_reported_with_the_work_that_they_caused(
     front: Harness, prompt: object, least: int
 ) -> None:
     answer = ask(front, "POST", "/v1/completions", {"model": "demo", "prompt": prompt})

@@ -62,7 +62,7 @@ def listening(path: Path) -> socket.socket:
 
 
 @pytest.mark.parametrize("uvloop", [False, True])
-def test_a_listening_unix_socket_tells_the_peer(tmp_path: Path, uvloop: bool) -> None:
+def test_an_application_can_read_the_peer_of_a_unix_socket(tmp_path: Path, uvloop: bool) -> None:
     async def run() -> None:
         server = HttpServer(APP)
         await server.listen(listening(tmp_path / "s"))
@@ -75,7 +75,7 @@ def test_a_listening_unix_socket_tells_the_peer(tmp_path: Path, uvloop: bool) ->
     run_on(run(), uvloop)
 
 
-def test_a_peer_that_never_takes_its_answer_is_cut_off(tmp_path: Path) -> None:
+def test_a_client_that_never_reads_its_answer_is_cut_off(tmp_path: Path) -> None:
     async def run() -> None:
         server = HttpServer(APP, Limits(), write_timeout_s=0.2)
         await server.listen(listening(tmp_path / "s"))
@@ -95,7 +95,7 @@ def test_a_peer_that_never_takes_its_answer_is_cut_off(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("uvloop", [False, True])
 @pytest.mark.parametrize("ending", ["", "Connection: close\r\n"])
-def test_a_peer_that_takes_its_answer_slowly_is_not_cut_off(
+def test_a_client_that_reads_its_answer_slowly_is_not_cut_off(
     tmp_path: Path, uvloop: bool, ending: str
 ) -> None:
     timeout_s = 2.0
@@ -125,7 +125,7 @@ def test_a_peer_that_takes_its_answer_slowly_is_not_cut_off(
 
 @pytest.mark.parametrize("uvloop", [False, True])
 @pytest.mark.parametrize("taken", [0, 2 << 20])
-def test_a_peer_that_stops_taking_the_last_answer_is_cut_off(
+def test_a_client_that_stops_reading_its_last_answer_is_cut_off(
     tmp_path: Path, uvloop: bool, taken: int
 ) -> None:
     async def run() -> None:
@@ -146,7 +146,7 @@ def test_a_peer_that_stops_taking_the_last_answer_is_cut_off(
 
 
 @pytest.mark.parametrize("uvloop", [False, True])
-def test_a_peer_that_ends_in_the_middle_of_a_head_and_takes_no_answer_is_cut_off(
+def test_a_client_that_half_closes_within_a_head_and_reads_no_answer_is_cut_off(
     tmp_path: Path, uvloop: bool
 ) -> None:
     """The unsent bytes are too few for the transport to pause writing."""
@@ -177,16 +177,11 @@ def test_a_peer_that_ends_in_the_middle_of_a_head_and_takes_no_answer_is_cut_off
         assert server.cut_off.total == 1
         await server.stop(0.1)
 
-    if uvloop:
-        import uvloop as loops
-
-        loops.run(run())
-    else:
-        asyncio.run(run())
+    run_on(run(), uvloop)
 
 
 @pytest.mark.parametrize("uvloop", [False, True])
-def test_answers_that_many_clients_do_not_take_are_bounded_together(tmp_path: Path, uvloop: bool) -> None:
+def test_the_total_memory_of_unread_answers_is_bounded(tmp_path: Path, uvloop: bool) -> None:
     count = 3 * MAX_UNSENT_BYTES // (8 << 20)
 
     async def run() -> None:
@@ -221,7 +216,7 @@ def test_answers_that_many_clients_do_not_take_are_bounded_together(tmp_path: Pa
     run_on(run(), uvloop)
 
 
-def test_unread_answers_of_one_tenant_cut_off_no_client_of_another(tmp_path: Path) -> None:
+def test_unread_answers_of_one_tenant_do_not_cut_off_clients_of_another(tmp_path: Path) -> None:
     """The slow client has waited longest each time the other tenant's answers exceed the bound."""
     count = 3 * MAX_UNSENT_BYTES // (8 << 20)
 
@@ -257,7 +252,7 @@ def test_unread_answers_of_one_tenant_cut_off_no_client_of_another(tmp_path: Pat
     asyncio.run(run())
 
 
-def test_an_application_that_fails_keeps_no_memory_of_its_request(
+def test_an_error_of_the_application_releases_the_requests_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The frames of an error refer to the request's body. In this test, they also refer to the error."""
@@ -290,7 +285,7 @@ def test_an_application_that_fails_keeps_no_memory_of_its_request(
     asyncio.run(run())
 
 
-def test_a_stop_cuts_off_what_outlives_its_grace(tmp_path: Path) -> None:
+def test_a_stop_closes_connections_after_its_grace_period(tmp_path: Path) -> None:
     begun = asyncio.Event()
 
     async def forever(request: Request) -> PlainTextResponse:

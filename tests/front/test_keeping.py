@@ -59,7 +59,7 @@ def chat(client: openai.OpenAI, stream: bool = False) -> None:
         pass
 
 
-def test_of_metadata_only_nothing_leaves_the_front(policy: Harness, client: openai.OpenAI) -> None:
+def test_the_log_policy_metadata_keeps_no_texts(policy: Harness, client: openai.OpenAI) -> None:
     chat(client)
     keeps(policy, "hashes")
     chat(client)
@@ -68,7 +68,7 @@ def test_of_metadata_only_nothing_leaves_the_front(policy: Harness, client: open
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_hashes_are_those_of_the_whole_texts(policy: Harness, client: openai.OpenAI, stream: bool) -> None:
+def test_hashes_cover_the_whole_texts(policy: Harness, client: openai.OpenAI, stream: bool) -> None:
     keeps(policy, "hashes")
     chat(client, stream)
     prompt, *answers = kept(policy)
@@ -79,7 +79,7 @@ def test_hashes_are_those_of_the_whole_texts(policy: Harness, client: openai.Ope
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_texts_are_kept_without_their_secrets(policy: Harness, client: openai.OpenAI, stream: bool) -> None:
+def test_kept_texts_are_redacted(policy: Harness, client: openai.OpenAI, stream: bool) -> None:
     keeps(policy, "full")
     chat(client, stream)
     prompt, *answers = kept(policy)
@@ -90,7 +90,7 @@ def test_texts_are_kept_without_their_secrets(policy: Harness, client: openai.Op
         assert part.sha256 == sha256(part.text or ""), "of what is kept, or a short password could be guessed"
 
 
-def test_token_ids_are_kept_as_the_text_that_they_are(policy: Harness, client: openai.OpenAI) -> None:
+def test_token_ids_are_kept_as_text(policy: Harness, client: openai.OpenAI) -> None:
     keeps(policy, "full")
     ids = policy.tokenizer.encode_blocking(f"Bearer {KEY} ", False)
     client.completions.create(model=MODEL, prompt=[ids, [5, 6]], max_tokens=3)
@@ -100,7 +100,7 @@ def test_token_ids_are_kept_as_the_text_that_they_are(policy: Harness, client: o
     assert len(answers) == 2 and all(answer.text for answer in answers)
 
 
-def test_of_a_long_text_its_beginning_is_kept_and_no_half_secret(
+def test_only_the_beginning_of_a_long_text_is_kept_without_parts_of_secrets(
     policy: Harness, client: openai.OpenAI
 ) -> None:
     keeps(policy, "full")
@@ -114,9 +114,7 @@ def test_of_a_long_text_its_beginning_is_kept_and_no_half_secret(
     assert answered.text == policy.text(0)[:40] and answered.truncated
 
 
-def test_what_a_client_disconnected_unread_is_kept_as_far_as_it_went(
-    policy: Harness, client: openai.OpenAI
-) -> None:
+def test_a_cancelled_answer_is_kept_up_to_its_end(policy: Harness, client: openai.OpenAI) -> None:
     keeps(policy, "full")
     policy.replica.step_s = 0.01
     with httpx.Client(transport=httpx.HTTPTransport(uds=policy.api_sock)) as http:
@@ -140,11 +138,11 @@ async def drop_one() -> Keeper:
     return keeper
 
 
-def test_what_is_dropped_because_too_much_waits_is_counted() -> None:
+def test_dropped_texts_are_counted() -> None:
     assert asyncio.run(drop_one()).dropped == 1
 
 
-def test_what_never_ran_is_not_kept(policy: Harness, client: openai.OpenAI) -> None:
+def test_a_refused_request_is_not_kept(policy: Harness, client: openai.OpenAI) -> None:
     keeps(policy, "full")
     with pytest.raises(openai.BadRequestError):
         client.completions.create(model=MODEL, prompt=KEY, max_tokens=100_000)

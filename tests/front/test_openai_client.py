@@ -56,16 +56,14 @@ def test_template_variables_reach_the_template(client: openai.OpenAI, front: Har
     assert prompt.endswith("<|assistant|>gladly")
 
 
-def test_tcp_takes_a_key_and_the_log_names_it(tcp_client: openai.OpenAI, front: Harness) -> None:
+def test_a_key_is_accepted_over_tcp_and_named_in_the_log(tcp_client: openai.OpenAI, front: Harness) -> None:
     assert tcp_client.chat.completions.create(model=MODEL, messages=HELLO).choices[0].message.content
     (admit,) = front.admits
     assert (admit.identity.tenant, admit.identity.key_id) == ("acme", "key_1")
     assert admit.peer.startswith("127.0.0.1:")
 
 
-def test_a_stream_carries_the_text_in_pieces_and_usage_at_its_end(
-    client: openai.OpenAI, front: Harness
-) -> None:
+def test_a_stream_sends_the_text_in_chunks_and_then_the_usage(client: openai.OpenAI, front: Harness) -> None:
     stream = client.chat.completions.create(
         model=MODEL, messages=HELLO, stream=True, stream_options={"include_usage": True}
     )
@@ -97,7 +95,7 @@ def test_n_samples_are_n_answers(client: openai.OpenAI, front: Harness, stream: 
             texts[choice.index] = choice.message.content or ""
     assert texts == [front.text(0), front.text(1), front.text(2)]
     assert [submit.n for submit in front.replica.submits] == [3]
-    assert (front.admits[0].rows, front.admits[0].submissions) == (3, 1)
+    assert (front.admits[0].num_seqs, front.admits[0].submissions) == (3, 1)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -130,7 +128,9 @@ def test_chat_logprobs_cover_the_text(client: openai.OpenAI, front: Harness) -> 
     assert logprobs.content[0].logprob == -0.25
 
 
-def test_streamed_chat_logprobs_equal_whole_ones(client: openai.OpenAI, front: Harness) -> None:
+def test_streamed_chat_logprobs_equal_those_of_a_complete_answer(
+    client: openai.OpenAI, front: Harness
+) -> None:
     whole = client.chat.completions.create(model=MODEL, messages=HELLO, logprobs=True, top_logprobs=2)
     content = []
     for chunk in client.chat.completions.create(
@@ -182,7 +182,9 @@ def test_echo_puts_the_prompt_and_its_logprobs_first(
         )
 
 
-def test_echo_with_no_tokens_scores_the_prompt_only(client: openai.OpenAI, front: Harness) -> None:
+def test_echo_with_max_tokens_0_returns_only_the_prompt_and_its_logprobs(
+    client: openai.OpenAI, front: Harness
+) -> None:
     answer = client.completions.create(model=MODEL, prompt="quick brown", logprobs=1, echo=True, max_tokens=0)
     assert answer.choices[0].text == "quick brown"
     assert answer.usage is not None and answer.usage.completion_tokens == 0
@@ -190,7 +192,7 @@ def test_echo_with_no_tokens_scores_the_prompt_only(client: openai.OpenAI, front
 
 
 @pytest.mark.parametrize("as_text", [False, True])
-def test_echo_with_no_tokens_takes_a_prompt_of_the_whole_context(
+def test_echo_with_max_tokens_0_accepts_a_prompt_as_long_as_the_context(
     client: openai.OpenAI, front: Harness, as_text: bool
 ) -> None:
     ids = [50] * MAX_MODEL_LEN
@@ -208,11 +210,11 @@ def test_echo_with_no_tokens_takes_a_prompt_of_the_whole_context(
         client.completions.create(model=MODEL, prompt=prompt, echo=True, max_tokens=1)
 
 
-def test_prompts_come_as_lists_of_texts_or_tokens(client: openai.OpenAI, front: Harness) -> None:
+def test_prompts_can_be_lists_of_texts_or_tokens(client: openai.OpenAI, front: Harness) -> None:
     several = client.completions.create(model=MODEL, prompt=["a", "b", "c"], n=2, max_tokens=-1)
     assert [choice.index for choice in several.choices] == list(range(6))
     assert [choice.text for choice in several.choices] == [front.text(0), front.text(1)] * 3
-    assert (front.admits[0].submissions, front.admits[0].rows) == (3, 6)
+    assert (front.admits[0].submissions, front.admits[0].num_seqs) == (3, 6)
     ids = client.completions.create(model=MODEL, prompt=[5, 6, 7], echo=True, max_tokens=-1)
     assert front.replica.submits[-1].prompt_token_ids == [5, 6, 7]
     assert ids.choices[0].text == front.tokenizer.decode([5, 6, 7]) + front.text()
@@ -252,7 +254,7 @@ def test_sampling_parameters_reach_the_replica(client: openai.OpenAI, front: Har
     assert front.admits[0].max_tokens == 9
 
 
-def test_without_a_seed_every_request_draws_its_own(client: openai.OpenAI, front: Harness) -> None:
+def test_each_request_without_a_seed_gets_a_random_one(client: openai.OpenAI, front: Harness) -> None:
     for _ in range(2):
         client.chat.completions.create(model=MODEL, messages=HELLO)
     first, second = (submit.sampling for submit in front.replica.submits)
@@ -260,7 +262,7 @@ def test_without_a_seed_every_request_draws_its_own(client: openai.OpenAI, front
     assert first.temperature == first.top_p == 1.0
 
 
-def test_ignore_eos_goes_on_to_the_limit(client: openai.OpenAI, front: Harness) -> None:
+def test_ignore_eos_continues_to_the_token_limit(client: openai.OpenAI, front: Harness) -> None:
     answer = client.chat.completions.create(
         model=MODEL, messages=HELLO, max_tokens=60, extra_body={"ignore_eos": True}
     )
@@ -276,7 +278,7 @@ def test_models_are_listed_and_shown(client: openai.OpenAI) -> None:
     assert caught.value.code == "model_not_found"
 
 
-def test_an_unknown_model_is_a_404_that_names_it(client: openai.OpenAI, front: Harness) -> None:
+def test_an_unknown_model_is_refused_with_a_404_that_names_it(client: openai.OpenAI, front: Harness) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         client.chat.completions.create(model="gpt-9", messages=HELLO)
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
@@ -286,7 +288,7 @@ def test_an_unknown_model_is_a_404_that_names_it(client: openai.OpenAI, front: H
     assert not front.admits and not front.settles
 
 
-def test_too_long_a_prompt_is_refused_with_both_numbers(client: openai.OpenAI) -> None:
+def test_the_error_for_a_long_prompt_names_its_length_and_the_limit(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model=MODEL, prompt=[5] * 600)
     assert caught.value.code == "context_length_exceeded"
@@ -306,7 +308,7 @@ def test_without_max_tokens_the_models_length_is_the_limit(client: openai.OpenAI
     assert all(admit.may_lower for admit in front.admits)
 
 
-def test_a_completion_without_max_tokens_has_16_or_what_is_left(
+def test_a_completion_without_max_tokens_generates_at_most_16_tokens(
     client: openai.OpenAI, front: Harness
 ) -> None:
     client.completions.create(model=MODEL, prompt="quick")
@@ -345,7 +347,7 @@ def test_a_completion_without_max_tokens_has_16_or_what_is_left(
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ],
 )
-def test_what_cannot_be_done_is_refused_by_name(
+def test_unsupported_or_invalid_values_are_refused_with_the_fields_name(
     client: openai.OpenAI, front: Harness, fields: dict[str, object], param: str
 ) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
@@ -355,7 +357,7 @@ def test_what_cannot_be_done_is_refused_by_name(
     assert not front.admits
 
 
-def test_unknown_fields_are_tolerated(client: openai.OpenAI) -> None:
+def test_unknown_fields_are_ignored(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model=MODEL,
         messages=HELLO,

@@ -71,7 +71,7 @@ def test_a_connection_whose_key_changes_counts_for_the_other_tenant() -> None:
     assert pool.assign(late, "greedy")
 
 
-def test_the_address_with_the_most_connections_makes_room() -> None:
+def test_the_address_with_the_most_connections_loses_one() -> None:
     pool = Pool()
     pool.limit = 8
     modest = [Client() for _ in range(2)]

@@ -22,7 +22,7 @@ def limits(answer: Answer) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_says_what_is_left(front: Harness, stream: bool) -> None:
+def test_an_answer_reports_the_remaining_limits(front: Harness, stream: bool) -> None:
     front.turn = {"rate_limits": BOTH}
     answer = ask(front, "POST", "/v1/chat/completions", chat(stream=stream))
     assert answer.status == 200
@@ -36,7 +36,7 @@ def test_an_answer_says_what_is_left(front: Harness, stream: bool) -> None:
     }
 
 
-def test_an_answer_to_whom_nothing_limits_says_nothing(front: Harness) -> None:
+def test_an_answer_without_limits_has_no_rate_limit_headers(front: Harness) -> None:
     assert limits(ask(front, "POST", "/v1/chat/completions", chat())) == {}
 
 
@@ -60,7 +60,7 @@ def test_a_refusal_is_in_openais_shape(front: Harness, stream: bool) -> None:
     }
 
 
-def test_openais_client_does_not_try_again_where_that_is_useless(
+def test_openais_client_does_not_retry_if_a_retry_would_be_useless(
     client: openai.OpenAI, front: Harness
 ) -> None:
     front.admit = "refuse"
@@ -72,7 +72,7 @@ def test_openais_client_does_not_try_again_where_that_is_useless(
     assert len(front.admits) == 1
 
 
-def test_only_an_answer_whose_length_was_not_asked_for_may_be_made_shorter(front: Harness) -> None:
+def test_the_token_limit_may_be_lowered_only_if_the_request_sets_none(front: Harness) -> None:
     for path, fields in (
         ("/v1/chat/completions", {}),
         ("/v1/chat/completions", {"max_tokens": 7}),
@@ -96,7 +96,7 @@ def test_each_sample_produces_no_more_than_the_core_allows(front: Harness) -> No
     assert settle.delivered_tokens == 16
 
 
-def test_what_a_client_had_before_a_later_attempt_was_refused_is_billed(front: Harness) -> None:
+def test_tokens_delivered_before_a_refused_resubmission_are_billed(front: Harness) -> None:
     front.script = front.replica.script = lambda submit, sample: [50]
     front.turn = {"rate_limits": BOTH}
     front.replica.step_s = 0.02

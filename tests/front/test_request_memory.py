@@ -85,7 +85,9 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_unfinished_heads_are_bounded_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_total_memory_of_unfinished_heads_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def use(server: HttpServer, path: Path) -> None:
         clients = [Client(path) for _ in range(60)]
         for one in clients:
@@ -106,7 +108,7 @@ def test_unfinished_heads_are_bounded_together(tmp_path: Path, monkeypatch: pyte
     serve(tmp_path, monkeypatch, use)
 
 
-def test_the_tenant_that_holds_most_gives_up_a_request(
+def test_a_request_of_the_tenant_with_the_most_memory_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def use(server: HttpServer, path: Path) -> None:
@@ -125,7 +127,7 @@ def test_the_tenant_that_holds_most_gives_up_a_request(
     serve(tmp_path, monkeypatch, use)
 
 
-def test_the_headers_of_requests_that_are_answered_count_with_their_objects(
+def test_headers_count_with_their_python_objects_until_the_request_is_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def use(server: HttpServer, path: Path) -> None:
@@ -140,7 +142,9 @@ def test_the_headers_of_requests_that_are_answered_count_with_their_objects(
     serve(tmp_path, monkeypatch, use)
 
 
-def test_bytes_that_are_read_ahead_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_that_are_read_ahead_count_towards_the_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def use(server: HttpServer, path: Path) -> None:
         clients = [Client(path) for _ in range(60)]
         for one in clients:

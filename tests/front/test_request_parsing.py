@@ -43,7 +43,7 @@ def with_trailer(content: bytes) -> bytes:
     st.lists(st.tuples(st.sampled_from([sized, upgrading, chunked, with_trailer]), CONTENTS), max_size=4),
     st.lists(st.integers(1, 60)),
 )
-def test_requests_come_out_as_they_went_in(
+def test_requests_are_parsed_the_same_however_their_bytes_are_split(
     requests: list[tuple[object, list[bytes]]], sizes: list[int]
 ) -> None:
     contents = [b"".join(parts) for _, parts in requests]
@@ -71,7 +71,7 @@ def test_requests_come_out_as_they_went_in(
     assert not data
 
 
-def test_a_head_is_parsed_once_and_what_follows_it_is_left() -> None:
+def test_the_bytes_after_a_head_stay_unparsed() -> None:
     one = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
     data = bytearray(one * 1000)
     assert HeadReader().feed(data) is not None
@@ -87,7 +87,7 @@ def test_a_head_is_parsed_once_and_what_follows_it_is_left() -> None:
         (b"GET / HTTP/1.1\r\nHost: x\r\n" + b"a: b\r\n" * MAX_HEAD_BYTES, 431),
     ],
 )
-def test_what_cannot_become_a_head_is_refused_before_it_is_complete(data: bytes, status: int) -> None:
+def test_an_invalid_head_is_refused_before_it_is_complete(data: bytes, status: int) -> None:
     with pytest.raises(RequestError) as refused:
         HeadReader().feed(bytearray(data))
     assert refused.value.status == status

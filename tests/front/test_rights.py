@@ -4,7 +4,6 @@ them."""
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import socket
 import subprocess
@@ -22,10 +21,10 @@ from starlette.responses import Response
 from starlette.routing import Mount, Route
 
 from appliance.http import unix_peer
-from appliance.messages import Identities, Identity, ServedModel
+from appliance.messages import Identities, Identity
 from appliance.scopes import ScopedRoute, check_routes, granted
 from tests.front.harness import KEY, MAX_MODEL_LEN, Harness
-from tests.front.raw import Answer, ask, chat, connect, head
+from tests.front.raw import Answer, ask, chat, connect, request
 
 SHA256 = hashlib.sha256(KEY.encode()).hexdigest()
 BEARER = {"Authorization": f"Bearer {KEY}"}
@@ -61,7 +60,7 @@ def generate(front: Harness, headers: dict[str, str] | None = None, **fields: An
     return ask(front, "POST", "/v1/chat/completions", chat(**fields), BEARER | (headers or {}), tcp=True)
 
 
-def test_a_suspended_tenant_is_told_so_on_every_path(rights: Harness) -> None:
+def test_every_path_refuses_a_suspended_tenant_with_the_reason(rights: Harness) -> None:
     limited(rights, suspended=True)
     for method, path in (("GET", "/v1/models"), ("POST", "/v1/chat/completions"), ("GET", "/nowhere")):
         answer = ask(rights, method, path, b"{}" if method == "POST" else None, BEARER, tcp=True)
@@ -72,12 +71,10 @@ def test_a_suspended_tenant_is_told_so_on_every_path(rights: Harness) -> None:
     assert {row.status for row in rights.rejected} == {403}
 
 
-def test_running_answers_of_a_tenant_that_is_suspended_go_on(rights: Harness) -> None:
+def test_running_answers_continue_when_their_tenant_is_suspended(rights: Harness) -> None:
     rights.replica.step_s = 0.02
-    body = json.dumps(chat(stream=True)).encode()
-    headers = BEARER | {"Content-Length": str(len(body)), "Content-Type": "application/json"}
     with connect(rights) as stream:
-        stream.sendall(head("POST", "/v1/chat/completions", headers) + body)
+        stream.sendall(request(chat(stream=True), headers=BEARER))
         assert stream.recv(1000)
         rights.replica.hold = True
         limited(rights, suspended=True)
@@ -88,7 +85,7 @@ def test_running_answers_of_a_tenant_that_is_suspended_go_on(rights: Harness) ->
             rest += stream.recv(1 << 16)
 
 
-def test_a_key_without_the_scope_is_refused_with_the_scope_that_it_lacks(rights: Harness) -> None:
+def test_a_key_without_the_scope_is_refused_with_the_scopes_name(rights: Harness) -> None:
     for scopes in (("admin",), ("read",), ("admin", "read")):
         limited(rights, scopes=scopes)
         answer = generate(rights)
@@ -100,13 +97,8 @@ def test_a_key_without_the_scope_is_refused_with_the_scope_that_it_lacks(rights:
     assert not rights.admits
 
 
-def test_a_key_opens_its_models_and_sees_no_others(rights: Harness) -> None:
-    def served(name: str) -> ServedModel:
-        return ServedModel(
-            name=name, folder=str(rights.folder), version="v1", created=0, max_model_len=512, vocab_size=400
-        )
-
-    rights.models = [served("demo"), served("secret")]
+def test_a_key_can_use_and_see_only_its_models(rights: Harness) -> None:
+    rights.models = [rights.served("demo"), rights.served("secret")]
     rights.configure()
     rights.wait_for(lambda: len(ask(rights, "GET", "/v1/models").json["data"]) == 2)
     limited(rights, models=("demo",))
@@ -140,7 +132,7 @@ def test_a_key_opens_its_models_and_sees_no_others(rights: Harness) -> None:
         (0, 1, "P3", "priority", "P3"),
     ],
 )
-def test_the_answer_says_which_class_the_request_got(
+def test_the_answer_names_the_requests_class(
     rights: Harness, highest: int, default: int, asked: str | None, tier: str | None, got: str
 ) -> None:
     limited(rights, highest_class=highest, default_class=default)
@@ -154,11 +146,11 @@ def test_the_answer_says_which_class_the_request_got(
     }
 
 
-def test_what_is_no_generation_has_no_class(rights: Harness) -> None:
+def test_answers_of_other_routes_name_no_class(rights: Harness) -> None:
     assert "x-appliance-class" not in ask(rights, "GET", "/v1/models").headers
 
 
-def test_a_tenants_context_is_shorter_than_the_models(rights: Harness) -> None:
+def test_a_tenants_context_limit_applies_if_it_is_below_the_models(rights: Harness) -> None:
     limited(rights, context_tokens=20)
     prompt = [9] * 12
     body = {"model": "demo", "prompt": prompt}
@@ -173,7 +165,7 @@ def test_a_tenants_context_is_shorter_than_the_models(rights: Harness) -> None:
     assert "this model's maximum context length" in answer.error["message"]
 
 
-def test_a_request_that_names_no_length_gets_its_tenants_default(rights: Harness) -> None:
+def test_a_request_without_max_tokens_gets_its_tenants_default(rights: Harness) -> None:
     limited(rights, default_max_tokens=5)
     generate(rights)
     generate(rights, max_tokens=9)
@@ -183,7 +175,7 @@ def test_a_request_that_names_no_length_gets_its_tenants_default(rights: Harness
     assert rights.admits[2].max_tokens == MAX_MODEL_LEN - rights.admits[2].prompt_tokens
 
 
-def test_a_prompt_is_cut_to_what_its_tenants_context_leaves(rights: Harness) -> None:
+def test_a_prompt_is_truncated_to_its_tenants_context(rights: Harness) -> None:
     limited(rights, context_tokens=50)
     body = {"model": "demo", "prompt": [5] * 200, "max_tokens": 10, "truncate_prompt_tokens": -1}
     assert ask(rights, "POST", "/v1/completions", body, BEARER).status == 200
@@ -192,7 +184,7 @@ def test_a_prompt_is_cut_to_what_its_tenants_context_leaves(rights: Harness) -> 
     assert (error["param"], error["code"]) == ("max_tokens", "context_length_exceeded")
 
 
-def test_a_tenants_default_length_goes_before_that_of_completions(rights: Harness) -> None:
+def test_a_tenants_default_length_takes_precedence_over_that_of_completions(rights: Harness) -> None:
     limited(rights, default_max_tokens=40)
     for fields in ({}, {"max_tokens": -1}):
         answer = ask(rights, "POST", "/v1/completions", {"model": "demo", "prompt": "x", **fields}, BEARER)
@@ -203,14 +195,14 @@ def test_a_tenants_default_length_goes_before_that_of_completions(rights: Harnes
     ]
 
 
-def test_a_key_that_expires_is_refused_to_the_second_whatever_the_core_says(rights: Harness) -> None:
+def test_a_front_refuses_an_expired_key_without_a_message_of_the_core(rights: Harness) -> None:
     limited(rights, expires_at=time.time() + 4)
     assert ask(rights, "GET", "/v1/models", headers=BEARER).status == 200
     rights.wait_for(lambda: ask(rights, "GET", "/v1/models", headers=BEARER).status == 401)
     assert ask(rights, "GET", "/v1/models", headers=BEARER).error["code"] == "invalid_api_key"
 
 
-def test_a_peers_uid_goes_before_its_groups_and_those_before_anybody(rights: Harness) -> None:
+def test_a_uid_takes_precedence_over_groups_and_groups_over_any_uid(rights: Harness) -> None:
     uid, gid = os.getuid(), os.getgid()
     cases: list[tuple[dict[str, Any], str]] = [
         ({"uids": {uid: Identity(tenant="by-uid")}, "gids": {gid: Identity(tenant="by-gid")}}, "by-uid"),
@@ -228,7 +220,7 @@ def test_a_peers_uid_goes_before_its_groups_and_those_before_anybody(rights: Har
         rights.wait_for(known)
 
 
-def test_changes_of_the_table_leave_the_rest_of_it_as_it_is(rights: Harness) -> None:
+def test_a_change_of_some_identities_keeps_the_others(rights: Harness) -> None:
     def status(key: str) -> int:
         return ask(rights, "GET", "/v1/models", headers={"Authorization": f"Bearer {key}"}).status
 
@@ -242,7 +234,7 @@ def test_changes_of_the_table_leave_the_rest_of_it_as_it_is(rights: Harness) -> 
     assert status(KEY) == 200
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can change its uid")
 def test_a_unix_peer_is_known_by_all_its_groups() -> None:
     source = """
 import os, socket, sys
@@ -265,7 +257,7 @@ sock = socket.socket(socket.AF_UNIX); sock.connect(sys.argv[1]); sock.recv(1)
     assert peer.pid == process.pid
 
 
-def test_an_application_with_a_route_of_no_scope_cannot_be_built() -> None:
+def test_an_application_with_a_route_without_scope_cannot_be_built() -> None:
     async def endpoint(request: Request) -> Response:
         return Response()
 
@@ -279,7 +271,7 @@ def test_an_application_with_a_route_of_no_scope_cannot_be_built() -> None:
         ScopedRoute("GET", "/closed", endpoint, wanted="everything")
 
 
-def test_who_may_act_may_look_and_nothing_else_is_included() -> None:
+def test_the_scope_admin_includes_read_and_nothing_else() -> None:
     assert granted(("admin",)) == {"admin", "read"}
     assert granted(("inference",)) == {"inference"}
     assert granted(()) == frozenset()

@@ -29,13 +29,6 @@ def claim(scope: bytes = b"s", request_id: str = "r1") -> Claim:
     return Claim(scope, request_id)
 
 
-def test_the_first_front_runs_the_request_and_others_are_referred_to_it(claims: Claims) -> None:
-    assert claims.claim("front-0", claim()) == Claimed(b"s", False)
-    assert claims.claim("front-1", claim(request_id="r2")) == Claimed(b"s", True)
-    assert claims.owner(b"s") == "front-0"
-    assert claims.claim("front-1", claim(b"t", "r3")) == Claimed(b"t", False)
-
-
 def test_expired_answers_are_forgotten_and_lost_ones_run_anew(claims: Claims) -> None:
     claims.claim("front-0", claim())
     claims.release("front-0", Release(b"s", "r1", void=False))

@@ -28,7 +28,7 @@ def running() -> Iterator[Service]:
 
 
 def post(running: Service, key: str, **changes: Any) -> httpx.Response:
-    """On a connection of its own, which the core deals to the next front."""
+    """Send a request on a new connection, which the core gives to the next front."""
     with running.http() as client:
         return client.post("/v1/completions", json=ASK | changes, headers={"Idempotency-Key": key})
 
@@ -109,32 +109,6 @@ def test_a_retry_repeats_the_answer_on_either_front(running: Service) -> None:
     assert post(running, "either", stream=True).status_code == 422
 
 
-def test_a_connection_that_moved_goes_on(running: Service) -> None:
-    post(running, "moving")
-    with running.http() as one, running.http() as other:
-        for client in (one, other, one, other):
-            again = client.post("/v1/completions", json=ASK, headers={"Idempotency-Key": "moving"})
-            assert again.headers["idempotent-replayed"] == "true"
-            assert client.get("/v1/models").status_code == 200
-
-
-def test_a_retry_after_its_client_left_gets_the_stream_from_the_beginning(running: Service) -> None:
-    whole = Streamed(running, "whole")
-    whole.join(120)
-    for attempt in range(2):  # the retry lands on this front or on the other one
-        first = Streamed(running, f"left-{attempt}", leave_after=40)
-        first.join(120)
-        if attempt:
-            assert running.http().get("/health/live").status_code == 200
-        retry = Streamed(running, f"left-{attempt}")
-        retry.join(120)
-        assert (retry.error, retry.text) == (None, whole.text)
-        ran, joined = rows_of(running, first.request_id, retry.request_id)
-        assert (ran["status"], ran["billed_tokens"], ran["retry"]) == (200, 300, None)
-        assert joined["retry"] in ("joined", "repeated")  # if the run had ended when it came
-        assert (joined["retry_of"], joined["billed_tokens"]) == (ran["request_id"], 0)
-
-
 def test_openais_client_that_times_out_joins_its_own_first_attempt(running: Service) -> None:
     with running.client(timeout=60) as patient:
         expected = patient.completions.create(
@@ -159,7 +133,7 @@ def test_openais_client_that_times_out_joins_its_own_first_attempt(running: Serv
     assert sum(row["billed_tokens"] for row in retries) == 0
 
 
-def test_a_killed_replica_is_a_pause_for_first_and_retry(running: Service) -> None:
+def test_a_run_and_its_retries_continue_after_the_replica_is_killed(running: Service) -> None:
     expected = Streamed(running, "unkilled", max_tokens=600)
     expected.join(120)
     streams = [Streamed(running, "killed-replica", max_tokens=600) for _ in range(4)]
@@ -175,7 +149,7 @@ def test_a_killed_replica_is_a_pause_for_first_and_retry(running: Service) -> No
     assert sum(row["billed_tokens"] for row in rows) == 600
 
 
-def test_a_run_that_died_with_its_front_runs_anew_and_the_log_says_so(running: Service) -> None:
+def test_a_retry_of_a_run_that_ended_with_its_front_is_logged_as_anew(running: Service) -> None:
     streams = [Streamed(running, "killed-front", max_tokens=600) for _ in range(4)]
     for stream in streams:
         assert stream.begun.wait(60)

@@ -70,7 +70,7 @@ def byte_fallback(decoder: decoders.Decoder | None = None) -> tokenizers.Tokeniz
 
 
 def metaspace() -> tokenizers.Tokenizer:
-    """A tokenizer whose decoder has no token table in the detokenizer."""
+    """A tokenizer for which the detokenizer has no token table."""
     return byte_fallback(decoders.Metaspace(prepend_scheme="always"))
 
 

@@ -27,16 +27,12 @@ RICH = """
     {%- set system = '' -%}
 {%- endif %}
 {{ bos_token }}[{{ system }}]
-{%- if tools is not none %}
-    {% for tool in tools %}{{ tool | tojson(indent=2) }}
-    {% endfor %}
-{%- endif %}
+{{ tools is none }}{{ messages | tojson(indent=2) }}
 {%- set ns = namespace(count=0) %}
 {% for message in messages %}
     {% if message.role == 'skip' %}{% continue %}{% endif %}
     {%- set ns.count = ns.count + 1 %}
     {% generation %}<{{ message.role }}>{{ message['content'] }}{% endgeneration %}
-    {% if message.reasoning_content is defined %}({{ message.reasoning_content }}){% endif %}
     {% if message.name is defined %}#{{ message.name }}{% endif %}
 {%- endfor %}
 {{ '-' * 3 }}{{ ns.count }}{{ documents is none }}{{ dict(a=1) | tojson }}
@@ -53,21 +49,14 @@ CONTENT = st.sampled_from(["{{ 7 * 7 }}", "{% raise %}", "<b>&'\"", "\ud800", "ä
 )
 MESSAGE = st.fixed_dictionaries(
     {"role": st.sampled_from(["user", "assistant", "system", "skip"]), "content": CONTENT},
-    optional={"name": st.none() | CONTENT, "reasoning": st.none() | CONTENT},
+    optional={"name": CONTENT},
 )
 
 
-@given(
-    messages=st.lists(MESSAGE, min_size=1, max_size=5),
-    prompt=st.booleans(),
-    tools=st.none() | st.lists(st.dictionaries(CONTENT, CONTENT, max_size=2), max_size=2),
-)
-def test_rendering_equals_transformers(messages, prompt, tools):
-    theirs = [{k: v for k, v in message.items() if v is not None} for message in messages]
-    expected, _ = render_jinja_template(
-        [theirs], tools=tools, chat_template=RICH, add_generation_prompt=prompt, **NAMES
-    )
-    assert template(RICH).render(messages, prompt, tools) == expected[0]
+@given(messages=st.lists(MESSAGE, min_size=1, max_size=5), prompt=st.booleans())
+def test_rendering_equals_transformers(messages, prompt):
+    expected, _ = render_jinja_template([messages], chat_template=RICH, add_generation_prompt=prompt, **NAMES)
+    assert template(RICH).render(messages, prompt) == expected[0]
 
 
 def test_messages_are_data_and_never_template_text():
@@ -87,7 +76,7 @@ def test_messages_are_data_and_never_template_text():
         "{{ namespace(__class__=1) and 'stored' }}",
     ],
 )
-def test_a_template_reaches_nothing_outside_of_its_sandbox(source):
+def test_a_template_cannot_leave_its_sandbox(source):
     try:
         reached = template(source).render(USER)
     except ChatTemplateError:
@@ -108,7 +97,7 @@ def test_a_template_reaches_nothing_outside_of_its_sandbox(source):
         ("{% for i in range(999999999) %}{% endfor %}", "Range too big"),
     ],
 )
-def test_a_failing_or_runaway_template_is_a_clear_refusal(source, message):
+def test_a_failing_or_endless_template_is_refused_with_the_reason(source, message):
     with pytest.raises(ChatTemplateError, match=message):
         template(source, max_characters=100).render(USER)
 
@@ -121,20 +110,12 @@ def test_a_refusal_that_quotes_the_message_is_short_and_encodable():
     assert len(str(caught.value)) < 1000
 
 
-@pytest.mark.parametrize(
-    ("messages", "message"), [([], "is empty"), (["x"], r"messages\[0\]: must be an object")]
-)
-def test_messages_of_the_wrong_shape_are_refused(messages, message):
-    with pytest.raises(ChatTemplateError, match=message):
-        template(TEMPLATE).render(messages)
-
-
 def test_a_model_without_template_says_to_use_completions(tmp_path):
     with pytest.raises(NoChatTemplateError, match="/v1/completions"):
         ChatTemplate(read_template_sources(write_model(tmp_path, byte_level())), NAMES).render(USER)
 
 
-def test_the_template_file_wins_over_the_config_and_tools_choose_their_own(tmp_path):
+def test_a_template_file_takes_precedence_over_the_config(tmp_path):
     def chat(folder) -> ChatTemplate:
         return ChatTemplate(read_template_sources(folder), NAMES)
 
@@ -142,9 +123,9 @@ def test_the_template_file_wins_over_the_config_and_tools_choose_their_own(tmp_p
     assert chat(folder).render(USER) == "<s><|user|>Hi</s><|assistant|>"
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
     both = chat(write_model(tmp_path, byte_level(), chat_template=named))
-    assert (both.render(USER), both.render(USER, tools=[{}])) == ("plain", "tools")
+    assert both.render(USER) == "plain"
     (folder / "chat_template.jinja").write_text("file")
-    assert chat(folder).render(USER, tools=[{}]) == "file"
+    assert chat(folder).render(USER) == "file"
 
 
 @pytest.mark.parametrize("value", [[{"name": "x"}], 7])
@@ -168,9 +149,3 @@ def test_a_template_file_is_a_regular_file_of_bounded_size(tmp_path):
     os.mkfifo(path)
     with pytest.raises(TokenizerFilesError, match="not a regular file"):
         read_template_sources(folder)
-
-
-def test_further_variables_reach_the_template_and_cannot_replace_the_messages():
-    chat = template("{{ enable_thinking }} {{ documents | tojson }} {{ messages[0].content }}")
-    variables = {"enable_thinking": False, "documents": [1], "messages": [{"content": "forged"}]}
-    assert chat.render(USER, variables=variables) == "False [1] Hi"

@@ -58,7 +58,7 @@ def test_a_conversation_without_control_tokens_is_encoded_as_by_transformers(
 @pytest.mark.parametrize("kind", KINDS)
 @given(text=WITH_SPECIALS, add=st.booleans())
 @examples(100)
-def test_the_twin_encodes_the_templates_special_tokens_as_transformers_does(
+def test_the_renamed_copy_encodes_special_tokens_as_transformers_does(
     kind: str, text: str, add: bool, loaded: dict[str, Tokenizer], oracles: dict[str, PreTrainedTokenizerFast]
 ) -> None:
     control = loaded[kind]._control
@@ -69,7 +69,7 @@ def test_the_twin_encodes_the_templates_special_tokens_as_transformers_does(
 @pytest.mark.parametrize("kind", KINDS)
 @given(contents=st.lists(WITH_SPECIALS, min_size=1, max_size=3))
 @examples(100)
-def test_only_the_template_makes_control_tokens_and_the_text_stays_what_it_is(
+def test_only_the_template_makes_control_tokens_and_the_text_is_unchanged(
     kind: str, contents: list[str], loaded: dict[str, Tokenizer]
 ) -> None:
     tokenizer, template = loaded[kind], ChatTemplate({"default": TEMPLATE}, NAMES)
@@ -121,7 +121,7 @@ def test_half_a_character_beside_a_control_token_is_refused(loaded: dict[str, To
         prompt(loaded["byte_level"], ChatTemplate({"default": TEMPLATE}, NAMES), "<s>\ud800")
 
 
-def test_where_no_twin_can_be_made_control_tokens_stay_and_the_log_says_so(
+def test_control_tokens_stay_and_a_warning_is_logged_if_no_copy_can_be_made(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     vocabulary = {"<": 0, "s": 1, ">": 2, "s>": 3, "<s>": 4}
@@ -136,7 +136,7 @@ def test_where_no_twin_can_be_made_control_tokens_stay_and_the_log_says_so(
     assert "stay control tokens" in caplog.text
 
 
-def test_looking_for_control_tokens_in_a_megabyte_costs_linear_time(loaded: dict[str, Tokenizer]) -> None:
+def test_searching_a_megabyte_for_control_tokens_takes_linear_time(loaded: dict[str, Tokenizer]) -> None:
     shield = loaded["byte_level"].shield()
     text = "</p><p>fox jumps</p>\n" * 50_000
     began = time.perf_counter()

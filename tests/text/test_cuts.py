@@ -152,19 +152,19 @@ def test_other_tokenizers_encode_a_text_whole(backend: tokenizers.Tokenizer) -> 
 
 
 @pytest.mark.parametrize("flags", [{"rstrip": True}, {"single_word": True}])
-def test_added_tokens_that_look_at_their_neighbours_prevent_cuts(flags: dict[str, bool]) -> None:
+def test_added_tokens_that_depend_on_neighbouring_text_prevent_cuts(flags: dict[str, bool]) -> None:
     backend = byte_level_with()
     backend.add_tokens([AddedToken("word", **flags)])
     assert not can_be_cut(backend)
 
 
-def test_a_text_without_a_place_to_cut_stays_whole_and_others_are_cut_evenly() -> None:
+def test_a_text_that_cannot_be_cut_stays_whole_and_others_are_cut_evenly() -> None:
     assert list(split_text("a" * 100_000)) == ["a" * 100_000]
     pieces = list(split_text("word " * 100_000))
     assert max(map(len, pieces)) < cuts.PIECE_CHARACTERS + 10 and len(pieces) > 25
 
 
-def test_a_piece_without_a_place_to_cut_is_encoded_up_to_a_bound_and_refused_by_its_place_beyond() -> None:
+def test_a_piece_that_cannot_be_cut_is_refused_beyond_a_bound() -> None:
     name = next(iter(BACKENDS))
     encoder = Encoder(BACKENDS[name])
     longest = "x" * MAX_UNCUT_BYTES
@@ -185,7 +185,7 @@ def test_a_tokenizer_that_cannot_cut_refuses_longer_texts() -> None:
 
 
 @pytest.mark.parametrize("name", [*BACKENDS, "byte_fallback"])
-def test_no_token_stands_for_more_bytes_than_is_said(name: str) -> None:
+def test_no_token_stands_for_more_bytes_than_longest_token_bytes(name: str) -> None:
     backend = BACKENDS.get(name) or byte_fallback()
     table = build_token_table(backend, id_to_token(backend))
     longest = longest_token_bytes(backend, table)
@@ -199,7 +199,7 @@ def test_no_token_stands_for_more_bytes_than_is_said(name: str) -> None:
     holds()
 
 
-def test_where_characters_can_vanish_or_merge_no_bound_is_said() -> None:
+def test_longest_token_bytes_is_unknown_if_characters_can_vanish_or_merge() -> None:
     stripping = byte_level_with()
     stripping.add_tokens([AddedToken("<x>", lstrip=True)])
     lower = byte_level_with(normalizer=normalizers.Lowercase())

@@ -105,7 +105,7 @@ def test_a_window_over_a_byte_level_decoder_equals_the_table(loaded, text, cuts)
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
-def test_no_push_emits_half_a_character(loaded, kind):
+def test_a_push_never_emits_an_incomplete_character(loaded, kind):
     text = "a😀b中c한👩‍👩‍👧‍👦é"
     tokenizer = loaded[kind]
     ids = tokenizer.encode_blocking(text, add_special_tokens=False)
@@ -118,7 +118,7 @@ def test_no_push_emits_half_a_character(loaded, kind):
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
-def test_an_end_inside_a_character_becomes_a_replacement_character(loaded, kind):
+def test_an_incomplete_character_at_the_end_becomes_a_replacement_character(loaded, kind):
     tokenizer = loaded[kind]
     ids = tokenizer.encode_blocking("x한", add_special_tokens=False)[:-1]
     detokenizer = tokenizer.detokenizer()
@@ -150,7 +150,7 @@ def test_a_text_loses_its_first_space_and_a_continuation_keeps_it(loaded, kind):
     assert tokenizer.detokenizer(context=prompt).push(word) == " dog"
 
 
-def test_streams_of_a_window_that_ends_in_replacement_characters_forever_are_bounded(loaded):
+def test_a_window_that_always_ends_in_replacement_characters_is_bounded(loaded):
     tokenizer = loaded["byte_level"]
     window = WindowDetokenizer(tokenizer._backend, tokenizer.special_ids)
     ids = tokenizer.encode_blocking("\ufffd", add_special_tokens=False) * 200

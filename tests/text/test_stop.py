@@ -32,8 +32,8 @@ def pieces_of(text: str, cuts: list[int]) -> list[str]:
 
 
 @given(text=FEW, stops=STOPS, cuts=st.lists(st.integers(0, 40), max_size=20), include=st.booleans())
-def test_any_split_gives_what_a_search_of_the_whole_text_gives(text, stops, cuts, include):
-    matcher = StopMatcher(stops, include)
+def test_the_result_is_that_of_a_search_of_the_whole_text(text, stops, cuts, include):
+    matcher = StopMatcher(StopSet(stops), include)
     emitted = ""
     for piece in pieces_of(text, cuts):
         emitted += matcher.push(piece)[0]
@@ -42,8 +42,8 @@ def test_any_split_gives_what_a_search_of_the_whole_text_gives(text, stops, cuts
 
 
 @given(text=FEW, stops=STOPS)
-def test_exactly_the_longest_suffix_that_begins_a_stop_string_is_held_back(text, stops):
-    matcher = StopMatcher(stops)
+def test_only_the_longest_suffix_that_begins_a_stop_string_is_held_back(text, stops):
+    matcher = StopMatcher(StopSet(stops))
     emitted = ""
     for position, character in enumerate(text):
         new, stopped = matcher.push(character)
@@ -55,8 +55,8 @@ def test_exactly_the_longest_suffix_that_begins_a_stop_string_is_held_back(text,
         assert emitted == seen[: len(seen) - held]
 
 
-def test_nothing_comes_after_a_match():
-    matcher = StopMatcher(["END"])
+def test_nothing_is_emitted_after_a_match():
+    matcher = StopMatcher(StopSet(["END"]))
     assert matcher.push("a E") == ("a ", None)
     assert matcher.push("ND b") == ("", "END")
     assert matcher.push("END c") == ("", "END")
@@ -74,19 +74,17 @@ def test_a_shared_set_keeps_no_state_of_its_matchers():
 @pytest.mark.parametrize(
     ("stops", "message"),
     [
-        ([], "found 0 strings"),
-        (["a"] * (MAX_STOP_STRINGS + 1), "found 17 strings"),
-        (["a", ""], r"stop\[1\]: is empty"),
+        (["a", ""], "string 1 is empty"),
         (["a" * MAX_STOP_CHARACTERS, "b"], "has 4097 characters in all"),
     ],
 )
 def test_unusable_stop_strings_are_refused_by_name(stops, message):
     with pytest.raises(StopStringsError, match=message):
-        StopMatcher(stops)
+        StopSet(stops)
 
 
-def test_long_self_similar_stop_strings_cost_linear_time():
-    matcher = StopMatcher(["a" * (256 - n) + "b" for n in range(1, MAX_STOP_STRINGS + 1)])
+def test_long_self_similar_stop_strings_take_linear_time():
+    matcher = StopMatcher(StopSet(["a" * (256 - n) + "b" for n in range(1, MAX_STOP_STRINGS + 1)]))
     started = time.perf_counter()
     emitted = sum(len(matcher.push("aaaa")[0]) for _ in range(20_000))
     assert emitted == 80_000 - 255

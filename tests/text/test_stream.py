@@ -39,7 +39,7 @@ def test_tokens_are_delivered_up_to_the_one_that_completes_the_stop_string(loade
 
 
 @pytest.mark.parametrize("width", [1, 3, 100])
-def test_a_stop_string_does_not_end_a_stream_within_its_least_tokens(loaded, width):
+def test_a_stop_string_does_not_end_a_stream_within_min_tokens(loaded, width):
     tokenizer = loaded["byte_level"]
     text = "one two one two one two"
     ids = tokenizer.encode_blocking(text, add_special_tokens=False)
@@ -53,7 +53,7 @@ def test_a_stop_string_does_not_end_a_stream_within_its_least_tokens(loaded, wid
         assert stream.tokens_delivered == (ends[end] if end < 3 else len(ids))
 
 
-def test_text_held_for_a_stop_string_comes_out_at_the_end(loaded):
+def test_text_held_for_a_stop_string_is_emitted_at_the_end(loaded):
     tokenizer = loaded["byte_level"]
     stream = tokenizer.stream(StopSet(["dog. END"]))
     assert stream.push(tokenizer.encode_blocking(TEXT)).text == TEXT[: TEXT.index("dog.")]

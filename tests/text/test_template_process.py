@@ -59,7 +59,7 @@ def test_variables_of_any_size_reach_the_template_and_cannot_replace_the_message
     assert text == f"{1 << 80} False Hi None"
 
 
-def test_what_the_template_says_reaches_the_client() -> None:
+def test_the_templates_error_message_reaches_the_client() -> None:
     source = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(ChatTemplateError, match=r"^roles must alternate$"):
         with_process(source, lambda process: process.render("a", USER))
@@ -77,7 +77,7 @@ def test_what_the_template_says_reaches_the_client() -> None:
         ("{% for i in range(9999) %}{{ 'x' * 100000 }}{% endfor %}", 60.0, "exceed [0-9]+ characters"),
     ],
 )
-def test_a_template_that_exceeds_a_bound_is_ended_and_the_next_conversation_is_answered(
+def test_a_template_that_exceeds_a_bound_is_killed_and_the_next_conversation_is_rendered(
     source: str, max_render_s: float, message: str
 ) -> None:
     hostile = "{% if messages[0].content == 'Hi' %}" + source + "{% else %}fine{% endif %}"
@@ -111,7 +111,7 @@ def test_a_template_with_a_lone_surrogate_is_refused_at_load() -> None:
     assert not workers()
 
 
-def test_the_process_is_started_anew_when_it_dies_and_ends_with_its_owner() -> None:
+def test_the_process_is_restarted_when_it_dies_and_ends_with_its_owner() -> None:
     async def killed(process: TemplateProcess) -> str:
         await process.compile()
         workers()[0].kill()

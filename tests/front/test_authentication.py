@@ -9,7 +9,7 @@ import pytest
 
 from appliance.front.app import build_app
 from appliance.front.app_state import AppState
-from appliance.messages import Refused, ServedModel
+from appliance.messages import Refused
 from appliance.scopes import check_routes
 from tests.front.harness import KEY, Harness
 from tests.front.raw import ask, chat
@@ -42,7 +42,7 @@ NOWHERE = [
 
 
 @pytest.mark.parametrize(("method", "path"), routes() + NOWHERE)
-def test_every_route_but_health_wants_an_identity(front: Harness, method: str, path: str) -> None:
+def test_every_route_except_health_requires_an_identity(front: Harness, method: str, path: str) -> None:
     body = b"{}" if method == "POST" else None
     no_key = ask(front, method, path, body, tcp=True)
     bad_key = ask(front, method, path, body, {"Authorization": "Bearer ak-wrong"}, tcp=True)
@@ -63,7 +63,7 @@ def test_every_route_but_health_wants_an_identity(front: Harness, method: str, p
     assert ask(front, method, path, body).status == good_key.status
 
 
-def test_a_unix_peer_is_its_uid_unless_it_shows_a_key(front: Harness) -> None:
+def test_a_unix_peer_is_identified_by_its_uid_unless_it_sends_a_key(front: Harness) -> None:
     ask(front, "POST", "/v1/chat/completions", chat())
     ask(front, "POST", "/v1/chat/completions", chat(), {"Authorization": f"Bearer {KEY}"})
     assert [(admit.identity.tenant, admit.peer) for admit in front.admits] == [
@@ -72,7 +72,7 @@ def test_a_unix_peer_is_its_uid_unless_it_shows_a_key(front: Harness) -> None:
     ]
 
 
-def test_a_uid_that_is_not_in_the_table_is_refused_unless_any_is_let_in(front: Harness) -> None:
+def test_an_unknown_uid_is_refused_unless_any_uid_is_allowed(front: Harness) -> None:
     from appliance.messages import Identity
 
     try:
@@ -96,13 +96,13 @@ def test_a_revoked_key_stops_working_at_once(front: Harness) -> None:
         front.identify()
 
 
-def test_the_body_of_a_stranger_is_not_read(front: Harness) -> None:
+def test_the_body_of_an_unauthenticated_request_is_not_read(front: Harness) -> None:
     # The test sends only the header, so a server that waited for the body would never answer.
     answer = ask(front, "POST", "/v1/chat/completions", None, {"Content-Length": "1000000"}, tcp=True)
     assert answer.status == 401
 
 
-def test_strangers_are_counted_and_not_logged(front: Harness) -> None:
+def test_unauthenticated_requests_are_counted_and_not_logged(front: Harness) -> None:
     before = front.report().unauthenticated
     for _ in range(3):
         ask(front, "GET", "/v1/models", tcp=True)
@@ -110,7 +110,7 @@ def test_strangers_are_counted_and_not_logged(front: Harness) -> None:
     assert not front.rejected
 
 
-def test_errors_of_the_router_have_openais_shape(front: Harness) -> None:
+def test_errors_of_the_router_have_openais_format(front: Harness) -> None:
     missing = ask(front, "GET", "/v1/nothing")
     assert (missing.status, missing.error["code"]) == (404, "not_found")
     assert (
@@ -123,7 +123,7 @@ def test_errors_of_the_router_have_openais_shape(front: Harness) -> None:
     assert [row.endpoint for row in front.rejected] == ["/v1/nothing", "/v1/chat/completions"]
 
 
-def test_every_answer_has_a_request_id_which_the_log_shares(front: Harness) -> None:
+def test_every_answer_has_the_request_id_of_the_log(front: Harness) -> None:
     answer = ask(front, "POST", "/v1/chat/completions", chat())
     assert answer.headers["x-request-id"] == front.settled(1)[0].request_id
     assert answer.json["id"].endswith(answer.headers["x-request-id"])
@@ -145,7 +145,7 @@ def test_a_clients_request_id_is_echoed_exactly_and_the_logged_one_never_collide
     assert odd.headers["x-appliance-request-id"].startswith("req-")
 
 
-def test_health_says_whether_and_only_to_known_clients_why_not(front: Harness) -> None:
+def test_only_authenticated_clients_learn_why_a_service_is_not_ready(front: Harness) -> None:
     key = {"Authorization": f"Bearer {KEY}"}
     assert ask(front, "GET", "/health/ready", tcp=True).json == {"status": "ready", "reason": None}
     front.configure(ready=False, reason="demo loads: 40%")
@@ -156,12 +156,13 @@ def test_health_says_whether_and_only_to_known_clients_why_not(front: Harness) -
     ):
         assert answer.json == {"status": "not_ready", "reason": "demo loads: 40%"}
         assert int(answer.headers["retry-after"]) > 0
-    stranger = ask(front, "GET", "/health/ready", tcp=True)
-    assert stranger.status == 503 and "demo" not in stranger.body.decode()
+    for path in ("/health/ready", "/health", "/health?model=demo"):
+        unknown = ask(front, "GET", path, tcp=True)
+        assert unknown.status == 503 and b"demo" not in unknown.body
     assert ask(front, "GET", "/health/live", tcp=True).json["status"] == "live"
 
 
-def test_strangers_learn_nothing_about_models_from_health(front: Harness) -> None:
+def test_health_reveals_nothing_about_models_without_a_key(front: Harness) -> None:
     answers = [
         ask(front, "GET", f"/health/ready?{query}", tcp=True)
         for query in ("model=gone", "model=demo", "%6dodel=demo", "x=1&model=demo")
@@ -173,7 +174,7 @@ def test_strangers_learn_nothing_about_models_from_health(front: Harness) -> Non
     assert ask(front, "GET", "/health/ready?model=demo").status == 200
 
 
-def test_a_class_is_asked_for_by_header_or_service_tier(front: Harness) -> None:
+def test_a_class_is_requested_by_header_or_service_tier(front: Harness) -> None:
     ask(front, "POST", "/v1/chat/completions", chat(service_tier="flex"))
     ask(front, "POST", "/v1/chat/completions", chat(service_tier="flex"), {"X-Appliance-Class": "p0"})
     ask(front, "POST", "/v1/chat/completions", chat())
@@ -182,21 +183,15 @@ def test_a_class_is_asked_for_by_header_or_service_tier(front: Harness) -> None:
     assert (wrong.status, wrong.error["param"]) == (400, "x-appliance-class")
 
 
-def test_any_host_is_welcome(front: Harness) -> None:
+def test_every_host_header_is_accepted(front: Harness) -> None:
     for host in ("x", "evil.example:1", "[::1]", "*"):
         assert ask(front, "GET", "/v1/models", headers={"Host": host}).status in (200, 400)
     assert ask(front, "GET", "/v1/models").status == 200
 
 
-def test_a_model_whose_tokenizer_is_broken_says_so(front: Harness) -> None:
-    good = ServedModel(
-        name="demo", folder=str(front.folder), version="v1", created=0, max_model_len=512, vocab_size=400
-    )
-    bad = ServedModel(
-        name="bad", folder="/nowhere", version="v1", created=0, max_model_len=512, vocab_size=400
-    )
+def test_requests_for_a_model_with_a_broken_tokenizer_get_the_reason(front: Harness) -> None:
     try:
-        front.models = [good, bad]
+        front.models = [front.served(), front.served("bad", folder="/nowhere")]
         front.configure()
         front.wait_for(lambda: ask(front, "GET", "/health/ready").status == 503)
         assert "/nowhere" in ask(front, "GET", "/health/ready").json["reason"]
@@ -209,13 +204,10 @@ def test_a_model_whose_tokenizer_is_broken_says_so(front: Harness) -> None:
         front.wait_for(lambda: ask(front, "GET", "/health/ready").status == 200)
 
 
-def test_what_is_not_known_of_a_model_yet_refuses_nothing(front: Harness) -> None:
+def test_unknown_properties_of_a_model_do_not_refuse_requests(front: Harness) -> None:
     """For example with an unreadable config.json: the core knows why the model cannot be served, but the
     front does not."""
-    unread = ServedModel(
-        name="demo", folder=str(front.folder), version="v1", created=0, max_model_len=0, vocab_size=0
-    )
-    front.models = [unread]
+    front.models = [front.served(max_model_len=0, vocab_size=0)]
     front.configure()
     try:
         front.wait_for(lambda: ask(front, "GET", "/v1/models/demo").json["max_model_len"] == 0)
@@ -232,7 +224,7 @@ def test_what_is_not_known_of_a_model_yet_refuses_nothing(front: Harness) -> Non
         front.models = []
 
 
-def test_tokens_of_text_and_text_of_tokens(front: Harness) -> None:
+def test_tokenize_and_detokenize_are_inverse(front: Harness) -> None:
     made = ask(
         front, "POST", "/tokenize", {"model": "demo", "prompt": "naïve 😀", "return_token_strs": True}
     ).json
