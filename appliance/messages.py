@@ -185,6 +185,8 @@ class ClientConnection(msgspec.Struct, tag="connection", frozen=True):
     has_request: bool = False
     """Whether another front has read a request from the connection: a second descriptor (a memfd) then holds
     its bytes."""
+    number: int = 0
+    """Unique for the front; `Taken` repeats it."""
 
 
 class Claimed(msgspec.Struct, tag="claimed", frozen=True):
@@ -336,6 +338,14 @@ class HandOver(msgspec.Struct, tag="hand_over", frozen=True):
     peer: str
 
 
+class Taken(msgspec.Struct, tag="taken", frozen=True):
+    """The front is about to read from a connection. Until then no byte of the connection is lost if the front
+    ends, and the core gives the connection to another front."""
+
+    number: int
+    """The same as `ClientConnection.number`."""
+
+
 class Settle(msgspec.Struct, tag="settle", frozen=True, kw_only=True):
     """The end of a request that was not refused, and what the client received. Sent exactly once."""
 
@@ -410,8 +420,6 @@ class Keep(msgspec.Struct, tag="keep", frozen=True, kw_only=True):
 class FrontReport(FrontStats, tag="front_report", frozen=True, kw_only=True):
     """The state of a front, sent every half second and before `FrontReady`."""
 
-    taken_connections: int = 0
-    """Connections that the front has received from the core since its start."""
     template_problems: dict[str, tuple[int, str]] = msgspec.field(default_factory=dict)
     """Models whose chat templates exceeded their limits since the start: how often, and the latest limit that
     was exceeded. Such a model is still served."""
@@ -432,4 +440,4 @@ CoreToFront = (
 )
 AboutRequest = Admit | Settle | Rejected | Worked | Retried
 """Messages of a front about a request."""
-FrontToCore = FrontReady | AboutRequest | Claim | Release | HandOver | Keep | FrontReport
+FrontToCore = FrontReady | AboutRequest | Claim | Release | HandOver | Keep | Taken | FrontReport

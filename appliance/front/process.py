@@ -8,6 +8,7 @@ import logging
 import os
 import resource
 import socket
+from functools import partial
 
 from appliance.front.app import build_app
 from appliance.front.app_state import AppState
@@ -27,6 +28,7 @@ from appliance.messages import (
     Identities,
     Refused,
     StopFront,
+    Taken,
 )
 from engine.client import Channel
 from engine.logs import log_state
@@ -34,9 +36,6 @@ from engine.logs import log_state
 log = logging.getLogger(__name__)
 
 _REPORT_EVERY_S = 0.5
-_TELL_AFTER_CONNECTIONS = 8
-"""The core gives a front only so many connections that the front has not reported yet
-(`appliance.front_pool.front.Front.takes_connections`)."""
 _MEND_EVERY_S = 5.0
 """Interval at which reading a broken tokenizer is retried, because its folder may be available again."""
 _ERROR_EVENT_GRACE_S = 1.0
@@ -52,7 +51,6 @@ class FrontProcess:
         _, application = build_app(self._state)
         identities = self._state.identities
         self._server = HttpServer(application, known=identities.knows, tenant_of=identities.tenant_of)
-        self._taken = self._told_taken = 0
         self._configurations: asyncio.Queue[Configure] = asyncio.Queue()
         self._latest: Configure | None = None
         self._configured = 0
@@ -110,21 +108,13 @@ class FrontProcess:
             sock = self._take_socket()
         except LookupError:
             # The kernel has dropped the descriptor, because this process has too many open files.
-            self._taken += 1
+            self._channel.send(Taken(message.number))
             self._server.refused += 1
             return
         request = read_memory(self._channel.take_fd()) if message.has_request else b""
-        self._state.background.run(self._adopt(sock, message.peer, request))
-
-    async def _adopt(self, sock: socket.socket, peer: str, request: bytes) -> None:
-        """Serve a connection. It counts as not taken until it has a place, so that the core gives this front
-        no more connections than it has descriptors for."""
-        try:
-            await self._server.adopt(sock, peer, request)
-        finally:
-            self._taken += 1
-        if self._taken - self._told_taken >= _TELL_AFTER_CONNECTIONS:
-            self._tell()
+        # If this process ends before it has sent `Taken`, the core gives the connection to another front.
+        taken = partial(self._channel.send, Taken(message.number))
+        self._state.background.run(self._server.adopt(sock, message.peer, request, taken))
 
     def _take_socket(self) -> socket.socket:
         return socket.socket(fileno=self._channel.take_fd())
@@ -201,7 +191,6 @@ class FrontProcess:
 
     def _tell(self) -> None:
         state, server = self._state, self._server
-        self._told_taken = self._taken
         usage = resource.getrusage(resource.RUSAGE_SELF)
         self._channel.send(
             FrontReport(
@@ -209,7 +198,6 @@ class FrontProcess:
                 busy_connections=server.known_pool.busy,
                 max_connections=server.limits.max_connections,
                 unauthenticated_connections=len(server.unknown_pool),
-                taken_connections=self._taken,
                 refused_connections=server.refused,
                 evicted_connections=server.unknown_pool.evicted,
                 cut_off_connections=server.cut_off.total,

@@ -56,6 +56,9 @@ class GenerationResponse(Response):
             if not generation.ended.is_set():
                 generation.abort(error)
             generation.settle(self.status, error)
+            # The callbacks belong to the stream, which refers to the generation. Without this cycle, both are
+            # freed now and not at the next garbage collection, which comes after about a thousand streams.
+            generation.on_progress = generation.on_end = None
             self._state.active.pop(self._context.request_id, None)
             if generation.is_kept and generation.ran:
                 self._state.keeper.keep(generation.transcript())

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
-from appliance.front_pool.front import Front
+from appliance.front_pool.front import Front, Untaken
 from appliance.messages import ClientConnection
 
 
@@ -15,20 +16,32 @@ class ConnectionBalancer:
         """`fronts` may change at any time."""
         self._fronts = fronts
         self._next = 0
+        self._waiting: deque[Untaken] = deque()
+        """Connections that wait until a front takes connections."""
 
     @property
     def open(self) -> bool:
         """Whether any front takes connections."""
         return any(front.takes_connections for front in self._fronts)
 
-    def assign(self, connection: ClientConnection, *descriptors: int) -> bool:
+    def assign(self, connection: ClientConnection, *descriptors: int) -> None:
         """Give the connection to the next front with a free place. If all are full, the next one gets it and
-        refuses it with 503. Return False if no front takes connections now."""
+        refuses it with 503. If no front takes connections now, the connection waits. The caller closes its
+        own descriptors."""
         for needs_room in (True, False):
             for step in range(len(self._fronts)):
                 front = self._fronts[(self._next + step) % len(self._fronts)]
                 if front.takes_connections and (front.has_room or not needs_room):
                     front.give(connection, *descriptors)
                     self._next += step + 1
-                    return True
-        return False
+                    return
+        self._waiting.append(Untaken(connection, descriptors))
+
+    def assign_again(self, connections: Sequence[Untaken] = ()) -> None:
+        """Assign these connections, which a front that has ended did not take, and those that wait. Their
+        descriptors are closed here."""
+        waiting = [*self._waiting, *connections]
+        self._waiting.clear()
+        for one in waiting:
+            self.assign(one.connection, *one.descriptors)
+            one.close()

@@ -18,6 +18,8 @@ import time
 from collections.abc import Iterator
 from typing import Protocol
 
+import msgspec
+
 from appliance.background import Backoff
 from appliance.front_pool.refusals import RefusalWatch
 from appliance.messages import (
@@ -34,6 +36,7 @@ from appliance.messages import (
     Keep,
     Release,
     StopFront,
+    Taken,
 )
 from appliance.protocol import FrontStats, FrontStatus, ProcessState
 from engine.client import Channel, module_command, module_environment, socketpair
@@ -46,13 +49,34 @@ _MAX_UNREAD_BYTES = 64 << 10
 _MAX_UNTAKEN = 24
 """A front that has not yet taken so many of its connections gets no further ones for now: fewer than the
 descriptors that a front keeps free (`RESERVED_DESCRIPTORS`). At most an eighth of this process's descriptors,
-because the kernel counts descriptors in a channel against that limit."""
+because this process keeps a duplicate of each such descriptor, and the kernel counts descriptors in a channel
+against the same limit."""
 _QUIET_S = 3.0
 """Fronts report twice a second: one that sends nothing for this long gets no further connections for now."""
 _SLOW_START_S = 30.0
 """A front that has been starting for longer is listed as a problem. It reads about two seconds for each
 model."""
 _DYING_S = 0.5
+
+
+class Untaken:
+    """A connection that a front has not taken yet, with duplicates of its descriptors."""
+
+    def __init__(self, connection: ClientConnection, descriptors: tuple[int, ...]) -> None:
+        """Raises OSError when too many files are open."""
+        self.connection = connection
+        self.descriptors: list[int] = []
+        try:
+            for descriptor in descriptors:
+                self.descriptors.append(os.dup(descriptor))
+        except OSError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the duplicates."""
+        while self.descriptors:
+            os.close(self.descriptors.pop())
 
 
 class FrontEvents(Protocol):
@@ -66,7 +90,8 @@ class FrontEvents(Protocol):
         """Handle a front that is ready for connections."""
 
     def front_reported(self, front: Front) -> None:
-        """Handle a front's report of the connections that it has taken, after which it may take others."""
+        """Handle a sign of life, or the end of a shortage of places, after which a front may take connections
+        again."""
 
     def request_message(self, front: Front, message: AboutRequest) -> None:
         """Handle a message about a request."""
@@ -135,6 +160,8 @@ class Front:
         self._last_sign = 0.0
         self._given = 0
         """Number of connections given to this process."""
+        self._untaken: dict[int, Untaken] = {}
+        """Connections of which the process has read no byte yet, by their number."""
         self._refusals = RefusalWatch()
         self._stopping = False
         self._ended = asyncio.Event()
@@ -152,18 +179,14 @@ class Front:
         channel = self._channel
         if self.state != "ready" or channel is None or self._silent_s > _QUIET_S:
             return False
-        return channel.backlog_bytes < _MAX_UNREAD_BYTES and self._untaken < _max_untaken()
+        return channel.backlog_bytes < _MAX_UNREAD_BYTES and len(self._untaken) < _max_untaken()
 
     @property
     def has_room(self) -> bool:
         """Whether the front has a free place for another connection, beside those that are on their way to
         it. A full front still answers: it refuses with 503."""
         report = self._report
-        return report is None or report.busy_connections + self._untaken < report.max_connections
-
-    @property
-    def _untaken(self) -> int:
-        return self._given - (self._report.taken_connections if self._report is not None else 0)
+        return report is None or report.busy_connections + len(self._untaken) < report.max_connections
 
     @property
     def problems(self) -> dict[str, str]:
@@ -258,7 +281,14 @@ class Front:
         closes its own descriptors."""
         if self._channel is not None:
             self._given += 1
+            connection = msgspec.structs.replace(connection, number=self._given)
+            self._untaken[self._given] = Untaken(connection, descriptors)
             self._channel.send(connection, descriptors)
+
+    def take_back(self) -> list[Untaken]:
+        """Return the connections of which the ended process has read no byte. The caller closes them."""
+        untaken, self._untaken = list(self._untaken.values()), {}
+        return untaken
 
     def begin_stop(self, grace_s: float) -> None:
         """Let the process finish its running answers and end. It is not restarted."""
@@ -319,6 +349,12 @@ class Front:
                 self.state, self._ready_at = "ready", time.monotonic()
                 log.info("%s is ready", self.name)
                 self._events.front_ready(self)
+        elif isinstance(message, Taken):
+            took_connections = self.takes_connections
+            if (taken := self._untaken.pop(message.number, None)) is not None:
+                taken.close()
+            if not took_connections:
+                self._events.front_reported(self)
         elif isinstance(message, HandOver):
             with self._descriptors(2) as descriptors:
                 if descriptors:

@@ -249,9 +249,11 @@ class FrontPool:
             front.attach(name, replica.model, replica.open_channel(front.name))
 
     def front_ready(self, front: Front) -> None:
+        self.balancer.assign_again()
         self._on_availability()
 
     def front_reported(self, front: Front) -> None:
+        self.balancer.assign_again()
         self._on_availability()
 
     def request_message(self, front: Front, message: AboutRequest) -> None:
@@ -300,6 +302,7 @@ class FrontPool:
         self._requests.lose_front(name)
         if lost := self._claims.lose_front(name):
             log.warning("%s held %d answers for retries of requests: such retries run anew", name, lost)
+        self.balancer.assign_again(front.take_back())
         self._on_availability()
         self.publish_configuration()
 

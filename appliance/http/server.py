@@ -89,15 +89,22 @@ class HttpServer:
         """Open connections."""
         return len(self._connections)
 
-    async def adopt(self, sock: socket.socket, address: str = "", request: bytes = b"") -> None:
+    async def adopt(
+        self,
+        sock: socket.socket,
+        address: str = "",
+        request: bytes = b"",
+        begins: Callable[[], None] = lambda: None,
+    ) -> None:
         """Serve an accepted connection. `address` is a TCP peer's, looked up when empty. `request` is what
-        another process has read from the connection.
+        another process has read from the connection. `begins` is called before anything is read.
 
         The server takes over the socket, and closes it if it is stopping.
         """
         if self._stopping:
             sock.close()
             return
+        begins()
         sock.setblocking(False)
         try:
             await self._loop.connect_accepted_socket(lambda: Connection(self, address, request), sock)

@@ -32,6 +32,7 @@ from appliance.messages import (
     ServedModel,
     Settle,
     StopFront,
+    Taken,
 )
 from engine.client import Channel, ReplicaClient
 from engine.messages import Output, SamplingParams, Submit
@@ -128,7 +129,6 @@ class FakeFront:
         self.tasks: set[asyncio.Task[None]] = set()
         self.models: list[ServedModel] = []
         self.configured = 0
-        self.taken = 0
 
     def hear(self, message: CoreToFront) -> None:
         if isinstance(message, Configure):
@@ -143,7 +143,7 @@ class FakeFront:
             name = message.replica
             self.replicas[name] = ReplicaClient(sock, lambda handles: self.lost(name, handles))
         elif isinstance(message, ClientConnection):
-            self.taken += 1
+            self.channel.send(Taken(message.number))
             task = self.loop.create_task(self.converse(socket.socket(fileno=self.channel.take_fd())))
             self.tasks.add(task)
             task.add_done_callback(self.tasks.discard)
@@ -195,7 +195,6 @@ class FakeFront:
                 FrontReport(
                     connections=0,
                     max_connections=4096,
-                    taken_connections=self.taken,
                     streams=len(self.calls),
                     requests=0,
                     tokens=10,

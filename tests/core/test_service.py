@@ -110,6 +110,20 @@ def test_a_killed_front_loses_only_its_own_clients_and_is_restarted(make_service
     wait_until(lambda: credits() == (64, 4096), what="the return of all credits")
 
 
+@pytest.mark.parametrize("fronts", [1, 2])
+def test_connections_that_a_killed_front_has_not_read_are_answered_by_another(
+    make_service: Make, fronts: int
+) -> None:
+    service = make_service(f"fronts = {fronts}")
+    service.start()
+    pid = service.wait_ready().fronts[0].pid or 0
+    os.kill(pid, signal.SIGSTOP)
+    clients = [service.connect("m 2") for _ in range(8)]
+    wait_until(lambda: service.admin.status().sockets[0].accepted >= len(clients))
+    os.kill(pid, signal.SIGKILL)
+    assert {read_answer(client)[-1].split()[-1] for client in clients} == {"length"}
+
+
 def test_a_killed_replica_is_restarted_and_answers_continue_without_a_gap(make_service: Make) -> None:
     service = make_service()
     service.start()

@@ -18,7 +18,7 @@ from appliance.front.tokenization import HIDE_INLINE_CHARACTERS, conversation_si
 from appliance.front.validation import parse_struct
 from appliance.messages import Abort, Identity, Limits
 from tests.front.harness import Harness
-from tests.front.raw import Answer, connect, read_answer, request
+from tests.front.raw import Answer, ask, connect, read_answer, request
 
 COMPLETIONS = "/v1/completions"
 LONG = {"model": "demo", "prompt": [300, 301, 302, 303] * 62_000, "truncate_prompt_tokens": 1}
@@ -108,3 +108,19 @@ def test_prompts_that_the_log_policy_keeps_count_as_bodies_until_the_request_end
         front.settled(2)
         send(3)
         front.wait_for(lambda: len(front.admits) == 3)
+
+
+def test_streams_that_have_ended_take_no_memory(front: Harness) -> None:
+    memory = psutil.Process(front.process.pid).memory_info
+    prompts = [[260 + number % 90 for number in range(400)]] * 16
+    body = {"model": "demo", "prompt": prompts, "max_tokens": 1, "stream": True}
+
+    def send(count: int) -> None:
+        for _ in range(count):
+            assert ask(front, "POST", COMPLETIONS, body).status == 200
+
+    send(20)
+    before = memory().rss
+    send(150)
+    # The token ids of each of these requests take 250 KB.
+    assert memory().rss - before < 12e6

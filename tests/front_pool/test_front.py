@@ -7,6 +7,7 @@ import asyncio
 import errno
 import gc
 import os
+import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -137,11 +138,33 @@ def test_full_fronts_are_skipped_while_another_one_has_room() -> None:
     async def scenario() -> None:
         full, free = Full(0, room=False), Full(1, room=True)
         balancer = ConnectionBalancer([full, free])
-        assert all(balancer.assign(ClientConnection("unix", "")) for _ in range(4))
+        assign(balancer, 4)
         assert (full.got, free.got) == (0, 4)
         free.room = False
-        assert all(balancer.assign(ClientConnection("unix", "")) for _ in range(4))
+        assign(balancer, 4)
         assert (full.got, free.got) == (2, 6)
+
+    asyncio.run(scenario())
+
+
+def assign(balancer: ConnectionBalancer, count: int) -> None:
+    for _ in range(count):
+        balancer.assign(ClientConnection("unix", ""))
+
+
+def test_connections_wait_while_no_front_takes_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        front = Full(0, room=True)
+        balancer = ConnectionBalancer([front])
+        before = held()
+        with monkeypatch.context() as closed, socket.socket() as client:
+            closed.setattr(Full, "takes_connections", False)
+            balancer.assign(ClientConnection("unix", ""), client.fileno())
+            balancer.assign_again()
+            assert front.got == 0
+        balancer.assign_again()
+        assert front.got == 1
+        assert held() == before
 
     asyncio.run(scenario())
 

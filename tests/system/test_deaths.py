@@ -135,9 +135,18 @@ def test_a_killed_front_closes_its_connections_and_no_others() -> None:
         streams = [Stream(running, max_tokens=300) for _ in range(6)]
         for stream in streams:
             assert stream.begun.wait(60)
-        fronts = running.status()["fronts"]
+        fronts, accepted = running.status()["fronts"], running.status()["sockets"][0]["accepted"]
+        # The front gets some of these connections, and reads none of their bytes.
+        psutil.Process(fronts[0]["pid"]).suspend()
+        unread = [Stream(running, max_tokens=5) for _ in range(6)]
+        running.wait_until(
+            lambda: running.status()["sockets"][0]["accepted"] >= accepted + 6, 60, "the connections"
+        )
         psutil.Process(fronts[0]["pid"]).kill()
         wait_gone([fronts[0]["pid"]], 60.0)
+        for stream in unread:
+            stream.join(120)
+            assert stream.finish_reason == "length", stream.error
         for stream in streams:
             stream.join(120)
             assert not stream.is_alive()
@@ -150,7 +159,7 @@ def test_a_killed_front_closes_its_connections_and_no_others() -> None:
         assert answer(running)
         running.wait_until(lambda: running.replica()["running"] == 0, 60, "an idle replica")
         assert running.replica()["blocks_used"] == 0
-        running.wait_until(lambda: len(ended(running)) == 8, 60, "the rows of all requests")
+        running.wait_until(lambda: len(ended(running)) == 14, 60, "the rows of all requests")
         rows = running.rows(finish_reason="cancelled")
         assert len(rows) == 3
         assert all(row["error"] for row in rows)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
+import string
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -69,6 +72,16 @@ def test_tokens_that_only_the_config_declares_are_added_at_their_ids(tmp_path):
         TokenizerFilesError, match=f"id {next_id + 5}, but with tokenizer.json it has {next_id}"
     ):
         Tokenizer.load(write_model(tmp_path, base, added_tokens_decoder=wrong))
+
+
+def test_long_words_take_little_memory_after_they_were_encoded():
+    ours = Tokenizer.load(demo_model_folder())
+    draw = random.Random(1)
+    words = " ".join("".join(draw.choices(string.ascii_letters, k=250)) for _ in range(5000))
+    memory = psutil.Process().memory_info
+    before = memory().rss
+    ours.encode_blocking(words)
+    assert memory().rss - before < 20e6, "the library's default keeps 9 KB for each of these words"
 
 
 def test_a_special_token_without_an_id_is_left_out(tmp_path):

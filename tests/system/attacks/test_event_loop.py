@@ -211,6 +211,8 @@ def test_the_death_of_a_replica_blocks_no_event_loop(watched: tuple[Harness, Fig
                 front.wait_for(lambda: len(survivor.submits) == samples, 120)  # noqa: B023
                 assert {submit.first_sample for submit in survivor.submits} == set(range(samples))
                 best = min(best, FIGURES.unpack_from(figures), key=max)
+                if max(best) < MAX_BLOCKED_S:
+                    break
     assert max(best) < MAX_BLOCKED_S, f"blocked for {best[0] * 1e3:.0f} ms"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import socket
@@ -22,6 +23,12 @@ def statuses(answer: bytes) -> list[int]:
     return [int(status) for status in re.findall(rb"HTTP/1.1 (\d{3}) ", answer)]
 
 
+def chunked(path: str, body: bytes, *headers: str) -> bytes:
+    """A POST with this body in one chunk."""
+    lines = [f"POST {path} HTTP/1.1", "Host: x", "Transfer-Encoding: chunked", *headers]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+
+
 @pytest.mark.parametrize("upgrade", ["h2c", "websocket", "foo/2"])
 @pytest.mark.parametrize("framing", ["sized", "chunked"])
 def test_a_body_behind_an_upgrade_header_stays_a_body(attacked: Target, upgrade: str, framing: str) -> None:
@@ -37,19 +44,15 @@ def test_a_body_behind_an_upgrade_header_stays_a_body(attacked: Target, upgrade:
         )
         hiding += HIDDEN
     else:
-        head = "\r\n".join(
-            ["POST /v1/chat/completions HTTP/1.1", "Host: x", "Transfer-Encoding: chunked", *options]
-        )
-        body = post("", chat()).partition(b"\r\n\r\n")[2]
         request, hiding = (
-            head.encode() + b"\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(data), data) for data in (body, HIDDEN)
+            chunked("/v1/chat/completions", body, *options) for body in (json.dumps(chat()).encode(), HIDDEN)
         )
     assert statuses(exchange(attacked.unix, request)) == [200]
     assert statuses(exchange(attacked.unix, hiding)) == [400]
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-@pytest.mark.parametrize("option", ["--http2", "--http1.1", "--http1.0", "--head", "--expect100-timeout=5"])
+@pytest.mark.parametrize("option", ["--http2", "--http1.1", "--http1.0", "--head", "--expect100-timeout=600"])
 def test_curl_gets_its_answer(attacked: Target, option: str) -> None:
     command = ["curl", "-sS", "--unix-socket", str(attacked.unix), "http://box/v1/chat/completions"]
     if option == "--head":
@@ -122,6 +125,14 @@ def test_http_1_0_gets_an_answer_that_ends_with_the_connection(attacked: Target)
         assert body.endswith(b"data: [DONE]\n\n" if stream else b"}")
 
 
+def test_http_1_0_gets_a_long_answer_to_its_end(attacked: Target) -> None:
+    request = post("/tokenize", {"model": "demo", "prompt": "a b " * 80_000}, version="1.0")
+    head, _, body = exchange(attacked.unix, request).partition(b"\r\n\r\n")
+    assert b"connection: close" in head.lower()
+    assert len(body) > 500_000, "the kernel would take a shorter answer at once"
+    assert len(json.loads(body)["tokens"]) > 100_000
+
+
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_half_closed_client_gets_its_answer(attacked: Target, kind: str, stream: bool) -> None:
@@ -172,10 +183,16 @@ def test_the_clients_request_id_is_echoed_exactly(attacked: Target) -> None:
     )
 
 
-def test_pieces_of_a_request_may_come_slowly(attacked: Target) -> None:
-    request = post("/v1/chat/completions", chat(), "Connection: close")
+@pytest.mark.parametrize("framing", ["sized", "chunked"])
+def test_a_request_may_come_byte_by_byte(attacked: Target, framing: str) -> None:
+    if framing == "sized":
+        request = post("/v1/chat/completions", chat())
+    else:
+        request = chunked("/v1/chat/completions", json.dumps(chat()).encode())
     with connect(attacked.unix) as sock:
-        for start in range(0, len(request), 16):
-            sock.sendall(request[start : start + 16])
-            time.sleep(0.005)
-        assert statuses(read_all(sock)) == [200]
+        for byte in request[:-1]:
+            sock.sendall(bytes([byte]))
+            time.sleep(0.002)
+        # The end of the body and the next request arrive together.
+        sock.sendall(request[-1:] + b"GET /v1/nothing HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert statuses(read_all(sock)) == [200, 404]
