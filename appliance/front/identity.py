@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import Sequence
 
-from appliance.front.errors import unauthorized
+from appliance.front.errors import ApiError, unauthorized
 from appliance.http import Peer, bearer
 from appliance.messages import Identities, Identity
 
@@ -66,6 +66,13 @@ class IdentityTable:
         if identity is None:
             raise unauthorized(f"uid {peer.uid} may not use this socket without a key", "unknown_uid")
         return identity
+
+    def tenant_of(self, headers: Sequence[tuple[bytes, bytes]], peer: Peer) -> str:
+        """Return the tenant of a request, or an empty string if it has no valid identity."""
+        try:
+            return self.identify(headers, peer).tenant
+        except ApiError:
+            return ""
 
     def knows(self, peer: Peer) -> bool:
         """Return whether the peer needs no key: it is a local user that the service knows."""

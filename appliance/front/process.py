@@ -50,7 +50,8 @@ class FrontProcess:
         self._channel: Channel[CoreToFront] = Channel(sock, CoreToFront)
         self._state = AppState(self._channel.send, self._channel.send)
         _, application = build_app(self._state)
-        self._server = HttpServer(application, known=self._state.identities.knows)
+        identities = self._state.identities
+        self._server = HttpServer(application, known=identities.knows, tenant_of=identities.tenant_of)
         self._taken = self._told_taken = 0
         self._configurations: asyncio.Queue[Configure] = asyncio.Queue()
         self._latest: Configure | None = None

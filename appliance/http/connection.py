@@ -17,7 +17,7 @@ from appliance.http.exchange import CONTINUE, Exchange, whole_response
 from appliance.http.heads import HeadReader, RequestHead
 from appliance.http.peers import Peer, peer_of
 from appliance.http.pools import Pool
-from appliance.http.turns import Source, source_of_peer, source_of_tenant
+from appliance.http.turns import Source, source_of_request
 
 if TYPE_CHECKING:
     from appliance.http.server import HttpServer
@@ -65,6 +65,8 @@ class Connection(asyncio.BufferedProtocol):
         self._address = address
         self._tenant = ""
         self._peer: Peer | None = None
+        self._source: Source
+        """Who takes turns with this connection."""
         self.pool: Pool | None = None
         """The pool that has a place for this connection; the server sets it."""
         self._input = bytearray(request)
@@ -178,6 +180,7 @@ class Connection(asyncio.BufferedProtocol):
             with contextlib.suppress(OSError):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._peer = peer_of(sock, self._address)
+        self._source = source_of_request("", self._peer)
         if not self.server.admit(self, self._peer):
             transport.abort()
             return
@@ -240,12 +243,6 @@ class Connection(asyncio.BufferedProtocol):
         if self._waits_to_read and not self.transport.is_closing():
             self._waits_to_read = False
             self._pause_reading(self._linger_bytes is None and not self._wants_bytes())
-
-    @property
-    def _source(self) -> Source:
-        """Who takes turns with this connection: its tenant, or the address or user that it connects from."""
-        assert self._peer is not None
-        return source_of_tenant(self._tenant) if self._tenant else source_of_peer(self._peer)
 
     def eof_received(self) -> bool:
         """Keep the connection open if the client may still be waiting for a response."""
@@ -322,6 +319,8 @@ class Connection(asyncio.BufferedProtocol):
             self._request_complete(exchange)
         else:
             self._arm(self.server.limits.body_timeout_s, self._body_late)
+        assert self._peer is not None
+        self._source = source_of_request(self.server.tenant_of(head.headers, self._peer), self._peer)
         second, count = self._begun
         self._begun = self.server.second, (count + 1 if second == self.server.second else 1)
         self.server.turns.add(self._source, self._begun[1], lambda: self._run(exchange))

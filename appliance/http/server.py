@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from email.utils import formatdate
 from typing import Any
 
@@ -14,7 +14,7 @@ from appliance.http.exchange import Exchange
 from appliance.http.peers import Peer, peer_of
 from appliance.http.pools import Pool
 from appliance.http.request_memory import RequestMemory, of_largest_owner
-from appliance.http.turns import Turns, source_of_peer
+from appliance.http.turns import Turns, source_of_connection
 from appliance.messages import Limits
 
 WRITE_TIMEOUT_S = 60.0
@@ -33,6 +33,9 @@ class HttpServer:
     Each connection has a place in one of two pools: one for known clients (`known` returns True for the peer,
     or one of its requests had a valid key) and one for all others. The second pool is small, its time limits
     are short, and it never takes a place of the first.
+
+    `tenant_of` returns the tenant of a request by its headers, or an empty string if the request has no valid
+    identity. Tenants take turns (`Turns`).
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class HttpServer:
         limits: Limits | None = None,
         *,
         known: Callable[[Peer], bool] = lambda peer: True,
+        tenant_of: Callable[[Sequence[tuple[bytes, bytes]], Peer], str] = lambda headers, peer: "",
         write_timeout_s: float = WRITE_TIMEOUT_S,
     ) -> None:
         self.known_pool = Pool()
@@ -50,6 +54,7 @@ class HttpServer:
         self.cut_off = CountedLog("connections were closed because their clients did not take the answers")
         self.request_memory = RequestMemory()
         self.turns = Turns()
+        self.tenant_of = tenant_of
         self.second = 0
         """Counts the seconds since the start."""
         self.limits = limits or Limits()
@@ -91,7 +96,7 @@ class HttpServer:
         The server takes over the socket, and closes it if it is stopping.
         """
         turn = asyncio.Event()
-        self.turns.add(source_of_peer(peer_of(sock, address)), 0, turn.set)
+        self.turns.add(source_of_connection(peer_of(sock, address)), 0, turn.set)
         await turn.wait()
         if self._stopping:
             sock.close()

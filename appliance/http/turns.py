@@ -31,18 +31,21 @@ class Source(NamedTuple):
     name: str
     """A tenant, an address or a local user. Sources take turns."""
     budget: str
-    """Sources with the same budget use one share of the event loop's time."""
+    """Sources with the same budget use one share of the event loop's time. Empty: without a limit."""
 
 
-def source_of_tenant(tenant: str) -> Source:
-    """Return the source of a tenant's requests."""
-    return Source(f"tenant {tenant}", f"tenant {tenant}")
-
-
-def source_of_peer(peer: Peer) -> Source:
-    """Return the source of a client whose tenant is not known yet. Each local user has a budget; all
-    clients over TCP share one, because anybody can have many addresses."""
+def source_of_request(tenant: str, peer: Peer) -> Source:
+    """Return the source of a request of a tenant, empty if it has no valid identity. Then each local user has
+    a budget; all clients over TCP share one, because anybody can have many addresses."""
+    if tenant:
+        return Source(f"tenant {tenant}", f"tenant {tenant}")
     return Source(peer.source, peer.source if peer.kind == "unix" else "tcp")
+
+
+def source_of_connection(peer: Peer) -> Source:
+    """Return the source of a new connection. It has no limit, because other clients wait behind it to be
+    accepted."""
+    return Source(peer.source, "")
 
 
 class Turns:
@@ -92,8 +95,10 @@ class Turns:
         passed_s = now - self._last_pass
         self._last_pass = now
         self._charge(passed_s, now)
-        ready = [source for source in self._waiting if not self._rest_s(source, now)]
-        for source in ready[: min(max(int(passed_s / TURN_S), 1), MAX_TURNS_PER_PASS)]:
+        for _ in range(min(max(int(passed_s / TURN_S), 1), MAX_TURNS_PER_PASS)):
+            source = next((one for one in self._waiting if not self._rest_s(one, now)), None)
+            if source is None:
+                break
             heap = self._waiting.pop(source)
             _, _, work = heapq.heappop(heap)
             if heap:
@@ -116,7 +121,7 @@ class Turns:
 
     def _charge(self, passed_s: float, now: float) -> None:
         """Charge the turns of the last pass with its time."""
-        for budget in self._used:
+        for budget in filter(None, self._used):
             cost_s = min(passed_s / len(self._used), MAX_CHARGE_S)
             since = max(self._rests_until.get(budget, 0.0), now - BURST_S)
             self._rests_until[budget] = since + cost_s / MAX_SHARE

@@ -15,13 +15,13 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from appliance.http import HttpServer
-from appliance.http.turns import MAX_TURNS_PER_PASS, TURN_S, Source, Turns
+from appliance.http.turns import BURST_S, MAX_SHARE, MAX_TURNS_PER_PASS, TURN_S, Source, Turns
 
 GREEDY = 200
 """Number of connections of the client that sends requests without a pause."""
 
 
-ONE = Source("one", "one")
+ONE = Source("one", "")
 
 
 def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -49,7 +49,7 @@ def test_a_pass_of_the_loop_takes_one_turn_and_sources_alternate() -> None:
     async def main() -> None:
         turns, done = Turns(), list[str]()
         for name in ("a1", "a2", "a3", "b1", "c1"):
-            turns.add(Source(name[0], name[0]), 0, lambda name=name: done.append(name))  # type: ignore[misc]
+            turns.add(Source(name[0], ""), 0, lambda name=name: done.append(name))  # type: ignore[misc]
         seen = []
         while len(done) < 5:
             seen.append(len(done))
@@ -76,11 +76,79 @@ def test_slow_passes_take_more_turns_up_to_a_bound() -> None:
     async def main() -> None:
         turns, done = Turns(), list[int]()
         for number in range(1 + 2 * MAX_TURNS_PER_PASS):
-            source = Source(f"source {number}", f"source {number}")
-            turns.add(source, 0, lambda number=number: done.append(number))  # type: ignore[misc]
+            turns.add(ONE, 0, lambda number=number: done.append(number))  # type: ignore[misc]
         time.sleep(100 * MAX_TURNS_PER_PASS * TURN_S)
         await asyncio.sleep(0)
         assert len(done) == 1 + MAX_TURNS_PER_PASS
+
+    run(main)
+
+
+def test_a_budget_takes_its_share_of_the_loop_and_other_work_is_done_at_once_meanwhile() -> None:
+    async def main() -> None:
+        turns, greedy, other = Turns(), list[float](), list[float]()
+
+        def work() -> None:
+            began = time.perf_counter()
+            turns.add(Source(f"address {len(greedy) % 7}", "tcp"), 0, work)
+            time.sleep(0.001)
+            greedy.append(time.perf_counter() - began)
+
+        work()
+        await asyncio.sleep(2 * BURST_S)
+        before, began = sum(greedy), time.perf_counter()
+        while time.perf_counter() - began < 1.0:
+            asked = time.perf_counter()
+            turns.add(Source("tenant", "tenant"), 0, lambda: other.append(time.perf_counter() - asked))  # noqa: B023
+            await asyncio.sleep(0.01)
+        seconds = time.perf_counter() - began
+        assert 0.2 * MAX_SHARE < (sum(greedy) - before) / seconds < 1.2 * MAX_SHARE
+        assert len(other) > 10
+        assert sorted(other)[len(other) // 2] < 0.02
+
+    run(main)
+
+
+def test_the_first_work_after_a_pause_is_not_delayed_by_the_budget() -> None:
+    async def main() -> None:
+        turns, done = Turns(), list[int]()
+        for number in range(10):
+            turns.add(Source("tenant", "tenant"), 0, lambda number=number: done.append(number))  # type: ignore[misc]
+        passes = 0
+        while len(done) < 10:
+            await asyncio.sleep(0)
+            passes += 1
+        assert passes <= 20
+
+    run(main)
+
+
+def test_tenants_take_turns_from_the_first_request_of_a_connection(tmp_path: Path) -> None:
+    answered = []
+
+    async def work(request: Request) -> PlainTextResponse:
+        answered.append(request.headers["tenant"])
+        return PlainTextResponse("done")
+
+    async def main() -> None:
+        server = HttpServer(
+            Starlette(routes=[Route("/", work)]),
+            tenant_of=lambda headers, peer: dict(headers)[b"tenant"].decode(),
+        )
+        listening = socket.socket(socket.AF_UNIX)
+        listening.bind(str(tmp_path / "s"))
+        listening.listen(1000)
+        await server.listen(listening)
+        opened = [await asyncio.open_unix_connection(str(tmp_path / "s")) for _ in range(GREEDY + 1)]
+        for _, writer in opened:
+            tenant = b"modest" if writer is opened[-1][1] else b"greedy"
+            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nTenant: " + tenant + b"\r\n\r\n")
+        while "modest" not in answered:
+            await asyncio.sleep(0)
+        assert len(answered) < GREEDY // 2
+        for _, writer in opened:
+            writer.close()
+        await server.stop(0.1)
 
     run(main)
 
