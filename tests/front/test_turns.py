@@ -84,7 +84,7 @@ def test_slow_passes_take_more_turns_up_to_a_bound() -> None:
     run(main)
 
 
-def test_a_budget_takes_its_share_of_the_loop_and_other_work_is_done_at_once_meanwhile() -> None:
+def test_a_budget_takes_its_share_of_the_loop_and_delays_no_other_work() -> None:
     async def main() -> None:
         turns, greedy, other = Turns(), list[float](), list[float]()
 
