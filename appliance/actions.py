@@ -102,7 +102,7 @@ class CreateKey(_KeyChanges):
     """Create a bearer key. It is shown only once. Its limits apply within its tenant's."""
 
     name: str
-    """The purpose or user of the key."""
+    """`KeyFields.name`, which a new key must have."""
     tenant: str = "default"
     """The tenant that is billed for its requests."""
 
@@ -182,7 +182,7 @@ class CancelRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ShowContents(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Show the stored prompts and answers of a request. The audit records who read them."""
+    """Show the stored prompts and answers of a request. The audit trail records who reads them."""
 
     request_id: str
     """The request's id, as `requests` shows it."""

@@ -1,4 +1,5 @@
-"""Tasks that run in the background of the event loop, and the delay before a process is restarted."""
+"""Tasks that run in the background of the event loop, the delay before a process is restarted, and budgets of
+processing time."""
 
 from __future__ import annotations
 
@@ -55,3 +56,30 @@ class Backoff:
             self._next_s = self._first_s
         delay, self._next_s = self._next_s, min(self._next_s * 2, self._max_s)
         return delay
+
+
+class TimeBudgets:
+    """Limits the time that each user of a thread takes to a share of it in the long run. Times are in seconds
+    of one clock."""
+
+    def __init__(self, max_share: float, burst_s: float) -> None:
+        """`max_share`: between 0 and 1. A user that took nothing for `burst_s` may take its share of this
+        time at once."""
+        self._max_share = max_share
+        self._burst_s = burst_s
+        self._rests_until: dict[str, float] = {}
+        """When each user that took time lately is within its share again."""
+
+    def rest_s(self, user: str, now: float) -> float:
+        """Return for how long the user must take no more time; 0 if it is within its share."""
+        return max(0.0, self._rests_until.get(user, 0.0) - now)
+
+    def charge(self, user: str, taken_s: float, now: float) -> None:
+        """Charge the user with time that it has taken."""
+        since = max(self._rests_until.get(user, 0.0), now - self._burst_s)
+        self._rests_until[user] = since + taken_s / self._max_share
+
+    def forget_unused(self, now: float) -> None:
+        """Forget the users who may take their whole burst again."""
+        earliest = now - self._burst_s
+        self._rests_until = {user: until for user, until in self._rests_until.items() if until > earliest}

@@ -6,10 +6,12 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from appliance.protocol import FrontStats
+from appliance.protocol import FrontStats, LogLevel
 from store.policies import INTERACTIVE, LogPolicy
 
 SocketKind = Literal["unix", "tcp"]
+ExceededLimit = Literal["", "requests", "tokens"]
+"""What the exceeded limit counts: OpenAI's `type` of the error; "" if the status determines the type."""
 SecretKind = Literal["keys", "bearer_tokens", "passwords", "private_keys", "emails", "cards"]
 
 # ── core to front ────────────────────────────────────────────────────────────────────────────────
@@ -162,7 +164,7 @@ class Configure(msgspec.Struct, tag="configure", frozen=True, kw_only=True):
     """Why the service is not ready."""
     silent: dict[str, str] = {}
     """The models that do not answer, and why: the result of `/health/ready?model=NAME`."""
-    log_level: str = "info"
+    log_level: LogLevel = "info"
     retries: RetryRules = RetryRules()
     keeping: KeepRules = KeepRules()
 
@@ -236,8 +238,7 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
     code: str
     message: str
     retry_after_s: float | None = None
-    kind: str = ""
-    """OpenAI's `type` of the error if the status does not determine it: "requests" or "tokens"."""
+    kind: ExceededLimit = ""
     useless: bool = False
     """Whether an automatic retry, as OpenAI's clients make it, would be useless."""
     rate_limits: RateLimits | None = None
@@ -263,23 +264,32 @@ class FrontReady(msgspec.Struct, tag="front_ready", frozen=True):
     """The front has loaded its tokenizers and takes connections."""
 
 
-class Admit(msgspec.Struct, tag="admit", frozen=True, kw_only=True):
-    """Asks to run a request. Answered by exactly one `Admitted`, when it is the request's turn, or `Refused`
-    with the same attempt, unless the front withdraws the request with `Settle` first."""
+class LoggedFields(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of a request that all messages about its row in the log have."""
 
     request_id: str
-    attempt: int = 0
-    """0 at first; increased with each resubmission after a replica was lost."""
     identity: Identity
     peer: str
     """The client as shown in the log: "uid 1000" or an address."""
     endpoint: str
     model: str
     stream: bool
+    arrived_at: float
+    """Unix seconds at which the request was read."""
+    user: str = ""
+    """The field `user` of the body; "" if there is none."""
+
+
+class Admit(LoggedFields, tag="admit", frozen=True, kw_only=True):
+    """Asks to run a request. Answered by exactly one `Admitted`, when it is the request's turn, or `Refused`
+    with the same attempt, unless the front withdraws the request with `Settle` first."""
+
+    attempt: int = 0
+    """0 at first; increased with each resubmission after a replica was lost."""
     submissions: int
     """Number of `Submit` messages that follow the admission: one for each prompt; when resuming, one for each
     unfinished sample."""
-    rows: int
+    num_seqs: int
     """Number of sequences of all submissions."""
     prompt_tokens: int
     """Prompt tokens of all submissions, when resuming with the output so far: the token credit that it
@@ -288,14 +298,10 @@ class Admit(msgspec.Struct, tag="admit", frozen=True, kw_only=True):
     """The limit of generated tokens over all samples."""
     may_lower: bool = False
     """Whether the core may lower the limit (`Admitted.most_tokens`), because the client gave none."""
-    arrived_at: float
-    """Unix seconds at which the request was read."""
     asked_class: str = ""
     """The class that the client asked for; "" for the default."""
     retry_of: str = ""
     """The request id of an earlier run with the same `Idempotency-Key`, whose answer is lost."""
-    user: str = ""
-    """The field `user` of the body, for the log; "" if there is none."""
     deadline_ms: float | None = None
     """The time after `arrived_at` within which the whole answer is needed; None: no deadline."""
 
@@ -352,28 +358,19 @@ class Settle(msgspec.Struct, tag="settle", frozen=True, kw_only=True):
     """Time from arrival to the end of the answer."""
 
 
-class Rejected(msgspec.Struct, tag="rejected", frozen=True, kw_only=True):
+class Rejected(LoggedFields, tag="rejected", frozen=True, kw_only=True):
     """A request of a known caller that the front refused (4xx), for the log. If the refusal took much work,
     it counts against the caller's rate limits.
 
     Requests of unknown callers are only counted, so that a flood of them cannot fill the disk.
     """
 
-    request_id: str
-    identity: Identity
-    peer: str
-    endpoint: str
-    model: str
-    stream: bool
     status: int
     error: str
     prompt_tokens: int
     work_tokens: int = 0
     """The cost of parsing and encoding the request, in tokens; 0: negligible."""
-    arrived_at: float
     e2e_ms: float
-    user: str = ""
-    """The same as `Admit.user`."""
 
 
 class Worked(msgspec.Struct, tag="worked", frozen=True):
@@ -384,28 +381,19 @@ class Worked(msgspec.Struct, tag="worked", frozen=True):
     tokens: int
 
 
-class Retried(msgspec.Struct, tag="retried", frozen=True, kw_only=True):
+class Retried(LoggedFields, tag="retried", frozen=True, kw_only=True):
     """A retry that was answered with the result of an earlier request, for the log."""
 
-    request_id: str
-    identity: Identity
-    peer: str
-    endpoint: str
-    model: str
-    stream: bool
-    retry: str
-    """"joined" (the run had not ended) or "repeated"."""
+    retry: Literal["joined", "repeated"]
+    """"joined": the run had not ended."""
     retry_of: str
     """The id of the earlier request."""
     request_class: int
     status: int
     finish_reason: str
     error: str
-    arrived_at: float
     ttft_ms: float | None
     e2e_ms: float
-    user: str = ""
-    """The same as `Admit.user`."""
 
 
 class Keep(msgspec.Struct, tag="keep", frozen=True, kw_only=True):

@@ -17,6 +17,7 @@ def precision(dtype: str, weights: str, kv_cache_dtype: str) -> str:
     return ", ".join([dtype, *(f"{what} {name}" for what, name in held if name != dtype)])
 
 
+LogLevel = Literal["debug", "info", "warning", "error"]
 ProcessState = Literal["starting", "ready", "restarting", "stopping", "stopped"]
 
 
@@ -32,7 +33,7 @@ class FrontStats(msgspec.Struct, frozen=True, kw_only=True):
     unauthenticated_connections: int = 0
     """Connections that have not yet sent a request with a valid key."""
     refused_connections: int = 0
-    """Connections that were closed, or answered 503, because no place was free."""
+    """Connections that were closed, or answered 503, because the limit was reached."""
     evicted_connections: int = 0
     """Connections without a valid key that were closed to make room for others."""
     cut_off_connections: int = 0
@@ -213,32 +214,36 @@ class ClassStatus(msgspec.Struct, kw_only=True):
     """The target for the wait; None for P3."""
 
 
-class QueueStatus(msgspec.Struct, kw_only=True):
-    """The request queue."""
+class QueueStats(msgspec.Struct, kw_only=True):
+    """Counters and measurements of the request queue. Totals are since the start of the service."""
 
     waiting: int
     """Requests that wait for dispatch."""
     running: int
     """Requests on a replica."""
     oldest_wait_s: float
-    limit: int
-    timeout_s: float
     admitted: int
-    """Number of admitted requests since the start."""
     refused: int
-    """Requests that the core refused since the start."""
+    """Requests that the core refused."""
     ended: int
-    """Number of requests whose rows have ended since the start."""
+    """Requests whose rows in the log have ended."""
     waiting_tokens: int = 0
     """Prompt tokens of waiting requests."""
     preemptions: int = 0
-    """Preemptions of requests that have ended, since the start."""
+    """Preemptions of requests that have ended."""
     overload: str = ""
-    """What is overloaded, and what load shedding does about it; empty if nothing is."""
+    """The overloaded models and which requests they refuse; empty without overload."""
     overload_step: int = 0
-    """The step of load shedding; 0 without overload."""
+    """The step of the load shedder; 0 without overload."""
     classes: list[ClassStatus] = []
     """One entry for each class, from P0 on."""
+
+
+class QueueStatus(QueueStats, kw_only=True):
+    """The request queue."""
+
+    limit: int
+    timeout_s: float
 
 
 class DatabaseStatus(WriterState, frozen=True, kw_only=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from engine.core import EngineCore, StepRunner
 from engine.messages import ReplicaInfo, ReplicaSpec
@@ -12,10 +12,14 @@ from engine.scheduling.scheduler import Scheduler
 
 
 def build_core(
-    spec: ReplicaSpec, info: ReplicaInfo, runner: StepRunner, peers: Sequence[socket.socket]
+    spec: ReplicaSpec,
+    info: ReplicaInfo,
+    runner: StepRunner,
+    peers: Sequence[socket.socket],
+    on_lost: Callable[[str], None],
 ) -> EngineCore:
     """Return the engine of a loaded replica. peers: ends of the plan channels to the other ranks, in their
-    order.
+    order. on_lost: called with the reason when a rank does not take plans any more (`Ranks.abandon`).
 
     Raises UnsupportedError if a plan for the other ranks could be too large for a channel.
     """
@@ -35,5 +39,5 @@ def build_core(
         blocks=info.kv_blocks,
         prefix_cache=spec.prefix_cache,
     )
-    plans = PlanSender(peers) if peers else None
+    plans = PlanSender(peers, on_lost) if peers else None
     return EngineCore(scheduler, runner, overlap=spec.overlap, plans=plans)

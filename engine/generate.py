@@ -56,7 +56,11 @@ class LocalEngine:
         try:
             self.runner = build_runner(spec, 0, progress)
             self.info = self.runner.info()
-            self.core = build_core(spec, self.info, self.runner, self.others.plans if self.others else [])
+            abandon = self.runner.ranks.abandon
+            if self.others is not None:
+                self.others.on_lost(abandon)
+            plans = self.others.plans if self.others else []
+            self.core = build_core(spec, self.info, self.runner, plans, abandon)
         except BaseException as error:
             if self.others is not None:
                 cause = self.explain(error) if isinstance(error, RankLost) else ""

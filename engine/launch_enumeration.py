@@ -27,7 +27,7 @@ from engine.sizing import EXPANSION_BLOCKS, gemm_sizes
 from engine.steps import StepExecutor
 from engine.warmup import warm_up
 from engine.warmup_steps import largest_steps
-from kernels import Residual
+from kernels import NextNorm, Residual
 from kernels.compiling import GpuModel
 from kernels.cuda import CudaOps
 from kernels.triton import sampling
@@ -104,8 +104,8 @@ class _EveryRank(Collectives):
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._launch("all_reduce", tensor)
 
-    def add_sum(self, residual: Residual, part: torch.Tensor, next_gain: torch.Tensor | None) -> Residual:
-        return self._launch("add_sum", residual, part, next_gain)
+    def add_sum(self, residual: Residual, part: torch.Tensor, norm: NextNorm | None) -> Residual:
+        return self._launch("add_sum", residual, part, norm)
 
     def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._launch("all_gather_last_dim", tensor)
@@ -128,13 +128,20 @@ class _EveryRank(Collectives):
         return found[self.rank]
 
     def _launch(self, name: str, *arguments: Any) -> Any:
-        tensors = [each.values if isinstance(each, Residual) else each for each in arguments]
-        call = (name, *(None if each is None else (each.shape, each.dtype) for each in tensors))
+        call = (name, *map(_kind, arguments))
         if call not in self._launched:
             self._launched.add(call)
             for each in self._each:
                 getattr(each, name)(*arguments)
         return getattr(self._each[self.rank], name)(*arguments)
+
+
+def _kind(argument: torch.Tensor | Residual | NextNorm | None) -> tuple[Any, ...]:
+    """Return everything about an argument of a collective that a launch depends on."""
+    if isinstance(argument, NextNorm):
+        return (argument.quantised, *_kind(argument.gain))
+    tensor = argument.values if isinstance(argument, Residual) else argument
+    return () if tensor is None else (tensor.shape, tensor.dtype)
 
 
 class MetaReplica:

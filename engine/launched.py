@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -28,14 +29,26 @@ class StepResults:
     token depends on all tokens before it."""
 
 
-class ThreadStep:
-    """A step on the worker thread of a CPU. Implements `engine.core.LaunchedStep`."""
+LOSS_CHECK_S = 0.1
+"""How often the wait for a step on a CPU checks whether a peer was lost."""
 
-    def __init__(self, future: Future[tuple[StepTokens, float]]) -> None:
-        self._future = future
+
+class ThreadStep:
+    """A step on the worker thread of a CPU. Implements `engine.core.LaunchedStep`.
+
+    check: raises an exception if a peer was lost. The worker thread may then stay blocked in a collective,
+    because gloo detects only peers that have closed their connections.
+    """
+
+    def __init__(self, future: Future[tuple[StepTokens, float]], check: Callable[[], None]) -> None:
+        self._future, self._check = future, check
         self.host_gap_us = 0.0
 
     def wait(self) -> StepTokens:
+        while not self._future.done():
+            with contextlib.suppress(TimeoutError):
+                self._future.result(LOSS_CHECK_S)
+            self._check()
         tokens, self.host_gap_us = self._future.result()
         return tokens
 

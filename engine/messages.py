@@ -26,6 +26,10 @@ URGENCIES = 3
 LEVELS = CLASSES * URGENCIES
 """Number of levels, one for each class and urgency: `Submit.level` is 0 to 11."""
 
+Device = Literal["auto", "cuda", "cpu"]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["auto", "fp8"]
+LoadFormat = Literal["safetensors", "dummy"]
 FinishReason = Literal["", "stop", "length", "cancelled", "error"]
 """Why a sample ended: "" (it has not ended), "stop" (a stop token, which is its last token), "length"
 (`max_tokens` or the model's maximum length), "cancelled" or "error"."""
@@ -41,16 +45,16 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the replica, unique on the server, e.g. "demo-0"."""
     model_path: str
     """Folder of a Hugging Face checkpoint (`config.json` and safetensors files)."""
-    load_format: str = "safetensors"
+    load_format: LoadFormat = "safetensors"
     """"safetensors", or "dummy" for random weights generated on the device."""
-    device: str = "auto"
-    """"auto" (CUDA if available, otherwise CPU), "cuda" or "cpu"."""
-    dtype: str = "auto"
-    """"auto" (the checkpoint's dtype on CUDA, float32 on CPU), "float32", "bfloat16" or "float16"."""
-    quantization: str = "auto"
+    device: Device = "auto"
+    """"auto" is CUDA if available, otherwise the CPU."""
+    dtype: DType = "auto"
+    """"auto" is the checkpoint's dtype on CUDA, float32 on the CPU."""
+    quantization: Quantization = "auto"
     """How the layers' matrices are stored: "auto" (as in the checkpoint) or "fp8" (quantised while loading,
     with one scale per output)."""
-    kv_cache_dtype: str = "auto"
+    kv_cache_dtype: Quantization = "auto"
     """The KV cache's dtype: "auto" (the model's) or "fp8" (e4m3, with one scale per token and head)."""
     tensor_parallel_size: int = 1
     max_model_len: int | None = None

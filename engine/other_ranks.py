@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 
 import msgspec
 
@@ -24,14 +25,14 @@ STOP_GRACE_S = 10.0
 """How long the ranks may take to exit after `Stop` before they are killed."""
 LOSS_GRACE_S = 2.0
 """How long rank 0 may take to report the loss of a rank by itself. After that this process ends, because rank
-0 may wait in a collective that never returns."""
+0 may wait in a collective that never returns, for example while it loads the model."""
 
 
 class OtherRanks:
     """Runs ranks 1 to N-1, each as `python -m engine.replica`, until `stop`.
 
-    If a rank exits before `stop`, the other ranks are killed. Rank 0 usually raises RankLost then, because
-    its collective fails, and should call `explain` and `stop`. If it does not call `stop` in time, the reason
+    If a rank exits before `stop`, the callback of `on_lost` is called and the other ranks are killed. Rank 0
+    raises RankLost then, and should call `explain` and `stop`. If it does not call `stop` in time, the reason
     is printed and the process ends with exit code 1.
     """
 
@@ -46,6 +47,7 @@ class OtherRanks:
         self._channels: dict[int, Channel[RankOutbound]] = {}
         self._stopping, self._lost = threading.Event(), threading.Event()
         self._reason = ""
+        self._on_lost: Callable[[str], None] = lambda reason: None
         self._watcher = threading.Thread(target=self._watch, name="engine-ranks", daemon=True)
         try:
             for rank in range(1, spec.tensor_parallel_size):
@@ -60,6 +62,13 @@ class OtherRanks:
     def pids(self) -> list[int]:
         """Process ids of ranks 1 to N-1."""
         return [process.pid for process in self._processes.values()]
+
+    def on_lost(self, callback: Callable[[str], None]) -> None:
+        """Call `callback(reason)`, on any thread and at least once, when a rank exits before `stop`, or now
+        if one has exited already."""
+        self._on_lost = callback
+        if self._lost.is_set():
+            callback(self._reason)
 
     def explain(self, error: Exception) -> str:
         """Return why a rank was lost, for an exception of rank 0 that may be a consequence of the loss."""
@@ -111,6 +120,7 @@ class OtherRanks:
         cause = f": {fatal[0].message}" if fatal else ""
         self._reason = f"rank {rank} (pid {process.pid}) {describe_exit(returncode)}{cause}"
         self._lost.set()
+        self._on_lost(f"rank {rank} has ended")
         self._kill()
         if not self._stopping.wait(LOSS_GRACE_S):
             print(self._reason, file=sys.stderr, flush=True)

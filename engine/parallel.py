@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from kernels import Residual
+from kernels import NextNorm, Residual
 from kernels.draws import BAD_TOKEN
 
 log = logging.getLogger(__name__)
@@ -51,10 +51,10 @@ class Ranks(Protocol):
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum over the ranks, bitwise equal on all of them. May overwrite `tensor`."""
 
-    def add_sum(self, residual: Residual, part: torch.Tensor, next_gain: torch.Tensor | None) -> Residual:
+    def add_sum(self, residual: Residual, part: torch.Tensor, norm: NextNorm | None) -> Residual:
         """Return `residual` plus the sum of `part [tokens, hidden]` over the ranks, bitwise equal on all of
-        them. May overwrite `residual.values` and `part`. With `next_gain [hidden]`, the gain of the norm
-        that reads the result, the result may carry a deferred norm."""
+        them. May overwrite `residual.values` and `part`. With `norm`, the norm that reads the result, the
+        result may carry the result of this norm in the requested form."""
 
     def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
         """Concatenate `[..., n]` of each rank, in rank order, to `[..., size × n]`. Shapes must be equal. The
@@ -106,7 +106,7 @@ class Collectives:
     def all_gather_stack(self, tensor: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
-    def add_sum(self, residual: Residual, part: torch.Tensor, next_gain: torch.Tensor | None) -> Residual:
+    def add_sum(self, residual: Residual, part: torch.Tensor, norm: NextNorm | None) -> Residual:
         return Residual(residual.values.add_(self.all_reduce(part)))
 
     def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:

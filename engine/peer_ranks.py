@@ -11,8 +11,8 @@ import torch
 from engine.parallel import Collectives, Ranks
 from engine.peer_overlap import PeerOverlap, make_overlap
 from engine.sizing import overlap_split
-from kernels import DeferredNorm, Residual
-from kernels.triton import all_gather, all_reduce
+from kernels import DeferredNorm, Fp8Activation, NextNorm, Residual
+from kernels.triton import all_gather, all_reduce, all_reduce_norm
 from kernels.triton.peer_arena import Arena
 
 _TWO_SHOT_BYTES = {2: 4 << 20, 4: 512 << 10, 8: 128 << 10}
@@ -20,6 +20,9 @@ _TWO_SHOT_BYTES = {2: 4 << 20, 4: 512 << 10, 8: 128 << 10}
 × H200 (docs/performance.md). Four and eight: computed as the size at which the time that two-shot saves on an
 NVLink of 373 GB/s, (n - 1)(1 - 2 / n) × size / bandwidth, equals the 2.5 µs of its second exchange."""
 
+QUANTISED_ROWS = 64
+"""Maximum number of rows whose quantised norm is computed by the all-reduce, with one program for each row.
+Not measured on GPUs yet. With more rows, all programs of the plain all-reduce are busy anyway."""
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 """The dtypes that are gathered through peer memory. Only the sign of a zero may be lost in them."""
 
@@ -62,27 +65,39 @@ class PeerRanks(Collectives):
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         if not self._sums(tensor):
             return self._group.all_reduce(tensor)
-        return self.add_sum(Residual(torch.zeros_like(tensor)), tensor, None).values
+        total = torch.empty_like(tensor)
+        two_shot = self._uses_two_shot(tensor)
+        all_reduce.all_reduce_add(tensor, total, self._arena, two_shot=two_shot, add=False, pdl=self._pdl)
+        return total
 
-    def add_sum(self, residual: Residual, part: torch.Tensor, next_gain: torch.Tensor | None) -> Residual:
+    def add_sum(self, residual: Residual, part: torch.Tensor, norm: NextNorm | None) -> Residual:
         if not self._sums(part):
             return self._group.add_sum(residual, part, None)
-        values, norm = residual.values, None
-        if next_gain is not None:
+        values, two_shot = residual.values, self._uses_two_shot(part)
+        if norm is not None and norm.quantised:
+            if len(part) <= QUANTISED_ROWS and not two_shot and self._fits_norm(part):
+                gain, eps = norm.gain, norm.eps
+                normed = all_reduce_norm.all_reduce_norm_fp8(
+                    part, values, gain, eps, self._arena, pdl=self._pdl
+                )
+                return Residual(values, normed=Fp8Activation(*normed, part.dtype))
+            norm = None
+        deferred = None
+        if norm is not None:
             parts = all_reduce.squares_parts(part.shape[1])
             squares = torch.empty((parts, len(part)), dtype=torch.float32, device=part.device)
-            norm = DeferredNorm(torch.empty_like(part), squares)
+            deferred = DeferredNorm(torch.empty_like(part), squares)
         all_reduce.all_reduce_add(
             part,
             values,
             self._arena,
-            two_shot=part.numel() * part.element_size() >= two_shot_bytes(self.size),
-            gain=next_gain,
-            scaled=None if norm is None else norm.values,
-            squares=None if norm is None else norm.squares,
+            two_shot=two_shot,
+            gain=None if norm is None else norm.gain,
+            scaled=None if deferred is None else deferred.values,
+            squares=None if deferred is None else deferred.squares,
             pdl=self._pdl,
         )
-        return Residual(values, norm)
+        return Residual(values, deferred)
 
     def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
         row_bytes = tensor.shape[-1] * tensor.element_size()
@@ -137,6 +152,12 @@ class PeerRanks(Collectives):
             and part.is_contiguous()
             and all_reduce.fits(part.shape[0], part.shape[1], self._arena)
         )
+
+    def _fits_norm(self, part: torch.Tensor) -> bool:
+        return all_reduce_norm.fits(part.shape[0], part.shape[1], self._arena)
+
+    def _uses_two_shot(self, part: torch.Tensor) -> bool:
+        return part.numel() * part.element_size() >= two_shot_bytes(self.size)
 
     def _gathers(self, tensor: torch.Tensor) -> bool:
         """Return whether `tensor`, whose size must be whole words, goes through peer memory."""

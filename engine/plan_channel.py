@@ -6,7 +6,7 @@ import select
 import socket
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -81,10 +81,16 @@ class PlanSender:
     waiting.
     """
 
-    def __init__(self, sockets: Sequence[socket.socket], timeout_s: float = PLAN_TIMEOUT_S) -> None:
-        """sockets: the ends of the plan channels to ranks 1 to N-1, in this order."""
+    def __init__(
+        self,
+        sockets: Sequence[socket.socket],
+        on_lost: Callable[[str], None] = lambda reason: None,
+        timeout_s: float = PLAN_TIMEOUT_S,
+    ) -> None:
+        """sockets: the ends of the plan channels to ranks 1 to N-1, in this order. on_lost: called once for
+        each lost peer, with the reason, on any thread. It must not call this object."""
         self._encoder = msgspec.msgpack.Encoder()
-        self._peers = [_Peer(rank, sock, timeout_s) for rank, sock in enumerate(sockets, 1)]
+        self._peers = [_Peer(rank, sock, on_lost, timeout_s) for rank, sock in enumerate(sockets, 1)]
 
     def send(self, plan: StepPlan) -> None:
         """Hand the plan over to every peer. Raises RankLost if a peer is lost."""
@@ -105,9 +111,11 @@ class PlanSender:
 class _Peer:
     """The plans for one peer that its socket has not accepted yet."""
 
-    def __init__(self, rank: int, sock: socket.socket, timeout_s: float) -> None:
+    def __init__(
+        self, rank: int, sock: socket.socket, on_lost: Callable[[str], None], timeout_s: float
+    ) -> None:
         sock.setblocking(False)
-        self._rank, self._sock, self._timeout_s = rank, sock, timeout_s
+        self._rank, self._sock, self._on_lost, self._timeout_s = rank, sock, on_lost, timeout_s
         self._unsent: deque[tuple[int, memoryview]] = deque()
         self._lost = ""
         self._changed = threading.Condition()
@@ -148,7 +156,12 @@ class _Peer:
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
-            self._lost = f"closed its plan channel ({error.strerror})"
+            self._lose(f"closed its plan channel ({error.strerror})")
+
+    def _lose(self, reason: str) -> None:
+        """Record that the peer is lost. The caller may be blocked in a collective, which `on_lost` ends."""
+        self._lost = reason
+        self._on_lost(f"rank {self._rank} {reason}")
 
     def _write_all(self) -> None:
         """Write plans until none is left. Runs on a thread."""
@@ -160,7 +173,7 @@ class _Peer:
                 if writable:
                     self._write()
                 else:
-                    self._lost = f"did not read a plan for {self._timeout_s:g} s"
+                    self._lose(f"did not read a plan for {self._timeout_s:g} s")
                 self._changed.notify_all()
                 if self._lost or not self._unsent:
                     return

@@ -130,7 +130,7 @@ def _lead(
     from engine.leader import LeaderLoop
 
     info = runner.info()
-    engine = build_core(start.spec, info, runner, peers)
+    engine = build_core(start.spec, info, runner, peers, runner.ranks.abandon)
     config = runner.config
     forecast = StepForecast(
         parameters=info.parameters,

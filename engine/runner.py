@@ -136,7 +136,7 @@ class ModelRunner:
         After a step has failed, every later one raises too, because the tables are invalid.
         """
         if self._stream is not None:
-            return ThreadStep(self._stream.submit(self._run_on_thread, plan))
+            return ThreadStep(self._stream.submit(self._run_on_thread, plan), self.ranks.check)
         with torch.inference_mode():
             began = torch.cuda.Event(enable_timing=True)
             ended = torch.cuda.Event(enable_timing=True)

@@ -74,8 +74,21 @@ class Residual:
     values: torch.Tensor
     """The residual values: [tokens, hidden]."""
     deferred_norm: DeferredNorm | None = None
-    """The deferred form of the norm that reads these values next, or None if the GEMM that produced the
+    """The deferred form of the norm that reads these values next, or None if the operation that produced the
     values did not compute it."""
+    normed: Fp8Activation | None = None
+    """The quantised result of the norm that reads these values next, or None as for `deferred_norm`."""
+
+
+@dataclass(frozen=True, slots=True)
+class NextNorm:
+    """The norm that reads a residual next, in the form that the GEMM after the norm takes."""
+
+    gain: torch.Tensor
+    """Gain of the RMSNorm: [hidden]."""
+    eps: float
+    quantised: bool
+    """Whether the GEMM takes a quantised norm (`Residual.normed`) instead of a deferred one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +212,8 @@ class Ops(Protocol):
         bias: torch.Tensor | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return `linear(rms_norm(x.values))`, in `out` if `out` is given. `x.deferred_norm`, if present, was
-        computed with `norm_weight`."""
+        """Return `linear(rms_norm(x.values))`, in `out` if `out` is given. `x.deferred_norm` and `x.normed`,
+        if present, were computed with `norm_weight` and `eps`."""
 
     def norm_gate_up(
         self,
@@ -226,9 +239,13 @@ class Ops(Protocol):
         the norm that reads the result next, the returned residual may carry a deferred norm; None: no norm
         reads the result."""
 
-    def defers_norm(self, rows: int, weight: Weight) -> bool:
-        """Return whether the result of `linear_add` with this weight would carry a deferred norm. If ranks
-        compute parts of the result, the sum over the ranks carries the norm."""
+    def next_norm(self, rows: int, weight: Weight, gain: torch.Tensor, eps: float) -> NextNorm | None:
+        """Return the norm that the sum of several ranks' parts of `linear_add` should compute, or None if the
+        next GEMM computes the norm itself.
+
+        rows: number of rows of the result. weight: of the linear whose parts are summed; the next linear's
+        weight has the same type. gain, eps: of the norm that reads the result.
+        """
 
     def plan_attention(self, inputs: AttentionInput) -> Any:
         """Prepare what `attend` needs. Called once per pass; every layer uses the result."""

@@ -12,10 +12,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels import Activation, AttentionInput, Fp8Activation, Fp8Weight, KvPool, Residual, Rotation, Weight
+from kernels import (
+    Activation,
+    AttentionInput,
+    Fp8Activation,
+    Fp8Weight,
+    KvPool,
+    NextNorm,
+    Residual,
+    Rotation,
+    Weight,
+)
 from kernels.reference import embedding
 from kernels.triton import attention_decode, attention_prefill, fused, linear
 from kernels.triton.attention_decode import DecodeConfig, DecodeWorkspace
+from kernels.triton.embedding import embedding_part
 from kernels.triton.linear_plans import GemmPlan
 from kernels.triton.linear_table import Table
 
@@ -78,7 +89,9 @@ class CudaOps:
         return weight
 
     def embedding(self, token_ids: torch.Tensor, weight: torch.Tensor, first: int | None) -> torch.Tensor:
-        return embedding(token_ids, weight, first)
+        if first is None:
+            return embedding(token_ids, weight, first)
+        return embedding_part(token_ids, weight, first, pdl=self._pdl)
 
     # ── GEMMs ────────────────────────────────────────────────────────────────────────────────────
 
@@ -131,12 +144,17 @@ class CudaOps:
         options |= {"next_gain": next_gain, "deferred_norm": deferred_norm, "plan": plan}
         return Residual(self._product(x, weight, **options), deferred_norm)
 
-    def defers_norm(self, rows: int, weight: Weight) -> bool:
-        return self._sharing_plan(rows, weight) is not None
+    def next_norm(self, rows: int, weight: Weight, gain: torch.Tensor, eps: float) -> NextNorm | None:
+        if isinstance(weight, Fp8Weight):
+            # GEMMs of one row normalise and quantise the row themselves.
+            return NextNorm(gain, eps, quantised=True) if rows > 1 else None
+        return NextNorm(gain, eps, quantised=False) if self._sharing_plan(rows, weight) is not None else None
 
     def _norm_product(
         self, x: Residual, norm_weight: torch.Tensor, eps: float, weight: Weight, **options: Any
     ) -> torch.Tensor:
+        if x.normed is not None:
+            return self._product(x.normed, weight, **options)
         plan = None if x.deferred_norm is None else self._sharing_plan(len(x.values), weight)
         if x.deferred_norm is None or plan is None:
             return self._product(x.values, weight, norm_weight=norm_weight, eps=eps, **options)

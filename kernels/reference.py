@@ -19,6 +19,7 @@ from kernels import (
     Fp8Activation,
     Fp8Weight,
     KvPool,
+    NextNorm,
     Residual,
     Rotation,
     Weight,
@@ -107,8 +108,8 @@ def linear_add(
     return Residual(residual.values.add_(linear(x, weight, bias)))
 
 
-def defers_norm(rows: int, weight: Weight) -> bool:
-    return False
+def next_norm(rows: int, weight: Weight, gain: torch.Tensor, eps: float) -> NextNorm | None:
+    return None
 
 
 def quantise_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,13 +16,15 @@ import secrets
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
-from typing import NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from store.keys import without_secrets
 
 GENESIS_HASH = "0" * 64
 """The previous hash of the oldest row."""
-INTENT, RESULT = "intent", "result"
+Phase = Literal["intent", "result"]
+INTENT: Final = "intent"
+RESULT: Final = "result"
 
 KEY_ACTION = "audit.key"
 """The action of a row that records a change of the signing key. From that row on, the named key signs
@@ -62,7 +64,7 @@ class Entry(NamedTuple):
     result: str
     host: str | None = None
     act: str | None = None
-    phase: str | None = None
+    phase: Phase | None = None
     before: str | None = None
     after: str | None = None
     note: str | None = None
@@ -82,7 +84,7 @@ class AuditRow(NamedTuple):
     hash: str
     host: str | None = None
     act: str | None = None
-    phase: str | None = None
+    phase: Phase | None = None
     before: str | None = None
     after: str | None = None
     note: str | None = None
@@ -257,16 +259,16 @@ def check(chain: Iterable[AuditRow], recorded: Iterable[Head] = (), highest_seq:
         if known.seq > 0:
             expected.setdefault(known.seq, set()).add(known.hash)
     last = Head(0, GENESIS_HASH)
-    vouched = 0  # the newest row that a recorded head confirms
+    confirmed = 0  # the newest row that a recorded head confirms
     try:
         for row in chain:
             hashes = expected.pop(row.seq, None)
-            problem = _problem(row, last, hashes, vouched)
+            problem = _problem(row, last, hashes, confirmed)
             if problem is not None:
                 return Verdict(last.seq, last, *problem)
             last = Head(row.seq, row.hash)
             if hashes is not None:
-                vouched = row.seq
+                confirmed = row.seq
     except sqlite3.DatabaseError as error:
         return Verdict(last.seq, last, last.seq + 1, f"cannot be read: {error}")
     highest = max([highest_seq, *expected])
@@ -276,7 +278,7 @@ def check(chain: Iterable[AuditRow], recorded: Iterable[Head] = (), highest_seq:
     return Verdict(last.seq, last)
 
 
-def _problem(row: AuditRow, last: Head, recorded: set[str] | None, vouched: int) -> tuple[int, str] | None:
+def _problem(row: AuditRow, last: Head, recorded: set[str] | None, confirmed: int) -> tuple[int, str] | None:
     """Return the first wrong seq and the problem, given the correct row before; None if the row is
     correct."""
     if row.seq != last.seq + 1:
@@ -289,7 +291,7 @@ def _problem(row: AuditRow, last: Head, recorded: set[str] | None, vouched: int)
         return row.seq, "rewritten: its hash does not match its content"
     if recorded is not None and recorded != {row.hash}:
         other = sorted(recorded - {row.hash})[0]
-        since = f" (rows up to {vouched} are correct)" if vouched else ""
+        since = f" (rows up to {confirmed} are correct)" if confirmed else ""
         return row.seq, (
             f"rewritten, it or a row before it{since}: its hash is {row.hash}, recorded outside was {other}"
         )

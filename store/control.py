@@ -322,23 +322,16 @@ class ControlStore:
             rotated,
         )
 
-    def revoke_key(self, *, actor: Actor | str, key_id: str) -> Future[KeyRecord]:
+    def revoke_key(self, *, actor: Actor | str, key_id: str) -> Future[Change]:
         """Revoke a key. The key is refused once the future resolves. Revoking it again keeps the first time.
 
         The future raises `UnknownKeyError` if there is no such key.
         """
-
-        def revoked(changes: list[Change]) -> KeyRecord:
-            key = changes[0].after
-            assert isinstance(key, KeyRecord)
-            return key
-
-        return self._decide_all(
+        return self._decide(
             actor,
             "keys.revoke",
             {"id": key_id},
-            lambda connection: [keys.revoke(connection, key_id, time.time())],
-            revoked,
+            lambda connection: keys.revoke(connection, key_id, time.time()),
         )
 
     # ── shared by all changes ──

@@ -93,7 +93,7 @@ class WritableDatabase:
         if not self.path.parent.is_dir():
             raise MissingDatabaseError(
                 f"{self.path}: the folder {self.path.parent} does not exist any more: create it for the "
-                f"service's user, the file is written back then"
+                f"service's user, and the service writes the file back"
             )
         copy = self.path.with_name(f"{self.path.name}.restored")
         try:

@@ -49,7 +49,7 @@ class Findings(NamedTuple):
     """What could not be checked, and other remarks."""
     sources: dict[str, int]
     """Number of recorded heads that the chain was checked against, by source."""
-    vouched_seq: int
+    confirmed_seq: int
     """The newest row that a recorded head confirms."""
     spooled: int
 
@@ -216,7 +216,8 @@ def examine_folder(folder: Path, recorded: Iterable[Recorded] = ()) -> Findings:
             f"and are not in the chain yet"
         )
     found = examine(folder / "control.db", known, key)
-    newer = found.verdict.head.seq - max(found.vouched_seq, _recorded_by_now(folder, found.verdict.head.seq))
+    newest = found.verdict.head.seq
+    newer = newest - max(found.confirmed_seq, _recorded_by_now(folder, newest))
     if found.verdict.ok and newer > ROWS_BETWEEN_HEADS and not waiting:
         problems.append(
             f"no head confirms the last {newer} rows, and the service records one after "
@@ -246,16 +247,16 @@ def examine(path: Path, recorded: Iterable[Recorded] = (), key: SigningKey | Non
         highest = trailer.head.seq if trailer else 0
         since = 0 if key is None else audit.key_named(rows, key.id)
 
-        def held_against(heads: list[Recorded]) -> Verdict:
+        def checked(heads: list[Recorded]) -> Verdict:
             return audit.check(rows, [one.head for one in heads], highest)
     else:
         since = 0 if key is None else _key_named(path, key.id)
 
-        def held_against(heads: list[Recorded]) -> Verdict:
+        def checked(heads: list[Recorded]) -> Verdict:
             return verify_audit(path, [one.head for one in heads])
 
     signed, replaced, forged = _by_signature(known, key, since)
-    verdict = held_against(signed)
+    verdict = checked(signed)
     problems = [
         f"the head of row {one.head.seq} in {one.source} does not carry this service's signature: "
         f"another key, or a forged line"
@@ -268,7 +269,7 @@ def examine(path: Path, recorded: Iterable[Recorded] = (), key: SigningKey | Non
         problems.insert(0, f"row {verdict.broken_seq}: {verdict.problem}")
     elif replaced:
         # The signatures of these heads can no longer be checked, but their hashes must match.
-        older = held_against(replaced)
+        older = checked(replaced)
         if older.problem is not None:
             problems.insert(
                 0, f"row {older.broken_seq}: {older.problem} (signed with a key before row {since})"
@@ -279,16 +280,16 @@ def examine(path: Path, recorded: Iterable[Recorded] = (), key: SigningKey | Non
                 f"{since}: their hashes agree, their signatures were not checked"
             )
     heads = [one.head for one in signed]
-    vouched = max([head.seq for head in heads if head.seq <= verdict.head.seq], default=0)
-    if verdict.ok and vouched < verdict.head.seq:
-        newer = verdict.head.seq - vouched
+    confirmed = max([head.seq for head in heads if head.seq <= verdict.head.seq], default=0)
+    if verdict.ok and confirmed < verdict.head.seq:
+        newer = verdict.head.seq - confirmed
         notes.append(
-            f"the last {newer} rows are newer than every recorded head: their removal would not show"
+            f"the last {newer} rows are newer than every recorded head: their removal would not be detected"
             if newer > 1
-            else "the last row is newer than every recorded head: its removal would not show"
+            else "the last row is newer than every recorded head: its removal would not be detected"
         )
     sources = dict(Counter(one.source for one in (*signed, *replaced)))
-    return Findings(verdict, problems, notes, sources, vouched, 0)
+    return Findings(verdict, problems, notes, sources, confirmed, 0)
 
 
 def _by_signature(

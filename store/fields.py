@@ -31,7 +31,7 @@ class Field(NamedTuple):
     """What a field's annotation says besides its type. Operators cannot set a field without a `Field`."""
 
     help: str
-    """What the field controls, as a sentence without its full stop."""
+    """What the field controls: a sentence without the final full stop."""
     unit: Unit = ""
     low: float = 1
     high: float = MAX_COUNT

@@ -141,7 +141,7 @@ def heads_in(lines: Iterable[str]) -> Iterator[SignedHead]:
             )
 
 
-def said_of(folder: Path, lines: Iterable[str]) -> Iterator[str]:
+def lines_of(folder: Path, lines: Iterable[str]) -> Iterator[str]:
     """Yield the lines of a log that have heads of the service with this state directory."""
     ending = _of(folder)
     return (line for line in lines if line.rstrip("\n").endswith(ending))

@@ -133,7 +133,7 @@ class KeyFields(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of a key, without its secret or hash. Times in unix seconds."""
 
     id: str
-    name: Annotated[str, Field("What or whom the key is for")]
+    name: Annotated[str, Field("The purpose or user of the key")]
     tenant: str
     prefix: str
     """The first characters of the key, by which people recognise it."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import sqlite3
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -69,7 +68,7 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_cla
     quota_tokens: int = 0
     """Tokens that count against quotas: the reserved tokens while the row is open, the used tokens after its
     end. 0 for a request that never ran, which does not count against request quotas either."""
-    retry: str | None = None
+    retry: Literal["joined", "repeated", "anew"] | None = None
     """Set for a retry with a known `Idempotency-Key`: "joined" (answered from a run under way), "repeated"
     (from the kept answer of a finished run) or "anew" (run again, because the answer of the first run was
     lost). None: not a retry."""
@@ -235,10 +234,6 @@ class RequestReader:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def tail(self, limit: int) -> list[LoggedRequest]:
-        """Return the `limit` rows that changed last."""
-        return self._read("ORDER BY sequence DESC LIMIT ?", (_checked(limit),))[::-1]
-
     def query(self, wanted: RequestFilter, limit: int) -> list[LoggedRequest]:
         """Return the newest `limit` requests, by `created_at`, that match every condition of `wanted`."""
         conditions, values = ["true"], []
@@ -256,16 +251,6 @@ class RequestReader:
         Each row is in its latest state: a row that was opened and ended since then appears once, ended.
         """
         return self._read("WHERE sequence > ? ORDER BY sequence LIMIT ?", (after, _checked(limit)))
-
-    def follow(self, after: int | None = None, poll_s: float = 0.25) -> Iterator[LoggedRequest]:
-        """Yield the rows of `changes` forever, as they are committed; sleep in between. `after` None: from
-        now on."""
-        last = self.last_sequence() if after is None else after
-        while True:
-            for row in self.changes(last):
-                last = row.sequence
-                yield row
-            time.sleep(poll_s)
 
     def last_sequence(self) -> int:
         """Return the sequence of the latest change; 0 for an empty log."""

@@ -35,7 +35,7 @@ class Removed(NamedTuple):
 
     rows: int
     pages: int
-    """Bytes that were returned to the file system."""
+    """Number of pages that were returned to the file system."""
     more: bool
     """Whether there is more to remove."""
 

@@ -146,7 +146,7 @@ class AuditTrail:
         self._heads.saw(appended.head)
         if appended.from_spool:
             self._spool.drop(appended.from_spool)
-            log.warning("%d spooled audit entries are in the chain now", appended.from_spool)
+            log.warning("%d spooled audit entries were added to the chain", appended.from_spool)
         self._refused = None
 
     def refused(self, entry: Entry, error: BaseException) -> None:
@@ -163,8 +163,8 @@ class AuditTrail:
         if (beyond := self._heads.beyond(newest)) is not None:
             self._shorter = (
                 f"the audit chain ends at row {newest}, but {self._heads.path} has the head of row "
-                f"{beyond.seq}: tenants, keys and the record are without what came after; stop, keep the "
-                "files, and restore a backup (appliance audit verify says more)"
+                f"{beyond.seq}: the database has lost all changes after that; stop the service, keep the "
+                "files, and restore a backup (details: appliance audit verify)"
             )
             log.error("%s", self._shorter)
         named = audit.key_named(audit.rows_of(connection, audit.KEY_ACTION), key)
@@ -180,7 +180,7 @@ class AuditTrail:
                     actor=row.actor,
                     action=row.action,
                     params=row.params,
-                    result="unknown: the service ended before it was",
+                    result="unknown: the service ended before the result was recorded",
                     host=row.host,
                     act=row.act,
                     phase=audit.RESULT,

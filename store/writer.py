@@ -412,7 +412,7 @@ class Writer:
         if failing_since is not None:
             seconds = time.monotonic() - failing_since
             log.warning(
-                "%s takes writes again after %.1f s; %d rows still to write", self.path, seconds, waiting
+                "%s accepts writes again after %.1f s; %d rows still to write", self.path, seconds, waiting
             )
 
     def _note_failure(self, message: str) -> None:

@@ -1,12 +1,15 @@
-"""Reads the audit trail of a database in tests."""
+"""Reads and forges the audit trail of a database in tests."""
 
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 from store import audit
 from store.audit import AuditRow
 from store.database import reading
+from store.heads import read_key
 from store.schemas import CONTROL
 
 
@@ -14,3 +17,27 @@ def read_audit(path: Path, after: int = 0) -> list[AuditRow]:
     """Return the audit rows with a seq above `after`, oldest first, through a read-only connection."""
     with reading(path, CONTROL) as connection:
         return [row for row in audit.all_rows(connection) if row.seq > after]
+
+
+def forge(folder: Path, sql: str) -> None:
+    """Execute statements on `control.db` without the triggers that protect the audit rows."""
+    with closing(sqlite3.connect(folder / "control.db", isolation_level=None)) as connection:
+        connection.executescript(
+            "DROP TRIGGER IF EXISTS audit_rows_do_not_change; DROP TRIGGER IF EXISTS audit_rows_do_not_go;"
+            + sql
+        )
+
+
+def rewrite(folder: Path, seq: int) -> None:
+    """Change the actor of a row as the service's user can: with every hash after it, and a signed head in
+    place of the recorded ones."""
+    chain = read_audit(folder / "control.db")
+    forge(folder, "DELETE FROM audit; DELETE FROM sqlite_sequence WHERE name = 'audit'")
+    with closing(sqlite3.connect(folder / "control.db", isolation_level=None)) as connection:
+        connection.execute("BEGIN")
+        for row in chain:
+            entry = audit.Entry(**{name: getattr(row, name) for name in audit.Entry._fields})
+            newest = audit.append(connection, entry._replace(actor="uid:9") if row.seq == seq else entry)
+        connection.execute("COMMIT")
+    line = read_key(folder / "audit.key").sign_head(newest, audit.utc_now()).line
+    (folder / "audit.heads").write_text(line + "\n")

@@ -58,8 +58,9 @@ class KeyAdmin:
 
     async def revoke(self, actor: Actor, asked: RevokeKey) -> Effect:
         """Revoke a key."""
-        key = await committed(self.control.revoke_key(actor=actor, key_id=asked.id))
+        await committed(self.control.revoke_key(actor=actor, key_id=asked.id))
         self.publish()
+        key = self.control.policies.keys[asked.id]
         cancelled = None
         if asked.cancel:
             cancelled = self.cancel(lambda identity: identity.key_id == asked.id, "its key was revoked")

@@ -124,7 +124,7 @@ class StatusReader:
             queue=QueueStatus(
                 limit=settings.queue.limit,
                 timeout_s=settings.queue.timeout_s,
-                **self.traffic.queue_stats()._asdict(),
+                **msgspec.structs.asdict(self.traffic.queue_stats()),
             ),
             databases=databases,
             audit=audit,

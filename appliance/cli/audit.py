@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from appliance.cli.audit_journal import JOURNAL, JournalHeads, heads_in_journal
-from appliance.cli.failure import CommandLineError, Failure, told
+from appliance.cli.failure import CommandLineError, Failure, as_failure
 from appliance.cli.output import Column, paint, print_json, printable, table, terminal_width
 from appliance.cli.service import check_databases, find_run_dir, find_state_dir
 from appliance.cli.times import local_short, moment
@@ -75,7 +75,7 @@ def list_actions(
     wanted = ActionFilter(
         actor, action, None if since is None else _iso(moment(since, "--since", ahead=False))
     )
-    with told(StoreError):
+    with as_failure(StoreError):
         found = read_actions(location.database, wanted, limit)
         waiting = spooled_actions(location.folder) if location.folder else []
     found += [record for record in waiting if _matches(record, wanted)]
@@ -106,7 +106,7 @@ def verify(
     selects the heads in the journal: all (True), those of this state directory, if any (None), or none
     (False)."""
     location = _location(run_dir, state_dir, file)
-    with told(StoreError):
+    with as_failure(StoreError):
         recorded = [_noted(text) for text in noted]
         for name in heads:
             if name != "-" and not Path(name).exists():
@@ -135,7 +135,7 @@ def export(
     """Write the chain to a file, which is complete or not created, or to standard output."""
     location = _location(run_dir, state_dir, file)
     key = _key(location)
-    with told(StoreError), reading(location.database, CONTROL) as connection, _output(target) as out:
+    with as_failure(StoreError), reading(location.database, CONTROL) as connection, _output(target) as out:
         for line in exports.lines_of(audit.all_rows(connection), key):
             out.write(line)
     if target is not None and as_json:
@@ -168,7 +168,7 @@ def _examine_file(path: Path, recorded: list[Recorded], state_dir: str | None) -
     return examine(path, recorded, key)
 
 
-# ── where ──
+# ── the location of the chain ──
 
 
 def _location(run_dir: str | None, state_dir: str | None, file: str | None) -> ChainLocation:
@@ -250,7 +250,7 @@ def _say(location: ChainLocation, findings: Findings, missing: str | None) -> No
     for note in findings.notes:
         print(paint(f"note: {printable(note)}", "yellow"))
     if findings.ok:
-        print(f"{location.database} is whole: {rows:,} rows")
+        print(f"{location.database} is complete and unchanged: {rows:,} rows")
         print(f"head {head.seq}:{head.hash}")
     else:
         print(
@@ -275,7 +275,7 @@ def _report(location: ChainLocation, findings: Findings, missing: str | None) ->
         "heads": findings.heads,
         "journal_heads": findings.sources.get(JOURNAL, 0),
         "journal_missing": missing,
-        "vouched_seq": findings.vouched_seq,
+        "confirmed_seq": findings.confirmed_seq,
         "spooled": findings.spooled,
     }
 

@@ -10,8 +10,8 @@ import typer
 from appliance.cli.options import Config, Json, Limit, RunDir, StateDir
 
 audit = typer.Typer(
-    help="The audit of operators' actions: list it, verify that it is unchanged, export it. Needs only read "
-    "rights, and no running service.",
+    help="List, verify and export the audit trail of operators' actions. Needs only read rights, and no "
+    "running service.",
     no_args_is_help=True,
 )
 
@@ -20,7 +20,7 @@ File = Annotated[
     typer.Option(
         "--file",
         metavar="FILE",
-        help="Read this copy of control.db instead of the service's.",
+        help="Read this copy of control.db instead of the one of the service.",
         show_default=False,
     ),
 ]
@@ -42,7 +42,8 @@ def audit_list(
         ),
     ] = None,
     since: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Not older than this span (30m, 1h, 7d) or this date.")
+        str | None,
+        typer.Option(metavar="TIME", help="Only actions since this date, or within this span (30m, 1h, 7d)."),
     ] = None,
     file: File = None,
     run_dir: RunDir = None,
@@ -61,7 +62,8 @@ def audit_verify(
         list[str] | None,
         typer.Option(
             metavar="FILE",
-            help="Heads recorded in this text, such as a journal's; - is standard input. May be repeated.",
+            help="Also check the heads in this text, such as the output of journalctl; - is standard input. "
+            "May be repeated.",
             show_default=False,
         ),
     ] = None,
@@ -69,7 +71,7 @@ def audit_verify(
         bool | None,
         typer.Option(
             "--journal/--no-journal",
-            help="Also check the heads in the journal. Default: those of this state directory, if any.",
+            help="Also check the heads in the journal. By default, only those of this state directory.",
             show_default=False,
         ),
     ] = None,
@@ -82,7 +84,7 @@ def audit_verify(
         typer.Option(
             "--file",
             metavar="FILE",
-            help="A copy of control.db, or an export, instead of the service's.",
+            help="Verify this copy of control.db, or this export, instead of the database of the service.",
             show_default=False,
         ),
     ] = None,
@@ -90,9 +92,8 @@ def audit_verify(
     state_dir: StateDir = None,
     json: Json = False,
 ) -> None:
-    """Verify that the audit is complete and unchanged; if not, name the first wrong row. Exit code 1 if it is
-    not.
-    """
+    """Verify that the audit trail is complete and unchanged, and name the first wrong row if it is not. Exit
+    code 1 if the check fails."""
     from appliance.cli.audit import verify
 
     raise typer.Exit(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from store.evidence import Recorded, recorded_in
-from store.heads import said_of
+from store.heads import lines_of
 
 UNIT = "appliance.service"
 JOURNAL = "the journal"
@@ -51,7 +51,7 @@ def heads_in_journal(folder: Path | None) -> JournalHeads:
         try:
             with process:
                 assert process.stdout is not None
-                lines = process.stdout if folder is None else said_of(folder, process.stdout)
+                lines = process.stdout if folder is None else lines_of(folder, process.stdout)
                 found = recorded_in(lines, JOURNAL)
         finally:
             timer.cancel()

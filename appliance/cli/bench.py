@@ -18,7 +18,7 @@ from appliance.bench.server import Server, find_server, parse_url, socket_target
 from appliance.bench.session import Result, Session
 from appliance.bench.workloads import WORKLOADS, Shape, Workload
 from appliance.cli.bench_report import BenchReport, ProgressBar
-from appliance.cli.failure import Failure, told
+from appliance.cli.failure import Failure, as_failure
 from appliance.cli.output import printable
 from appliance.cli.service import find_run_dir
 from appliance.monitoring.versions import product_version
@@ -92,7 +92,7 @@ def bench(options: Options) -> int:
     _check_writable(options.json)
     seed = str(int.from_bytes(os.urandom(4), "big") if options.seed is None else options.seed)
     try:
-        with told(BenchError):
+        with as_failure(BenchError):
             server = find_server(_target(options), options.model, options.vocab_size)
             report.wrapped(
                 f"{printable(server.model)} at {server.target} · prompts of ids below {server.vocab_size:,} "

@@ -10,14 +10,14 @@ import typer
 from appliance.cli.options import RunDir, number, whole_number
 
 MAX_REQUESTS = 2_000_000
-"""The value of `appliance.bench.rates.MAX_REQUESTS`, which takes long to import."""
+"""The value of `appliance.bench.rates.MAX_REQUESTS`, which is not imported because that takes long."""
 TOKENS = whole_number(1, 10_000_000)
 MILLISECONDS = number(0.001, 86_400_000)
 
 BENCH_EPILOG = (
-    "Workloads: http1, http256, http1024 (1, 256 and 1,024 streams, 512 in, 256 out), and those of the "
-    "engine: b1_50tok, b1_decode, b8_decode, b64_decode, n1024, n1024_sampled, prefill, long, ttft8k. "
-    "Exit code 1 if a request failed."
+    "Workloads: http1, http256, http1024 (1, 256 and 1,024 streams, 512 prompt and 256 output tokens), and "
+    "those of the engine: b1_50tok, b1_decode, b8_decode, b64_decode, n1024, n1024_sampled, prefill, long, "
+    "ttft8k. Exit code 1 if a request failed."
 )
 
 
@@ -32,7 +32,9 @@ def chat(
         str | None, typer.Option("--model", "-m", metavar="NAME", help="Default: the service's first model.")
     ] = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.")] = None,
-    temperature: Annotated[float, typer.Option(metavar="T", help="0 is greedy.", parser=number(0, 2))] = 0.0,
+    temperature: Annotated[
+        float, typer.Option(metavar="T", help="Sampling temperature; 0 is greedy.", parser=number(0, 2))
+    ] = 0.0,
     max_tokens: Annotated[
         int | None, typer.Option(metavar="N", help="Maximum length of an answer, in tokens.", parser=TOKENS)
     ] = None,
@@ -99,17 +101,21 @@ def bench(
     ] = None,
     prompt_tokens: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Of each request (512).", show_default=False, parser=TOKENS),
+        typer.Option(
+            metavar="N", help="Prompt tokens of each request (512).", show_default=False, parser=TOKENS
+        ),
     ] = None,
     output_tokens: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Of each request (128).", show_default=False, parser=TOKENS),
+        typer.Option(
+            metavar="N", help="Output tokens of each request (128).", show_default=False, parser=TOKENS
+        ),
     ] = None,
     rate: Annotated[
         float | None,
         typer.Option(
             metavar="R",
-            help="Open loop: R requests a second arrive (Poisson), for --duration.",
+            help="Open loop: send R requests per second (Poisson) for --duration.",
             parser=number(0.001, 100_000),
         ),
     ] = None,
@@ -125,7 +131,7 @@ def bench(
     find_rate: Annotated[
         bool,
         typer.Option(
-            "--find-rate", help="Search the highest rate that keeps the limits below, starting at --rate."
+            "--find-rate", help="Search for the highest rate that keeps the limits below, starting at --rate."
         ),
     ] = False,
     ttft_p99_ms: Annotated[

@@ -9,7 +9,7 @@ import msgspec
 
 from appliance.actions import ReloadConfig
 from appliance.cli.actions import perform
-from appliance.cli.failure import Failure, told
+from appliance.cli.failure import Failure, as_failure
 from appliance.cli.output import paint, print_json, printable
 from appliance.cli.service import admin_key, find_run_dir
 from appliance.protocol import Configuration, Reloaded
@@ -46,16 +46,16 @@ def show(run_dir: str | None, config: str | None, *, origin: bool, as_json: bool
     """Print the settings of the running service, or of a file if one is named or no service runs."""
     running = None if config is not None else _of_service(run_dir)
     if running is None:
-        with told(SettingsError):
+        with as_failure(SettingsError):
             found = as_table(read_settings(Flags(config=config)))
     else:
         found = running
     if as_json:
         print_json(found)
         return
-    whose = "of the running service" if running is not None else "as a service would start with them"
+    whose = "the running service" if running is not None else "a service that starts now"
     files = ", ".join(map(printable, found.files)) or "no file"
-    print(paint(f"# {whose}: {files}", "dim"))
+    print(paint(f"# settings of {whose}: {files}", "dim"))
     for text in toml_lines(found.settings, found.places if origin else {}):
         print(text)
 
@@ -107,6 +107,6 @@ def _show_reloaded(reloaded: Reloaded) -> None:
     for text in lines:
         print(printable(text))
     for text in reloaded.at_restart:
-        print(paint(f"{printable(text)} (holds after a restart)", "yellow"))
+        print(paint(f"{printable(text)} (takes effect after a restart)", "yellow"))
     if not lines and not reloaded.at_restart:
         print("nothing has changed")

@@ -26,7 +26,7 @@ def show_contents(run_dir: str | None, request_id: str, *, as_json: bool) -> Non
 
 
 def _say(contents: Contents) -> None:
-    goes = "for ever" if contents.goes_at is None else f"until {local(contents.goes_at)}"
+    goes = "forever" if contents.goes_at is None else f"until {local(contents.goes_at)}"
     print(f"{contents.request_id} of tenant {contents.tenant}, {local(contents.created_at)}; kept {goes}")
     for text in contents.texts:
         print()
@@ -38,9 +38,9 @@ def _say(contents: Contents) -> None:
 def _described(text: KeptText) -> str:
     parts = [f"{text.bytes:,} bytes, sha256 {text.sha256}"]
     if text.redactions:
-        parts.append(f"{text.redactions} secret{'s' if text.redactions != 1 else ''} taken out")
+        parts.append(f"{text.redactions} secret{'s' if text.redactions != 1 else ''} removed")
     if text.truncated:
-        parts.append("its beginning only")
+        parts.append("only the beginning is kept")
     return "; ".join(parts)
 
 

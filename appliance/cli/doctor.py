@@ -101,7 +101,7 @@ def _verdict(examination: Examination) -> str:
         )
     if examination.warnings:
         return paint(f"no problem, {_counted(examination.warnings, 'warning')}", "yellow")
-    return paint("all is well", "green")
+    return paint("no problems", "green")
 
 
 def _counted(number: int, what: str) -> str:

@@ -20,7 +20,7 @@ class CommandLineError(Failure):
 
 
 @contextmanager
-def told(*kinds: type[Exception]) -> Iterator[None]:
+def as_failure(*kinds: type[Exception]) -> Iterator[None]:
     """Turn exceptions of these kinds, whose messages are written for people, into a Failure."""
     try:
         yield

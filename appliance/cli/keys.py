@@ -11,7 +11,7 @@ from appliance.actions import CreateKey, RotateKey, SetKey
 from appliance.cli.actions import perform
 from appliance.cli.failure import CommandLineError
 from appliance.cli.fields import given_fields, limits
-from appliance.cli.output import Column, paint, print_json, printable, table, terminal_width
+from appliance.cli.output import Column, print_json, print_table, printable
 from appliance.cli.service import admin_client
 from appliance.cli.tables import field_cells, field_columns
 from appliance.cli.times import local, moment, span_s
@@ -93,10 +93,7 @@ def _print(keys: list[Key]) -> None:
         )
         for key in keys
     ]
-    heading, *lines = table(_COLUMNS, rows, width=terminal_width())
-    print(paint(heading, "dim"))
-    for line in lines:
-        print(line)
+    print_table(_COLUMNS, rows)
 
 
 def _print_new(made: NewKey) -> None:

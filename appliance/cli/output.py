@@ -92,6 +92,14 @@ def table(
     return [layout.heading(), *(layout.line(row) for row in rows)]
 
 
+def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table that fits the terminal, with dimmed headings."""
+    heading, *lines = table(columns, rows, width=terminal_width())
+    print(paint(heading, "dim"))
+    for line in lines:
+        print(line)
+
+
 def is_terminal(stream: TextIO | None) -> bool:
     """Return whether `stream` is a terminal. A stream may have been closed before this process started."""
     return stream is not None and stream.isatty()
@@ -139,7 +147,7 @@ def paint(text: str, colour: str, stream: TextIO | None = None) -> str:
 
 
 def print_json(value: Any, *, line: bool = False) -> None:
-    """Return structs, lists and dicts as JSON: indented, or on one line."""
+    """Print structs, lists and dicts as JSON: indented, or on one line."""
     import msgspec
 
     encoded = msgspec.json.encode(value)

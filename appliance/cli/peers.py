@@ -8,7 +8,7 @@ import pwd
 from appliance.actions import MapPeer, UnmapPeer
 from appliance.cli.actions import perform
 from appliance.cli.failure import CommandLineError
-from appliance.cli.output import Column, paint, print_json, printable, table, terminal_width
+from appliance.cli.output import Column, print_json, print_table, printable
 from appliance.cli.service import admin_client
 from appliance.cli.times import local
 from appliance.protocol import PeerMapping
@@ -39,10 +39,7 @@ def list_peers(run_dir: str | None, *, as_json: bool) -> None:
         )
         for peer in found
     ]
-    heading, *lines = table(_COLUMNS, rows, width=terminal_width())
-    print(paint(heading, "dim"))
-    for line in lines:
-        print(line)
+    print_table(_COLUMNS, rows)
 
 
 def map_peer(run_dir: str | None, peer: str, tenant: str, *, as_json: bool) -> None:

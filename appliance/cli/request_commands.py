@@ -22,16 +22,24 @@ def requests_read(
     request_id: Annotated[
         str | None, typer.Option("--id", metavar="ID", help="Only this request, with every field.")
     ] = None,
-    tenant: Annotated[str | None, typer.Option(metavar="NAME", help="Only this tenant's.")] = None,
-    model: Annotated[str | None, typer.Option(metavar="NAME", help="Only this model's.")] = None,
+    tenant: Annotated[str | None, typer.Option(metavar="NAME", help="Only requests of this tenant.")] = None,
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="Only requests for this model.")] = None,
     status: Annotated[
-        str | None, typer.Option("--status", metavar="STATUS", help="Only this HTTP status; or: open, ended.")
+        str | None,
+        typer.Option(
+            "--status",
+            metavar="STATUS",
+            help="Only requests with this HTTP status, or open or ended ones: open, ended.",
+        ),
     ] = None,
     failed: Annotated[
         bool, typer.Option("--failed", help="Only requests with a status ≥ 400 or an error.")
     ] = False,
     since: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Not older than this span (30m, 1h, 7d) or this date.")
+        str | None,
+        typer.Option(
+            metavar="TIME", help="Only requests since this date, or within this span (30m, 1h, 7d)."
+        ),
     ] = None,
     run_dir: RunDir = None,
     state_dir: StateDir = None,
@@ -39,21 +47,10 @@ def requests_read(
 ) -> None:
     if context.invoked_subcommand is not None:
         return
-    from appliance.cli.requests import show_requests
+    from appliance.cli.requests import request_filter, show_requests
 
-    show_requests(
-        run_dir,
-        state_dir,
-        limit=limit,
-        follow=follow,
-        request_id=request_id,
-        tenant=tenant,
-        model=model,
-        status=status,
-        failed=failed,
-        since=since,
-        as_json=json,
-    )
+    wanted = request_filter(request_id, tenant, model, status, failed, since)
+    show_requests(run_dir, state_dir, wanted, limit=limit, follow=follow, as_json=json)
 
 
 @requests.command("cancel")
@@ -82,7 +79,7 @@ def requests_show(
     run_dir: RunDir = None,
     json: Json = False,
 ) -> None:
-    """Show the stored prompts and answers of a request. The audit records who read them."""
+    """Show the stored prompts and answers of a request. The audit trail records who reads them."""
     from appliance.cli.contents import show_contents
 
     show_contents(run_dir, request_id, as_json=json)

@@ -67,19 +67,13 @@ _ROOM = (
 def show_requests(
     run_dir: str | None,
     state_dir: str | None,
+    wanted: RequestFilter,
     *,
     limit: int,
     follow: bool,
-    request_id: str | None,
-    tenant: str | None,
-    model: str | None,
-    status: str | None,
-    failed: bool,
-    since: str | None,
     as_json: bool,
 ) -> None:
     """Print matching rows, oldest first; with `follow`, continue with requests as they end."""
-    wanted = _filter(request_id, tenant, model, status, failed, since)
     run = find_run_dir(run_dir)
     folder = find_state_dir(state_dir, run)
     check_databases(folder, None if state_dir else run, "history.db")
@@ -89,14 +83,16 @@ def show_requests(
         rows = reader.query(wanted, limit)
     except StoreError as error:
         raise Failure(str(error)) from error
-    if request_id is not None and not rows and not follow:
-        raise Failure(f"{reader.path} has no request {request_id!r}: list them with: appliance requests")
+    if wanted.request_id is not None and not rows and not follow:
+        raise Failure(
+            f"{reader.path} has no request {wanted.request_id!r}: list them with: appliance requests"
+        )
     if follow:
         shown: dict[str, LoggedRequest] = {row.request_id: row for row in rows}
         _show_as_they_come(rows, _ends(reader, last, wanted, shown), as_json)
     elif as_json:
         print_json(rows)
-    elif request_id is not None:
+    elif wanted.request_id is not None:
         _show_fields(rows[0])
     elif rows:
         _show_as_they_come(rows, None, as_json)
@@ -104,7 +100,7 @@ def show_requests(
         print(f"No request matches in {reader.path}.", file=sys.stderr)
 
 
-def _filter(
+def request_filter(
     request_id: str | None,
     tenant: str | None,
     model: str | None,
@@ -112,6 +108,7 @@ def _filter(
     failed: bool,
     since: str | None,
 ) -> RequestFilter:
+    """Return the filter that these options describe. Raises CommandLineError."""
     wanted = RequestFilter(
         request_id=request_id,
         tenant=tenant,

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from appliance.cli.failure import Failure, told
+from appliance.cli.failure import Failure, as_failure
 
 if TYPE_CHECKING:
     from appliance.client import AdminClient
@@ -108,7 +108,7 @@ def _has_service(path: Path) -> bool:
 def _from_file(name: str, config: str | None) -> str | None:
     from appliance.settings import SettingsError, find_config, read_tables
 
-    with told(SettingsError):
+    with as_failure(SettingsError):
         path = find_config(config)
     try:
         value = read_tables(path).values.get(name)

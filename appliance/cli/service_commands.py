@@ -3,52 +3,13 @@ this package, loaded on demand."""
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import Annotated
 
 import typer
 
 from appliance.cli.options import Config, Json, RunDir, StateDir, whole_number
-
-
-class Device(StrEnum):
-    """The values are the same as in the settings."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class DType(StrEnum):
-    """The values are the same as in the settings."""
-
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-class Quantised(StrEnum):
-    """The values are the same as in the settings."""
-
-    auto = "auto"
-    fp8 = "fp8"
-
-
-class LoadFormat(StrEnum):
-    """The values are the same as in the settings."""
-
-    safetensors = "safetensors"
-    dummy = "dummy"
-
-
-class LogLevel(StrEnum):
-    """The values are the same as in the settings."""
-
-    debug = "debug"
-    info = "info"
-    warning = "warning"
-    error = "error"
+from appliance.protocol import LogLevel
+from engine.messages import Device, DType, LoadFormat, Quantization
 
 
 def serve(
@@ -68,15 +29,17 @@ def serve(
     run_dir: RunDir = None,
     state_dir: StateDir = None,
     fronts: Annotated[
-        int | None, typer.Option(metavar="N", help="Front processes.", parser=whole_number(1, 256))
+        int | None, typer.Option(metavar="N", help="Number of front processes.", parser=whole_number(1, 256))
     ] = None,
-    device: Annotated[Device | None, typer.Option(help="Where models run.", show_default=False)] = None,
-    dtype: Annotated[DType | None, typer.Option(help="Of the model.", show_default=False)] = None,
+    device: Annotated[
+        Device | None, typer.Option(help="Device on which models run.", show_default=False)
+    ] = None,
+    dtype: Annotated[DType | None, typer.Option(help="Data type of the model.", show_default=False)] = None,
     quantization: Annotated[
-        Quantised | None, typer.Option(help="fp8: quantise the layers' weights.", show_default=False)
+        Quantization | None, typer.Option(help="fp8: quantise the layers' weights.", show_default=False)
     ] = None,
     kv_cache_dtype: Annotated[
-        Quantised | None, typer.Option(help="fp8: quantise the KV cache.", show_default=False)
+        Quantization | None, typer.Option(help="fp8: quantise the KV cache.", show_default=False)
     ] = None,
     load_format: Annotated[
         LoadFormat | None, typer.Option(help="dummy: random weights, to measure speed.", show_default=False)
@@ -114,29 +77,11 @@ def serve(
     ] = None,
 ) -> None:
     """Run the service in the foreground, until Ctrl-C or SIGTERM."""
-    from appliance.cli.serve import serve
+    options = locals()
+    from appliance.core.process import run
     from appliance.settings import Flags
 
-    flags = Flags(
-        config=config,
-        models=model or [],
-        listen=listen,
-        fronts=fronts,
-        run_dir=run_dir,
-        state_dir=state_dir,
-        log_level=log_level and log_level.value,
-        device=device and device.value,
-        dtype=dtype and dtype.value,
-        quantization=quantization and quantization.value,
-        kv_cache_dtype=kv_cache_dtype and kv_cache_dtype.value,
-        tensor_parallel_size=tensor_parallel_size,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        kv_blocks=kv_blocks,
-        load_format=load_format and load_format.value,
-    )
-    raise typer.Exit(serve(flags))
+    raise typer.Exit(run(Flags(models=options.pop("model") or [], **options)))
 
 
 def status(run_dir: RunDir = None, json: Json = False) -> None:

@@ -45,7 +45,7 @@ _COLOURS = {
     "closed": "red",
 }
 _MAX_PROBLEMS = 8
-_TOKENS_THAT_TELL = 1000
+_MIN_TOKENS = 1000
 _INDENT = 9
 
 
@@ -145,7 +145,7 @@ def _fronts(fronts: list[FrontStatus], width: int | None) -> list[str]:
 
 def _per_token(front: FrontStatus) -> str:
     # With few tokens, the value would mostly reflect the start of the process.
-    if front.cpu_us_per_token is None or front.tokens < _TOKENS_THAT_TELL:
+    if front.cpu_us_per_token is None or front.tokens < _MIN_TOKENS:
         return ""
     return f"{front.cpu_us_per_token:.1f}"
 

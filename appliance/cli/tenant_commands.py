@@ -10,6 +10,7 @@ import typer
 from appliance.actions import action_named
 from appliance.cli.fields import with_fields
 from appliance.cli.options import Json, RunDir, Yes
+from store.fields import declared
 from store.policies import KeyFields, TenantRecord
 
 tenants = typer.Typer(help="Tenants, which are billed for requests, and their limits.", no_args_is_help=True)
@@ -104,7 +105,7 @@ def tenants_delete(name: Name, yes: Yes = False, run_dir: RunDir = None, json: J
 
 @keys.command("list")
 def keys_list(
-    tenant: Annotated[str | None, typer.Option(metavar="NAME", help="Only this tenant's.")] = None,
+    tenant: Annotated[str | None, typer.Option(metavar="NAME", help="Only keys of this tenant.")] = None,
     run_dir: RunDir = None,
     json: Json = False,
 ) -> None:
@@ -120,7 +121,12 @@ def keys_create(
     name: Annotated[
         # The flag is given explicitly, because typer 0.27 would use a metavar of the same name as the flag.
         str,
-        typer.Option("--name", metavar="NAME", help="The purpose or user of the key.", show_default=False),
+        typer.Option(
+            "--name",
+            metavar="NAME",
+            help=f"{declared(KeyFields)['name'].description}.",
+            show_default=False,
+        ),
     ],
     tenant: Annotated[
         str, typer.Option(metavar="NAME", help="The tenant that is billed for its requests.")

@@ -10,7 +10,7 @@ from appliance.actions import CreateTenant, SetTenant
 from appliance.cli.actions import perform
 from appliance.cli.failure import CommandLineError, Failure
 from appliance.cli.fields import given_fields, limits, shown
-from appliance.cli.output import Column, of_count, paint, print_json, printable, table, terminal_width
+from appliance.cli.output import Column, of_count, paint, print_json, print_table, printable
 from appliance.cli.service import admin_client
 from appliance.cli.tables import field_cells, field_columns
 from appliance.cli.times import local
@@ -56,10 +56,7 @@ def list_tenants(run_dir: str | None, *, as_json: bool) -> None:
         )
         for tenant in found
     ]
-    heading, *lines = table(_COLUMNS, rows, width=terminal_width())
-    print(paint(heading, "dim"))
-    for line in lines:
-        print(line)
+    print_table(_COLUMNS, rows)
 
 
 def show_tenant(run_dir: str | None, name: str, *, as_json: bool) -> None:
@@ -82,10 +79,7 @@ def show_tenant(run_dir: str | None, name: str, *, as_json: bool) -> None:
     ]
     if rows:
         print()
-        heading, *lines = table(_USAGE_COLUMNS, rows, width=terminal_width())
-        print(paint(heading, "dim"))
-        for line in lines:
-            print(line)
+        print_table(_USAGE_COLUMNS, rows)
 
 
 def create_tenant(run_dir: str | None, name: str, options: Mapping[str, Any], *, as_json: bool) -> None:

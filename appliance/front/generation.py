@@ -276,7 +276,7 @@ class Generation:
                 model=context.model,
                 stream=context.stream,
                 submissions=len(running) if again else len(task.prompts),
-                rows=len(running),
+                num_seqs=len(running),
                 prompt_tokens=prompt_tokens,
                 max_tokens=sum(sample.prompt.max_tokens for sample in running) - emitted,
                 may_lower=task.may_lower,

@@ -133,9 +133,9 @@ class _Replay(Response):
         self._state = state
         self._context = context
         self._run = run
-        self._retry: Literal["", "joined", "repeated"] = (
-            "" if is_first else "repeated" if run.ended else "joined"
-        )
+        self._retry: Literal["joined", "repeated"] | None = None
+        if not is_first:
+            self._retry = "repeated" if run.ended else "joined"
         # The run, or the row of the retry, records the end of this request in the log.
         context.admitted = True
 
@@ -146,7 +146,7 @@ class _Replay(Response):
         finally:
             self._run.leave(follower)
             if self._retry:
-                self._log(follower)
+                self._log(follower, self._retry)
 
     async def _play(self, follower: Follower, send: Send) -> None:
         run = self._run
@@ -183,7 +183,7 @@ class _Replay(Response):
             (b"x-appliance-retry-of", self._run.request_id.encode()),
         ]
 
-    def _log(self, follower: Follower) -> None:
+    def _log(self, follower: Follower, retry: Literal["joined", "repeated"]) -> None:
         context, run, began = self._context, self._run, follower.first_bytes_at
         self._state.to_core(
             Retried(
@@ -193,7 +193,7 @@ class _Replay(Response):
                 endpoint=context.endpoint,
                 model=context.model,
                 stream=context.stream,
-                retry=self._retry,
+                retry=retry,
                 retry_of=run.request_id,
                 request_class=INTERACTIVE if run.request_class is None else run.request_class,
                 status=CLIENT_DISCONNECTED if follower.left else run.status,

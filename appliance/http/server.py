@@ -11,10 +11,10 @@ from typing import Any
 from appliance.http.connection import Connection
 from appliance.http.counted_log import CountedLog
 from appliance.http.exchange import Exchange
-from appliance.http.peers import Peer, peer_of
+from appliance.http.peers import Peer
 from appliance.http.pools import Pool
 from appliance.http.request_memory import RequestMemory, of_largest_owner
-from appliance.http.turns import Turns, source_of_connection
+from appliance.http.turns import Turns
 from appliance.messages import Limits
 
 WRITE_TIMEOUT_S = 60.0
@@ -95,9 +95,6 @@ class HttpServer:
 
         The server takes over the socket, and closes it if it is stopping.
         """
-        turn = asyncio.Event()
-        self.turns.add(source_of_connection(peer_of(sock, address)), 0, turn.set)
-        await turn.wait()
         if self._stopping:
             sock.close()
             return

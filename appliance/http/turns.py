@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from appliance.background import TimeBudgets
 from appliance.http.peers import Peer
 
 TURN_S = 0.002
@@ -31,7 +32,7 @@ class Source(NamedTuple):
     name: str
     """A tenant, an address or a local user. Sources take turns."""
     budget: str
-    """Sources with the same budget use one share of the event loop's time. Empty: without a limit."""
+    """Sources with the same budget use one share of the event loop's time."""
 
 
 def source_of_request(tenant: str, peer: Peer) -> Source:
@@ -40,12 +41,6 @@ def source_of_request(tenant: str, peer: Peer) -> Source:
     if tenant:
         return Source(f"tenant {tenant}", f"tenant {tenant}")
     return Source(peer.source, peer.source if peer.kind == "unix" else "tcp")
-
-
-def source_of_connection(peer: Peer) -> Source:
-    """Return the source of a new connection. It has no limit, because other clients wait behind it to be
-    accepted."""
-    return Source(peer.source, "")
 
 
 class Turns:
@@ -61,9 +56,7 @@ class Turns:
     def __init__(self) -> None:
         self._waiting: dict[Source, list[tuple[int, int, Callable[[], None]]]] = {}
         """A heap for each source; the source whose turn it is comes first."""
-        self._rests_until: dict[str, float] = {}
-        """When each budget that was used lately is within its share again, in seconds of the monotonic
-        clock."""
+        self._budgets = TimeBudgets(MAX_SHARE, BURST_S)
         self._used: list[str] = []
         """The budget of each turn that was taken in this pass."""
         self._serial = itertools.count()
@@ -116,17 +109,13 @@ class Turns:
 
     def _rest_s(self, source: Source, now: float) -> float:
         """Return for how long the source must rest; 0 if its turn may be taken now."""
-        rest_s = self._rests_until.get(source.budget, 0.0) - now
-        return max(rest_s, _MIN_REST_S) if rest_s > 0 else 0.0
+        rest_s = self._budgets.rest_s(source.budget, now)
+        return max(rest_s, _MIN_REST_S) if rest_s else 0.0
 
     def _charge(self, passed_s: float, now: float) -> None:
         """Charge the turns of the last pass with its time."""
-        for budget in filter(None, self._used):
-            cost_s = min(passed_s / len(self._used), MAX_CHARGE_S)
-            since = max(self._rests_until.get(budget, 0.0), now - BURST_S)
-            self._rests_until[budget] = since + cost_s / MAX_SHARE
+        for budget in self._used:
+            self._budgets.charge(budget, min(passed_s / len(self._used), MAX_CHARGE_S), now)
         self._used.clear()
         if not self._waiting:
-            self._rests_until = {
-                budget: until for budget, until in self._rests_until.items() if until > now - BURST_S
-            }
+            self._budgets.forget_unused(now)

@@ -363,7 +363,7 @@ class Replica:
             "pids": self.group.pids if self.group else [],
             "tensor_parallel_size": self.spec.tensor_parallel_size,
             "links": self._placement.links(self._gpus),
-            "credit_seqs": credit.available_rows if credit else 0,
+            "credit_seqs": credit.available_slots if credit else 0,
             "credit_tokens": credit.available_tokens if credit else 0,
             "last_report_s": self.silent_s if self.group is not None else None,
             "restarts": self.restarts,

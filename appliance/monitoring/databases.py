@@ -121,8 +121,8 @@ def _audit(state_dir: Path) -> Finding:
             area="databases",
             subject="audit chain",
             level="ok",
-            text=f"the audit chain is whole: {findings.verdict.rows:,} rows, head {head.hash[:16]}, held "
-            f"against {findings.heads:,} recorded heads",
+            text=f"the audit chain is complete and unchanged: {findings.verdict.rows:,} rows, head "
+            f"{head.hash[:16]}, checked against {findings.heads:,} recorded heads",
         )
     return Finding(
         area="databases",

@@ -52,16 +52,16 @@ def running_models(models: list[ModelStatus]) -> Iterator[Finding]:
                 f"{replica.name} runs on {where} in {held}: {of_bytes(replica.used_bytes)} used, "
                 f"{of_bytes(replica.predicted_bytes)} predicted ({difference:+.0%})",
             )
-        if _is_gone(Path(model.folder)):
+        if _is_removed(Path(model.folder)):
             yield _finding(
                 model.name,
                 "problem",
                 f"{model.folder} was removed: running replicas continue, but none can be started",
-                "bring the folder back",
+                "restore the folder",
             )
 
 
-def _is_gone(folder: Path) -> bool:
+def _is_removed(folder: Path) -> bool:
     """Check the folder with this user's rights; the service's user may be able to read more."""
     try:
         return not folder.is_dir()

@@ -12,8 +12,9 @@ from typing import Annotated, Literal
 import msgspec
 
 from appliance.messages import KeepRules, Limits, RetryRules
+from appliance.protocol import LogLevel
 from appliance.traffic.rules import QueueRules
-from engine.messages import ReplicaSpec
+from engine.messages import Device, DType, LoadFormat, Quantization, ReplicaSpec
 
 # Every number has an upper bound, so that a mistyped one is refused when the file is read.
 Positive = Annotated[int, msgspec.Meta(ge=1, le=1_000_000_000)]
@@ -41,14 +42,14 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Number of replicas."""
     pinned: bool = True
     """Whether the start of the service waits until this model is ready, and systemd's `start` with it."""
-    device: Literal["auto", "cuda", "cpu"] = "auto"
+    device: Device = "auto"
     """"auto" is CUDA if a GPU is available, otherwise the CPU."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: DType = "auto"
     """"auto" is the checkpoint's on CUDA, float32 on the CPU."""
-    quantization: Literal["auto", "fp8"] = "auto"
+    quantization: Quantization = "auto"
     """Quantization of the layers' weights: "auto" keeps the checkpoint's, "fp8" quantises them while they
     load."""
-    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    kv_cache_dtype: Quantization = "auto"
     """Data type of the KV cache: "auto" is the model's; "fp8" halves the memory of the cache."""
     tensor_parallel_size: Processes = 1
     """Number of ranks (GPUs) of one replica."""
@@ -65,7 +66,7 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Number of blocks of 64 tokens in the KV cache. Default: as many as fit into memory."""
     gpu_memory_utilization: Fraction = 0.95
     """Fraction of the device's memory that may be used."""
-    load_format: Literal["safetensors", "dummy"] = "safetensors"
+    load_format: LoadFormat = "safetensors"
     """"dummy" creates random weights, to measure the speed without the weights of a checkpoint."""
     prefix_cache: bool = True
     """Whether prompts with equal beginnings share cached KV blocks."""
@@ -74,24 +75,9 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     def spec(self, replica: str) -> ReplicaSpec:
         """Return the specification of a replica of this model."""
-        return ReplicaSpec(
-            replica=replica,
-            model_path=self.folder,
-            load_format=self.load_format,
-            device=self.device,
-            dtype=self.dtype,
-            quantization=self.quantization,
-            kv_cache_dtype=self.kv_cache_dtype,
-            tensor_parallel_size=self.tensor_parallel_size,
-            max_model_len=self.max_model_len,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            max_mixed_tokens=self.max_mixed_tokens,
-            kv_blocks=self.kv_blocks,
-            gpu_memory_utilization=self.gpu_memory_utilization,
-            prefix_cache=self.prefix_cache,
-            threads=self.threads,
-        )
+        shared = set(ReplicaSpec.__struct_fields__) & set(self.__struct_fields__)
+        fields = {name: getattr(self, name) for name in shared}
+        return ReplicaSpec(replica=replica, model_path=self.folder, **fields)
 
 
 class UnixSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -185,7 +171,7 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     is longer."""
     load_timeout_s: PositiveSeconds = 600.0
     """A replica or front that is starting and reports no progress for this long is killed and restarted."""
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_level: LogLevel = "info"
     """Lowest level that is logged."""
     unix: UnixSettings = UnixSettings()
     admin: AdminSettings = AdminSettings()
@@ -222,18 +208,18 @@ class Flags(msgspec.Struct, kw_only=True):
     fronts: int | None = None
     run_dir: str | None = None
     state_dir: str | None = None
-    log_level: str | None = None
-    device: str | None = None
+    log_level: LogLevel | None = None
+    device: Device | None = None
     """This and the following options apply to every model."""
-    dtype: str | None = None
-    quantization: str | None = None
-    kv_cache_dtype: str | None = None
+    dtype: DType | None = None
+    quantization: Quantization | None = None
+    kv_cache_dtype: Quantization | None = None
     tensor_parallel_size: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     kv_blocks: int | None = None
-    load_format: str | None = None
+    load_format: LoadFormat | None = None
 
 
 def parse_address(text: str) -> tuple[str, int]:

@@ -113,7 +113,7 @@ def _is_file(path: Path) -> bool:
         fault = Fault(
             place=Place(str(path)),
             what=f"it cannot be accessed ({error.strerror})",
-            remedy="let this user into its folder, or name another file with --config",
+            remedy="give this user access to its folder, or name another file with --config",
         )
         raise SettingsError(fault) from error
 

@@ -15,19 +15,10 @@ from appliance.settings.faults import Place, SettingsError
 from appliance.settings.fields import DEMO_MODEL, Flags, MetricsSettings, ModelSettings, Settings
 from appliance.settings.files import Tables, find_config, read_tables
 
-_FLAGS_OF_SERVICE = ("listen", "fronts", "run_dir", "state_dir", "log_level")
-_FLAGS_OF_MODELS = (
-    "device",
-    "dtype",
-    "quantization",
-    "kv_cache_dtype",
-    "tensor_parallel_size",
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "kv_blocks",
-    "load_format",
+_FLAGS_OF_SERVICE = tuple(
+    name for name in Flags.__struct_fields__ if name in Settings.__struct_fields__ and name != "models"
 )
+_FLAGS_OF_MODELS = tuple(name for name in Flags.__struct_fields__ if name in ModelSettings.__struct_fields__)
 
 _MODEL_NAME = r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}"
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections import OrderedDict, deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
+
+from appliance.background import TimeBudgets
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -18,6 +21,10 @@ Result = TypeVar("Result")
 _MIN_BYTES = 4096
 """Every text counts at least this many bytes, since a request takes memory besides its text."""
 
+MAX_SHARE = 1 / 3
+"""The part of a thread's time that the texts of one tenant take in the long run."""
+BURST_S = 2.0
+"""A tenant that had no texts for this time may use its share of it at once: enough for a text of 2 MiB."""
 NICENESS = 10
 """The nice value of the threads that encode. Event loops have a higher priority, since they must react
 fast."""
@@ -42,11 +49,17 @@ class TenantQueue(Generic[Item]):
         self._waiting.setdefault(tenant, deque()).appendleft(item)
         self._waiting.move_to_end(tenant)
 
-    def take(self) -> Item | None:
-        """Return the next item, or None."""
-        if not self._waiting:
+    @property
+    def tenants(self) -> Iterable[str]:
+        """The tenants that have items, in the order of their turns."""
+        return self._waiting.keys()
+
+    def take(self, may_take: Callable[[str], bool] = lambda tenant: True) -> Item | None:
+        """Return the next item of a tenant for which `may_take` is true, or None."""
+        tenant = next(filter(may_take, self._waiting), None)
+        if tenant is None:
             return None
-        tenant, items = self._waiting.popitem(last=False)
+        items = self._waiting.pop(tenant)
         item = items.popleft()
         if items:
             self._waiting[tenant] = items
@@ -89,6 +102,8 @@ class _Job:
     tenant: str
     steps: Generator[None, None, Any]
     result: asyncio.Future[Any]
+    taken_s: float = 0.0
+    """Processor time of the last step."""
 
 
 def _lower_priority() -> None:
@@ -97,9 +112,13 @@ def _lower_priority() -> None:
 
 
 class _Lane:
-    """One thread that advances the tenants' work in turn, one step at a time."""
+    """One thread that advances the tenants' work in turn, one step at a time. A tenant that has used its
+    share of the thread's time rests, so that the processor is free for requests of other tenants."""
 
     def __init__(self, name: str) -> None:
+        self._budgets = TimeBudgets(MAX_SHARE, BURST_S)
+        self._wakes = False
+        """Whether the lane will advance again after a rest."""
         self._queue: TenantQueue[_Job] = TenantQueue()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=_lower_priority)
         self._busy = False
@@ -111,15 +130,35 @@ class _Lane:
     def _advance(self) -> None:
         if self._busy:
             return
-        while (job := self._queue.take()) is not None:
+        loop, now = asyncio.get_running_loop(), time.monotonic()
+        while (job := self._queue.take(lambda tenant: not self._budgets.rest_s(tenant, now))) is not None:
             if not job.result.done():
                 self._busy = True
-                step = asyncio.get_running_loop().run_in_executor(self._thread, _step, job.steps)
+                step = loop.run_in_executor(self._thread, self._step, job)
                 step.add_done_callback(lambda step, job=job: self._stepped(job, step))  # type: ignore[misc]
                 return
+        rests = [self._budgets.rest_s(tenant, now) for tenant in self._queue.tenants]
+        if not rests:
+            self._budgets.forget_unused(now)
+        elif not self._wakes:
+            self._wakes = True
+            loop.call_later(min(rests), self._wake)
+
+    def _wake(self) -> None:
+        self._wakes = False
+        self._advance()
+
+    def _step(self, job: _Job) -> tuple[bool, Any]:
+        began = time.thread_time()
+        try:
+            return _step(job.steps)
+        finally:
+            job.taken_s += time.thread_time() - began
 
     def _stepped(self, job: _Job, step: asyncio.Future[tuple[bool, Any]]) -> None:
         self._busy = False
+        self._budgets.charge(job.tenant, job.taken_s, time.monotonic())
+        job.taken_s = 0.0
         if step.cancelled():
             job.result.cancel()
         elif (error := step.exception()) is not None:

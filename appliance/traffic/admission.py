@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from appliance.messages import RateLimits, Refused
+from appliance.messages import ExceededLimit, RateLimits, Refused
 from appliance.traffic.admission_pauses import AdmissionPause
 from appliance.traffic.model import ModelTraffic
 from appliance.traffic.outputs import most_tokens
@@ -41,10 +41,9 @@ class Refusal(NamedTuple):
     retry_after_s: float | None = None
     useless: bool = False
     """Whether a retry would fail too."""
-    kind: str = ""
-    """The same as `Refused.kind`."""
+    kind: ExceededLimit = ""
 
-    def told(self, request: Request, limits: RateLimits | None) -> Refused:
+    def to_message(self, request: Request, limits: RateLimits | None) -> Refused:
         """Return the message to the front, with what is left of the caller's limits."""
         return Refused(
             request.request_id,
@@ -98,7 +97,7 @@ def hopeless(request: Request, model: ModelTraffic, now: float) -> Refusal | Non
     run_s = 0.0
     # When a replica dies during an answer, the client has read the first part, and the rest is unknown.
     if model.predictable and not request.admit.attempt:
-        run_s = _HOPELESS * model.run_s(request, request.expected_tokens / max(1, request.admit.rows))
+        run_s = _HOPELESS * model.run_s(request, request.expected_tokens / max(1, request.admit.num_seqs))
     return _missed(request, now, 0.0, run_s) if now + run_s > request.deadline_at else None
 
 
@@ -111,7 +110,7 @@ def timed_out(
     if held:
         why = "the service was draining"
     else:
-        why = "no replica had room for it" if model.accounts else "no replica of the model is ready"
+        why = "no replica had capacity for it" if model.accounts else "no replica of the model is ready"
     message = f"the request waited {timeout_s:g} s and {why}: try again later"
     wait_s = max((wait or 0.0 for wait in model.waits_s(now)), default=None)
     return Refusal(503, "queue_timeout", message, _retry_after_s(wait_s, model.oldest_wait_s(now)))
@@ -126,7 +125,7 @@ def reserve(request: Request, quotas: Quotas) -> Refusal | None:
         request.key_id,
         prompt_tokens=first.prompt_tokens,
         max_tokens=first.max_tokens,
-        samples=first.rows,
+        samples=first.num_seqs,
         may_lower=first.may_lower,
     )
     if not isinstance(held, Shortage):
@@ -139,7 +138,7 @@ def reserve(request: Request, quotas: Quotas) -> Refusal | None:
 
 def unknown_model(name: str, known: Iterable[str]) -> Refusal:
     """Return the refusal of a request for a model that is not served."""
-    message = f"there is no model {name!r}: there are {', '.join(known) or 'none'}"
+    message = f"there is no model {name!r}: available models: {', '.join(known) or 'none'}"
     return Refusal(404, "model_not_found", message)
 
 
@@ -168,17 +167,20 @@ def _no_place(
     wait_s: float | None,
     now: float,
 ) -> Refusal | None:
-    tenant, oldest_s = tenants.of(request.tenant), model.oldest_wait_s(now)
-    whose: list[tuple[str, Use, int | None]] = [
-        (f"tenant {tenant.name!r}", tenant.use, tenant.quota.queued_requests)
+    tenant = tenants.of(request.tenant)
+    limits: list[tuple[str, str, Use, int | None]] = [
+        ("tenant", tenant.name, tenant.use, tenant.quota.queued_requests)
     ]
     if request.key_id:
-        limit = tenants.key_quota(request.key_id).queued_requests
-        whose.append((f"key {request.key_id!r}", tenant.key(request.key_id), limit))
-    for name, use, most in whose:
+        most = tenants.key_quota(request.key_id).queued_requests
+        limits.append(("key", request.key_id, tenant.key(request.key_id), most))
+    for scope, name, use, most in limits:
         if most is not None and use.queued >= most:
-            message = f"{use.queued} requests of {name} are waiting, and its limit is {most}: try again later"
-            after_s = _retry_after_s(wait_s, oldest_s)
+            message = (
+                f"{use.queued} requests of {scope} {name!r} are waiting, and its limit is {most}: "
+                f"try again later"
+            )
+            after_s = _retry_after_s(wait_s, model.oldest_wait_s(now))
             return Refusal(429, "tenant_queue_full", message, after_s, kind="requests")
     rules, use, tokens = model.rules, tenant.use, request.admit.prompt_tokens
     if waiting.requests >= rules.limit:
@@ -194,7 +196,7 @@ def _no_place(
         )
     else:
         return None
-    after_s = _retry_after_s(model.waits_s(now)[request.request_class], oldest_s)
+    after_s = _retry_after_s(model.waits_s(now)[request.request_class], model.oldest_wait_s(now))
     return Refusal(503, "queue_full", f"{message}: try again later", after_s)
 
 
@@ -227,7 +229,7 @@ def _deadline(
     if now + wait_s > begin_by:
         return _missed(request, now, wait_s, run_s)
     if wait_s > 0.0:
-        promised_s = model.promise_s(request, most * request.admit.rows)
+        promised_s = model.promise_s(request, most * request.admit.num_seqs)
         begin_from = model.promises_from(now) + model.first_credit_s(LEVELS - 1, now)
         late_s = begin_from - model.queue.promises.latest_begin_with(begin_by, promised_s)
         if late_s > 0.0:

@@ -46,18 +46,19 @@ class CreditAccount:
         self.devices = devices
         self.version = version
         """The version of the files that the replica loaded; empty if not known yet."""
-        self.rows = 0
+        self.slots = 0
         """Number of slots: the sequences that the replica can run at once."""
         self.tokens = 0
         """The prompt tokens of two mixed steps, or of one full step if that is more."""
-        self._spent_rows = [0] * LEVELS
+        self._spent_seqs = [0] * LEVELS
         self._spent_tokens = [0] * LEVELS
-        self._returned_rows = [0] * LEVELS
+        self._returned_seqs = [0] * LEVELS
         self._returned_tokens = [0] * LEVELS
-        self._waiting_rows = [0] * LEVELS
+        self._waiting_seqs = [0] * LEVELS
         """Number of sequences that waited for a slot at the last report."""
-        self._open_levels: dict[int, int] = {}
-        """What `open_levels` returned for each number of reserved slots since the last change."""
+        self._available: dict[float, tuple[list[int], int]] = {}
+        """The free slots of each level and the open levels, by the share of slots that is reserved. Cleared
+        when the account changes."""
         self.kv_tokens = 0
         """Capacity of the KV cache in tokens."""
         self.generated_each = 0.0
@@ -67,9 +68,9 @@ class CreditAccount:
         self.rates = ReplicaRates()
 
     @property
-    def available_rows(self) -> int:
+    def available_slots(self) -> int:
         """Number of slots minus the sequences that were dispatched and have not ended."""
-        return self.rows - sum(self._spent_rows) + sum(self._returned_rows)
+        return self.slots - sum(self._spent_seqs) + sum(self._returned_seqs)
 
     @property
     def available_tokens(self) -> int:
@@ -85,36 +86,53 @@ class CreditAccount:
     def reserved_slots(self, share: float) -> int:
         """Return how many slots are reserved for urgent requests if `share` of all slots are."""
         if share <= 0:
-            return int(self.rows >= _MANY_SLOTS)
-        return max(1, int(share * self.rows)) if self.rows >= _FEW_SLOTS else 0
+            return int(self.slots >= _MANY_SLOTS)
+        return max(1, int(share * self.slots)) if self.slots >= _FEW_SLOTS else 0
 
-    def free_slots(self, level: int, reserved: int) -> int:
-        """Return how many slots are free for a level."""
-        return self._free_slots(reserved)[level]
+    def free_slots(self, level: int, share: float) -> int:
+        """Return how many slots are free for a level if `share` of all slots are reserved."""
+        return self._availability(share)[0][level]
+
+    def open_levels(self, share: float) -> int:
+        """Return the levels of which the replica accepts a request now if `share` of all slots are reserved:
+        bit `l` is set for level `l`."""
+        return self._availability(share)[1]
+
+    def _availability(self, share: float) -> tuple[list[int], int]:
+        """Return `free_slots` of each level, and `open_levels`."""
+        known = self._available.get(share)
+        if known is None:
+            free, levels, tokens = self._free_slots(self.reserved_slots(share)), 0, self.tokens
+            for level in range(LEVELS):
+                tokens -= self._spent_tokens[level] - self._returned_tokens[level]
+                if tokens > 0 and free[level] > 0:
+                    levels |= 1 << level
+            known = self._available[share] = free, levels
+        return known
 
     def _free_slots(self, reserved: int) -> list[int]:
-        """Return `free_slots` of each level.
+        """Compute `free_slots` of each level.
 
         Samples of worse levels that wait in the engine occupy no slot. The last report says how many wait; of
         those that were dispatched since, at most as many run as the engine permits.
         """
         running = [
-            spent - returned for spent, returned in zip(self._spent_rows, self._returned_rows, strict=True)
+            spent - returned for spent, returned in zip(self._spent_seqs, self._returned_seqs, strict=True)
         ]
         in_tiers = [0, 0, 0]
         for tier, count in zip(TIERS, running, strict=True):
             in_tiers[tier] += count
         spare = (0, reserved, reserved + min(1, reserved))
-        lower = min(in_tiers[2], self.rows - spare[2])
-        in_worse_tiers = (min(lower + in_tiers[1], self.rows - spare[1]), lower, 0)
+        lower = min(in_tiers[2], self.slots - spare[2])
+        in_worse_tiers = (min(lower + in_tiers[1], self.slots - spare[1]), lower, 0)
         in_other_tiers = (in_tiers[0], in_tiers[0] + in_tiers[1], sum(in_tiers))
         free: list[int] = []
-        occupied = sum(running) - sum(self._waiting_rows)
-        for level, waiting in enumerate(self._waiting_rows):
+        occupied = sum(running) - sum(self._waiting_seqs)
+        for level, waiting in enumerate(self._waiting_seqs):
             tier = TIERS[level]
             occupied += waiting
             at_most = min(occupied, in_worse_tiers[tier] + in_other_tiers[tier])
-            free.append(self.rows - at_most - spare[tier])
+            free.append(self.slots - at_most - spare[tier])
         # P0 takes the slots of background sequences; if it fits into one step, it takes those of all
         # sequences that are not urgent.
         for level in range(_ORDINARY_REAL_TIME + 1):
@@ -122,40 +140,27 @@ class CreditAccount:
                 free[level] += sum(running[_FIRST_BACKGROUND if level else _ORDINARY :])
         return free
 
-    def open_levels(self, reserved: int) -> int:
-        """Return the levels of which the replica accepts a request now if this many slots are reserved: bit
-        `l` is set for level `l`."""
-        known = self._open_levels.get(reserved)
-        if known is None:
-            known, tokens = 0, self.tokens
-            for level, free in enumerate(self._free_slots(reserved)):
-                tokens -= self._spent_tokens[level] - self._returned_tokens[level]
-                if tokens > 0 and free > 0:
-                    known |= 1 << level
-            self._open_levels[reserved] = known
-        return known
-
     def learn(self, report: Report) -> None:
         """Update the account from the replica's report: the totals granted since its start, and its rates."""
-        busy = self.rows - self.available_rows
+        busy = self.slots - self.available_slots
         self.generated_each += (report.generated_tokens - self._generated) / max(1, busy)
         self._generated = report.generated_tokens
-        self.rows = report.credit_seqs - sum(report.returned_seqs)
+        self.slots = report.credit_seqs - sum(report.returned_seqs)
         self.tokens = report.credit_tokens - sum(report.returned_tokens)
-        self._returned_rows = list(report.returned_seqs)
+        self._returned_seqs = list(report.returned_seqs)
         self._returned_tokens = list(report.returned_tokens)
-        self._waiting_rows = list(report.waiting_seqs)
-        self._open_levels.clear()
+        self._waiting_seqs = list(report.waiting_seqs)
+        self._available.clear()
         self.kv_tokens = report.blocks_total * BLOCK_TOKENS
         self.rates.learn(report)
 
-    def spend(self, level: int, rows: int, tokens: int) -> None:
+    def spend(self, level: int, seqs: int, tokens: int) -> None:
         """Spend credit for a submission that is sent to the replica."""
-        self._spent_rows[level] += rows
+        self._spent_seqs[level] += seqs
         self._spent_tokens[level] += tokens
-        self._open_levels.clear()
+        self._available.clear()
 
-    def refund(self, level: int, rows: int, tokens: int) -> None:
+    def refund(self, level: int, seqs: int, tokens: int) -> None:
         """Refund the credit of a submission that never reached the replica, which therefore will not grant it
         again."""
-        self.spend(level, -rows, -tokens)
+        self.spend(level, -seqs, -tokens)

@@ -40,7 +40,7 @@ class Ticket(Generic[Item]):
     prompt_tokens: int
     output_tokens: float
     """Expected output of all samples."""
-    rows: int = 1
+    num_seqs: int = 1
     """Samples of all prompts."""
     begin_by: float | None = None
     """When the request must start to meet its deadline, as promised on admission."""
@@ -157,7 +157,7 @@ class FairQueue(Generic[Item]):
 
     def urgency(self, ticket: Ticket[Item]) -> int:
         """Return the urgency of a waiting request (`Submit.urgency`)."""
-        if not self._lines[ticket.tenant].light or ticket.rows > self._max_samples:
+        if not self._lines[ticket.tenant].light or ticket.num_seqs > self._max_samples:
             return 0
         return 2 if ticket.prompt_tokens <= self._max_prompt_tokens else 1
 
@@ -186,12 +186,6 @@ class FairQueue(Generic[Item]):
         line.counter += service / line.weight
         if line.entry:
             self._enter(line)
-
-    def counter(self, tenant: str) -> float:
-        """Return a tenant's service divided by its weight; for an unknown tenant, the counter of the last
-        turn."""
-        line = self._lines.get(tenant)
-        return self.floor if line is None else line.counter
 
     # ── tenants and keys at their limits ──
 
@@ -264,11 +258,6 @@ class FairQueue(Generic[Item]):
             min(total.prompt_tokens, own[0] * shares + others * total.prompt_tokens),
             min(total.output_tokens, own[1] * shares + others * total.output_tokens),
         )
-
-    def waiting(self, tenant: str) -> int:
-        """Return how many requests of a tenant wait, including parked and held ones."""
-        line = self._lines.get(tenant)
-        return 0 if line is None else len(line.tickets) + sum(map(len, line.parked.values()))
 
     def __iter__(self) -> Iterator[Ticket[Item]]:
         """Iterate over the waiting requests, tenant by tenant."""

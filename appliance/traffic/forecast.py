@@ -26,9 +26,9 @@ class Forecast:
         self._full_step_s = 0.0
         """Time of a step with all slots busy."""
         self._computed_share = 1.0
-        self._rows = 0.0
+        self._slots = 0.0
         self._replicas = 0
-        self._row_slope_s = 0.0
+        self._slot_slope_s = 0.0
         self._longest_step_s = 0.0
         """Time of a step with all slots busy and the maximum number of prompt tokens."""
         self._prompt_s = 0.0
@@ -38,11 +38,11 @@ class Forecast:
     def refresh(
         self,
         accounts: Sequence[CreditAccount],
-        tokens_per_row: float,
+        tokens_per_seq: float,
         prompt_tokens: float,
         prompts_per_output: float,
     ) -> None:
-        """Update the forecast. `prompt_tokens` is the mean prompt of a request, `tokens_per_row` the mean
+        """Update the forecast. `prompt_tokens` is the mean prompt of a request, `tokens_per_seq` the mean
         cache use of a sequence, and `prompts_per_output` the prompt tokens for each output token."""
         measured = [account for account in accounts if account.rates.known]
         self.known = bool(measured)
@@ -50,14 +50,15 @@ class Forecast:
             return
         count = len(measured)
         self._replicas = len(accounts)
-        rows = 0.0
+        slots = 0.0
         for account in accounts:
-            fit = account.kv_tokens / tokens_per_row if account.kv_tokens and tokens_per_row else account.rows
-            rows += max(1.0, min(account.rows, fit))
-        self._rows = rows
-        each = rows / len(accounts)
+            known = account.kv_tokens and tokens_per_seq
+            fit = account.kv_tokens / tokens_per_seq if known else account.slots
+            slots += max(1.0, min(account.slots, fit))
+        self._slots = slots
+        each = slots / len(accounts)
         self.step_s = sum(account.rates.step_s for account in measured) / count
-        self._running = sum(account.rates.rows for account in measured) / count
+        self._running = sum(account.rates.running for account in measured) / count
         prompts = each * prompts_per_output
         self._full_step_s = sum(_full_step_s(one, each, prompts) for one in measured) / count
         self._longest_step_s = sum(_full_step_s(one, each, float("inf")) for one in measured) / count
@@ -65,35 +66,35 @@ class Forecast:
         self._computed_share = sum(account.rates.computed_share for account in measured) / count
         self._prompt_s = prompt_tokens * self._computed_share * self.prompt_token_s
         empty = max(1.0, each - self._running)
-        self._row_slope_s = (self._full_step_s - self.step_s) / empty
+        self._slot_slope_s = (self._full_step_s - self.step_s) / empty
 
     def serving_s(self, prompt_tokens: float, output_tokens: float) -> float:
         """Return the seconds in which all replicas together serve this many tokens with all slots busy."""
         if not self.known or not prompt_tokens + output_tokens:
             return 0.0
         prompts_s = prompt_tokens * self.prompt_token_s * self._computed_share
-        rows_s = (prompts_s + output_tokens * self._full_step_s) / (self._rows * _BUSY_SHARE)
-        return max(rows_s, prompts_s / self._replicas)
+        slots_s = (prompts_s + output_tokens * self._full_step_s) / (self._slots * _BUSY_SHARE)
+        return max(slots_s, prompts_s / self._replicas)
 
-    def running_s(self, prompt_tokens: float, output_tokens: float, rows_more: float) -> float:
+    def running_s(self, prompt_tokens: float, output_tokens: float, more_slots: float) -> float:
         """Return the seconds from the start of a request to its end. `output_tokens` is the length of its
-        answer; `rows_more` is by how many the busy slots of each replica will increase."""
-        rows_more = max(0.0, min(rows_more, self.rows_each - self._running))
-        step_s = min(self.step_s + rows_more * self._row_slope_s, max(self._full_step_s, self.step_s))
+        answer; `more_slots` is by how many the busy slots of each replica will increase."""
+        more_slots = max(0.0, min(more_slots, self.slots_each - self._running))
+        step_s = min(self.step_s + more_slots * self._slot_slope_s, max(self._full_step_s, self.step_s))
         steps = 2.0 + output_tokens  # Two steps have already been launched.
         # Each additional sequence begins with a prompt, which delays the steps of all sequences.
-        filling_s = min(rows_more * self._prompt_s, steps * max(0.0, self._longest_step_s - step_s))
+        filling_s = min(more_slots * self._prompt_s, steps * max(0.0, self._longest_step_s - step_s))
         return prompt_tokens * self.prompt_token_s + steps * step_s + filling_s
 
     @property
-    def rows_running(self) -> float:
+    def slots_busy(self) -> float:
         """Number of busy slots of a replica now."""
         return self._running
 
     @property
-    def rows_each(self) -> float:
+    def slots_each(self) -> float:
         """Number of slots of a replica that can be busy."""
-        return self._rows / self._replicas if self._replicas else 0.0
+        return self._slots / self._replicas if self._replicas else 0.0
 
     @property
     def replicas(self) -> int:
@@ -101,9 +102,9 @@ class Forecast:
         return self._replicas
 
 
-def _full_step_s(account: CreditAccount, rows: float, prompt_tokens: float) -> float:
+def _full_step_s(account: CreditAccount, busy: float, prompt_tokens: float) -> float:
     """Return the time of a step with this many busy slots and prompt tokens: the measured time, or the sum of
     its predicted parts if that is longer."""
     rates = account.rates
     computed = min(prompt_tokens * rates.computed_share, account.tokens / 2)
-    return max(rates.step_at(rows), rates.decode_s(rows) + computed * rates.prompt_token_s)
+    return max(rates.step_at(busy), rates.decode_s(busy) + computed * rates.prompt_token_s)

@@ -195,7 +195,7 @@ class RequestLifecycle:
         """Refund the credit for requests that were dispatched to the replica and never submitted."""
         left = request.dispatched.get(account)
         if left is not None:
-            account.refund(left.level, left.rows, left.tokens)
+            account.refund(left.level, left.seqs, left.tokens)
             self.leave_replica(request, account)
             self.dispatch(self._state.models[account.model])
 
@@ -219,7 +219,7 @@ class RequestLifecycle:
         request.keeps_place = False
         models, own = self._state.models, request.first.model
         tenant = self._state.tenants.of(request.tenant)
-        freed = tenant.leave(own, request.key_id, request.running_rows, request.kv_tokens)
+        freed = tenant.leave(own, request.key_id, request.running_seqs, request.kv_tokens)
         for name in freed & models.keys():
             models[name].reconsider(tenant, request.key_id, 1)
             if name != own:
@@ -239,7 +239,7 @@ class RequestLifecycle:
         self.stop_waiting(request)
         self._state.refused += 1
         limits = self._state.quotas.rate_limits(request.tenant, request.key_id) if why.status == 429 else None
-        self._send(request.front, why.told(request, limits))
+        self._send(request.front, why.to_message(request, limits))
         if request.admit.attempt == 0:
             request.settled = own_settle(request, why.status, "error", why.message, self._unix())
             self.end_if_complete(request)

@@ -42,7 +42,7 @@ _UNKNOWN_RUN_S, _MIN_RUN_S = 1.0, 0.1
 def most_kv_tokens(admit: Admit) -> int:
     """Return the most cache tokens that a request may hold: its last blocks are partly filled, and each
     sample of a prompt has its own copy of the prompt's last block."""
-    ends = admit.rows if admit.rows == admit.submissions else 2 * admit.rows
+    ends = admit.num_seqs if admit.num_seqs == admit.submissions else 2 * admit.num_seqs
     return admit.prompt_tokens + admit.max_tokens + ends * BLOCK_TOKENS
 
 
@@ -86,7 +86,7 @@ class ModelTraffic:
         """A heap of the expected ends of running requests."""
         self._ends_pushed = 0
         self._running: dict[str, Request] = {}
-        self._tokens_per_row = 0.0
+        self._tokens_per_seq = 0.0
         self._begun = QueuedTokens()
         """Running mean of the requests that started recently."""
         self._taken_s = [0.0] * CLASSES
@@ -99,6 +99,7 @@ class ModelTraffic:
         self._offered = DecayingMean()
         """Recent offered load, as a fraction of the capacity."""
         self._ticked_at: float | None = None
+        self._set_limits()
 
     @property
     def queued(self) -> int:
@@ -122,6 +123,7 @@ class ModelTraffic:
     def set_rules(self, rules: QueueRules) -> None:
         """Apply other rules from now on."""
         self.rules = self.queue.rules = rules
+        self._set_limits()
 
     # ── waiting requests ──
 
@@ -140,7 +142,7 @@ class ModelTraffic:
             service=prompt_tokens + self.rules.output_weight * request.expected_tokens,
             prompt_tokens=prompt_tokens,
             output_tokens=request.expected_tokens,
-            rows=request.admit.rows,
+            num_seqs=request.admit.num_seqs,
             begin_by=request.begin_by,
         )
         light = self._may_be_urgent(request.request_class, tenant)
@@ -174,7 +176,7 @@ class ModelTraffic:
         """Return the levels that some replica accepts now: bit `l` is set for level `l`."""
         share, levels = self._reserved_share(), 0
         for account in self.accounts:
-            levels |= account.open_levels(account.reserved_slots(share))
+            levels |= account.open_levels(share)
         return levels
 
     def next_turn(self, now: float) -> Turn | None:
@@ -187,7 +189,8 @@ class ModelTraffic:
             level = self.level_of(request, self._tenants.of(request.tenant))
             if levels >> level & 1 and (account := self._account_for(level, request)) is not None:
                 return Turn(request, account, level)
-        while (found := self.queue.next(levels, now, self.promises_from(now))) is not None:
+        promises_from = self.promises_from(now)
+        while (found := self.queue.next(levels, now, promises_from)) is not None:
             ticket, level = found
             request, fair = ticket.item, self.queue.classes[ticket.request_class]
             tenant = self._tenants.of(ticket.tenant)
@@ -206,27 +209,34 @@ class ModelTraffic:
         """Return the level of a request: its class, and whether it is urgent. P0 and light tenants' P1 are
         urgent unless they have many samples, and most urgent if their prompts fit into one step."""
         number, admit = request.request_class, request.admit
-        if not self._may_be_urgent(number, tenant) or admit.rows > self._max_urgent_samples():
+        if not self._may_be_urgent(number, tenant) or admit.num_seqs > self._max_urgent_samples():
             return level_of(number, 0)
-        return level_of(number, 2 if admit.prompt_tokens <= self._max_step_prompt_tokens() else 1)
+        return level_of(number, 2 if admit.prompt_tokens <= self._max_step_prompt_tokens else 1)
 
     def is_light(self, tenant: TenantTraffic) -> bool:
         """Return whether the tenant has few sequences running."""
-        reserved = sum(account.reserved_slots(self.rules.reserved_slots) for account in self.accounts)
-        return tenant.use.rows.get(self.name, 0) < max(1, reserved // _LIGHT_PART)
+        return tenant.use.seqs.get(self.name, 0) < self._light_slots
 
     def _may_be_urgent(self, request_class: int, tenant: TenantTraffic) -> bool:
         return request_class == REAL_TIME or (request_class == INTERACTIVE and self.is_light(tenant))
 
     def _max_urgent_samples(self) -> int:
         """Return how many samples an urgent request may have."""
-        share = self._reserved_share()
-        reserved = min((account.reserved_slots(share) for account in self.accounts), default=0)
-        return max(1, reserved // _LIGHT_PART)
+        return self._max_samples[self._reserved_share()]
 
-    def _max_step_prompt_tokens(self) -> int:
-        """Return how many prompt tokens fit into one step of every replica."""
-        return min((account.tokens for account in self.accounts), default=0)
+    def _set_limits(self) -> None:
+        """Set the limits of urgent requests, which depend on the rules and on the slots and the step size of
+        the replicas."""
+        accounts, share = self.accounts, self.rules.reserved_slots
+        self._light_slots = max(1, sum(one.reserved_slots(share) for one in accounts) // _LIGHT_PART)
+        """A tenant is light while it occupies fewer slots."""
+        self._max_samples = {
+            part: max(1, min((one.reserved_slots(part) for one in accounts), default=0) // _LIGHT_PART)
+            for part in (0.0, share)
+        }
+        """Maximum number of samples of an urgent request, by the share of slots that is reserved."""
+        self._max_step_prompt_tokens = min((one.tokens for one in accounts), default=0)
+        """Number of prompt tokens that fit into one step of every replica."""
 
     def starts_at_once(self, request: Request, tenant: TenantTraffic, now: float) -> bool:
         """Return whether a new request would be dispatched at once."""
@@ -251,10 +261,9 @@ class ModelTraffic:
         excluded: its front has lost it, even if the core has not noticed yet."""
         share = self._reserved_share()
         fit = [
-            (account.free_slots(level, reserved), account.tokens_left(level), -index)
+            (account.free_slots(level, share), account.tokens_left(level), -index)
             for index, account in enumerate(self.accounts)
-            if account not in request.tried
-            and account.open_levels(reserved := account.reserved_slots(share)) >> level & 1
+            if account not in request.tried and account.open_levels(share) >> level & 1
         ]
         return self.accounts[-max(fit)[2]] if fit else None
 
@@ -272,12 +281,12 @@ class ModelTraffic:
             self.queue.take(request.ticket, now)
             request.charged = request.ticket.prompt_tokens
             request.ticket = None
-        account.spend(level, admit.rows, admit.prompt_tokens)
+        account.spend(level, admit.num_seqs, admit.prompt_tokens)
         if not request.dispatched and not request.keeps_place:
-            request.running_rows = admit.rows
+            request.running_seqs = admit.num_seqs
             request.kv_tokens = most_kv_tokens(admit)
             for use in tenant.uses(request.key_id):
-                use.run(self.name, admit.rows, request.kv_tokens)
+                use.run(self.name, admit.num_seqs, request.kv_tokens)
             self.reconsider(tenant, request.key_id, 1)
         request.keeps_place = False
         if not request.dispatched:
@@ -303,12 +312,13 @@ class ModelTraffic:
         request.charged = service
 
     def learned(self) -> None:
-        """Update the forecast after a replica has reported, started or ended."""
+        """Update the forecast and the limits after a replica has reported, started or ended."""
+        self._set_limits()
         self.forecast.refresh(
-            self.accounts, self._tokens_per_row, self._begun.prompt_tokens, self._prompts_per_output()
+            self.accounts, self._tokens_per_seq, self._begun.prompt_tokens, self._prompts_per_output()
         )
         for fair in self.queue.classes:
-            fair.set_urgent(self._max_urgent_samples(), self._max_step_prompt_tokens())
+            fair.set_urgent(self._max_urgent_samples(), self._max_step_prompt_tokens)
 
     def tick(self, now: float) -> None:
         """Update the load and everything derived from it. To be called a few times a second."""
@@ -327,9 +337,9 @@ class ModelTraffic:
         self.shedder.observe(self.rules, now, self.waits_s(now))
 
     def _learn_start(self, admit: Admit, request: Request) -> None:
-        per_row = (admit.prompt_tokens + request.expected_tokens) / max(1, admit.rows)
-        known = self._tokens_per_row or per_row
-        self._tokens_per_row = known + _OF_THE_NEW * (per_row - known)
+        per_seq = (admit.prompt_tokens + request.expected_tokens) / max(1, admit.num_seqs)
+        known = self._tokens_per_seq or per_seq
+        self._tokens_per_seq = known + _OF_THE_NEW * (per_seq - known)
         prompt, output = float(admit.prompt_tokens), max(1.0, request.expected_tokens)
         begun = self._begun
         if not begun.output_tokens:
@@ -358,7 +368,7 @@ class ModelTraffic:
         for request in self._running.values():
             made = 0.0
             for account, left in request.dispatched.items():
-                made += left.rows * (account.generated_each - left.charged_each)
+                made += left.seqs * (account.generated_each - left.charged_each)
                 left.charged_each = account.generated_each
             service = self.rules.output_weight * min(made, request.first.max_tokens)
             request.charged += service
@@ -421,11 +431,11 @@ class ModelTraffic:
     def run_s(self, request: Request, output_tokens: float) -> float:
         """Return the time from a request's start to its end, if each sample has so many output tokens."""
         waiting = sum(fair.backlog.tickets for fair in self.queue.classes)
-        more_rows = waiting / max(1, self.forecast.replicas)
+        more_slots = waiting / max(1, self.forecast.replicas)
         # Near full load, slots that are free now will soon be occupied.
         filling = max(0.0, min(1.0, (self._offered.ratio - _LIGHT_LOAD) / (_FULL_LOAD - _LIGHT_LOAD)))
-        more_rows = max(more_rows, filling * self.forecast.rows_each - self.forecast.rows_running)
-        return self.forecast.running_s(request.admit.prompt_tokens, output_tokens, more_rows)
+        more_slots = max(more_slots, filling * self.forecast.slots_each - self.forecast.slots_busy)
+        return self.forecast.running_s(request.admit.prompt_tokens, output_tokens, more_slots)
 
     def promises_from(self, now: float) -> float:
         """Return when promised requests start at the latest if only they are served from now on, after the
@@ -446,7 +456,7 @@ class ModelTraffic:
         if self.open_levels() >> level & 1:
             return 0.0
         share = self._reserved_share()
-        if any(account.free_slots(level, account.reserved_slots(share)) > 0 for account in self.accounts):
+        if any(account.free_slots(level, share) > 0 for account in self.accounts):
             return self.forecast.step_s
         end = self._next_end()
         return self.forecast.step_s if end is None else max(0.0, end - now)
@@ -469,4 +479,4 @@ class ModelTraffic:
     def _expected_run_s(self, request: Request) -> float:
         if not self.forecast.known:
             return _UNKNOWN_RUN_S
-        return max(_MIN_RUN_S, self.run_s(request, request.expected_tokens / max(1, request.admit.rows)))
+        return max(_MIN_RUN_S, self.run_s(request, request.expected_tokens / max(1, request.admit.num_seqs)))

@@ -17,7 +17,7 @@ from appliance.traffic.credits import BACKGROUND
 from appliance.traffic.fairness import FairQueue, Ticket
 from appliance.traffic.rules import QueueRules
 from appliance.traffic.timeline import Promises
-from engine.messages import URGENCIES, level_of
+from engine.messages import LEVELS, URGENCIES, level_of
 from store.policies import CLASSES, INTERACTIVE
 
 Item = TypeVar("Item")
@@ -82,6 +82,8 @@ class RequestQueue(Generic[Item]):
     def next(self, open_levels: int, now: float, promises_from: float) -> Next[Item] | None:
         """Return the next request of the open levels (bit `l` is set for level `l`); None if there is none.
         `promises_from` is when promised requests would start if only they were served."""
+        if not open_levels >> self._best_level():
+            return None
         for ticket in (self._promised(promises_from), self._lifted(now)):
             if ticket is not None and open_levels >> (level := self._overtaking_level(ticket)) & 1:
                 return Next(ticket, level)
@@ -115,6 +117,13 @@ class RequestQueue(Generic[Item]):
         return arrivals[0].queued_at if arrivals else None
 
     # ── dispatch order ──
+
+    def _best_level(self) -> int:
+        """Return the best level at which a waiting request could run; LEVELS if none waits."""
+        for number, fair in enumerate(self.classes):
+            if fair.tenants:
+                return level_of(number, URGENCIES - 1)
+        return LEVELS
 
     def _overtaking_level(self, ticket: Ticket[Item]) -> int:
         """Return the level of a request that is served before better classes. It runs at the level of the

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 
-from appliance.messages import RateLimits
+from appliance.messages import ExceededLimit, RateLimits
 from appliance.protocol import LimitUsage
 from appliance.quantities import duration
 from appliance.traffic.buckets import LIMITS, Bucket, rate_of
@@ -93,8 +93,8 @@ class Shortage:
         """Seconds until refill alone provides the requested amount; inf: never."""
 
     @property
-    def kind(self) -> str:
-        """OpenAI's `type` of the error."""
+    def kind(self) -> ExceededLimit:
+        """What the limit counts."""
         return "tokens" if self._bucket.counts_tokens else "requests"
 
     @property

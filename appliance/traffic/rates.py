@@ -18,7 +18,7 @@ _ENOUGH_S = 0.1
 FIRST_STEPS = 16
 """Steps of each kind at the start of a replica that are not learned: kernels are loaded, memory is taken from
 the system, and caches are empty."""
-_SPREAD_ROWS = 2.0
+_SPREAD_SEQS = 2.0
 """Variance of the batch size above which the time of one more sequence can be learned."""
 
 
@@ -65,16 +65,16 @@ class ReplicaRates:
     def __init__(self) -> None:
         self.busy_s = 0.0
         """Time of the learned steps since the replica's start."""
-        self.rows = 0
+        self.running = 0
         """Number of sequences that ran at the last report."""
         self._predicted_step_s = 0.0
         self._predicted_prompt_token_s = 0.0
         self._first_decodes, self._first_mixed = _FirstSteps(), _FirstSteps()
         self._steps = DecayingMean()
         self._decode = DecayingMean()
-        self._rows = DecayingMean()
-        self._rows_squared = DecayingMean()
-        self._rows_by_s = DecayingMean()
+        self._batch_size = DecayingMean()
+        self._batch_size_squared = DecayingMean()
+        self._batch_size_by_s = DecayingMean()
         self._prompts = DecayingMean()
         self._cached = DecayingMean()
         self._computed_tokens = 0
@@ -110,15 +110,15 @@ class ReplicaRates:
         """Fraction of prompt tokens that had to be computed because they were not in the prefix cache."""
         return 1.0 - min(1.0, self._cached.ratio)
 
-    def step_at(self, rows: float) -> float:
-        """Return the time of a step with `rows` sequences: the recent mean, scaled by the measured times of
+    def step_at(self, size: float) -> float:
+        """Return the time of a step with `size` sequences: the recent mean, scaled by the measured times of
         other batch sizes."""
-        now = self.decode_s(self.rows)
-        return self.step_s * max(1.0, self.decode_s(rows) / now) if now > 0 else self.step_s
+        now = self.decode_s(self.running)
+        return self.step_s * max(1.0, self.decode_s(size) / now) if now > 0 else self.step_s
 
     def learn(self, report: Report) -> None:
         """Learn the steps since the previous report."""
-        self.rows = report.running
+        self.running = report.running
         computed = report.computed_tokens - self._computed_tokens
         started = report.prompt_tokens - self._prompt_tokens
         found = report.cached_tokens - self._cached_tokens
@@ -143,24 +143,24 @@ class ReplicaRates:
             extra_s = mixed_s - mixed_steps * self.decode_s(report.running)
             self._prompts.add(max(extra_s, 0.1 * mixed_s), computed, _keep(mixed_s))
 
-    def _learn_decode(self, steps: int, seconds: float, rows: int) -> None:
+    def _learn_decode(self, steps: int, seconds: float, size: int) -> None:
         keep = _keep(seconds)
         self._decode.add(seconds, steps, keep)
-        self._rows.add(rows * steps, steps, keep)
-        self._rows_squared.add(rows * rows * steps, steps, keep)
-        self._rows_by_s.add(rows * seconds, steps, keep)
+        self._batch_size.add(size * steps, steps, keep)
+        self._batch_size_squared.add(size * size * steps, steps, keep)
+        self._batch_size_by_s.add(size * seconds, steps, keep)
 
-    def decode_s(self, rows: float) -> float:
-        """Return the time of a decode-only step with `rows` sequences, by linear regression over the learned
+    def decode_s(self, size: float) -> float:
+        """Return the time of a decode-only step with `size` sequences, by linear regression over the learned
         steps; the prediction if none was learned."""
         if not self._decode.weight:
             return self._predicted_step_s
-        mean_s, mean_rows = self._decode.ratio, self._rows.ratio
-        spread = self._rows_squared.ratio - mean_rows * mean_rows
-        if spread < _SPREAD_ROWS:
+        mean_s, mean_size = self._decode.ratio, self._batch_size.ratio
+        spread = self._batch_size_squared.ratio - mean_size * mean_size
+        if spread < _SPREAD_SEQS:
             return mean_s
-        slope = max(0.0, (self._rows_by_s.ratio - mean_rows * mean_s) / spread)
-        return max(mean_s + slope * (rows - mean_rows), 0.1 * mean_s)
+        slope = max(0.0, (self._batch_size_by_s.ratio - mean_size * mean_s) / spread)
+        return max(mean_s + slope * (size - mean_size), 0.1 * mean_s)
 
 
 def _keep(seconds: float) -> float:

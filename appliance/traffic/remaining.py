@@ -52,7 +52,7 @@ class Outstanding:
         """Count a request that begins to wait, for its first turn or for the next attempt."""
         self._begun.pop(request.request_id, None)
         outputs = request.expected_tokens
-        work = _Work(request.admit.prompt_tokens, outputs, outputs / max(1, request.admit.rows))
+        work = _Work(request.admit.prompt_tokens, outputs, outputs / max(1, request.admit.num_seqs))
         self._waiting[request.request_id] = work
         self._prompts += work.prompt_tokens
         self._outputs += work.outputs
@@ -78,9 +78,9 @@ class Outstanding:
         together serve the waiting ones."""
         tokens = seconds = 0.0
         for request in self._begun.values():
-            rows = max(1, request.admit.rows)
+            seqs = max(1, request.admit.num_seqs)
             left = _left_each(request, forecast.step_s, now)
-            tokens += left * rows
+            tokens += left * seqs
             seconds = max(seconds, left * forecast.step_s)
         running, queued = len(self._begun), len(self._waiting)
         if queued and forecast.known:
@@ -106,7 +106,7 @@ def _left_each(request: Request, step_s: float, now: float) -> float:
     made = request.generated_each
     if not made and request.began_at is not None and step_s > 0:
         made = (now - request.began_at) / step_s
-    expected = request.expected_tokens / max(1, request.admit.rows)
+    expected = request.expected_tokens / max(1, request.admit.num_seqs)
     left = expected - made if made < expected else made
     return max(1.0, min(left, request.most_each - made))
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import msgspec
 
 from appliance.classes import service_class
-from appliance.messages import Admit, Rejected, Retried, Settle
+from appliance.messages import Admit, LoggedFields, Rejected, Retried, Settle
 from appliance.protocol import RequestState
 from appliance.traffic.credits import CreditAccount
 from appliance.traffic.fairness import Ticket
@@ -21,7 +22,7 @@ log = logging.getLogger(__name__)
 class OnReplica:
     """The part of a request that is on one replica."""
 
-    __slots__ = ("began_each", "charged_each", "level", "rows", "submissions", "tokens")
+    __slots__ = ("began_each", "charged_each", "level", "seqs", "submissions", "tokens")
 
     def __init__(self, admit: Admit, charged_each: float, level: int) -> None:
         self.began_each = self.charged_each = charged_each
@@ -30,13 +31,13 @@ class OnReplica:
         self.level = level
         """The level of service whose credit the request uses."""
         self.submissions = admit.submissions
-        self.rows = admit.rows
+        self.seqs = admit.num_seqs
         self.tokens = admit.prompt_tokens
 
-    def end(self, rows: int, tokens: int) -> None:
+    def end(self, seqs: int, tokens: int) -> None:
         """Subtract a submission that has left the replica."""
         self.submissions -= 1
-        self.rows -= rows
+        self.seqs -= seqs
         self.tokens -= tokens
 
 
@@ -84,10 +85,10 @@ class Request:
         """The expected end."""
         self.keeps_place = False
         """Whether the request lost its replica but still counts against the limits of its tenant and key."""
-        self.running_rows = 0
+        self.running_seqs = 0
         self.kv_tokens = 0
         """Maximum number of cache tokens that the request may hold. Counted in the tenant's use while it
-        runs, like `running_rows`."""
+        runs, like `running_seqs`."""
         self.expected_tokens = 0.0
         """Expected output tokens of all samples."""
         self.charged = 0.0
@@ -107,7 +108,7 @@ class Request:
         """Store the request's reservation, and lower its token limit to the reserved amount."""
         self.reservation = reservation
         if reservation.max_tokens < self.first.max_tokens:
-            self.most_tokens = reservation.max_tokens // max(1, self.first.rows)
+            self.most_tokens = reservation.max_tokens // max(1, self.first.num_seqs)
             self.first = self.admit = msgspec.structs.replace(self.first, max_tokens=reservation.max_tokens)
 
     def count_against(self, key_id: str) -> None:
@@ -156,7 +157,7 @@ class Request:
     @property
     def most_each(self) -> float:
         """The token limit of a sample."""
-        return self.first.max_tokens / max(1, self.first.rows)
+        return self.first.max_tokens / max(1, self.first.num_seqs)
 
     def service(self, output_weight: float) -> float:
         """Return the weighted tokens that replicas are known to have computed for it."""
@@ -246,17 +247,10 @@ def row_of(request: Request, now: float) -> RequestRow:
 def retried_row(retried: Retried, version: str | None, now: float) -> RequestRow:
     """Return the row of a retry that was answered with the result of an earlier request."""
     return RequestRow(
-        request_id=retried.request_id,
-        created_at=retried.arrived_at,
+        **_head(retried),
         finished_at=now,
-        tenant=retried.identity.tenant,
-        key_id=retried.identity.key_id or None,
-        peer=retried.peer,
-        endpoint=retried.endpoint,
-        model=retried.model,
         version=version,
         request_class=f"P{retried.request_class}",
-        stream=retried.stream,
         ttft_ms=retried.ttft_ms,
         e2e_ms=retried.e2e_ms,
         finish_reason=retried.finish_reason,
@@ -264,27 +258,32 @@ def retried_row(retried: Retried, version: str | None, now: float) -> RequestRow
         error=retried.error or None,
         retry=retried.retry,
         retry_of=retried.retry_of,
-        user=retried.user or None,
     )
 
 
 def rejected_row(rejected: Rejected, version: str | None, now: float) -> RequestRow:
     """Return the row of a request that its front refused; `version` is that of the model's files."""
     return RequestRow(
-        request_id=rejected.request_id,
-        created_at=rejected.arrived_at,
+        **_head(rejected),
         finished_at=now,
-        tenant=rejected.identity.tenant,
-        key_id=rejected.identity.key_id or None,
-        peer=rejected.peer,
-        endpoint=rejected.endpoint,
-        model=rejected.model or None,
         version=version,
-        stream=rejected.stream,
         prompt_tokens=rejected.prompt_tokens,
         e2e_ms=rejected.e2e_ms,
         finish_reason="error",
         status=rejected.status,
         error=rejected.error,
-        user=rejected.user or None,
     )
+
+
+def _head(message: LoggedFields) -> dict[str, Any]:
+    return {
+        "request_id": message.request_id,
+        "created_at": message.arrived_at,
+        "tenant": message.identity.tenant,
+        "key_id": message.identity.key_id or None,
+        "peer": message.peer,
+        "endpoint": message.endpoint,
+        "model": message.model or None,
+        "stream": message.stream,
+        "user": message.user or None,
+    }

@@ -269,7 +269,7 @@ class RequestManager:
         tenant = state.tenants.of(request.tenant)
         state.tenants.saw(request.tenant, now)
         each = expected_tokens(tenant.outputs, state.tenants.outputs, request.most_each)
-        request.expected_tokens = each * request.admit.rows
+        request.expected_tokens = each * request.admit.num_seqs
         request.due = request.deadline_at or now + self._lifecycle.rules.late_s(request.request_class)
         waiting = Waiting(state.waiting, state.waiting_tokens)
         why = refusal(request, model, state.tenants, waiting, now, held=pause is not None)

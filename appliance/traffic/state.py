@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from appliance.protocol import LimitUsage
+from appliance.protocol import LimitUsage, QueueStats
 from appliance.traffic import stats
 from appliance.traffic.admission_pauses import AdmissionPauses
 from appliance.traffic.credits import CreditAccount
@@ -13,7 +13,7 @@ from appliance.traffic.model import ModelTraffic
 from appliance.traffic.quotas import Quotas
 from appliance.traffic.remaining import Remaining
 from appliance.traffic.request import Request
-from appliance.traffic.stats import ModelStats, QueueStats, TenantStats
+from appliance.traffic.stats import ModelStats, TenantStats
 from appliance.traffic.tenants import Tenants
 
 

@@ -12,26 +12,6 @@ from appliance.traffic.tenants import Tenants, TenantTraffic
 from store.policies import CLASSES
 
 
-class QueueStats(NamedTuple):
-    """Statistics of all queues together."""
-
-    waiting: int
-    running: int
-    oldest_wait_s: float
-    admitted: int
-    refused: int
-    ended: int
-    waiting_tokens: int
-    preemptions: int
-    """Number of preemptions of requests that have ended since the start."""
-    overload: str
-    """The overloaded models and which requests they refuse; empty without overload."""
-    overload_step: int
-    """The step of the load shedder; 0 without overload."""
-    classes: list[ClassStatus]
-    """One entry for each class, from P0 on."""
-
-
 class ModelStats(NamedTuple):
     """Statistics of one model. Lists are by class, from P0 on."""
 

@@ -19,13 +19,13 @@ _NO_LIMITS = Quota()
 class Use:
     """The waiting and running requests of one tenant or key."""
 
-    __slots__ = ("kv_tokens", "queued", "queued_tokens", "rows", "running")
+    __slots__ = ("kv_tokens", "queued", "queued_tokens", "running", "seqs")
 
     def __init__(self) -> None:
         self.queued = 0
         self.queued_tokens = 0
         self.running = 0
-        self.rows: dict[str, int] = {}
+        self.seqs: dict[str, int] = {}
         """Sequences on replicas, by model."""
         self.kv_tokens: dict[str, int] = {}
         """Maximum number of cache tokens that these sequences may hold, by model."""
@@ -40,27 +40,27 @@ class Use:
         self.queued += sign
         self.queued_tokens += sign * tokens
 
-    def run(self, model: str, rows: int, kv_tokens: int) -> None:
+    def run(self, model: str, seqs: int, kv_tokens: int) -> None:
         """Count a request that begins to run."""
         self.running += 1
-        self.rows[model] = self.rows.get(model, 0) + rows
+        self.seqs[model] = self.seqs.get(model, 0) + seqs
         self.kv_tokens[model] = self.kv_tokens.get(model, 0) + kv_tokens
 
-    def leave(self, model: str, rows: int, kv_tokens: int) -> None:
+    def leave(self, model: str, seqs: int, kv_tokens: int) -> None:
         """Stop counting a request that ran."""
         self.running -= 1
-        self.rows[model] -= rows
+        self.seqs[model] -= seqs
         self.kv_tokens[model] -= kv_tokens
-        if not self.rows[model]:
-            del self.rows[model], self.kv_tokens[model]
+        if not self.seqs[model]:
+            del self.seqs[model], self.kv_tokens[model]
 
     def add(self, other: Use) -> None:
         """Add the use of another key."""
         self.queued += other.queued
         self.queued_tokens += other.queued_tokens
         self.running += other.running
-        for model, rows in other.rows.items():
-            self.rows[model] = self.rows.get(model, 0) + rows
+        for model, seqs in other.seqs.items():
+            self.seqs[model] = self.seqs.get(model, 0) + seqs
             self.kv_tokens[model] = self.kv_tokens.get(model, 0) + other.kv_tokens[model]
 
     def may_run(self, quota: Quota, model: str, kv_tokens: int, kv_total: int) -> bool:
@@ -68,7 +68,7 @@ class Use:
         `kv_total` tokens (0: unknown). Without a running request of the model, any request may run."""
         if quota.concurrent_requests is not None and self.running >= quota.concurrent_requests:
             return False
-        if quota.kv_share is None or not kv_total or not self.rows.get(model):
+        if quota.kv_share is None or not kv_total or not self.seqs.get(model):
             return True
         return self.kv_tokens[model] + kv_tokens <= quota.kv_share * kv_total
 
@@ -102,10 +102,10 @@ class TenantTraffic:
         """Return the uses in which a request with this key counts: the tenant's and the key's."""
         return (self.use, self.key(key_id)) if key_id else (self.use,)
 
-    def leave(self, model: str, key_id: str, rows: int, kv_tokens: int) -> set[str]:
+    def leave(self, model: str, key_id: str, seqs: int, kv_tokens: int) -> set[str]:
         """Stop counting a request that ran. Returns the models whose waiting requests may run now."""
         for use in self.uses(key_id):
-            use.leave(model, rows, kv_tokens)
+            use.leave(model, seqs, kv_tokens)
         freed = {held for held in self.held_at if held[1] in ("", key_id)}
         self.held_at -= freed
         return {model, *(name for name, _ in freed)}

@@ -2,8 +2,9 @@
 seconds of one clock.
 
 `Timeline` holds the requests of one tenant in plain lists: an operation costs up to the length of the queue,
-in C. `Promises` holds all requests of a model that have a deadline, and needs a running sum over those after
-a time. It keeps them in blocks with a summary each, so that an operation costs about the square root of their
+in C. Most new requests are due after those that wait, so their sums are the totals less a few items.
+`Promises` holds all requests of a model that have a deadline, and needs a running sum over those after a
+time. It keeps them in blocks with a summary each, so that an operation costs about the square root of their
 number. `scripts/bench_admission` measures both.
 """
 
@@ -29,13 +30,15 @@ _Promise = tuple[Any, ...]
 class Timeline(Generic[Item]):
     """Items ordered by time, each with its prompt and output tokens."""
 
-    __slots__ = ("_items", "_keys", "_outputs", "_prompts")
+    __slots__ = ("_items", "_keys", "_outputs", "_prompts", "_total_output", "_total_prompt")
 
     def __init__(self) -> None:
         self._keys: list[tuple[float, int]] = []
         self._prompts: list[float] = []
         self._outputs: list[float] = []
         self._items: list[Item] = []
+        self._total_prompt = 0.0
+        self._total_output = 0.0
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -51,13 +54,19 @@ class Timeline(Generic[Item]):
         self._prompts.insert(at, prompt)
         self._outputs.insert(at, output)
         self._items.insert(at, item)
+        self._total_prompt += prompt
+        self._total_output += output
 
     def remove(self, time: float, serial: int) -> None:
         """Remove an item. Raises KeyError if it is not there."""
         at = bisect_left(self._keys, (time, serial))
         if at == len(self._keys) or self._keys[at] != (time, serial):
             raise KeyError(serial)
+        self._total_prompt -= self._prompts[at]
+        self._total_output -= self._outputs[at]
         del self._keys[at], self._prompts[at], self._outputs[at], self._items[at]
+        if not self._keys:  # Reset the sums, which removes rounding errors.
+            self._total_prompt = self._total_output = 0.0
 
     def first(self) -> Item | None:
         """Return the item with the earliest time; None if there is none."""
@@ -66,7 +75,10 @@ class Timeline(Generic[Item]):
     def before(self, time: float) -> tuple[float, float]:
         """Return the sums of prompt and of output tokens over the items up to and including this time."""
         end = bisect_right(self._keys, (time, _AFTER_ALL))
-        return sum(self._prompts[:end]), sum(self._outputs[:end])
+        if 2 * end < len(self._keys):
+            return sum(self._prompts[:end]), sum(self._outputs[:end])
+        prompt = self._total_prompt - sum(self._prompts[end:])
+        return prompt, max(0.0, self._total_output - sum(self._outputs[end:]))
 
 
 class Promises(Generic[Item]):

@@ -4,8 +4,10 @@ size.
     python -m engine.bench.collectives --gpus 2 --hidden 8192 --json out.json
 
 Reports microseconds per call, measured in a CUDA graph of many calls. NCCL and torch run the all-reduce
-alone; our kernels also add the residual and, with "+norm", compute the partial RMSNorm. torch's functions are
-those of `torch.distributed._symmetric_memory`, without NVLink multicast.
+alone; our kernels also add the residual and, with "+norm", compute the partial RMSNorm. "+FP8 norm" is the
+one-shot kernel that also computes the quantised RMSNorm, with one program per row; "then FP8 norm" are the
+two kernels that it replaces. torch's functions are those of `torch.distributed._symmetric_memory`, without
+NVLink multicast.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ COLUMNS = (
     "one-shot +norm",
     "two-shot",
     "two-shot +norm",
+    "+FP8 norm",
+    "then FP8 norm",
 )
 _REPLAYS = 15
 
@@ -98,7 +102,7 @@ def _rank(rank: int, arguments: Any, folder: str) -> None:
 def _measure(memory: Any, rows: int, hidden: int) -> dict[str, float]:
     import torch.distributed._symmetric_memory as symmetric
 
-    from kernels.triton import all_reduce
+    from kernels.triton import all_reduce, all_reduce_norm, fused
 
     assert dist.group.WORLD is not None
     group = dist.group.WORLD.group_name
@@ -123,6 +127,17 @@ def _measure(memory: Any, rows: int, hidden: int) -> dict[str, float]:
         for name, two_shot in (("one-shot", False), ("two-shot", True)):
             run = functools.partial(all_reduce.all_reduce_add, x, residual, memory.arena, two_shot=two_shot)
             runs |= {name: run, f"{name} +norm": functools.partial(run, **norm)}
+        if all_reduce_norm.fits(rows, hidden, memory.arena):
+            gain, one_shot = norm["gain"], runs["one-shot"]
+            runs["+FP8 norm"] = functools.partial(
+                all_reduce_norm.all_reduce_norm_fp8, x, residual, gain, 1e-5, memory.arena
+            )
+
+            def then_norm() -> None:
+                one_shot()
+                fused.rms_norm_fp8(residual, gain, 1e-5, pdl=True)
+
+            runs["then FP8 norm"] = then_norm
     return {name: _microseconds(run, 150 if rows <= 128 else 30) for name, run in runs.items()}
 
 

@@ -121,17 +121,18 @@ class Linear:
         return self.ops.norm_linear(x, norm_weight, eps, self.weight, self.bias)
 
     def add_to(
-        self, residual: Residual, x: Activation, next_gain: torch.Tensor | None, ranks: Ranks
+        self, residual: Residual, x: Activation, next_gain: torch.Tensor | None, eps: float, ranks: Ranks
     ) -> Residual:
         """Return `residual` plus this linear, summed over the ranks. May overwrite `residual`.
 
-        next_gain: the gain of the norm that reads the result; None after the last layer.
+        next_gain, eps: of the norm that reads the result; next_gain is None after the last layer.
         """
         if ranks.size == 1:
             return self.ops.linear_add(x, self.weight, self.bias, residual, next_gain)
         part = self(x)
-        deferred = next_gain is not None and self.ops.defers_norm(len(part), self.weight)
-        return ranks.add_sum(residual, part, next_gain if deferred else None)
+        if next_gain is None:
+            return ranks.add_sum(residual, part, None)
+        return ranks.add_sum(residual, part, self.ops.next_norm(len(part), self.weight, next_gain, eps))
 
     def pack(self) -> None:
         self.weight = self.ops.pack_weight(self.weight)
@@ -175,10 +176,12 @@ class Addition:
     x: Activation
     next_gain: torch.Tensor | None
     """The gain of the norm that reads the result; None after the last layer."""
+    eps: float
+    """The epsilon of that norm."""
 
     def compute(self, ranks: Ranks) -> Residual:
         """Return the new residual; may overwrite `residual`."""
-        return self.linear.add_to(self.residual, self.x, self.next_gain, ranks)
+        return self.linear.add_to(self.residual, self.x, self.next_gain, self.eps, ranks)
 
 
 LayerRun = Generator[Addition, Residual, Residual]
@@ -295,9 +298,9 @@ class Layer:
         if inputs.kept is not None:
             residual = Residual(residual.values.index_select(0, inputs.kept))
         attended = attention(qkv, inputs, kv)
-        residual = yield Addition(residual, attention.o, attended, self.post_norm)
+        residual = yield Addition(residual, attention.o, attended, self.post_norm, self.eps)
         activated = mlp.activate(residual, self.post_norm, self.eps)
-        return (yield Addition(residual, mlp.down, activated, next_gain))
+        return (yield Addition(residual, mlp.down, activated, next_gain, self.eps))
 
     def weight_shards(self, prefix: str) -> list[WeightShard]:
         """Return the tensors of the checkpoint that fill this layer. Their names begin with `prefix`."""

@@ -104,7 +104,7 @@ class WatchedOps:
 
     def __getattr__(self, name: str) -> Any:
         operation = getattr(self.backend, name)
-        if not callable(operation) or name == "defers_norm":  # which computes nothing
+        if not callable(operation) or name == "next_norm":  # which computes nothing
             return operation
 
         def watched(*arguments: Any, **options: Any) -> Any:

@@ -39,12 +39,14 @@ def all_reduce_add(
     arena: Arena,
     *,
     two_shot: bool,
+    add: bool = True,
     gain: torch.Tensor | None = None,
     scaled: torch.Tensor | None = None,
     squares: torch.Tensor | None = None,
     pdl: bool = True,
 ) -> None:
-    """Add the sum of `x` over all ranks to `residual`, in place and with one rounding.
+    """Add the sum of `x` over all ranks to `residual`, in place and with one rounding. With `add=False`,
+    `residual` is only written.
 
     x, residual: [rows, hidden] bfloat16 or float16, contiguous. `residual` must be equal on all ranks.
     two_shot: each item is summed by one rank, which sends the result to the others. That moves less data than
@@ -80,6 +82,7 @@ def all_reduce_add(
         BLOCK=block,
         REGION_BLOCK=REGION_BLOCK,
         FLOAT=gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16,
+        ADD=add,
         NORM=gain is not None,
         TWO_SHOT=two_shot,
         WARPS=max(1, _WARPS * block // REGION_BLOCK),
@@ -182,6 +185,7 @@ def _all_reduce_add(
     BLOCK: gl.constexpr,
     REGION_BLOCK: gl.constexpr,
     FLOAT: gl.constexpr,
+    ADD: gl.constexpr,
     NORM: gl.constexpr,
     TWO_SHOT: gl.constexpr,
     WARPS: gl.constexpr,
@@ -227,10 +231,14 @@ def _all_reduce_add(
     while item < items:
         if not TWO_SHOT or place % WORLD == RANK:
             words = gl.load(x + item * BLOCK + lane)
-            old = gl.load(residual + item * BLOCK + lane)
+            if ADD:
+                old = gl.load(residual + item * BLOCK + lane)
             first = place.to(gl.int64) * (BLOCK * 4)
             low, high = _sum(words, received, first, source_bytes, stop, RANK, WORLD, FLOAT)
-            words = _pack(low + _low(old, FLOAT), high + _high(old, FLOAT), FLOAT)
+            if ADD:
+                low += _low(old, FLOAT)
+                high += _high(old, FLOAT)
+            words = _pack(low, high, FLOAT)
             words = gl.where(words == EMPTY, 0, words)
             if TWO_SHOT:
                 for hop in gl.static_range(1, WORLD):

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import termios
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,7 +45,7 @@ Run = Callable[..., Outcome]
 
 
 class History(NamedTuple):
-    """A request log that is being written."""
+    """A request log that is open for writing."""
 
     log: RequestLog
     writer: Writer
@@ -56,7 +57,7 @@ class History(NamedTuple):
 
 @pytest.fixture(autouse=True)
 def _own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No settings or directories of whoever runs the tests."""
+    """Hide the settings and directories of the user who runs the tests."""
     for name in ("APPLIANCE_CONFIG", "RUNTIME_DIRECTORY", "STATE_DIRECTORY", "NO_COLOR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("appliance.settings.SYSTEM_CONFIG", tmp_path / "no-such-file")
@@ -66,7 +67,7 @@ def _own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def cli(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    """Runs the command in this process, as its entry point does."""
+    """Return a function that runs the command in this process, as its entry point does."""
 
     def run(*words: object) -> Outcome:
         monkeypatch.setattr(sys, "argv", ["appliance", *map(str, words)])
@@ -78,10 +79,34 @@ def cli(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> R
     return run
 
 
+def on_a_terminal(*words: str, width: int = 80, **environ: str) -> str:
+    """Return the output of a command whose standard streams are a terminal of this width."""
+    master, slave = os.openpty()
+    termios.tcsetwinsize(slave, (40, width))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "appliance.cli", *words],
+        cwd=Path(__file__).resolve().parents[2],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env={**os.environ, "TERM": "xterm", **environ},
+    )
+    os.close(slave)
+    output = b""
+    try:
+        while chunk := os.read(master, 65536):
+            output += chunk
+    except OSError:
+        pass  # Linux reports EIO when the other side of the terminal is closed.
+    os.close(master)
+    assert process.wait(60) == 0, output
+    return output.decode()
+
+
 @pytest.fixture
 def run_unprivileged_cli(open_folder: Path) -> Run:
-    """Runs the command in a process of a user without write rights to anything of root's. What it is to read
-    must lie in `open_folder`."""
+    """Return a function that runs the command as a user who cannot write files of root. The files that the
+    command reads must be in `open_folder`."""
 
     def run(*words: object) -> Outcome:
         # A first run imports everything: the interpreter's own files may be closed to the other user.
@@ -106,7 +131,7 @@ def run_unprivileged_cli(open_folder: Path) -> Run:
 
 @pytest.fixture
 def run_dir() -> Iterator[Path]:
-    """Short: the path of a socket has at most 107 bytes."""
+    """Return a run directory with a short path, because the path of a socket has at most 107 bytes."""
     folder = Path(tempfile.mkdtemp(prefix="cli-"))
     yield folder
     shutil.rmtree(folder)
@@ -128,7 +153,7 @@ def api(run_dir: Path) -> Iterator[ApiService]:
 
 @pytest.fixture
 def history(tmp_path: Path) -> Iterator[History]:
-    """`history.db` in `tmp_path`, open for writing as the service has it."""
+    """Open `history.db` in `tmp_path` for writing, as the service does."""
     writer = Writer(tmp_path / "history.db", HISTORY, synchronous="NORMAL")
     writer.start()
     yield History(RequestLog(writer), writer)
@@ -137,7 +162,7 @@ def history(tmp_path: Path) -> Iterator[History]:
 
 @pytest.fixture
 def databases(tmp_path: Path) -> Path:
-    """A state directory with both databases, as a service that stopped leaves them: two keys made."""
+    """Return a state directory with both databases, as a stopped service leaves them, with two keys."""
     control = ControlStore(tmp_path / "control.db")
     control.start()
     for name in ("one", "two"):
@@ -151,7 +176,7 @@ def databases(tmp_path: Path) -> Path:
 
 
 def a_row(request_id: str, **fields: object) -> RequestRow:
-    """A request that ended well, but for `fields`."""
+    """Return the row of a successful request, with these fields changed."""
     known: dict[str, object] = {
         "created_at": 1_790_000_000.0,
         "finished_at": 1_790_000_001.0,
@@ -170,7 +195,7 @@ def a_row(request_id: str, **fields: object) -> RequestRow:
 
 
 def a_status(run_dir: Path) -> Status:
-    """A service with one front, one model of two ranks, and a problem."""
+    """Return the status of a service with one front, one model of two ranks, and one problem."""
     replica = ReplicaStatus(
         name="demo-0",
         state="ready",

@@ -1,4 +1,4 @@
-"""Small servers on Unix sockets that speak what the CLI's clients expect, under a test's control."""
+"""Small servers on Unix sockets with the interfaces that the CLI's clients expect, controlled by a test."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class AdminService(_Service):
 
 
 def a_tenant(name: str, **fields: Any) -> Tenant:
-    """A tenant with everything at its default, but for `fields`."""
+    """Return a tenant with default values, except for `fields`."""
     known: dict[str, Any] = {
         "built_in": False,
         "created_at": 1.79e9,
@@ -171,7 +171,7 @@ class ApiService(_Service):
 
 
 def stream(handler: _Handler, *chunks: bytes) -> None:
-    """Write each chunk of bytes as one chunk of the response, and end it."""
+    """Write each item as one chunk of the response, and end the response."""
     open_stream(handler)
     for chunk in chunks:
         write_chunk(handler, chunk)
@@ -191,7 +191,7 @@ def write_chunk(handler: _Handler, chunk: bytes) -> None:
 
 
 def delta(text: str | None = None, finish_reason: str | None = None) -> bytes:
-    """One event of a streamed chat completion."""
+    """Return one event of a streamed chat completion."""
     choice = {
         "index": 0,
         "delta": {} if text is None else {"content": text},
@@ -201,10 +201,10 @@ def delta(text: str | None = None, finish_reason: str | None = None) -> bytes:
 
 
 def usage(tokens: int) -> bytes:
-    """The event that carries the counts."""
+    """Return the event with the token counts."""
     return b"data: " + json.dumps({"choices": [], "usage": {"completion_tokens": tokens}}).encode() + b"\n\n"
 
 
 def spoken(*texts: str) -> list[bytes]:
-    """A whole answer."""
+    """Return the events of a complete answer."""
     return [*map(delta, texts), delta(None, "stop"), usage(len(texts)), b"data: [DONE]\n\n"]

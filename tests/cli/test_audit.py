@@ -1,4 +1,4 @@
-"""`appliance audit` and `appliance backup`: what operators did, whether the record is whole, and copies."""
+"""Tests of `appliance audit` and `appliance backup`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-import sqlite3
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +18,8 @@ from store.audit import Actor
 from store.backup import Backup, back_up
 from store.control import ControlStore
 from store.errors import StoreError
-from store.heads import SigningKey, read_key
-from tests.audit_trail import read_audit
+from store.heads import SigningKey
+from tests.audit_trail import forge, read_audit, rewrite
 from tests.cli.conftest import Run
 from tests.cli.servers import AdminService
 
@@ -30,7 +28,8 @@ TAIL = "DELETE FROM audit WHERE seq > 3; UPDATE sqlite_sequence SET seq = 3 WHER
 
 @pytest.fixture
 def state(databases: Path) -> Path:
-    """Two keys; then a change and a refusal, with their intents."""
+    """Return a state directory whose audit chain has two new keys, a change and a refused action, the latter
+    two with intents."""
     control = ControlStore(databases / "control.db")
     control.start()
     actor, _ = control.trail.intend(Actor("uid:7", "box"), "tenants.create", {"name": "acme", "weight": 2.0})
@@ -41,13 +40,6 @@ def state(databases: Path) -> Path:
     )
     control.close()
     return databases
-
-
-def forge(state: Path, sql: str) -> None:
-    with closing(sqlite3.connect(state / "control.db", isolation_level=None)) as connection:
-        connection.executescript(
-            f"DROP TRIGGER audit_rows_do_not_change; DROP TRIGGER audit_rows_do_not_go; {sql}"
-        )
 
 
 def test_actions_are_listed_oldest_first_one_line_each(cli: Run, state: Path) -> None:
@@ -106,7 +98,7 @@ def test_a_sound_chain_is_said_to_be_whole_with_its_head(cli: Run, state: Path) 
     assert outcome.code == 0
     last = outcome.out.splitlines()
     assert last[0].startswith("sources: the chain, ") and "recorded head" in last[0]
-    assert "control.db is whole: 6 rows" in last[-2]
+    assert "control.db is complete and unchanged: 6 rows" in last[-2]
     seq, _, digest = last[-1].removeprefix("head ").partition(":")
     assert seq == "6"
     assert cli("audit", "verify", "--state-dir", state, "--head", f"{seq}:{digest}").code == 0
@@ -146,7 +138,7 @@ def test_a_tail_that_was_cut_with_its_heads_shows_against_the_journals(
 
 @pytest.fixture
 def journalctl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Puts a program of that name before all others, with this text after its first line."""
+    """Return a function that installs a `journalctl` with this shell script first in PATH."""
 
     def put(script: str) -> None:
         (tmp_path / "journalctl").write_text(f"#!/bin/sh\n{script}\n")
@@ -154,20 +146,6 @@ def journalctl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str
         monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
 
     return put
-
-
-def rewrite_with_the_services_own_key(state: Path) -> None:
-    """What the service's user can do: a changed row, every hash after it, and heads that are signed."""
-    chain = [row._asdict() for row in read_audit(state / "control.db")]
-    forge(state, "DELETE FROM audit; DELETE FROM sqlite_sequence WHERE name = 'audit'")
-    with closing(sqlite3.connect(state / "control.db", isolation_level=None)) as connection:
-        connection.execute("BEGIN")
-        for row in chain:
-            entry = audit.Entry(**{name: row[name] for name in audit.Entry._fields})
-            head = audit.append(connection, entry._replace(actor="uid:9") if row["seq"] == 2 else entry)
-        connection.execute("COMMIT")
-    signed = read_key(state / "audit.key").sign_head(head, audit.utc_now())
-    (state / "audit.heads").write_text(signed.line + "\n")
 
 
 def test_what_the_services_own_user_rewrote_shows_against_the_journal_without_asking_for_it(
@@ -190,7 +168,7 @@ def test_what_the_services_own_user_rewrote_shows_against_the_journal_without_as
     assert sound.code == 0 and f", {len(lines)} journal heads\n" in sound.out
 
     elsewhere = shutil.copytree(databases, tmp_path / "backup")
-    rewrite_with_the_services_own_key(databases)
+    rewrite(databases, 2)
     found = cli(*verify, databases)
     assert found.code == 1 and "rewritten, it or a row before it" in found.out
     assert cli(*verify, databases, "--json").code == 1
@@ -277,7 +255,7 @@ def test_an_export_is_whole_signed_and_verified_anywhere(cli: Run, state: Path, 
 def test_an_export_that_was_rewritten_as_a_whole_does_not_carry_the_signature(
     cli: Run, state: Path, tmp_path: Path
 ) -> None:
-    """Its hashes all agree: whoever changes an export computes them anew."""
+    """All hashes of the export are correct, because the forger computed them again."""
     target = tmp_path / "elsewhere" / "audit.jsonl"
     target.parent.mkdir()
     chain = [row._replace(actor="uid:0") for row in read_audit(state / "control.db")]

@@ -144,7 +144,8 @@ class Terminal:
         os.write(self.fd, text.encode())
 
     def press(self, keys: str, text: str) -> None:
-        """Type until `text` appears: a signal that a program gets just before it reads wakes nobody."""
+        """Send the keys until `text` appears. One attempt is not enough, because a signal that arrives just
+        before the program reads does not interrupt the read."""
         for _ in range(10):
             self.type(keys)
             if self.appears(text, 6.0):
@@ -152,7 +153,7 @@ class Terminal:
         self.wait_for(text)
 
     def wait_for(self, text: str) -> None:
-        """Read until `text` appears; what stood before it is not looked at again."""
+        """Read until `text` appears. The next call searches only after it."""
         assert self.appears(text, 60.0), f"{text!r} did not appear; there is {self.seen!r}"
         self.seen = self.seen.partition(text)[2]
 

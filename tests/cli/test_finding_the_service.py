@@ -1,4 +1,4 @@
-"""Which run directory a command takes where none is named, and how it says that a service is not running."""
+"""Tests which run directory a command uses by default, and the message if no service is running."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.cli.conftest import Run
 
 @pytest.fixture
 def system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The run directory of systemd's service, without a service; its unit is installed."""
+    """Simulate an installed systemd unit whose run directory has no service."""
     path = tmp_path / "system"
     path.mkdir()
     monkeypatch.setattr(rundir, "SYSTEM_RUN_DIR", path)
@@ -26,7 +26,7 @@ def system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def in_tmp(monkeypatch: pytest.MonkeyPatch, run_dir: Path) -> Path:
-    """The caller's own run directory, which is in /tmp."""
+    """Return the caller's private run directory in /tmp."""
     assert run_dir.parent == Path("/tmp")
     monkeypatch.setattr("appliance.settings.default_run_dir", lambda: str(run_dir))
     return run_dir

@@ -1,4 +1,4 @@
-"""What docs/operating.md tells people to type must exist as it stands."""
+"""Tests that the commands in docs/operating.md exist."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "operating.md").read_text
 
 
 def commands() -> list[str]:
-    """Every use of the command in blocks and in code spans, with its options."""
+    """Return every command line in blocks and code spans, with its options."""
     found = re.findall(r"^(?:\$ |[A-Z_]+=\S+ )?(appliance [a-z].*)$", PAGE, re.MULTILINE)
     found += re.findall(r"`(appliance [a-z][^`]*)`", PAGE)
     return sorted({line.partition("  #")[0].partition(" | ")[0].strip() for line in found})

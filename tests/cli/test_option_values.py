@@ -1,5 +1,5 @@
-"""Every option and argument of every command takes absurd values without a traceback; numbers and times that
-are out of range are a wrong command line."""
+"""Tests that no value of any option or argument causes a traceback, and that numbers and times out of range
+are errors of the command line."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NUMBERS = {"N", "T", "P", "R", "S", "MS", "SPAN", "TIME", "P0…P3"}
 
 
 def commands(group: Any = None, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every command that does something, with its words."""
+    """Yield every command that can be run, with its words."""
     group = group or BUILT
     for name, command in group.commands.items():
         below = getattr(command, "commands", None)
@@ -55,7 +55,7 @@ EVERY = dict(commands())
 
 
 def required(command: Any, but: Any = None) -> list[str]:
-    """The words that a command cannot do without, except those of the parameter `but`."""
+    """Return the required options and arguments of a command, except those of the parameter `but`."""
     words = []
     for parameter in command.params:
         if parameter.required and parameter is not but:
@@ -68,7 +68,7 @@ def required(command: Any, but: Any = None) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _nothing_lasting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Files go to a folder of the test's; `serve` reads its settings only; nobody types anything."""
+    """Run in a temporary folder, let `serve` only read its settings, and close standard input."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("appliance.core.process.run", _read_settings)
     monkeypatch.setattr("appliance.cli.app.app", BUILT)

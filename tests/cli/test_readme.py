@@ -1,4 +1,4 @@
-"""What the README tells people to type and write must work as it stands."""
+"""Tests that the commands and code in the README work."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def blocks(language: str) -> list[str]:
 
 
 def commands() -> list[str]:
-    """Every use of the command in shell blocks and in code spans, with its options."""
+    """Return every command line in shell blocks and code spans, with its options."""
     lines = [line.partition("  #")[0].strip() for block in blocks("sh") for line in block.splitlines()]
     found = [line for line in lines if line.startswith("appliance ")]
     found += re.findall(r"`(appliance [a-z][^`]*)`", README)

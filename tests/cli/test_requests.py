@@ -1,4 +1,4 @@
-"""`appliance requests` on real databases."""
+"""Tests of `appliance requests` with real databases."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def filled(history: History, tmp_path: Path) -> Path:
-    """A state directory whose log, still open for writing, has four ended requests and an open one."""
+    """Return a state directory whose request log is open for writing and has four ended requests and an open
+    one."""
     log, now = history.log, time.time()
     log.end(a_row("req-old", created_at=now - 7200, finished_at=now - 7199, tenant="acme"))
     log.end(a_row("req-bad", created_at=now - 60, status=503, finish_reason="error", error="the box is full"))
@@ -198,7 +199,7 @@ def test_a_log_that_is_followed_from_its_first_row_fits_the_terminal(
     error = "the replica died " * 9
     history.log.end(a_row("req-" + "8" * 24, model="a-model-with-a-long-name", ttft_ms=12.5, error=error))
     history.flush()
-    (row,) = RequestReader(tmp_path / "history.db").tail(1)
+    (row,) = RequestReader(tmp_path / "history.db").changes(0)
     layout = Layout(_COLUMNS, [_ROOM], width)
     line = layout.line(_cells(row))
     assert cells(line) <= width
@@ -241,10 +242,12 @@ def test_a_conversation_is_shown_by_its_messages_without_what_steers_a_terminal(
     code, out, _ = cli("requests", "show", "req-1", "--run-dir", run_dir)
     assert code == 0 and admin.actions == [("requests.show", {"request_id": "req-1"})]
     lines = out.splitlines()
-    assert lines[0].startswith("req-1 of tenant acme, ") and lines[0].endswith("; kept for ever")
-    assert f"prompt 0: 1,234 bytes, sha256 {'ab' * 32}; 1 secret taken out" in lines
+    assert lines[0].startswith("req-1 of tenant acme, ") and lines[0].endswith("; kept forever")
+    assert f"prompt 0: 1,234 bytes, sha256 {'ab' * 32}; 1 secret removed" in lines
     assert "[system] Be" in lines and "brief" in lines and "[user]  [2J hi" in lines
-    assert f"answer 0: 5 bytes, sha256 {'cd' * 32}; its beginning only" in lines and lines[-1] == "Hello"
+    assert (
+        f"answer 0: 5 bytes, sha256 {'cd' * 32}; only the beginning is kept" in lines and lines[-1] == "Hello"
+    )
     assert (
         json.loads(cli("requests", "show", "req-1", "--run-dir", run_dir, "--json").out)["texts"][1]["bytes"]
         == 5

@@ -1,4 +1,4 @@
-"""`serve`, `status` and `keys`: what reaches the service, and what a person reads."""
+"""Tests of `serve`, `status` and `keys`: the requests to the service, and the output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from appliance.cli.output import cells
 from appliance.cli.status import status_lines
 from appliance.protocol import ClassStatus, Key, Status
 from appliance.settings import Flags, load_settings
-from tests.cli.conftest import Run, a_status, change_replica
+from tests.cli.conftest import Run, a_status, change_replica, on_a_terminal
 from tests.cli.servers import AdminService
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -194,12 +194,6 @@ def test_keys_are_listed_with_their_state(cli: Run, admin: AdminService, run_dir
     assert [each["id"] for each in listed] == ["key_good", "key_old", "key_gone"]
 
 
-def test_a_script_revokes_with_yes(cli: Run, admin: AdminService, run_dir: Path) -> None:
-    outcome = cli("keys", "revoke", "key_1", "--yes", "--run-dir", run_dir)
-    assert outcome.code == 0 and outcome.out == "keys.revoke is done\n"
-    assert admin.actions == [("keys.revoke", {"id": "key_1", "cancel": False})]
-
-
 def test_the_services_refusal_is_told_in_a_line(cli: Run, admin: AdminService, run_dir: Path) -> None:
     outcome = cli("keys", "revoke", "key_0", "--yes", "--run-dir", run_dir)
     assert (outcome.code, outcome.err) == (1, "appliance: no key has id 'key_0'\n")
@@ -216,21 +210,6 @@ def test_what_is_no_text_is_refused_in_a_line(
     outcome = cli(*words, os.fsdecode(b"caf\xe9"), "--run-dir", run_dir)
     assert outcome.code == 1 and "'caf\\udce9' is not UTF-8 text" in outcome.err
     assert admin.actions == []
-
-
-@pytest.mark.parametrize(("typed", "done"), [("y\n", True), ("\n", False), ("n\n", False)])
-def test_a_person_is_asked_before_a_key_is_revoked(
-    cli: Run, admin: AdminService, run_dir: Path, monkeypatch: pytest.MonkeyPatch, typed: str, done: bool
-) -> None:
-    master, slave = os.openpty()
-    os.write(master, typed.encode())
-    with open(slave) as terminal:
-        monkeypatch.setattr(sys, "stdin", terminal)
-        outcome = cli("keys", "revoke", "key_1", "--run-dir", run_dir)
-    os.close(master)
-    assert "Revoke key key_1? [y/N]" in outcome.err
-    assert bool(admin.actions) is done
-    assert outcome.code == (0 if done else 1)
 
 
 def test_a_reader_that_leaves_early_sees_no_traceback(admin: AdminService, run_dir: Path) -> None:
@@ -257,32 +236,10 @@ def test_output_that_nobody_reads_is_no_reason_for_a_traceback() -> None:
 
 
 def test_colour_comes_on_a_terminal_and_not_with_no_color(admin: AdminService, run_dir: Path) -> None:
-    plain = on_a_terminal("status", "--run-dir", str(run_dir), environ={"NO_COLOR": "1", "TERM": "xterm"})
-    painted = on_a_terminal("status", "--run-dir", str(run_dir), environ={"TERM": "xterm"})
+    plain = on_a_terminal("status", "--run-dir", str(run_dir), NO_COLOR="1")
+    painted = on_a_terminal("status", "--run-dir", str(run_dir))
     assert "\x1b[32mready\x1b[0m" in painted
     assert "\x1b" not in plain and "ready" in plain
-
-
-def on_a_terminal(*words: str, environ: dict[str, str]) -> str:
-    master, slave = os.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "appliance.cli", *words],
-        cwd=ROOT,
-        stdin=slave,
-        stdout=slave,
-        stderr=slave,
-        env={**{name: value for name, value in os.environ.items() if name != "NO_COLOR"}, **environ},
-    )
-    os.close(slave)
-    output = b""
-    try:
-        while chunk := os.read(master, 65536):
-            output += chunk
-    except OSError:
-        pass  # how Linux says that the other side of a terminal is closed
-    os.close(master)
-    assert process.wait(30) == 0
-    return output.decode()
 
 
 def test_flags_of_serve_reach_the_core(

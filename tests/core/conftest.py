@@ -28,7 +28,7 @@ def wait_until(true: Callable[[], bool], timeout_s: float = 60.0, what: str = "i
 
 
 def alive(pid: int) -> bool:
-    """Whether the process runs (a zombie does not)."""
+    """Return whether the process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -87,7 +87,7 @@ class Service:
         return sock
 
     def rows(self) -> list[LoggedRequest]:
-        return RequestReader(self.state_dir / "history.db").tail(1000)
+        return RequestReader(self.state_dir / "history.db").changes(0)
 
     def have_time_to_load(self) -> None:
         """Raise `load_timeout_s`, which a test has set to 2, so that a slow machine has time to load."""

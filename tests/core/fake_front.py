@@ -54,7 +54,7 @@ class Call:
             model=model,
             stream=True,
             submissions=1,
-            rows=1,
+            num_seqs=1,
             prompt_tokens=4,
             max_tokens=max_tokens,
             arrived_at=self.started,
@@ -182,7 +182,7 @@ class FakeFront:
         os._exit(0)
 
     def problems(self) -> dict[str, str]:
-        """A model whose folder has a file `untold` cannot be served."""
+        """Return the models that this front cannot serve: those whose folder has a file `untold`."""
         return {
             model.name: "tokenizer.json is missing"
             for model in self.models

@@ -57,8 +57,8 @@ class FakeReplica:
         self.control = control
         self.fronts: dict[str, Channel[DataInbound]] = {}
         self.running: list[Running] = []
-        self.rows = 0
-        self.returned_rows, self.returned_tokens = [0] * LEVELS, [0] * LEVELS
+        self.slots = 0
+        self.returned_seqs, self.returned_tokens = [0] * LEVELS, [0] * LEVELS
         self.tokens = 0
         self.steps = 0
         self.gone: list[str] = []
@@ -89,7 +89,7 @@ class FakeReplica:
             self.control.send(Fatal(*does["fatal"]))
         if does:
             os._exit(does.get("exit", 1))
-        self.rows, self.tokens = spec.max_num_seqs, 2 * spec.max_num_batched_tokens
+        self.slots, self.tokens = spec.max_num_seqs, 2 * spec.max_num_batched_tokens
         self.control.send(Ready(info(spec)))
         asyncio.get_running_loop().create_task(self.step())
 
@@ -117,9 +117,9 @@ class FakeReplica:
     def end(self, run: Running, how: str) -> None:
         self.running.remove(run)
         submit = run.submit
-        self.rows += submit.n
+        self.slots += submit.n
         self.tokens += submit.credit_tokens
-        self.returned_rows[submit.level] += submit.n
+        self.returned_seqs[submit.level] += submit.n
         self.returned_tokens[submit.level] += submit.credit_tokens
         made = (run.made - len(submit.output_token_ids)) * submit.n
         self.finished.append(
@@ -157,9 +157,9 @@ class FakeReplica:
             self.control.send(
                 Report(
                     step=self.steps,
-                    credit_seqs=self.rows,
+                    credit_seqs=self.slots,
                     credit_tokens=self.tokens,
-                    returned_seqs=tuple(self.returned_rows),
+                    returned_seqs=tuple(self.returned_seqs),
                     returned_tokens=tuple(self.returned_tokens),
                     finished=self.finished,
                     fronts_gone=self.gone,
@@ -171,7 +171,7 @@ class FakeReplica:
 
 
 def said(script: Path) -> dict[str, Any]:
-    """Returns what the fake should do while it loads."""
+    """Return the behaviour of the fake while it loads."""
     try:
         found: dict[str, Any] = json.loads(script.read_text())
     except FileNotFoundError:

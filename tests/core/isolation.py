@@ -1,8 +1,6 @@
-"""What docs/traffic.md promises to urgent and light requests, on a server in virtual time.
-
-`figures` has the time to first token of single requests behind one that takes much; `broken_promises` runs a
-random mix of such requests and returns the probes that waited longer than promised.
-"""
+"""Checks the promises of docs/traffic.md to urgent and light requests, on a server in virtual time. `figures`
+returns the times to first token of single requests behind one large request. `broken_promises` runs a random
+mix of such requests and returns the probes that waited longer than promised."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ MARGIN_S = 0.005
 
 
 def full_step_s(slots: int) -> float:
-    return SPEED.step_s + SPEED.row_s * slots + SPEED.prompt_token_s * BUDGET + HOST_S
+    return SPEED.step_s + SPEED.seq_s * slots + SPEED.prompt_token_s * BUDGET + HOST_S
 
 
 # ── single requests ──
@@ -54,7 +52,7 @@ def figures() -> dict[str, float]:
 
 def _ttft_ms(slots: int, front: tuple[Shape, int, str] | None, behind_class: str) -> float:
     server = SimulatedServer(tenants=[_tenant("front"), _tenant("behind")])
-    server.add_replica(rows=slots)
+    server.add_replica(slots=slots)
     server.run(1.0)
     if front is not None:
         shape, samples, front_class = front
@@ -75,7 +73,7 @@ def _tenant(name: str) -> TenantRecord:
 
 @dataclass(frozen=True)
 class Load:
-    """A request that takes much."""
+    """A large request: many tokens or many samples."""
 
     at: float
     tenant: str
@@ -86,8 +84,9 @@ class Load:
 
 
 def random_load(draw: random.Random, classes: Sequence[str], seconds: float) -> list[Load]:
-    """Requests with long prompts, several prompts, many samples, or (if not of P1) none of these. Those of P1
-    do not fit into one step or have many samples, or they would be as light as those that are measured."""
+    """Return requests with long prompts, several prompts, many samples, or (if not of P1) none of these.
+    Those of P1 do not fit into one step or have many samples; otherwise they would be as light as the
+    probes."""
     loads = []
     for _ in range(draw.randint(1, 12)):
         asked_class = draw.choice(classes)
@@ -110,7 +109,7 @@ def random_load(draw: random.Random, classes: Sequence[str], seconds: float) -> 
 
 @dataclass(frozen=True)
 class Mix:
-    """A server, what happens to it, and what is asked of it."""
+    """A server, an event during the run, and the requests."""
 
     slots: int
     blocks: int
@@ -140,7 +139,7 @@ def random_mix(seed: int, seconds: float = 5.0) -> Mix:
 
 
 def broken_promises(mix: Mix) -> list[str]:
-    """Run a mix, and return which probes waited longer than alone plus two full steps, and how long."""
+    """Run a mix, and describe the probes that waited longer than a probe alone plus two full steps."""
     alone, beside = _run(mix, ()), _run(mix, mix.loads)
     middle = mix.seconds / 2
     bound_s = 2 * full_step_s(mix.slots) + MARGIN_S
@@ -159,14 +158,14 @@ def broken_promises(mix: Mix) -> list[str]:
 
 
 def _run(mix: Mix, loads: Sequence[Load]) -> list[Asked]:
-    """Return the probes. P1 has one slot more than P2 and P3 may take, so the next probe of P1 comes when the
-    last one has ended."""
+    """Return the probes. The next probe of P1 is sent when the last one has ended, because P1 has only one
+    slot more than P2 and P3."""
     names = ("probe", *(f"heavy-{number}" for number in range(3)))
     # No turns for P2 and P3 before P1: those count as P1's own work.
     rules = QueueRules(background_share=0.0, lifted_share=0.0)
     server = SimulatedServer(tenants=[_tenant(name) for name in names], rules=rules)
     for _ in range(mix.replicas):
-        server.add_replica(rows=mix.slots, blocks=mix.blocks)
+        server.add_replica(slots=mix.slots, blocks=mix.blocks)
     server.run(0.5)
     if mix.probes == "busy":
         for _ in range(8):

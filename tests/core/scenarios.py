@@ -24,7 +24,7 @@ from tests.core.simulated_clients import backlogged, fixed, percentile, poisson,
 from tests.core.simulated_replica import Speed
 from tests.core.simulated_server import Asked, Shape, SimulatedServer
 
-ROWS = 256
+SLOTS = 256
 SPEED = Speed()
 DECIDED_S = 0.010
 """What is refused later than this after its arrival was admitted first."""
@@ -42,9 +42,9 @@ WEIGHTS = {"a": 1.0, "b": 2.0, "c": 4.0}
 
 
 def shares(*, seconds: float, warm_up: float = 20.0, seed: int = 0) -> Figures:
-    """Tenants that always have more to ask: long prompts, long answers, and both."""
+    """Run tenants that always have waiting requests: with long prompts, with long answers, and with both."""
     server = SimulatedServer(tenants=[tenant(name, weight) for name, weight in WEIGHTS.items()], seed=seed)
-    server.add_replica(rows=ROWS)
+    server.add_replica(slots=SLOTS)
     backlogged(server, "a", 400, fixed(2000, 20))
     backlogged(server, "b", 400, fixed(50, 400))
     backlogged(server, "c", 400, uniform((100, 3000), (10, 300)))
@@ -93,7 +93,7 @@ def quiet(*, seconds: float, flood_per_s: float, seed: int = 0) -> Figures:
 def _quiet(seconds: float, flood_per_s: float, seed: int) -> SimulatedServer:
     server = SimulatedServer(tenants=[tenant("quiet"), tenant("flood")], seed=seed)
     for _ in range(2):
-        server.add_replica(rows=ROWS)
+        server.add_replica(slots=SLOTS)
     shape = uniform((8000, 12_000), (20, 60))
     draw = random.Random(seed)
 
@@ -134,7 +134,7 @@ def deadlines(*, mix: str, event: str, seconds: float, load: float = 3.0, seed: 
     """
     server = SimulatedServer(tenants=[tenant(name) for name in "abcd"], seed=seed)
     for _ in range(REPLICAS):
-        server.add_replica(rows=ROWS)
+        server.add_replica(slots=SLOTS)
     warm_up = 0.0 if event == "cold" else 10.0
     if warm_up:
         _ask(server, mix, 0.3, until=warm_up)
@@ -153,7 +153,7 @@ def deadlines(*, mix: str, event: str, seconds: float, load: float = 3.0, seed: 
     if event == "death":
         died_at = half
         server.at(half, lambda: server.kill_replica(server.replicas[0]))
-        server.at(half + 5.0, lambda: server.add_replica(rows=ROWS))
+        server.at(half + 5.0, lambda: server.add_replica(slots=SLOTS))
     server.run(end + 30.0)
     return {
         "mix": mix,
@@ -167,8 +167,8 @@ def deadlines(*, mix: str, event: str, seconds: float, load: float = 3.0, seed: 
 
 def _ask(server: SimulatedServer, mix: str, load: float, until: float) -> None:
     prompt, output, shape = MIXES[mix]
-    # What a replica serves with all rows busy.
-    served_s = prompt * SPEED.prompt_token_s + output * SPEED.step_s * 2 / ROWS
+    # What a replica serves with all slots busy.
+    served_s = prompt * SPEED.prompt_token_s + output * SPEED.step_s * 2 / SLOTS
     per_s = load * REPLICAS / served_s
 
     def deadline_s(draw: random.Random) -> float:
@@ -215,7 +215,7 @@ def _was_in_flight(one: Asked, at: float) -> bool:
 
 
 def main() -> int:
-    """Run everything with several seeds; write the figures; fail where a promise is broken."""
+    """Run every scenario with several seeds and write the measurements. Return 1 if a promise is broken."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=120.0, help="virtual seconds of each run")
     parser.add_argument("--seeds", type=int, default=2)

@@ -18,7 +18,7 @@ def poisson(
     deadline_s: Callable[[random.Random], float] | None = None,
     asked_class: str = "",
 ) -> None:
-    """A tenant whose requests come at random, so many a second, from now on."""
+    """Send requests of a tenant at random times, at this mean rate per second."""
     draw = random.Random(f"{server.draw.random()} {tenant}")
 
     def come() -> None:
@@ -38,7 +38,7 @@ def backlogged(
     *,
     asked_class: str = "",
 ) -> None:
-    """A tenant that always has `outstanding` requests in flight."""
+    """Keep `outstanding` requests of a tenant in flight."""
     draw = random.Random(f"{server.draw.random()} {tenant}")
 
     def again(asked: Asked | None = None) -> None:
@@ -54,14 +54,15 @@ def backlogged(
 
 
 def fixed(prompt: int, output: int) -> Callable[[random.Random], Shape]:
-    """Always the same."""
+    """Return a function that always returns this shape."""
     return lambda draw: Shape(prompt, output, output)
 
 
 def uniform(
     prompt: tuple[int, int], output: tuple[int, int], max_tokens: int | None = None
 ) -> Callable[[random.Random], Shape]:
-    """Sizes between bounds; the client allows `max_tokens`, or exactly what comes."""
+    """Return a function that draws sizes between bounds. The client allows `max_tokens`, or exactly the size
+    of the answer."""
 
     def shape(draw: random.Random) -> Shape:
         made = draw.randint(*output)
@@ -71,6 +72,6 @@ def uniform(
 
 
 def percentile(values: Iterable[float], part: float) -> float:
-    """The value below which that part of all lies (nearest rank)."""
+    """Return a percentile of the values (nearest rank)."""
     known = sorted(values)
     return known[min(len(known) - 1, int(part * len(known)))]

@@ -23,10 +23,10 @@ HOST_S = 0.0002
 
 
 class Speed(NamedTuple):
-    """Of a device: a step takes so long for itself, for each row, and for each prompt token."""
+    """The speed of a device: the time of a step, and its increase for each sequence and each prompt token."""
 
     step_s: float = 0.005
-    row_s: float = 0.020 / 1024
+    seq_s: float = 0.020 / 1024
     prompt_token_s: float = 1 / 40_000
     first_steps: int = 0
     """Number of steps at the start that each take `first_step_s` longer."""
@@ -34,9 +34,9 @@ class Speed(NamedTuple):
 
     def of(self, plan: StepPlan) -> float:
         """Return the seconds of a step that is not one of the first."""
-        rows = len(plan.decodes) + sum(len(chunk.sample_slots) for chunk in plan.chunks)
+        seqs = len(plan.decodes) + sum(len(chunk.sample_slots) for chunk in plan.chunks)
         prompts = sum(len(chunk.token_ids) for chunk in plan.chunks)
-        return self.step_s + self.row_s * rows + self.prompt_token_s * prompts
+        return self.step_s + self.seq_s * seqs + self.prompt_token_s * prompts
 
 
 class _Step:
@@ -86,7 +86,7 @@ class Replica:
         server: SimulatedServer,
         name: str,
         *,
-        rows: int,
+        slots: int,
         max_num_batched_tokens: int,
         max_mixed_tokens: int | None,
         blocks: int,
@@ -96,7 +96,7 @@ class Replica:
         self.account = CreditAccount(name, MODEL, "simulated")
         self.device = _Device(server, speed)
         self.scheduler = Scheduler(
-            max_num_seqs=rows,
+            max_num_seqs=slots,
             max_num_batched_tokens=max_num_batched_tokens,
             max_mixed_tokens=max_mixed_tokens,
             max_model_len=131_072,
@@ -113,7 +113,7 @@ class Replica:
         self.dead = False
 
     def submit(self, submit: Submit) -> None:
-        """A front's submission arrives."""
+        """Receive a front's submission."""
         self._inbox.append(submit)
         if not self._looping:
             self._looping = True

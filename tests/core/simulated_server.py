@@ -3,7 +3,7 @@ exchanging the real messages. Only the device, the delays of channels and the cl
 simulation is deterministic, and much faster than real time.
 
     server = SimulatedServer(tenants=[TenantRecord(name="a", created_at=0.0, weight=2.0)])
-    server.add_replica(rows=256)
+    server.add_replica(slots=256)
     poisson(server, "a", per_s=50.0, shape=uniform((100, 900), (20, 200)))
     server.run(60.0)
 """
@@ -36,7 +36,7 @@ _EPOCH = 1000.0
 
 
 class Shape(NamedTuple):
-    """What a request asks for and what comes of it."""
+    """The size of a request and of its answer."""
 
     prompt: int
     output: int
@@ -47,7 +47,7 @@ class Shape(NamedTuple):
 
 @dataclass(eq=False)
 class Asked:
-    """A client's request, and what became of it. Times are virtual seconds."""
+    """A client's request and its result. Times are virtual seconds."""
 
     request_id: str
     tenant: str
@@ -80,14 +80,14 @@ class Asked:
 
     @property
     def met(self) -> bool:
-        """Whether it was complete by its deadline."""
+        """Return whether the answer was complete by its deadline."""
         assert self.deadline_s is not None
         return self.ended_at is not None and self.ended_at <= self.arrived_at + self.deadline_s
 
 
 @dataclass
 class _Rows:
-    """The request log: rows by id, and whether any came twice."""
+    """A request log with the rows by id, and the ids that ended twice."""
 
     open_ids: set[str] = field(default_factory=set)
     ended: int = 0
@@ -148,19 +148,19 @@ class SimulatedServer:
     def add_replica(
         self,
         *,
-        rows: int = 256,
+        slots: int = 256,
         max_num_batched_tokens: int = 8192,
         max_mixed_tokens: int | None = None,
         blocks: int = 20_000,
         speed: Speed = Speed(),  # noqa: B008
     ) -> Replica:
-        """One more replica, ready at once."""
+        """Add a replica that is ready at once."""
         self._replicas_made += 1
         name = f"{MODEL}-{self._replicas_made}"
         replica = Replica(
             self,
             name,
-            rows=rows,
+            slots=slots,
             max_num_batched_tokens=max_num_batched_tokens,
             max_mixed_tokens=max_mixed_tokens,
             blocks=blocks,
@@ -172,7 +172,7 @@ class SimulatedServer:
         return replica
 
     def kill_replica(self, replica: Replica) -> None:
-        """It dies with all that it has; fronts ask again for their requests, as much as is left of each."""
+        """Kill a replica. The front sends the next attempt for the remaining part of each of its requests."""
         replica.dead = True
         self.replicas.remove(replica)
         self.after(HOP_S, lambda: self.requests.lose_replica(replica.account))
@@ -188,7 +188,7 @@ class SimulatedServer:
             asked.admit,
             attempt=asked.attempt,
             submissions=len(left),
-            rows=len(left),
+            num_seqs=len(left),
             prompt_tokens=len(left) * shape.prompt + emitted,
             max_tokens=len(left) * shape.max_tokens - emitted,
         )
@@ -202,7 +202,7 @@ class SimulatedServer:
         heapq.heappush(self._events, (max(time, self.now), self._serial, event))
 
     def after(self, seconds: float, event: Callable[[], None]) -> None:
-        """Call `event` in so many virtual seconds."""
+        """Call `event` after this many virtual seconds."""
         self.at(self.now + seconds, event)
 
     def run(self, until: float) -> None:
@@ -231,8 +231,8 @@ class SimulatedServer:
         samples: int = 1,
         done: Callable[[Asked], None] | None = None,
     ) -> Asked:
-        """A client asks, and `done` is called when it has its answer or refusal. `shape` is that of each
-        prompt and sample."""
+        """Send a request; `done` is called after its answer or refusal. `shape` is the size of each prompt
+        and sample."""
         request_id = f"r{len(self.asked)}"
         admit = Admit(
             request_id=request_id,
@@ -242,7 +242,7 @@ class SimulatedServer:
             model=MODEL,
             stream=True,
             submissions=prompts,
-            rows=prompts * samples,
+            num_seqs=prompts * samples,
             prompt_tokens=prompts * shape.prompt,
             max_tokens=prompts * samples * shape.max_tokens,
             arrived_at=_EPOCH + self.now,
@@ -295,7 +295,7 @@ class SimulatedServer:
         self.after(HOP_S, lambda: [replica.submit(submit) for submit in submits])
 
     def hear(self, replica: Replica, outputs: list[Output]) -> None:
-        """The front reads a step's frame."""
+        """Deliver the frame of a step to the front."""
         served, weight = self.served, self.rules.output_weight
         for output in outputs:
             asked, attempt, index = self._handles[output.handle]
@@ -334,7 +334,7 @@ class SimulatedServer:
 
 
 def _order_of(message: Admitted) -> dict[str, int]:
-    """The fields of a turn that say in which order the engine serves it."""
+    """Return the fields of `Admitted` that determine the order in which the engine serves the request."""
     return {
         "priority": message.priority,
         "urgency": message.urgency,

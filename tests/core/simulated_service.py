@@ -16,11 +16,11 @@ from appliance.traffic.rules import QueueRules
 from engine.messages import LEVELS, Finished, Report, level_of
 from store.requests import RequestRow
 
-ROWS, TOKENS = 4, 40
+SLOTS, TOKENS = 4, 40
 
 
 class Rows:
-    """A request log that remembers."""
+    """A request log that keeps its rows in memory."""
 
     def __init__(self) -> None:
         self.opened: list[str] = []
@@ -37,18 +37,19 @@ class Rows:
 
 @dataclass
 class Submission:
-    """What a front sent to a replica."""
+    """A submission of a front to a replica."""
 
     front: str
     request_id: str
-    rows: int
+    seqs: int
     tokens: int
     level: int
 
 
 @dataclass
 class FakeReplica:
-    """An engine: takes submissions, ends them, reports. Only what it reads counts for it."""
+    """An engine that accepts submissions, ends them and sends reports. Submissions count once it has read
+    them."""
 
     account: CreditAccount
     alive: bool = True
@@ -56,7 +57,7 @@ class FakeReplica:
     """By front; None is the end of file."""
     running: list[Submission] = field(default_factory=list)
     to_core: deque[Report] = field(default_factory=deque)
-    returned_rows: list[int] = field(default_factory=lambda: [0] * LEVELS)
+    returned_seqs: list[int] = field(default_factory=lambda: [0] * LEVELS)
     returned_tokens: list[int] = field(default_factory=lambda: [0] * LEVELS)
     news: list[Finished] = field(default_factory=list)
     gone: list[str] = field(default_factory=list)
@@ -73,21 +74,21 @@ class FakeReplica:
 
     def finish(self, submission: Submission, how: str = "length") -> None:
         self.running.remove(submission)
-        self.returned_rows[submission.level] += submission.rows
+        self.returned_seqs[submission.level] += submission.seqs
         self.returned_tokens[submission.level] += submission.tokens
         self.news.append(
             Finished(
-                submission.request_id, 0, 0, submission.tokens, 0, 5 * submission.rows, 0, 1,
-                [how] * submission.rows, submission.tokens,
+                submission.request_id, 0, 0, submission.tokens, 0, 5 * submission.seqs, 0, 1,
+                [how] * submission.seqs, submission.tokens,
             )
         )  # fmt: skip
 
     def report(self) -> None:
         report = Report(
             step=1,
-            credit_seqs=ROWS + sum(self.returned_rows),
+            credit_seqs=SLOTS + sum(self.returned_seqs),
             credit_tokens=TOKENS + sum(self.returned_tokens),
-            returned_seqs=tuple(self.returned_rows),
+            returned_seqs=tuple(self.returned_seqs),
             returned_tokens=tuple(self.returned_tokens),
             finished=self.news,
             fronts_gone=self.gone,
@@ -98,7 +99,7 @@ class FakeReplica:
 
 @dataclass
 class Ask:
-    """A front's side of one request."""
+    """The state of one request in a front."""
 
     admit: Admit
     waiting: bool = True
@@ -170,7 +171,7 @@ class SimulatedService:
         return [replica for replica in self.replicas if replica.alive]
 
     def on_replicas(self) -> set[str]:
-        """Requests that run on a replica, or will as soon as it reads its channels."""
+        """Return the requests that run on a replica or are in its channels."""
         return {
             submission.request_id
             for replica in self.live_replicas()
@@ -179,7 +180,8 @@ class SimulatedService:
         }
 
     def kill_front(self, front: FakeFront, unwritten: int = 0) -> None:
-        """The last `unwritten` submissions to each replica, and words to the core, never left the front."""
+        """Kill a front. Its last `unwritten` submissions to each replica and messages to the core are
+        lost."""
         front.alive = False
         for _ in range(min(unwritten, len(front.to_core))):
             front.to_core.pop()
@@ -205,7 +207,7 @@ class SimulatedService:
             model="m",
             stream=True,
             submissions=submissions,
-            rows=submissions * samples,
+            num_seqs=submissions * samples,
             prompt_tokens=submissions * tokens,
             max_tokens=5 * submissions * samples,
             arrived_at=self.now + self.time_of_day,
@@ -215,7 +217,7 @@ class SimulatedService:
         return request_id
 
     def hear(self, front: FakeFront) -> None:
-        """The front reads one message from the core."""
+        """Deliver one message of the core to the front."""
         message = front.from_core.popleft()
         ask = front.asks.get(message.request_id)
         if isinstance(message, Abort):
@@ -241,14 +243,14 @@ class SimulatedService:
                     Submission(
                         front.name,
                         message.request_id,
-                        ask.admit.rows // each,
+                        ask.admit.num_seqs // each,
                         ask.admit.prompt_tokens // each,
                         level_of(message.priority, message.urgency),
                     )
                 )
 
     def ask_again(self, front: FakeFront, request_id: str) -> None:
-        """The replica is gone: resubmit."""
+        """Send the next attempt of a request whose replica died."""
         ask = front.asks[request_id]
         ask.admit = Admit(**{f: getattr(ask.admit, f) for f in Admit.__struct_fields__} | {
             "attempt": ask.admit.attempt + 1
@@ -257,7 +259,7 @@ class SimulatedService:
         front.to_core.append(ask.admit)
 
     def settle(self, front: FakeFront, request_id: str, status: int) -> None:
-        """The front's last word; its latest attempt counts as submitted only if it was."""
+        """Settle a request; its latest attempt counts as submitted only if it was."""
         ask = front.asks.pop(request_id)
         front.to_core.append(
             Settle(
@@ -297,7 +299,7 @@ class SimulatedService:
     # ── to the end ──
 
     def settle_everything(self) -> None:
-        """Let every channel drain and every submission end, until nothing happens any more."""
+        """Deliver all messages and end all submissions."""
         if not self.live_replicas():
             self.new_replica()
         for _ in range(10_000):
@@ -355,7 +357,7 @@ class SimulatedService:
         return any(s.request_id == request_id for s in (*replica.running, *waiting))
 
     def check_end(self) -> None:
-        """What must hold at rest."""
+        """Check that nothing is left: rows, credits and counters."""
         assert len(self.requests.state.in_flight) == 0, [
             (r.request_id, r.state) for r in self.requests.state.in_flight.values()
         ]
@@ -365,7 +367,7 @@ class SimulatedService:
         assert set(self.rows.opened) <= set(ended), "a row never ended"
         for replica in self.live_replicas():
             account = replica.account
-            assert (account.available_rows, account.available_tokens) == (ROWS, TOKENS)
+            assert (account.available_slots, account.available_tokens) == (SLOTS, TOKENS)
         figures = self.requests.state.queue_stats()
         assert (figures.waiting, figures.running) == (0, 0)
         living = {front.name for front in self.fronts.values() if front.alive}

@@ -14,7 +14,7 @@ from appliance.core.drains import Drain, DrainError, Drains, DrainTools
 
 
 class FakeRequestManager:
-    """Has one request fewer each time it is asked."""
+    """A request manager with one request fewer at each call."""
 
     def __init__(self, told: list[str], looks: int) -> None:
         self.told, self.looks = told, looks

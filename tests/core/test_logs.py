@@ -30,7 +30,7 @@ def untouched() -> Iterator[None]:
 
 @pytest.fixture
 def pipe() -> Iterator[tuple[int, LineQueue]]:
-    """The reading end of a pipe, and a log that writes into it."""
+    """Return the reading end of a pipe, and the log that writes into the pipe."""
     reader, writer = os.pipe()
     lines = LineQueue(UtcFormatter("test"), writer)
     lines.writer.start()

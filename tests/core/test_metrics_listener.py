@@ -1,4 +1,4 @@
-"""Where the metrics are served: off by default, on the loopback interface only, changed by a reload."""
+"""Tests of the metrics address: off by default, loopback only unless public, changed by a reload."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose turn it is: classes, ageing, weights, deadlines; and the sums behind it."""
+"""Tests of the dispatch order (classes, ageing, weights, deadlines) and of the sums that predict waits."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ ALL_LEVELS = (1 << LEVELS) - 1
 
 
 def levels(*pairs: tuple[int, int]) -> int:
-    """Open levels, each given as a class and an urgency."""
+    """Return a bit set of open levels, each given as a class and an urgency."""
     return sum(1 << level_of(*pair) for pair in pairs)
 
 
 class Serial:
-    """Makes tickets, numbered by arrival."""
+    """Creates tickets, numbered by arrival."""
 
     def __init__(self) -> None:
         self.last = 0
@@ -43,7 +43,7 @@ class Serial:
         output: float = 50.0,
         due: float | None = None,
         begin_by: float | None = None,
-        rows: int = 1,
+        num_seqs: int = 1,
     ) -> Ticket[str]:
         self.last += 1
         return Ticket(
@@ -58,7 +58,7 @@ class Serial:
             prompt_tokens=prompt,
             output_tokens=output,
             begin_by=begin_by,
-            rows=rows,
+            num_seqs=num_seqs,
         )
 
 
@@ -129,7 +129,7 @@ def test_urgent_requests_have_their_turn_where_no_level_is_open_to_others() -> N
     short, long = levels((1, 2)), levels((1, 2), (1, 1))
     queue.push(serial.ticket("heavy", 1), 1.0, light=False)
     assert queue.next(long, 0.0, 0.0) is None
-    wide = serial.ticket("wide", 1, rows=3)
+    wide = serial.ticket("wide", 1, num_seqs=3)
     queue.push(wide, 1.0, light=True)
     assert queue.next(long, 0.0, 0.0) is None
     lengthy = serial.ticket("lengthy", 1, prompt=1001)
@@ -153,7 +153,7 @@ def test_a_tenant_is_asked_again_for_its_urgency_when_its_first_request_changes(
     queue, serial = RequestQueue[str](RULES), Serial()
     fair = queue.classes[1]
     fair.set_urgent(1, 1000)
-    wide, narrow = serial.ticket("a", 1, rows=2), serial.ticket("a", 1, due=1.0)
+    wide, narrow = serial.ticket("a", 1, num_seqs=2), serial.ticket("a", 1, due=1.0)
     queue.push(wide, 1.0, light=True)
     assert fair.next(1) is None
     queue.push(narrow, 1.0, light=True)

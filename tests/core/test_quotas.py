@@ -1,4 +1,4 @@
-"""Quotas as arithmetic: what is reserved, refused, given back, changed and carried over a restart."""
+"""Tests of quotas: reservations, refusals, settlement, changed limits and restarts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def taken(of: Quotas, prompt: int = 10, most: int = 90, key_id: str = "", **how:
 
 
 def spent(of: Quotas, prompt: int, most: int, key_id: str = "") -> None:
-    """A request that took all that it reserved, and has ended."""
+    """Run a request that uses its whole reservation and ends."""
     held = taken(of, prompt, most, key_id)
     of.settle(held, prompt + most)
     of.close(held)
@@ -173,17 +173,6 @@ def test_an_answer_of_open_length_waits_rather_than_being_a_stump(time: Time) ->
     assert taken(of, 10, 8, may_lower=True).max_tokens == 8
 
 
-def test_refill_that_a_long_request_held_open_is_not_given_twice(time: Time) -> None:
-    of = quotas(time, tenant(tokens_per_minute=60))
-    long = taken(of, 10, 50)
-    time.now += 60
-    assert used(of) == {"tokens_per_minute": 0}, "as if it had used all: so it may run on for ever"
-    spent(of, 10, 30)
-    of.settle(long, 15)
-    # Had the 45 that it did not use never been taken, the bucket had been full all the time.
-    assert used(of) == {"tokens_per_minute": 40}
-
-
 def test_what_a_long_request_did_not_use_comes_back_as_far_as_the_bucket_was_not_full(time: Time) -> None:
     of = quotas(time, tenant(tokens_per_minute=60))
     long = taken(of, 10, 50)
@@ -192,16 +181,6 @@ def test_what_a_long_request_did_not_use_comes_back_as_far_as_the_bucket_was_not
     time.now += 20
     of.settle(long, 10)
     assert used(of) == {"tokens_per_minute": 0}, "the most was 20, then: 50 unused would make it 70, less 20"
-
-
-def test_two_long_requests_do_not_both_get_back_what_only_one_could_have(time: Time) -> None:
-    of = quotas(time, tenant(tokens_per_minute=60))
-    first, second = taken(of, 10, 20), taken(of, 10, 20)
-    time.now += 30
-    spent(of, 5, 20)
-    of.settle(first, 0)
-    of.settle(second, 0)
-    assert used(of) == {"tokens_per_minute": 25}, "the bucket was full before those 25"
 
 
 def test_what_many_requests_hold_at_once_comes_back_in_any_order(time: Time) -> None:
@@ -293,7 +272,8 @@ def test_the_tightest_limit_of_each_kind_is_told(time: Time) -> None:
 def restarted(
     time: Time, of: Quotas, after_s: float, *used: Used, keys: tuple[KeyRecord, ...] = ()
 ) -> Quotas:
-    """Another run, `after_s` seconds after the snapshot that the first one takes now, at unix time 5000."""
+    """Return the quotas of a restart, `after_s` seconds after a snapshot that is taken now at unix time
+    5000."""
     levels, _ = of.news(5000.0)
     again = quotas(time, *of._policies.tenants.values(), keys=tuple(of._policies.keys.values()))
     again.restore(QuotaState(levels, list(used)), 5000.0 + after_s)

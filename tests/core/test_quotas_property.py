@@ -1,5 +1,5 @@
-"""Whatever is reserved, settled and ended in whatever order: over no stretch of time is more used than the
-capacity and what refills in it; nothing leaks; and after a crash nothing is left that was used."""
+"""Property tests of quotas, for any order of reservations, settlements and ends: no period uses more than the
+capacity plus the refill of the period, nothing leaks, and a crash restores nothing that was used."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ quotas = st.sampled_from(
 
 @dataclass
 class Ask:
-    """A request, as its row and the service know it."""
+    """A request with its reservation."""
 
     key: str
     at: float
@@ -192,7 +192,7 @@ class QuotaMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.asks) % 16 == 15)
     @rule()
     def the_service_crashes(self) -> None:
-        """The next start finds the snapshot and the rows: those that are open say what they reserved."""
+        """Restart from the snapshot and the rows. Open rows have the reserved tokens."""
         used = [
             Used("t", ask.key, ask.at, tokens)
             for ask in self.asks

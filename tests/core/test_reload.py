@@ -37,7 +37,7 @@ def running(make_service: Make, settings: str = "", models: tuple[str, ...] = ("
 
 
 def change(service: Service, *changes: tuple[str, str]) -> Reloaded:
-    """Replace these pieces of the settings file and reload it."""
+    """Replace these parts of the settings file and reload it."""
     text = service.config.read_text()
     for old, new in changes:
         assert old in text
@@ -149,7 +149,7 @@ def test_models_are_added_and_removed_and_requests_of_removed_ones_finish(make_s
     assert "refused" in read_answer(service.connect("n 2"))[-1]
     assert read_answer(stream)[-1] == "front-0 length"
     wait_until(lambda: len(service.pids()) == 3, what="the end of the removed model's replica")
-    gone = "front-0 refused 404 there is no model 'n': there are m, new"
+    gone = "front-0 refused 404 there is no model 'n': available models: m, new"
     wait_until(lambda: read_answer(service.connect("n 2")) == [gone])
     assert replicas(service)[0].pids == kept
 

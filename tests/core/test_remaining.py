@@ -1,4 +1,4 @@
-"""How long a drain says that it will take."""
+"""Tests of the predicted time of a drain."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def outstanding(**fields: Any) -> Outstanding:
         "generated_each": 0.0,
         "most_each": 1000.0,
     }
-    request: Any = SimpleNamespace(admit=SimpleNamespace(rows=1, prompt_tokens=1), **{**known, **fields})
+    request: Any = SimpleNamespace(admit=SimpleNamespace(num_seqs=1, prompt_tokens=1), **{**known, **fields})
     found = Outstanding()
     found.wait(request)
     found.begin(request)

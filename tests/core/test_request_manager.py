@@ -1,4 +1,4 @@
-"""The request manager's decisions, one at a time."""
+"""Tests of single decisions of the request manager."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from appliance.traffic.load_shedder import DROP_BACKGROUND
 from appliance.traffic.request_manager import MAX_DROPPED
 from appliance.traffic.rules import QueueRules
 from engine.messages import Finished, Report
-from tests.core.simulated_service import ROWS, TOKENS, FakeFront, SimulatedService
+from tests.core.simulated_service import SLOTS, TOKENS, FakeFront, SimulatedService
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def service() -> SimulatedService:
 
 
 def read_all(service: SimulatedService) -> None:
-    """The core reads everything that lies in its channels."""
+    """Deliver all messages to the core."""
     for front in service.live_fronts():
         while front.to_core:
             service.core_reads_front(front)
@@ -47,17 +47,17 @@ def finished(request_id: str, generated: int, cached: int = 0) -> Finished:
     return Finished(request_id, 0, 0, 8, cached, generated, 1, 3, ["stop"], 8)
 
 
-def report(*ended: Finished, rows: int = ROWS, tokens: int = TOKENS) -> Report:
-    return Report(step=1, credit_seqs=rows, credit_tokens=tokens, finished=list(ended))
+def report(*ended: Finished, slots: int = SLOTS, tokens: int = TOKENS) -> Report:
+    return Report(step=1, credit_seqs=slots, credit_tokens=tokens, finished=list(ended))
 
 
 def test_a_request_is_admitted_while_the_replica_has_rows_and_tokens(service: SimulatedService) -> None:
     front, replica = service.new_front(), service.new_replica()
-    for _ in range(ROWS + 2):
+    for _ in range(SLOTS + 2):
         service.ask(front, tokens=1)
     read_all(service)
     assert [turn.request_id for turn in answers(front)] == ["r0", "r1", "r2", "r3"]
-    service.requests.report(replica.account, report(finished("r0", 5), rows=ROWS + 1))
+    service.requests.report(replica.account, report(finished("r0", 5), slots=SLOTS + 1))
     assert [turn.request_id for turn in answers(front)][4:] == ["r4"]
 
 
@@ -155,7 +155,7 @@ def test_an_unknown_model_is_refused_with_404_and_the_names_there_are(service: S
     service.requests.admit(front.name, type(admit)(**fields | {"model": "gpt"}))
     (refused,) = answers(front)
     assert isinstance(refused, Refused)
-    assert (refused.status, refused.message) == (404, "there is no model 'gpt': there are m")
+    assert (refused.status, refused.message) == (404, "there is no model 'gpt': available models: m")
 
 
 def test_a_failed_model_refuses_what_waits_and_what_comes_with_the_reason(service: SimulatedService) -> None:
@@ -182,7 +182,7 @@ def test_draining_refuses_new_requests_and_finishes_the_others(service: Simulate
     assert isinstance(admitted, Admitted)
     assert isinstance(refused, Refused) and refused.code == "draining"
     assert refused.message == "the service is stopping" and refused.retry_after_s
-    assert replica.account.available_rows == ROWS - 1
+    assert replica.account.available_slots == SLOTS - 1
 
 
 def test_a_model_that_is_closed_refuses_and_the_others_do_not(service: SimulatedService) -> None:
@@ -302,7 +302,7 @@ def test_a_retired_replica_finishes_what_it_has_and_gets_nothing_more(service: S
     assert service.requests.state.occupied(old.account)
     service.settle_everything()
     assert not service.requests.state.occupied(old.account)
-    assert new.account.available_rows == old.account.available_rows == ROWS
+    assert new.account.available_slots == old.account.available_slots == SLOTS
 
 
 def test_a_removed_model_refuses_what_waits_for_it_and_what_comes(service: SimulatedService) -> None:
@@ -330,7 +330,7 @@ def test_the_row_ends_with_what_the_front_delivered_and_the_engine_counted(
     words = [
         lambda: service.requests.settle(front.name, settle("r0", 7)),
         lambda: service.requests.report(
-            replica.account, report(finished("r0", 9, cached=4), rows=5, tokens=48)
+            replica.account, report(finished("r0", 9, cached=4), slots=5, tokens=48)
         ),
     ]
     for word in words if order == "settle first" else reversed(words):
@@ -395,7 +395,7 @@ def test_a_withdrawn_second_attempt_leaves_the_first_one_to_its_replica(service:
     service.settle(front, "r0", 499)
     read_all(service)
     assert service.rows.ended == []
-    service.requests.report(replica.account, report(finished("r0", 4), rows=ROWS + 1, tokens=TOKENS + 8))
+    service.requests.report(replica.account, report(finished("r0", 4), slots=SLOTS + 1, tokens=TOKENS + 8))
     (row,) = service.rows.ended
     assert (row.status, row.generated_tokens) == (499, 4)
     service.check_end()

@@ -1,5 +1,5 @@
-"""Whatever order the words of fronts and replicas arrive in, and whoever dies meanwhile: every request ends
-in exactly one row, every credit comes back, and no quota is overstepped or keeps what was not used."""
+"""Property tests of the request manager, for any order of messages and any deaths of fronts and replicas:
+every request ends in exactly one row, every credit is returned, and no quota is exceeded or leaks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pick = st.integers(0, 1_000)
 
 
 class Steady(Forecast):
-    """Of replicas whose rates are round numbers, so that sums in any order are the same."""
+    """A forecast with round rates, so that the order of additions does not change sums."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,10 +33,10 @@ class Steady(Forecast):
 
 
 def looked_up(service: SimulatedService, forecast: Forecast) -> Remaining:
-    """As `RequestManager.remaining`, by a look at every request."""
+    """Compute the remaining work like `TrafficState.remaining`, but from every request."""
     unfinished = list(service.requests.state.unfinished())
     queued = [request for request in unfinished if request.queued_at is not None]
-    lengths = {request: request.expected_tokens / request.admit.rows for request in unfinished}
+    lengths = {request: request.expected_tokens / request.admit.num_seqs for request in unfinished}
     tokens, running_s = 0.0, 0.0
     for request in unfinished:
         if request.queued_at is None:
@@ -45,7 +45,7 @@ def looked_up(service: SimulatedService, forecast: Forecast) -> Remaining:
                 made = (service.now - (request.began_at or service.now)) / forecast.step_s
             left = lengths[request] - made if made < lengths[request] else made
             left = max(1.0, min(left, request.most_each - made))
-            tokens += left * request.admit.rows
+            tokens += left * request.admit.num_seqs
             running_s = max(running_s, left * forecast.step_s)
     outputs = sum(request.expected_tokens for request in queued)
     seconds: float | None = running_s
@@ -195,7 +195,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.check_quota()
 
     def check_quota(self) -> None:
-        """What is used by the rows is what the quota says, but for what came back with time."""
+        """The quota's usage equals that of the rows, less the refill."""
         service = self.service
         (usage,) = service.requests.state.quotas.usage("tenant", "t")
         assert [one.used for one in service.requests.state.usage("tenant", "t")] == [usage.used, 0]

@@ -12,7 +12,7 @@ from appliance.protocol import LimitUsage
 from appliance.traffic.credits import CreditAccount
 from engine.messages import Report
 from store.policies import KeyRecord, Policies, Quota, TenantRecord
-from tests.core.simulated_service import ROWS, TOKENS, FakeFront, SimulatedService
+from tests.core.simulated_service import SLOTS, TOKENS, FakeFront, SimulatedService
 from tests.core.test_request_manager import answers, read_all, report
 
 
@@ -41,7 +41,7 @@ def used(service: SimulatedService) -> tuple[int, int]:
 
 
 def ask_with(service: SimulatedService, front: FakeFront, **changes: object) -> str:
-    """Ask with another `Admit`."""
+    """Send a request with these fields of `Admit` changed."""
     request_id = service.ask(front)
     front.asks[request_id].admit = msgspec.structs.replace(front.to_core.pop(), **changes)
     front.to_core.append(front.asks[request_id].admit)
@@ -99,16 +99,6 @@ def test_what_left_the_queue_without_a_turn_used_nothing(service: SimulatedServi
     assert used(service) == (0, 0)
     assert [row.quota_tokens for row in service.rows.ended] == [0] * 4
     service.check_end()
-
-
-def test_what_a_drain_held_and_then_refused_used_nothing(service: SimulatedService) -> None:
-    front = service.new_front()
-    service.requests.pause_admission(None, "draining", hold=True)
-    service.ask(front)
-    read_all(service)
-    assert used(service) == (13, 13)
-    service.requests.pause_admission(None, "stopping")
-    assert used(service) == (0, 0)
 
 
 def test_a_front_that_dies_is_charged_what_was_generated(service: SimulatedService) -> None:
@@ -172,7 +162,7 @@ def test_a_resubmission_that_is_refused_is_billed_what_its_client_had(service: S
 def test_without_max_tokens_no_more_may_be_produced_than_is_left(service: SimulatedService) -> None:
     front = service.new_front()
     service.new_replica()
-    ask_with(service, front, max_tokens=1000, may_lower=True, rows=2)
+    ask_with(service, front, max_tokens=1000, may_lower=True, num_seqs=2)
     read_all(service)
     (turn,) = answers(front)
     assert isinstance(turn, Admitted)
@@ -327,7 +317,7 @@ def test_a_share_of_the_kv_blocks_is_held_by_the_most_that_requests_may_keep(
 ) -> None:
     front, replica = service.new_front(), service.new_replica()
     read_all(service)
-    room = Report(step=1, credit_seqs=ROWS, credit_tokens=TOKENS, blocks_total=16)
+    room = Report(step=1, credit_seqs=SLOTS, credit_tokens=TOKENS, blocks_total=16)
     service.requests.report(replica.account, room)
     limited(service, kv_share=0.2)
     for _ in range(4):

@@ -1,4 +1,4 @@
-"""What tenants are promised, on a box in virtual time; `python -m tests.core.scenarios` is the long form."""
+"""Short forms of the scenarios of `tests.core.scenarios`, on a server in virtual time."""
 
 from __future__ import annotations
 

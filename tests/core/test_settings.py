@@ -1,4 +1,4 @@
-"""Settings: what is meant is found, and what cannot be used is named with field, value and remedy."""
+"""Tests of settings: their sources, and errors that name field, value and remedy."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_file_that_may_not_be_looked_for_is_named(
     with pytest.raises(SettingsError) as caught:
         find_config(str(path) if named else None, {"HOME": str(tmp_path)})
     assert str(caught.value) == (
-        f"{path}: it cannot be accessed (Permission denied): let this user into its folder, or name "
+        f"{path}: it cannot be accessed (Permission denied): give this user access to its folder, or name "
         "another file with --config"
     )
 
@@ -80,14 +80,6 @@ def test_flags_override_the_file_and_a_flagged_model_replaces_its_models(tmp_pat
     assert model.spec("a-0").model_path == str(tmp_path)
     flagged = load(tmp_path, text, models=[f"b={tmp_path}"], dtype="float16").models
     assert {name: model.dtype for name, model in flagged.items()} == {"b": "float16"}
-
-
-def test_what_is_quantised_is_said_in_the_file_or_by_flags_and_reaches_the_replica(tmp_path: Path) -> None:
-    text = '[models.a]\nfolder = "."\nkv_cache_dtype = "fp8"\n'
-    spec = load(tmp_path, text).models["a"].spec("a-0")
-    assert (spec.dtype, spec.quantization, spec.kv_cache_dtype) == ("auto", "auto", "fp8")
-    spec = load(tmp_path, text, quantization="fp8", kv_cache_dtype="auto").models["a"].spec("a-0")
-    assert (spec.quantization, spec.kv_cache_dtype) == ("fp8", "auto")
 
 
 @pytest.mark.parametrize(

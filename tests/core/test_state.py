@@ -1,4 +1,4 @@
-"""The databases of a service, opened together."""
+"""Tests that the databases of a service are opened together."""
 
 from __future__ import annotations
 

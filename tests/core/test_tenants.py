@@ -1,4 +1,4 @@
-"""What operators decide reaches the tenants that it is about, and only these."""
+"""Tests that a change of policies affects only the tenants concerned."""
 
 from __future__ import annotations
 

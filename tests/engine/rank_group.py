@@ -33,7 +33,7 @@ class RankEngine(LocalEngine):
 
     def __init__(self, spec: ReplicaSpec, runner: ModelRunner, peers: list[socket.socket]) -> None:
         self.runner, self.info, self.peers, self.others = runner, runner.info(), peers, None
-        self.core = build_core(spec, self.info, runner, peers)
+        self.core = build_core(spec, self.info, runner, peers, runner.ranks.abandon)
         self.scheduler = self.core.scheduler
         self.finished, self.timings, self._handles = [], [], 0
 

@@ -16,9 +16,9 @@ from engine.launch_enumeration import UnconnectedRanks, _MetaMemory
 from engine.parallel import RankLost
 from engine.peer_memory import ITEMS
 from engine.peer_overlap import OverlapMemory
-from engine.peer_ranks import PeerRanks, two_shot_bytes
+from engine.peer_ranks import QUANTISED_ROWS, PeerRanks, two_shot_bytes
 from engine.sizing import overlap_bytes, overlap_split, peer_bytes
-from kernels import Residual
+from kernels import NextNorm, Residual
 from kernels.triton import all_gather, all_reduce
 from kernels.triton.peer_arena import arena_words
 from tests.engine.running.thread_ranks import on_ranks
@@ -46,11 +46,24 @@ class Kernels:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         monkeypatch.setattr(peer_ranks.all_reduce, "all_reduce_add", self._add)
+        monkeypatch.setattr(peer_ranks.all_reduce_norm, "all_reduce_norm_fp8", self._add_norm)
         monkeypatch.setattr(peer_ranks.all_gather, "all_gather", self._gather)
         monkeypatch.setattr(peer_ranks.all_gather, "best_of_ranks", self._best)
 
     def _add(self, x: torch.Tensor, residual: torch.Tensor, arena: Any, **options: Any) -> None:
         self.calls.append(("add", options))
+
+    def _add_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        gain: torch.Tensor,
+        eps: float,
+        arena: Any,
+        **options: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.calls.append(("add norm", {"gain": gain, "eps": eps, **options}))
+        return x.to(torch.float8_e4m3fn), torch.empty((len(x), 1), device="meta")
 
     def _gather(self, x: torch.Tensor, width: int, arena: Any, **options: Any) -> torch.Tensor:
         self.calls.append(("gather", {"width": width, **options}))
@@ -96,22 +109,48 @@ def test_other_sums_go_through_the_group(message: torch.Tensor, kernels: Kernels
     ranks, group = made()
     values = torch.empty_like(message)
     gain = torch.empty(message.shape[1], dtype=message.dtype, device="meta")
-    assert ranks.add_sum(Residual(values), message, gain).deferred_norm is None
+    for quantised in (False, True):
+        found = ranks.add_sum(Residual(values), message, NextNorm(gain, 1e-5, quantised))
+        assert found.deferred_norm is None and found.normed is None
     ranks.all_reduce(message)
-    assert group.calls == ["all_reduce"] * 2
+    assert group.calls == ["all_reduce"] * 3
     assert kernels.calls == []
 
 
 def test_a_sum_carries_the_requested_deferred_norm(kernels: Kernels) -> None:
     ranks, _ = made()
     gain = torch.empty(8192, dtype=torch.bfloat16, device="meta")
-    norm = ranks.add_sum(Residual(part(3)), part(3), gain).deferred_norm
+    norm = ranks.add_sum(Residual(part(3)), part(3), NextNorm(gain, 1e-5, quantised=False)).deferred_norm
     assert norm is not None
     assert norm.values.shape == (3, 8192)
     assert norm.squares.shape == (all_reduce.squares_parts(8192), 3)
     options = kernels.calls[0][1]
     assert options["gain"] is gain and options["scaled"] is norm.values and options["squares"] is norm.squares
     assert ranks.add_sum(Residual(part(3)), part(3), None).deferred_norm is None
+
+
+@pytest.mark.parametrize(("size", "most"), [(2, QUANTISED_ROWS), (4, 31), (8, 7)])
+def test_a_sum_of_few_rows_carries_the_requested_quantised_norm(
+    size: int, most: int, kernels: Kernels
+) -> None:
+    ranks, _ = made(size)
+    gain = torch.empty(8192, dtype=torch.bfloat16, device="meta")
+    norm = NextNorm(gain, 1e-5, quantised=True)
+    found = ranks.add_sum(Residual(part(most)), part(most), norm)
+    assert found.normed is not None and found.deferred_norm is None
+    assert found.normed.values.dtype == torch.float8_e4m3fn and found.normed.dtype == torch.bfloat16
+    assert kernels.calls == [("add norm", {"gain": gain, "eps": 1e-5, "pdl": True})]
+    more = ranks.add_sum(Residual(part(most + 1)), part(most + 1), norm)
+    assert more.normed is None and more.deferred_norm is None
+    name, options = kernels.calls[1]
+    assert name == "add" and options["gain"] is None
+
+
+def test_an_embedding_is_summed_without_a_residual(kernels: Kernels) -> None:
+    ranks, group = made()
+    assert ranks.all_reduce(part(3)).shape == (3, 8192)
+    assert [(name, options["add"]) for name, options in kernels.calls] == [("add", False)]
+    assert group.calls == []
 
 
 def test_logits_and_scores_are_gathered_through_peer_memory_as_words(kernels: Kernels) -> None:

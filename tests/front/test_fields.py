@@ -214,7 +214,7 @@ def test_best_of_returns_the_answers_with_the_highest_cumulative_log_probability
     assert all(choice["logprobs"] is None for choice in answer["choices"])
     # All samples were generated for the client, so all are billed.
     assert answer["usage"]["completion_tokens"] == 2 * 4 * 4 == front.settled(1)[0].delivered_tokens
-    assert front.admits[0].rows == 8
+    assert front.admits[0].num_seqs == 8
     (best,) = completion(front, best_of=4, logprobs=0, echo=True)["choices"]
     assert best["text"] == "quick" + text[1] and best["logprobs"]["token_logprobs"][-3:] == [-0.1] * 3
 

@@ -95,7 +95,7 @@ def test_n_samples_are_n_answers(client: openai.OpenAI, front: Harness, stream: 
             texts[choice.index] = choice.message.content or ""
     assert texts == [front.text(0), front.text(1), front.text(2)]
     assert [submit.n for submit in front.replica.submits] == [3]
-    assert (front.admits[0].rows, front.admits[0].submissions) == (3, 1)
+    assert (front.admits[0].num_seqs, front.admits[0].submissions) == (3, 1)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -214,7 +214,7 @@ def test_prompts_can_be_lists_of_texts_or_tokens(client: openai.OpenAI, front: H
     several = client.completions.create(model=MODEL, prompt=["a", "b", "c"], n=2, max_tokens=-1)
     assert [choice.index for choice in several.choices] == list(range(6))
     assert [choice.text for choice in several.choices] == [front.text(0), front.text(1)] * 3
-    assert (front.admits[0].submissions, front.admits[0].rows) == (3, 6)
+    assert (front.admits[0].submissions, front.admits[0].num_seqs) == (3, 6)
     ids = client.completions.create(model=MODEL, prompt=[5, 6, 7], echo=True, max_tokens=-1)
     assert front.replica.submits[-1].prompt_token_ids == [5, 6, 7]
     assert ids.choices[0].text == front.tokenizer.decode([5, 6, 7]) + front.text()

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kernels.triton import all_reduce, peer_arena
+from kernels.triton import all_reduce, all_reduce_norm, fused, peer_arena
 
 pytestmark = pytest.mark.gpu
 
@@ -50,6 +50,10 @@ def enter(rank: int, world: int, meeting: str, scenario: str) -> None:
 
 def test_sums_are_exact_for_any_sequence_of_sizes_and_skews(world: int, tmp_path: Path) -> None:
     run_ranks(world, tmp_path, "random_calls")
+
+
+def test_quantised_norms_of_sums_equal_those_of_separate_kernels(world: int, tmp_path: Path) -> None:
+    run_ranks(world, tmp_path, "quantised_norms")
 
 
 def test_a_region_is_used_100_000_times_in_graphs(world: int, tmp_path: Path) -> None:
@@ -101,6 +105,44 @@ def random_calls(memory) -> None:
             assert torch.equal(results["scaled"], (wanted.float() * gain.float()).to(dtype))
             torch.testing.assert_close(squares.sum(0), wanted.float().square().sum(1), rtol=1e-5, atol=0)
     dist.barrier()
+    assert (memory._memory == peer_arena.EMPTY_WORD).all()
+
+
+def quantised_norms(memory) -> None:
+    arena = memory.arena
+    chosen, own = random.Random(4), random.Random(arena.rank)
+    for _ in range(200):
+        hidden = chosen.choice((256, 2048, 3584, 4096, 5120, 8192))
+        rows = chosen.choice((1, 2, 3, 5, 8, 16, 33, 64))
+        dtype = chosen.choice((torch.bfloat16, torch.float16))
+        pdl = chosen.random() < 0.5
+        parts = parts_of(arena.world, rows, hidden, dtype)
+        generator = torch.Generator("cuda").manual_seed(8)
+        residual = torch.randn(rows, hidden, device="cuda", generator=generator).to(dtype)
+        gain = torch.randn(hidden, device="cuda", generator=generator).to(dtype)
+        parts[:, 0], residual[0] = 0.0, 0.0
+        total = torch.zeros(rows, hidden, device="cuda")
+        for part in parts:
+            total += part.float()
+        wanted = (total + residual.float()).to(dtype)
+        if own.random() < 0.5:
+            torch.cuda._sleep(int(own.random() * 400_000))
+        values, scales = all_reduce_norm.all_reduce_norm_fp8(
+            parts[arena.rank], residual, gain, 1e-5, arena, pdl=pdl
+        )
+        case = (hidden, rows, dtype, pdl)
+        assert torch.equal(residual, wanted), case
+        expected, expected_scales = fused.rms_norm_fp8(wanted, gain, 1e-5)
+        # The squares are summed in another order, which moves a few results by one step of e4m3.
+        torch.testing.assert_close(scales, expected_scales, rtol=torch.finfo(dtype).eps, atol=0)
+        assert (values.float() != expected.float()).float().mean() < 1e-2, case
+        torch.testing.assert_close(values.float(), expected.float(), rtol=0.126, atol=0.002)
+        assert scales[0] == 0 and not values[0].float().any()
+        # All ranks have the same bits.
+        own_words = torch.cat((values.view(torch.uint8).flatten().int(), scales.view(torch.int32).flatten()))
+        words = [torch.empty_like(own_words) for _ in range(arena.world)]
+        dist.all_gather(words, own_words)
+        assert all(torch.equal(each, own_words) for each in words), case
     assert (memory._memory == peer_arena.EMPTY_WORD).all()
 
 

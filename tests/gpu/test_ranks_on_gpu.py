@@ -14,6 +14,7 @@ import pytest
 import torch
 from msgspec import structs
 
+from engine import peer_ranks
 from engine.generate import LocalEngine
 from engine.messages import BLOCK_TOKENS, ReplicaSpec, SamplingParams
 from engine.parallel import RankLost
@@ -183,23 +184,25 @@ def apart(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
+@pytest.mark.parametrize("size", [size for size in (2, 4) if size <= max(2, torch.cuda.device_count())])
 @pytest.mark.parametrize("kv_heads", [1, 2, 8, None], ids=["1-kv-head", "2-kv-heads", "8-kv-heads", "demo"])
-def test_two_gpus_generate_the_tokens_of_one_up_to_near_ties(
-    kv_heads: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_several_gpus_generate_the_tokens_of_one_up_to_near_ties(
+    kv_heads: int | None, size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = spec_of(tmp_path, kv_heads)
-    on_two = spec_of(tmp_path, kv_heads, tensor_parallel_size=2)
-    processes = start_ranks(2, tmp_path / "ranks", "cuda", answer_and_pass, on_two)
+    on_several = spec_of(tmp_path, kv_heads, tensor_parallel_size=size)
+    processes = start_ranks(size, tmp_path / "ranks", "cuda", answer_and_pass, on_several)
     # One after the other: processes that share a GPU take turns, which slows down ranks that wait for each
     # other.
-    first, second = results(processes, tmp_path / "ranks")
+    first, *others = results(processes, tmp_path / "ranks")
     made = LocalEngine(spec)
     expected = tokens_of(made)
     expected_passes = passes(made.runner)
 
     for name, logits in first["passes"].items():
-        assert torch.equal(logits, second["passes"][name]), f"ranks differ in {name}"
-        assert apart(logits, expected_passes[name]) < ALLOWED, f"two GPUs differ from one in {name}"
+        for other in others:
+            assert torch.equal(logits, other["passes"][name]), f"ranks differ in {name}"
+        assert apart(logits, expected_passes[name]) < ALLOWED, f"{size} GPUs differ from one in {name}"
     for kind in ("prompts", "decodes"):
         assert apart(first["passes"][f"{kind} captured"], first["passes"][f"{kind} eager"]) < ALLOWED, kind
 
@@ -218,6 +221,26 @@ def test_two_gpus_generate_the_tokens_of_one_up_to_near_ties(
         print(
             f"\n{len(gaps)} of {len(prompts)} answers differ, at gaps of at most {max(gaps, default=0):.4f}"
         )
+
+
+# ── FP8 ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def fp8_passes(member: Member, spec: ReplicaSpec, quantised_rows: int) -> dict[str, torch.Tensor]:
+    peer_ranks.QUANTISED_ROWS = quantised_rows
+    return passes(member.runner(spec))
+
+
+def test_fp8_decodes_with_fused_norms_compute_what_separate_norms_compute(tmp_path: Path) -> None:
+    """The scales of both are equal, so only numbers on the boundary of two e4m3 values may differ."""
+    spec = spec_of(tmp_path, 2, tensor_parallel_size=2, quantization="fp8")
+    fused, separate = (
+        results(start_ranks(2, tmp_path / f"{rows}", "cuda", fp8_passes, spec, rows), tmp_path / f"{rows}")
+        for rows in (peer_ranks.QUANTISED_ROWS, 0)
+    )
+    for name, logits in fused[0].items():
+        assert torch.equal(logits, fused[1][name]), f"ranks differ in {name}"
+        assert apart(logits, separate[0][name]) < ALLOWED, name
 
 
 # ── long prompts ─────────────────────────────────────────────────────────────────────────────────────

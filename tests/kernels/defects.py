@@ -608,28 +608,69 @@ _ALL_GATHER = [
         "all_gather.py",
         "words = gl.where(words == EMPTY, 0, words)\n        for hop",
         "for hop",
-        "whatever_arrives_when",
+        "order_of_delivery",
     ),
     Defect(
         "gathered words are not marked as read",
         "all_gather.py",
         "            send(at, words * 0 + EMPTY)\n",
         "",
-        "whatever_arrives_when or thousands_of_times",
+        "order_of_delivery or thousands_of_times",
     ),
     Defect(
         "the best token: a NaN does not win",
         "all_gather.py",
         "best_bits.to(gl.float32, bitcast=True)) | (value != value)",
         "best_bits.to(gl.float32, bitcast=True))",
-        "whatever_arrives_when",
+        "order_of_delivery",
     ),
     Defect(
         "the best token: the last of equal values wins",
         "all_gather.py",
         "better = (value > best_bits",
         "better = (value >= best_bits",
-        "whatever_arrives_when",
+        "order_of_delivery",
+    ),
+]
+
+_ALL_REDUCE_NORM = [
+    Defect(
+        "normed sums: every part is received at the place of the first",
+        "all_reduce_norm.py",
+        "first = part * (BLOCK * 4)",
+        "first = 0",
+        "quantised_norm or many_times",
+    ),
+    Defect(
+        "normed sums: the mean is over words",
+        "all_reduce_norm.py",
+        "gl.rsqrt(squares / (2 * WORDS) + eps)",
+        "gl.rsqrt(squares / WORDS + eps)",
+        "quantised_norm",
+    ),
+    Defect(
+        "normed sums: the scale ignores every second number",
+        "all_reduce_norm.py",
+        "gl.max(gl.maximum(gl.abs(low), gl.abs(high)), axis=0)",
+        "gl.max(gl.abs(low), axis=0)",
+        "quantised_norm",
+    ),
+]
+
+_EMBEDDING = [
+    Defect(
+        "the embedding: the first token of the next rank is read",
+        "embedding.py",
+        "own = (row >= 0) & (row < rows)",
+        "own = (row >= 0) & (row <= rows)",
+        "zeros",
+    ),
+    Defect(
+        "the embedding: tokens of earlier ranks are read",
+        "embedding.py",
+        "own = (row >= 0) & (row < rows)",
+        "own = row < rows",
+        "zeros",
     ),
 ]
 
@@ -652,6 +693,8 @@ DEFECTS = [
     *_SAMPLING,
     *_DECODE_STEP,
     *_ALL_REDUCE,
+    *_ALL_REDUCE_NORM,
+    *_EMBEDDING,
     *_ALL_GATHER,
     *_SUM_PARTS,
 ]

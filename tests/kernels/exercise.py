@@ -23,6 +23,7 @@ if not torch.cuda.is_available():
 
 from kernels.draws import Logits
 from kernels.triton import attention_decode, decode_step, fused, linear, sampling
+from kernels.triton.embedding import embedding_part
 from kernels.triton.linear_plans import GemmPlan
 from tests.kernels import decode_cases
 from tests.kernels import test_triton_attention_prefill as prefill_cases
@@ -174,13 +175,21 @@ def place() -> None:
     decode_step.advance(which, decodes.token_ids, decodes.positions, tokens, lengths)
 
 
+def embed() -> None:
+    """Look up tokens of this rank and of others, at widths that are not multiples of a tile."""
+    token_ids = torch.tensor([0, 9, 10, 19, 20, -1], device=DEVICE)
+    for hidden in (64, 1000, 2880):
+        weight = torch.ones((10, hidden), dtype=DTYPE, device=DEVICE)
+        _finite(embedding_part(token_ids, weight, 10, pdl=ON_GPU))
+
+
 def exchange() -> None:
     """Run the collectives over peer memory on one GPU, which acts as one rank after the other. All words of
     the rank's arena have arrived before each call, so that no call waits."""
     if not HOPPER:
         return
     # Imported here because Gluon has no CPU interpreter.
-    from kernels.triton import all_gather, all_reduce
+    from kernels.triton import all_gather, all_reduce, all_reduce_norm
     from kernels.triton.peer_arena import PROGRAMS, Arena, arena_words
     from kernels.triton.sum_parts import sum_parts
 
@@ -204,6 +213,15 @@ def exchange() -> None:
                     arenas[rank].fill_(1)
                     all_reduce.all_reduce_add(x, residual, arena, two_shot=two_shot, **options)
                     _finite(residual, *list(options.values())[1:])
+                arenas[rank].fill_(1)
+                all_reduce.all_reduce_add(x, residual, arena, two_shot=two_shot, add=False)
+                _finite(residual)
+            for rows, hidden in ((1, 256), (5, 1792), (33, 2048)):
+                x, residual = (torch.ones((rows, hidden), dtype=DTYPE, device=DEVICE) for _ in range(2))
+                arenas[rank].fill_(1)
+                _finite(
+                    residual, *all_reduce_norm.all_reduce_norm_fp8(x, residual, x[0].clone(), 1e-5, arena)
+                )
             for count, width, fence in ((1, 1, True), (370, 37, False), (5000, 5000, False)):
                 arenas[rank].fill_(1)
                 words = torch.ones(count, dtype=torch.int32, device=DEVICE)
@@ -228,6 +246,7 @@ GROUPS: dict[str, Callable[[], None]] = {
     "ship_fp8": partial(ship, E4M3),
     "sample": sample,
     "place": place,
+    "embed": embed,
     "exchange": exchange,
 }
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from kernels import compiling
-from kernels.triton import all_gather, all_reduce
+from kernels.triton import all_gather, all_reduce, all_reduce_norm
 from kernels.triton.peer_arena import PROGRAMS, Arena
 
 GPU = compiling.GpuModel.of("NVIDIA H200", 90)
@@ -27,6 +27,10 @@ def launch() -> None:
         all_reduce.all_reduce_add(
             x, x, arena, two_shot=False, gain=empty(1024), scaled=empty(3, 1024), squares=squares
         )
+        all_reduce.all_reduce_add(x, x, arena, two_shot=False, add=False)
+        for hidden in (1024, 5120, 8192):
+            rows = empty(3, hidden)
+            all_reduce_norm.all_reduce_norm_fp8(rows, rows, empty(hidden), 1e-5, arena)
         all_gather.all_gather(empty(1, dtype=torch.int32), 1, arena, pdl=False, fence=True)
         for words in (5, 100_000):
             all_gather.all_gather(empty(words, dtype=torch.int32), words, arena)

@@ -1,5 +1,5 @@
-"""Runs the kernels of `kernels.triton.all_reduce` and `all_gather` for a group of ranks on the CPU, over
-memory that delivers words late.
+"""Runs the kernels of `kernels.triton.all_reduce`, `all_reduce_norm` and `all_gather` for a group of ranks on
+the CPU, over memory that delivers words late.
 
 The kernels' own Python code runs on numpy arrays, with one thread for each program of each rank. Only one
 thread runs at a time, and a seed selects which one. Words that a rank stores in a peer's arena stay in flight
@@ -22,7 +22,7 @@ import numpy as np
 from triton.runtime.jit import JITFunction
 
 from kernels.draws import BAD_TOKEN
-from kernels.triton import all_gather, all_reduce, peer_arena
+from kernels.triton import all_gather, all_reduce, all_reduce_norm, peer_arena
 
 _BASE = 40
 """The arena of rank r begins at address (r + 1) << _BASE."""
@@ -70,6 +70,7 @@ class Call:
     residual: np.ndarray
     gain: np.ndarray
     two_shot: bool
+    add: bool = True
 
     def __post_init__(self) -> None:
         self.world, self.rows, hidden = self.x.shape
@@ -96,6 +97,7 @@ class Call:
             "WORDS": self.words,
             "BLOCK": self.block,
             "FLOAT": np.float16,
+            "ADD": self.add,
             "NORM": True,
             "TWO_SHOT": self.two_shot,
         }
@@ -168,7 +170,47 @@ class Best:
         return [_Pointer(self.values[rank]), _Pointer(self.ids[rank]), _Pointer(self.result[rank])]
 
 
-AnyCall = Call | Gather | Best
+@dataclass(eq=False)
+class NormCall:
+    """The arguments and results of an all-reduce with a quantised norm on every rank. All arrays begin with
+    [world, rows]; `residual` and the results are written. The values are scaled, but not rounded to e4m3."""
+
+    x: np.ndarray
+    residual: np.ndarray
+    gain: np.ndarray
+    eps: float
+
+    kernel = "_all_reduce_norm"
+
+    def __post_init__(self) -> None:
+        self.world, self.rows, hidden = self.x.shape
+        self.words = hidden // 2
+        self.values = np.full(self.x.shape, np.nan, np.float32)
+        self.scales = np.full(self.x.shape[:2], np.nan, np.float32)
+
+    @property
+    def programs(self) -> int:
+        return self.rows
+
+    @property
+    def sizes(self) -> list[Any]:
+        return [np.float32(self.eps)]
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        return {
+            "WORDS": self.words,
+            "BLOCK": all_reduce_norm.block_words(self.words),
+            "FLOAT": np.float16,
+            "QUANTISED": np.float32,
+        }
+
+    def arguments(self, rank: int) -> list[Any]:
+        halves = [each.reshape(-1).view(np.int32) for each in (self.x[rank], self.residual[rank], self.gain)]
+        return [_Pointer(each) for each in (*halves, self.values[rank].reshape(-1), self.scales[rank])]
+
+
+AnyCall = Call | Gather | Best | NormCall
 
 
 class PeerMachine:
@@ -341,11 +383,19 @@ class PeerMachine:
                 np.where(condition, one, other), np.asarray(other).dtype
             ),
             sum=lambda value, axis: np.sum(value, axis=axis, dtype=value.dtype),
+            max=np.max,
+            maximum=np.maximum,
+            abs=np.abs,
+            rsqrt=lambda value: np.float32(1) / np.sqrt(value),
+            div_rn=lambda value, divisor: np.float32(value) / np.float32(divisor),
+            join=lambda one, other: np.stack((one, other), axis=-1),
+            reshape=np.reshape,
+            convert_layout=lambda value, layout: _register(value),
             **{name: getattr(np, name) for name in ("int16", "int32", "int64", "float32", "float16")},
         )
         names: dict[str, Any] = {"gl": language, "EMPTY": np.int32(peer_arena.EMPTY_WORD)}
         edited = set()
-        parts = {**vars(all_reduce), **vars(all_gather)}
+        parts = {**vars(all_reduce), **vars(all_gather), **vars(all_reduce_norm)}
         for name, part in parts.items():
             if isinstance(part, JITFunction):
                 source = textwrap.dedent(inspect.getsource(part.fn))

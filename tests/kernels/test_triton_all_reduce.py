@@ -22,7 +22,8 @@ def calls_of(seed: int, world: int, count: int, most_rows: int = 5) -> list[Call
     for _ in range(count):
         rows, hidden = chosen.randint(1, most_rows), chosen.choice((256, 512, 1024))
         residual = np.repeat(normal(1, rows, hidden), world, axis=0)
-        made.append(Call(normal(world, rows, hidden), residual, normal(hidden), chosen.random() < 0.5))
+        two_shot, add = chosen.random() < 0.5, chosen.random() < 0.8
+        made.append(Call(normal(world, rows, hidden), residual, normal(hidden), two_shot, add))
         made[-1].x[:, :, 5] = -0.0
         made[-1].x[:, :, 4] = 0.0
     return made
@@ -32,7 +33,7 @@ def wanted(call: Call, before: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.n
     total = np.zeros(call.x.shape[1:], np.float32)
     for part in call.x:
         total += part.astype(np.float32)
-    residual = (total + before.astype(np.float32)).astype(np.float16)
+    residual = (total + before.astype(np.float32) * call.add).astype(np.float16)
     squares = np.square(residual.astype(np.float32)).reshape(call.rows, call.parts, -1).sum(2).T
     return residual, (residual.astype(np.float32) * call.gain.astype(np.float32)).astype(np.float16), squares
 

@@ -83,7 +83,7 @@ class Parts:
             model="demo",
             stream=True,
             submissions=1,
-            rows=1,
+            num_seqs=1,
             prompt_tokens=512,
             max_tokens=256,
             arrived_at=time.time(),

@@ -1,5 +1,5 @@
-"""The metrics: their text as prometheus-client reads it, whom they count, and that the documentation has them
-all."""
+"""Tests of the metrics: their text as parsed by prometheus-client, which rows they count, and their
+documentation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def samples(text: bytes) -> Iterator[Sample]:
 
 
 def values(text: bytes, name: str) -> dict[tuple[str, ...], float]:
-    """The series of one metric, by the values of their labels."""
+    """Return the series of one metric by their label values."""
     return {tuple(one.labels.values()): one.value for one in samples(text) if one.name == name}
 
 

@@ -17,7 +17,7 @@ from tests.monitoring.test_metrics import row, values
 
 
 class Unwalkable(OrderedDict[Any, Any]):
-    """May be asked for its length and for one entry."""
+    """A mapping that permits only its length and the lookup of an entry."""
 
     def _walked(self) -> NoReturn:
         raise AssertionError("a scrape walks through requests")

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class History:
-    """An open request log in a folder of its own, with everything that a test wants to reach."""
+    """An open request log in a separate folder, with its writer and reader."""
 
     def __init__(self, folder: Path, **writer_options: float) -> None:
         self.path = folder / "history.db"
@@ -83,7 +83,7 @@ def eventually() -> Callable[..., None]:
 
 @pytest.fixture
 def public_folder() -> Iterator[Path]:
-    """A folder that other users can enter, unlike pytest's."""
+    """Return a folder that other users can enter; they cannot enter pytest's folders."""
     folder = Path(tempfile.mkdtemp(prefix="store-"))
     folder.chmod(0o755)
     yield folder
@@ -93,7 +93,8 @@ def public_folder() -> Iterator[Path]:
 
 @pytest.fixture
 def run_unprivileged() -> Callable[..., str]:
-    """Runs Python source as a user without write rights to anything of root's; returns what it printed."""
+    """Return a function that runs Python source as a user who cannot write files of root, and returns the
+    output."""
 
     def run(source: str, *arguments: object) -> str:
         # Imports come first: the interpreter's own files may be closed to the other user.
@@ -115,7 +116,7 @@ def run_unprivileged() -> Callable[..., str]:
 
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB."""
+    """Mount a file system of 1 MiB."""
     mounted = tmp_path / "disk"
     mounted.mkdir()
     if subprocess.run(

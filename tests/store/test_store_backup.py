@@ -1,4 +1,4 @@
-"""Backups: of one moment, checked, whole or not there."""
+"""Tests of backups: they are consistent, checked, and complete or absent."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from store.writer import Writer
 
 @pytest.fixture
 def running(history, request_row):
-    """The state directory of a service that runs: one key, one request with its prompt."""
+    """Return the state directory of a running service with one key and one request with its prompt."""
     folder = history.path.parent
     control = ControlStore(folder / "control.db")
     control.start()

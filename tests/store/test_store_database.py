@@ -240,7 +240,7 @@ def test_reading_and_opening_a_current_file_import_nothing_heavy(tmp_path):
     source = """
 import sys; from pathlib import Path
 import store.requests, store.control
-store.requests.RequestReader(Path(sys.argv[1])).tail(1)
+store.requests.RequestReader(Path(sys.argv[1])).changes(0)
 store.database.WritableDatabase(Path(sys.argv[1]), store.schemas.HISTORY, "NORMAL").close()
 heavy = {"sqlite_utils", "torch", "numpy", "starlette", "click"} & set(sys.modules)
 assert not heavy, heavy

@@ -1,4 +1,4 @@
-"""A database that is deleted or replaced while the service has it open loses no row."""
+"""Tests that no row is lost if a database is deleted or replaced while it is open."""
 
 from __future__ import annotations
 

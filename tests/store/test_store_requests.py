@@ -4,10 +4,8 @@ import json
 import sqlite3
 import subprocess
 import sys
-import threading
 import time
 from contextlib import closing
-from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -59,13 +57,13 @@ def plain(path: Path, sql: str) -> list[tuple[object, ...]]:
 def test_a_request_is_open_from_its_admission_and_ends_with_every_figure(history, request_row):
     history.log.open(request_row())
     assert history.writer.flush()
-    [opened] = history.reader.tail(10)
+    [opened] = history.reader.changes(0)
     assert (opened.state, opened.finished_at, opened.status) == ("open", None, None)
 
     ended = request_row(**FULL_END)
     history.log.end(ended)
     assert history.writer.flush()
-    [logged] = history.reader.tail(10)
+    [logged] = history.reader.changes(0)
     assert logged.state == "ended"
     assert {name: getattr(logged, name) for name in RequestRow.__struct_fields__} == msgspec.structs.asdict(
         ended
@@ -82,14 +80,14 @@ def test_the_struct_and_the_table_have_the_same_columns(history):
 def test_the_json_of_a_row_has_the_columns_names(history, request_row):
     history.log.end(request_row(**FULL_END))
     history.writer.flush()
-    found = json.loads(msgspec.json.encode(history.reader.tail(1)[0]))
+    found = json.loads(msgspec.json.encode(history.reader.changes(0)[0]))
     assert (found["class"], found["state"], found["ttft_ms"], found["stream"]) == ("P2", "ended", 30.0, True)
 
 
 def test_an_end_without_an_opening_is_kept(history, request_row):
     history.log.end(request_row(**FULL_END))
     assert history.writer.flush()
-    assert [row.state for row in history.reader.tail(10)] == ["ended"]
+    assert [row.state for row in history.reader.changes(0)] == ["ended"]
 
 
 def test_a_second_end_changes_nothing_and_is_counted(history, request_row, caplog):
@@ -99,7 +97,7 @@ def test_a_second_end_changes_nothing_and_is_counted(history, request_row, caplo
     history.log.end(request_row(finished_at=1_000_009.0, status=500, finish_reason="error"))
     history.log.end(request_row(finished_at=1_000_010.0, status=500, finish_reason="error"))
     assert history.writer.flush()
-    [row] = history.reader.tail(10)
+    [row] = history.reader.changes(0)
     assert (row.finished_at, row.status, row.finish_reason, row.double_ends) == (1_000_001.0, 200, "stop", 2)
     assert history.reader.double_ends() == 2
     assert "ended twice" in caplog.text
@@ -109,7 +107,7 @@ def test_an_opening_after_the_end_does_not_reopen_the_request(history, request_r
     history.log.end(request_row(**FULL_END))
     history.log.open(request_row())
     assert history.writer.flush()
-    assert [row.state for row in history.reader.tail(10)] == ["ended"]
+    assert [row.state for row in history.reader.changes(0)] == ["ended"]
     assert "opened twice" in caplog.text
 
 
@@ -124,7 +122,7 @@ def test_hostile_text_costs_no_row(history, request_row):
     history.log.end(request_row("req-\udc80", finished_at=1.0, model="\ud800 model", error="x" * 1_000_000))
     history.log.end(request_row("req-\udc80", finished_at=2.0))
     assert history.writer.flush()
-    [row] = history.reader.tail(10)
+    [row] = history.reader.changes(0)
     assert (row.request_id, row.model, row.double_ends) == ("req-\\udc80", "\\ud800 model", 1)
     assert row.error is not None and len(row.error) == 2000
     assert history.writer.state().rejected_rows == 0
@@ -143,7 +141,7 @@ def test_a_start_after_a_crash_seals_what_was_open_and_nothing_else(tmp_path, op
     second.log.open(request_row("new"))
     assert sealed.result(60) == 3
     assert second.writer.flush()
-    rows = {row.request_id: row for row in second.reader.tail(10)}
+    rows = {row.request_id: row for row in second.reader.changes(0)}
     for number in range(3):
         row = rows[f"lost-{number}"]
         assert (row.state, row.status, row.finish_reason) == ("ended", 500, "interrupted")
@@ -166,22 +164,6 @@ def test_followers_see_each_opening_and_each_end_in_order(history, request_row):
     seen = history.reader.changes(seen[-1].sequence)
     assert [(row.request_id, row.state) for row in seen] == [("a", "ended")]
     assert history.reader.changes(seen[-1].sequence) == []
-
-
-def test_follow_yields_rows_as_they_come(history, request_row):
-    history.log.open(request_row("before"))
-    history.writer.flush()
-    followed = history.reader.follow(history.reader.last_sequence(), poll_s=0.01)
-
-    def write() -> None:
-        for number in range(5):
-            history.log.open(request_row(f"live-{number}"))
-            time.sleep(0.01)
-
-    thread = threading.Thread(target=write)
-    thread.start()
-    assert [row.request_id for row in islice(followed, 5)] == [f"live-{number}" for number in range(5)]
-    thread.join()
 
 
 def test_following_goes_on_over_a_restart(tmp_path, open_history, request_row):
@@ -267,7 +249,7 @@ def test_the_views_give_an_auditor_times_usage_and_failures(history, request_row
 
 def test_a_log_that_is_not_there_is_named(tmp_path):
     with pytest.raises(MissingDatabaseError, match=r"history\.db does not exist"):
-        RequestReader(tmp_path / "history.db").tail(1)
+        RequestReader(tmp_path / "history.db").changes(0)
 
 
 def test_an_auditor_without_write_rights_tails_the_live_log(
@@ -277,7 +259,7 @@ def test_an_auditor_without_write_rights_tails_the_live_log(
     history = open_history(public_folder)
     history.log.end(request_row("a", finished_at=2.0))
     history.writer.flush()
-    source = "print(store.requests.RequestReader(Path(sys.argv[1])).tail(1)[0].request_id)"
+    source = "print(store.requests.RequestReader(Path(sys.argv[1])).changes(0)[-1].request_id)"
     assert run_unprivileged(source, history.path) == "a"
 
 
@@ -308,13 +290,13 @@ for number in range(10**9):
     assert process.stdout is not None and process.stdout.readline() == "started\n"
     reader = RequestReader(tmp_path / "history.db")
     eventually(lambda: len(reader.query(RequestFilter(state="ended"), 10**6)) > 500)
-    seen = reader.tail(10**6)
+    seen = reader.changes(0, 10**6)
     process.kill()
     process.communicate()
 
     history = open_history(tmp_path)
     assert integrity_problems(history.path) == []
-    rows = {row.request_id: row for row in history.reader.tail(10**6)}
+    rows = {row.request_id: row for row in history.reader.changes(0, 10**6)}
     assert set(rows) == {f"r{number}" for number in range(len(rows))}
     for row in seen:
         assert row.state == "open" or rows[row.request_id].state == "ended"

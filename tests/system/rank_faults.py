@@ -135,17 +135,20 @@ def inflict(running: Service, expected: Expected, fault: signal.Signals, state: 
 
 
 def main() -> int:
-    """Run every case; exit code 1 where ranks exit too late. Other failures raise AssertionError."""
+    """Run every case, on the first and the last rank in turn. Exit code 1 where ranks exit too late. Other
+    failures raise AssertionError."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=10, help="how often each case runs (%(default)s)")
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks (%(default)s)")
+    arguments = parser.parse_args()
+    rounds, ranks = arguments.rounds, arguments.ranks
     slowest: dict[tuple[str, str], float] = {}
     for number in range(rounds):
         # A service for each round: the delay before a restart doubles with each fault.
-        with service(*FLAGS) as running:
+        with service("--tensor-parallel-size", str(ranks)) as running:
             expected = undisturbed(running)
             for index, (fault, state) in enumerate(itertools.product(SIGNALS, STATES)):
-                took = inflict(running, expected, fault, state, victim=(number + index) % 2)
+                took = inflict(running, expected, fault, state, victim=(number + index) % 2 * (ranks - 1))
                 slowest[fault.name, state] = max(took, slowest.get((fault.name, state), 0.0))
     late = False
     for (name, state), took in slowest.items():

@@ -139,7 +139,7 @@ def test_every_action_is_there_with_who_what_and_the_old_and_new_value(record: R
 def test_the_record_is_whole_while_the_service_runs_and_after(record: Record) -> None:
     for found in (record.verified_while_running, verify(record.state_dir, "--heads", str(record.log))):
         assert (found["code"], found["ok"], found["rows"]) == (0, True, 12)
-    assert found["vouched_seq"] == 12, "a clean stop leaves no row that no head vouches for"
+    assert found["confirmed_seq"] == 12, "a clean stop leaves no row that no head confirms"
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import pytest
 from appliance.actions import CreateKey, CreateTenant, SetKey, SetTenant
 from appliance.client import AdminClient
 from appliance.protocol import LimitUsage, NewKey
-from store.requests import RequestReader
+from store.requests import RequestFilter, RequestReader
 from tests.system.service import Service, service
 
 pytestmark = pytest.mark.system
@@ -255,7 +255,7 @@ def test_what_is_used_survives_a_restart_and_the_death_of_the_core(running: Serv
 
 def states(callers: list[Caller]) -> list[str]:
     """Of the rows of their requests that ran."""
-    rows = RequestReader(callers[0].running.state_dir / "history.db").tail(100)
+    rows = RequestReader(callers[0].running.state_dir / "history.db").query(RequestFilter(), 100)
     names = {caller.name for caller in callers}
     return sorted(row.state for row in rows if row.quota_tokens and row.tenant in names)
 

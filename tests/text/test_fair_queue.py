@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Generator
 
 import pytest
 
-from appliance.text.fair_queue import TenantQueue, TextMemory, TooMuchWorkError, WorkPool
+from appliance.text.fair_queue import BURST_S, MAX_SHARE, TenantQueue, TextMemory, TooMuchWorkError, WorkPool
 
 
 def test_tenants_take_turns_and_each_ones_items_stay_in_order() -> None:
@@ -25,6 +26,42 @@ def test_an_item_that_is_put_back_waits_for_the_other_tenants_only() -> None:
     assert queue.take() == "a1"
     queue.put_back("a", "a1")
     assert [queue.take() for _ in range(3)] == ["b1", "a1", "a2"]
+
+
+def test_the_items_of_a_tenant_that_must_wait_are_left_in_the_queue() -> None:
+    queue: TenantQueue[str] = TenantQueue()
+    for item in ("a1", "b1", "a2", "c1"):
+        queue.put(item[0], item)
+    assert [queue.take(lambda tenant: tenant != "a") for _ in range(3)] == ["b1", "c1", None]
+    assert list(queue.tenants) == ["a"]
+    assert [queue.take() for _ in range(2)] == ["a1", "a2"]
+
+
+def test_a_tenant_that_used_its_share_of_a_thread_rests_and_its_work_ends_later() -> None:
+    log: list[str] = []
+
+    def hard_steps() -> Generator[None, None, str]:
+        while len(log) < 20:
+            began = time.thread_time()
+            while time.thread_time() - began < 0.1 * BURST_S * MAX_SHARE:
+                pass
+            log.append("hog")
+            yield
+        return "hog"
+
+    async def main() -> float:
+        pool = WorkPool(max_wait_s=300)
+        began = time.monotonic()
+        hog = asyncio.ensure_future(pool.run("hog", hard_steps(), is_long=True))
+        while not log:
+            await asyncio.sleep(0.01)
+        assert await pool.run("small", steps([], "small", 3), is_long=True) == "small"
+        assert len(log) < 20
+        assert await hog == "hog"
+        return time.monotonic() - began
+
+    # The first ten steps may follow each other; each of the others costs a tenth of BURST_S.
+    assert asyncio.run(main()) > 0.1 * BURST_S * 5
 
 
 def test_a_tenant_is_refused_for_its_own_bytes_only() -> None:

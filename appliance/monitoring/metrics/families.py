@@ -168,8 +168,8 @@ SERVICE = (
 )
 ROWS = (
     Metric("counter", "appliance_requests_total", "requests",
-           "Requests that ended: ok, cancelled (the client left or its front died), rejected (a mistake of "
-           "the client), refused (429 or 503: a limit or overload), failed.",
+           "Requests that ended: ok, cancelled (the client disconnected or its front died), rejected (an "
+           "error of the client), refused (429 or 503: a limit or overload), failed.",
            lambda row: {outcome(row): 1}, ("outcome",)),
     Metric("counter", "appliance_prompt_tokens_total", "tokens",
            "Prompt tokens of requests that ended.",
@@ -322,7 +322,7 @@ FRONTS = (
            "Open connections that have not yet sent a request with a valid key.",
            lambda f: f.unauthenticated_connections),
     Metric("counter", "appliance_front_refused_connections_total", "",
-           "Connections that were refused because no place was free.",
+           "Connections that were refused because the limit was reached.",
            lambda f: f.refused_connections),
     Metric("counter", "appliance_front_evicted_connections_total", "",
            "Connections without a valid key that were closed to make room for others.",

@@ -10,8 +10,8 @@ model can have this name."""
 
 
 class ShownTenants:
-    """Holds the first `most` tenants with a finished request, until they are deleted. A place is not
-    reassigned while its tenant exists: counters that disappear and return would show wrong rates.
+    """Holds the first `most` tenants with a finished request, until they are deleted. No other
+    tenant takes the place of an existing one: counters that disappear and return would show wrong rates.
     """
 
     def __init__(self, most: int, known: Callable[[], Container[str]]) -> None:
@@ -25,7 +25,8 @@ class ShownTenants:
         return iter(self._shown)
 
     def label(self, tenant: str) -> str:
-        """Return the tenant's label value. The tenant gets a place if one is free."""
+        """Return the tenant's label value. A new tenant gets its own value while fewer than `most` tenants
+        have one."""
         if tenant in self._shown:
             return tenant
         if len(self._shown) >= self.most or tenant not in self._known():
