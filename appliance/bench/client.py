@@ -1,8 +1,8 @@
 """An HTTP client for streamed completions, based on httptools.
 
-No task is woken for each chunk: the protocol callback records the arrival time, and the task that sent the
-request continues only at the end of the response. A general HTTP client uses more CPU time per token than
-fast servers do.
+No task is woken for individual chunks: the protocol callback records the arrival time, and the task that sent
+the request continues only at the end of the response. A general-purpose HTTP client uses more CPU time per
+token than a fast server does.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Exchange:
         self.failure = ""
         self.message = ""
         self.body = bytearray()
-        """The body of a response that is not streamed."""
+        """Body of a response that is not streamed."""
         self.first_at: float | None = None
         self.ended_at = 0.0
         self.gaps_s: list[float] = []
@@ -74,7 +74,7 @@ class Exchange:
         self.done = asyncio.get_running_loop().create_future()
 
     def on_body(self, status: int, data: bytes) -> None:
-        """Handle a part of the response's body."""
+        """Handle a chunk of the response body."""
         if not self._streamed or status != 200:
             self.body += data
             if len(self.body) > _MAX_BODY_BYTES:
@@ -83,7 +83,7 @@ class Exchange:
         now = time.monotonic()
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
-            # The event of a completion is one line of JSON after "data:".
+            # A completion event is one line of JSON after "data:".
             if line.startswith(b"data:"):
                 self._on_event(line[5:].strip(), now)
 
@@ -131,7 +131,7 @@ class Exchange:
 
 
 class Connection(asyncio.Protocol):
-    """A connection that carries one exchange at a time. Its `on_` methods are called by httptools."""
+    """A connection that carries one exchange at a time. httptools calls its `on_` methods."""
 
     transport: asyncio.Transport
     _parser: Any
@@ -139,7 +139,7 @@ class Connection(asyncio.Protocol):
     def __init__(self) -> None:
         self.is_open = False
         self.has_response = False
-        """Whether a byte of the response to the last request has arrived."""
+        """Whether any byte of the response to the last request has arrived."""
         self._exchange: Exchange | None = None
         self._has_length = self._ends_at_close = False
 
@@ -172,7 +172,7 @@ class Connection(asyncio.Protocol):
         self._fail("closed", str(exc) if exc else "the server closed the connection before the end")
 
     def close(self) -> None:
-        """Close the connection at once."""
+        """Close the connection immediately."""
         self.is_open = False
         self._exchange = None
         self.transport.abort()
@@ -205,7 +205,7 @@ class Connection(asyncio.Protocol):
 
 
 class Client:
-    """Sends requests to one target and reuses connections."""
+    """Sends requests to one target, reusing connections."""
 
     def __init__(self, target: Target, timeout_s: float) -> None:
         self.target = target
@@ -230,7 +230,8 @@ class Client:
         )
 
     async def send(self, request: bytes, exchange: Exchange) -> None:
-        """Send a request and wait until `exchange` is done. A failure is recorded there, not raised."""
+        """Send a request and wait until `exchange` is done. A failure is recorded in the exchange, not
+        raised."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._timeout_s
         while not exchange.done.done():
@@ -250,16 +251,16 @@ class Client:
             finally:
                 timer.cancel()
                 if exchange.failure or exchange.done.cancelled():
-                    connection.close()  # closing tells the server that the client has left
+                    connection.close()  # closing tells the server that the client has disconnected
             if not exchange.failure and connection.is_open:
                 self._free.append(connection)
             elif exchange.failure == "closed" and is_reused and not connection.has_response:
-                # The server closed an idle connection while the request was under way. HTTP clients send
-                # such a request again (RFC 9112, section 9.3.1).
+                # The server closed an idle connection while the request was in flight. HTTP clients repeat
+                # such a request (RFC 9112, section 9.3.1).
                 exchange.retry()
 
     def close(self) -> None:
-        """Close all connections that carry no request."""
+        """Close all idle connections."""
         for connection in self._free:
             connection.close()
         self._free.clear()
@@ -283,7 +284,7 @@ class Client:
                         )
                     return connection
                 except BlockingIOError:
-                    # The backlog of a Unix socket is full; a blocking connect would wait as well.
+                    # The backlog of the Unix socket is full; a blocking connect would have to wait as well.
                     await asyncio.sleep(_CONNECT_AGAIN_S)
 
 
@@ -310,7 +311,7 @@ def refusal_text(body: bytes) -> str:
 
 
 def _error_text(error: Any) -> str:
-    """Return the message of an error in OpenAI's format, or the error as text."""
+    """Return the message of an error in OpenAI's format, or the error itself as text."""
     if isinstance(error, dict) and isinstance(error.get("message"), str):
         return error["message"]
     return str(error)

@@ -1,5 +1,5 @@
 """The requests that a client process sends, and the records that it reports. All times are seconds of
-`time.monotonic`, which is the same clock in all processes of a machine."""
+`time.monotonic`, a clock that all processes on a machine share."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import random
 import msgspec
 
 STOPPED = "stopped"
-"""The failure of requests that were still open when the run reached `Load.stop_after_s`."""
+"""Failure kind of requests that were still open when the run reached `Load.stop_after_s`."""
 
 
 class Target(msgspec.Struct, frozen=True):
-    """Where requests are sent: an address, or a Unix socket."""
+    """The server that requests are sent to: an address or a Unix socket."""
 
     host: str = ""
     port: int = 0
     tls_name: str = ""
-    """The name that the server's certificate must have; empty: no TLS."""
+    """Name that the server's certificate must have; empty means no TLS."""
     socket: str = ""
     """Path of a Unix socket; if empty, `host` and `port` are used."""
     trusted_uids: frozenset[int] = frozenset()
-    """If not empty: the users that may own the process behind the socket (`appliance.ownership`)."""
+    """If not empty, users who may own the process behind the socket (`appliance.ownership`)."""
     authority: str = "bench"
     """Value of the Host header."""
     prefix: str = "/v1"
@@ -68,11 +68,12 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float = 600.0
     """Time limit of one request."""
     stop_after_s: float = math.inf
-    """Time limit of the run, from its start. Requests that are open then are closed and count as stopped."""
+    """Time limit of the run, from its start. Requests still open at that time are closed and counted as
+    stopped."""
 
     @property
     def streams(self) -> int:
-        """The number of requests that may run at once."""
+        """Maximum number of requests that may run at once."""
         return min(self.concurrency, self.requests) or self.requests
 
     def numbers(self, worker: int, workers: int) -> list[int]:
@@ -80,8 +81,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         return [number for number in range(self.requests) if number % self.streams % workers == worker]
 
     def body(self, number: int) -> bytes:
-        """Return a completion request as bytes. The seed and the number determine the prompt. The prompts of
-        different numbers share no prefix that is long enough for a prefix cache."""
+        """Return a completion request as bytes. Its prompt is determined by the seed and `number`. No two
+        prompts share a prefix that is long enough for a prefix cache."""
         draw = random.Random(f"{self.seed}/{number}")
         body: dict[str, object] = {
             "model": self.model,
@@ -99,15 +100,15 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Record(msgspec.Struct):
-    """The measurements of a request that ended."""
+    """The measurements of one completed request."""
 
     began_at: float
-    """When the request was sent. In open loop, when it was due, even if it was sent later."""
+    """Time when the request was sent. In open loop, the time when it was due, even if it was sent later."""
     late_s: float
-    """The delay between the time when the request was due and the time when it was sent."""
+    """Delay between the time when the request was due and the time when it was sent."""
     ended_at: float
     first_at: float | None = None
-    """When the first chunk with a token arrived."""
+    """Time when the first chunk with a token arrived."""
     gaps_s: list[float] = []
     """Times between consecutive chunks."""
     tokens: int | None = None
@@ -125,7 +126,7 @@ class Record(msgspec.Struct):
 
     @property
     def output_tokens(self) -> int:
-        """The server's count of output tokens, or one for each chunk."""
+        """The server's count of output tokens, or else the number of chunks."""
         return self.chunks if self.tokens is None else self.tokens
 
 
@@ -133,7 +134,7 @@ class LoadProgress(msgspec.Struct):
     """A report of a client process, sent several times a second and once at the end."""
 
     records: list[Record]
-    """Requests that ended since the last report."""
+    """Requests that have ended since the last report."""
     running: int
     chunks: int
     """Chunks received since the start."""

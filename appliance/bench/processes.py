@@ -14,7 +14,7 @@ from appliance.bench.load import Load, LoadProgress, Record
 from engine.client import module_command, module_environment
 
 START_DELAY_S = 0.05
-"""Time between the announcement of the start and the start, so that all client processes start together."""
+"""Delay between announcing the start and the start itself, so that all client processes start together."""
 
 
 class BenchError(Exception):
@@ -23,7 +23,7 @@ class BenchError(Exception):
 
 @dataclass(slots=True)
 class RawRun:
-    """The records of a run, while it runs and afterwards."""
+    """The records of a run, both while it is in progress and afterwards."""
 
     started_at: float
     workers: int
@@ -40,8 +40,8 @@ def default_workers(streams: int) -> int:
 
 
 def run_load(load: Load, workers: int | None, show: Callable[[RawRun], None]) -> RawRun:
-    """Send a load and wait for its end; `show` is called several times a second. Raises BenchError when a
-    client process dies."""
+    """Send a load and wait until it is complete. `show` is called several times per second. Raises BenchError
+    if a client process dies."""
     workers = min(workers or default_workers(load.streams), load.streams)
     processes: list[subprocess.Popen[bytes]] = []
     pipes: list[Connection] = []

@@ -1,11 +1,12 @@
-"""Open loop: requests that arrive at a rate, the decision whether a server sustains the rate, and the search
-for the highest sustained rate.
+"""Open-loop runs: requests that arrive at a given rate, the decision whether a server sustains that rate, and
+the search for the highest sustained rate.
 
-Arrivals are a Poisson process, like those of many independent users. They do not depend on whether the server
-keeps up, and the times of a request count from when it was due.
+Arrivals form a Poisson process, like those of many independent users. They do not depend on whether the
+server keeps up, and a request's times count from when it was due.
 
 A rate is sustainable if response times do not keep growing (Karimov et al., "Benchmarking Distributed Stream
-Data Processing Systems", ICDE 2018). Percentiles of a short trial can be low although the backlog grows.
+Data Processing Systems", ICDE 2018). The percentiles of a short trial are not enough, because they can be low
+although the backlog grows.
 """
 
 from __future__ import annotations
@@ -22,16 +23,18 @@ from appliance.bench.results import Backlog, RequestTimes, Run, Slo, percentile
 SATURATED = 0.8
 """CPU share of the busiest client process above which the client may be the bottleneck."""
 LATE_MS = 20.0
-"""If requests are sent this long after they were due, the client may be the bottleneck as well."""
+"""Delay after a request was due above which the client may be the bottleneck as well."""
 MAX_REQUESTS = 2_000_000
-"""Limit on the requests of one run, since their records are kept in memory."""
+"""Maximum number of requests in one run, because their records are kept in memory."""
 RESPONSE_SHARE = 0.5
-"""Responses that take longer than this share of a trial do not reach a steady state within the trial."""
+"""Fraction of a trial's duration above which a response time is too long to reach a steady state within the
+trial."""
 TRIAL_SHARE = 1 + RESPONSE_SHARE
-"""A trial is stopped after this many durations: every response that is still open then is too slow."""
+"""A trial is stopped after this many times its duration, because every response still open then is too
+slow."""
 _FIRST_SHARE = 0.25
 _MIN_ALLOWED = 3
-"""A backlog of this many requests proves nothing, however short the trial is."""
+"""A backlog of up to this many requests proves nothing, however short the trial is."""
 _MISSED_SHARE = 0.01
 _PRECISION = 0.05
 SLOW = "E2E p99 >"
@@ -41,26 +44,26 @@ class Search(msgspec.Struct, kw_only=True):
     """The result of a search."""
 
     best: Run | None
-    """The trial with the highest rate that was sustained."""
+    """The trial with the highest sustained rate."""
     trials: list[Run]
     note: str
-    """Why the search ended before the rate was found exactly; empty otherwise."""
+    """The reason why the search ended before the exact rate was found; empty otherwise."""
 
 
 class UnsettledError(Exception):
-    """The server is still processing requests of an earlier trial, which would distort the next trial."""
+    """The server is still processing requests from an earlier trial, which would distort the next one."""
 
 
 def requests_at(rate: float, duration_s: float) -> int:
-    """Return the mean number of requests that arrive in a time; at least one."""
+    """Return the mean number of requests that arrive within `duration_s`, at least one."""
     return max(1, round(rate * duration_s))
 
 
 def poisson_arrivals(requests: int, duration_s: float, seed: str) -> tuple[float, ...]:
-    """Return the times of `requests` arrivals of a Poisson process within `duration_s`, sorted.
+    """Return the times of `requests` Poisson arrivals within `duration_s`, sorted.
 
     Given their number, such arrivals are independent and uniformly distributed. The number is fixed, because
-    a random one would change the rate: for 100 requests by 10 % (one standard deviation).
+    a random number would change the rate: for 100 requests, by 10 % (one standard deviation).
     """
     draw = random.Random(f"{seed}/arrivals")
     return tuple(sorted(draw.uniform(0.0, duration_s) for _ in range(requests)))
@@ -69,13 +72,13 @@ def poisson_arrivals(requests: int, duration_s: float, seed: str) -> tuple[float
 def backlog(requests: Sequence[RequestTimes], duration_s: float) -> Backlog:
     """Return the backlog of a run whose requests arrived over `duration_s`.
 
-    A server that keeps up ends each request about one response time after it arrived. Requests that are open
-    for longer are behind: if a server can do a share 1 − d of the load, about d of all requests. The number
-    of Poisson arrivals in a time varies by the root of its mean; half of that is allowed, which servers with
-    a load of up to 0.9 hardly reach.
+    A server that keeps up ends each request about one response time after it arrived. Requests that stay open
+    longer are behind: if a server can handle a fraction 1 − d of the load, these are about d of all requests.
+    The number of Poisson arrivals varies by the square root of its mean. Half of that is allowed, which
+    servers with a load of up to 0.9 rarely reach.
 
-    The response time is measured before a backlog can matter: the 90th percentile of the first quarter, or
-    the fastest response of that quarter if the percentile is beyond RESPONSE_SHARE.
+    The response time is measured before a backlog can matter: it is the 90th percentile of the first quarter,
+    or the fastest response of that quarter if the percentile is beyond RESPONSE_SHARE.
     """
     spans = [
         (one.at_s, math.inf if one.failure == STOPPED else one.at_s + one.e2e_ms / 1000) for one in requests
@@ -98,8 +101,8 @@ def backlog(requests: Sequence[RequestTimes], duration_s: float) -> Backlog:
 
 
 def judge(run: Run, slo: Slo, duration_s: float) -> list[str]:
-    """Return the reasons why a trial does not sustain its rate; none if it does. A request that failed or was
-    stopped counts as exceeding every limit."""
+    """Return the reasons why a trial does not sustain its rate; empty if it does. A request that failed or
+    was stopped counts as exceeding every limit."""
     allowed = _MISSED_SHARE * run.requests
     failed = [one for one in run.per_request if one.failure and one.failure != STOPPED]
     reasons = []
@@ -131,24 +134,25 @@ def judge(run: Run, slo: Slo, duration_s: float) -> list[str]:
 
 
 def is_client_limited(run: Run) -> bool:
-    """Whether the client may have been the bottleneck of a run."""
+    """Return whether the client may have been the bottleneck of a run."""
     return run.busiest_worker_cpu > SATURATED or run.late_p99_ms > LATE_MS
 
 
 def resolution(run: Run, duration_s: float) -> float:
-    """Return by which share a rate may exceed the server's capacity and still pass, because arrivals are
-    random (0.2 for 100 requests, 0.05 for 1,600) and response times differ."""
+    """Return the fraction by which a rate may exceed the server's capacity and still pass. It is above 0
+    because arrivals are random (0.2 for 100 requests, 0.05 for 1,600) and response times vary."""
     spread = run.e2e_ms
     uneven_s = 0.0 if spread is None else (spread.p90 - spread.p50) / 1000
     return 2 / math.sqrt(run.requests) + uneven_s / duration_s
 
 
 def find_rate(attempt: Callable[[int], Run], first: int) -> Search:
-    """Search the highest sustained number of requests per trial. Double (or halve) from `first` until it lies
-    between two numbers, then bisect. A trial that failed without being stopped is repeated once, so that a
-    short disturbance on the machine does not decide the result.
+    """Search for the highest sustained number of requests per trial. Starting at `first`, the number is
+    doubled (or halved) until the result lies between two numbers, which are then bisected. A trial that
+    failed without being stopped is repeated once, so that a short disturbance on the machine does not decide
+    the result.
 
-    `attempt` runs a trial; it raises UnsettledError if further trials make no sense.
+    `attempt` runs a trial, and raises UnsettledError if further trials are pointless.
     """
     trials: list[Run] = []
     best: Run | None = None

@@ -21,7 +21,7 @@ class Percentiles(msgspec.Struct):
 
 
 class Slo(msgspec.Struct, frozen=True):
-    """The limits within which a request counts towards goodput; None: no limit."""
+    """The limits within which a request counts towards goodput; None means no limit."""
 
     ttft_p99_ms: float | None = None
     itl_p99_ms: float | None = None
@@ -31,8 +31,8 @@ class Slo(msgspec.Struct, frozen=True):
         return self.ttft_p99_ms is not None or self.itl_p99_ms is not None
 
     def allows(self, record: Record) -> bool:
-        """Return whether a request succeeded within the limits. The mean of its gaps is compared, since a
-        single request has too few gaps for a 99th percentile."""
+        """Return whether a request succeeded within the limits. The mean of its gaps is compared, because an
+        individual request has too few gaps for a 99th percentile."""
         if record.failure or record.first_at is None:
             return False
         if self.ttft_p99_ms is not None and 1000 * (record.first_at - record.began_at) > self.ttft_p99_ms:
@@ -66,15 +66,15 @@ class Backlog(msgspec.Struct):
     open-loop run."""
 
     response_s: float
-    """Typical time of a response; infinite if it is too long for the run to show a backlog."""
+    """Typical response time; infinite if it is too long for the run to show a backlog."""
     before: int
-    """The count after half of the time in which requests arrive."""
+    """Number of such requests halfway through the arrivals."""
     after: int
-    """The number of open requests at the end of the arrivals."""
+    """Number of such requests at the end of the arrivals."""
     seconds: float
-    """The time between the two moments."""
+    """Time between the two moments."""
     allowed: float
-    """The count that chance alone can explain."""
+    """Number of such requests that chance alone can explain."""
 
     @property
     def is_growing(self) -> bool:
@@ -87,15 +87,15 @@ class Backlog(msgspec.Struct):
 
 
 class Run(msgspec.Struct, kw_only=True):
-    """The statistics of one run. Percentiles are None if nothing was measured. Those of TTFT, ITL, TPOT and
-    E2E, and the numbers of tokens and chunks, concern requests that succeeded."""
+    """The statistics of one run. Percentiles are None if nothing was measured. The TTFT, ITL, TPOT and E2E
+    percentiles and the numbers of tokens and chunks cover only requests that succeeded."""
 
     requests: int
     seconds: float
-    """From the start until the last request ended; in open loop, at least the time in which requests
-    arrive."""
+    """Time from the start until the last request ended. In open loop, at least the duration of the
+    arrivals."""
     rate: float | None
-    """In open loop, the requests that arrive per second."""
+    """In open loop, the number of requests that arrive per second."""
     succeeded: int
     unfinished: int
     """Requests that were open when the run was stopped."""
@@ -103,33 +103,33 @@ class Run(msgspec.Struct, kw_only=True):
     output_tokens: int
     prompt_tokens: int
     tokens_counted_by_client: bool
-    """Whether some responses had no usage, so that each of their chunks counts as one token."""
+    """Whether some responses had no usage field, so that each of their chunks was counted as one token."""
     chunks: int
     short_answers: int
-    """Requests that succeeded with fewer tokens than asked for."""
+    """Number of requests that succeeded with fewer tokens than requested."""
     output_tok_s: float
     prompt_tok_s: float
     requests_s: float
     goodput: float | None
-    """Requests within the limits per second; None without limits."""
+    """Requests per second that were within the limits; None without limits."""
     ttft_ms: Percentiles | None
     itl_ms: Percentiles | None
     """Times between consecutive chunks."""
     tpot_ms: Percentiles | None
-    """Mean time per output token after the first chunk, of each request."""
+    """Each request's mean time per output token after the first chunk."""
     e2e_ms: Percentiles | None
     late_p99_ms: float
     """Delays between the time when a request was due and the time when it was sent."""
     workers: int
     busiest_worker_cpu: float
     backlog: Backlog | None = None
-    """Set in open loop."""
+    """Backlog of an open-loop run; None in closed loop."""
     reasons: list[str] = []
-    """Why the rate of a trial is not sustained; empty if it is sustained."""
+    """Reasons why the rate of a trial is not sustained; empty if it is sustained."""
     per_request: list[RequestTimes] = []
 
     def metric(self, name: str) -> float | None:
-        """Return the metric of a workload; None if nothing was measured."""
+        """Return the value of a workload's metric; None if nothing was measured."""
         if name in ("p99_ms", "ms"):
             if self.e2e_ms is None:
                 return None
@@ -138,12 +138,12 @@ class Run(msgspec.Struct, kw_only=True):
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Return the nearest-rank percentile of sorted, non-empty numbers."""
+    """Return the nearest-rank percentile of a non-empty sorted sequence."""
     return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
 
 
 def percentiles(values: Sequence[float]) -> Percentiles | None:
-    """Return the percentiles of values in seconds; None without values."""
+    """Return the percentiles of values given in seconds; None if there are no values."""
     if not values:
         return None
     ordered = sorted(1000 * value for value in values)

@@ -1,4 +1,4 @@
-"""Checks before a run: the server's address, its model, its token ids, and whether it answers."""
+"""Checks made before a run: the server's address, its model, its token ids, and whether it answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from appliance.bench.workloads import Shape
 
 _ANSWER_S = 30.0
 _SAFE_VOCAB_SIZE = 1000
-"""A number of tokens that every model in common use has; used if the server reports none."""
+"""Vocabulary size that every model in common use reaches, used if the server reports none."""
 _SAMPLE = "".join(chr(code) for code in (*range(32, 127), *range(0xA1, 0x17F), *range(0x391, 0x3CA))) + (
     " The quick brown fox jumps over the lazy dog; international organisations nevertheless reconsidered "
     "their responsibilities. def __init__(self, parameters): return [] # 1234567890 пример 例文 مثال उदाहरण"
@@ -25,18 +25,18 @@ _SAMPLE = "".join(chr(code) for code in (*range(32, 127), *range(0xA1, 0x17F), *
 
 
 class Server(msgspec.Struct, frozen=True):
-    """A server that answers."""
+    """A server that has answered."""
 
     target: Target
     model: str
     vocab_size: int
     vocab_size_source: str
-    """The source of the number, as shown to the operator."""
+    """Source of the vocabulary size, as shown to the operator."""
     max_model_len: int | None = None
     """Maximum length of prompt and output together; None if the server reports none."""
 
     def check_length(self, shape: Shape) -> None:
-        """Raise BenchError if the model's maximum length is too short for a request."""
+        """Raise BenchError if the model's maximum length is too short for a request of this shape."""
         wanted = shape.prompt_tokens + shape.output_tokens
         if self.max_model_len is not None and wanted > self.max_model_len:
             raise BenchError(
@@ -47,8 +47,8 @@ class Server(msgspec.Struct, frozen=True):
 
 
 def parse_url(base_url: str, api_key: str | None) -> Target:
-    """Return the target of a URL, written as for the `openai` client (`/v1` is added if it has no path).
-    Raises BenchError."""
+    """Return the target for a URL as given to the `openai` client (`/v1` is added if it has no path). Raises
+    BenchError."""
     url = urlsplit(base_url)
     try:
         port = url.port
@@ -72,7 +72,7 @@ def parse_url(base_url: str, api_key: str | None) -> Target:
 def socket_target(
     path: str, api_key: str | None = None, trusted_uids: frozenset[int] = frozenset()
 ) -> Target:
-    """Return the target of a Unix socket. Raises BenchError."""
+    """Return the target for a Unix socket. Raises BenchError."""
     # The path is kept as given: a relative path may fit into the limit although the absolute path does not.
     if len(path.encode()) > 107:
         raise BenchError(f"--socket {path!r} is too long: the path of a socket has at most 107 bytes")
@@ -82,7 +82,7 @@ def socket_target(
 
 
 def find_server(target: Target, model: str | None, vocab_size: int | None) -> Server:
-    """Ask the server for its models and its vocabulary, and send it a request of two tokens. Raises
+    """Ask the server for its models and its vocabulary size, and send it a request for two tokens. Raises
     BenchError."""
     return asyncio.run(_find_server(target, model, vocab_size))
 
@@ -142,7 +142,7 @@ def _choose(served: dict[str, dict[str, Any]], model: str | None, target: Target
 
 async def _vocab_size(client: Client, document: dict[str, Any], model: str) -> tuple[int, str]:
     """Return a number below which all token ids are valid: the vocabulary size that the server reports, or
-    the highest id in a text of many scripts."""
+    the highest token id in a text that contains many scripts."""
     meta = document.get("meta")
     for place in (document, meta if isinstance(meta, dict) else {}):
         for name in ("vocab_size", "n_vocab"):
@@ -159,7 +159,7 @@ async def _vocab_size(client: Client, document: dict[str, Any], model: str) -> t
 
 
 async def _try(client: Client, server: Server) -> None:
-    """Send a request like those of the run, so that a problem is reported once, before the run."""
+    """Send a request like those of the run, so that a problem is reported once, before the run starts."""
     load = Load(
         target=server.target,
         model=server.model,

@@ -1,4 +1,4 @@
-"""A benchmark of one server: workloads, open-loop runs and the search for a rate."""
+"""Benchmarks one server: workloads, open-loop runs and the search for a rate."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from appliance.bench.workloads import Shape, Workload
 REQUEST_TIMEOUT_S = 600.0
 _MAX_WARM_UP = 8
 _SETTLE_S = 60.0
-"""Time limit for open requests of a trial to end; the duration of a trial if that is longer."""
+"""Time limit for a trial's open requests to end, or the duration of the trial if that is longer."""
 
 
 class Show(Protocol):
@@ -50,7 +50,7 @@ class Result(msgspec.Struct, kw_only=True):
 
     @property
     def typical(self) -> Run:
-        """The run with the median metric; of an even number of runs, the worse of the middle two."""
+        """The run with the median metric. For an even number of runs, it is the worse of the middle two."""
         measured = [run for run in self.runs if run.metric(self.metric) is not None]
         if not measured:
             return self.runs[0]
@@ -61,7 +61,7 @@ class Result(msgspec.Struct, kw_only=True):
 
 
 class Session:
-    """Runs against one server."""
+    """A series of runs against one server."""
 
     def __init__(
         self,
@@ -103,8 +103,8 @@ class Session:
         )
 
     def open(self, shape: Shape, rate: float, duration_s: float, runs: int = 1) -> Result:
-        """Send requests at `rate` per second for `duration_s` and wait for all responses; `runs` times after
-        a warm-up. Raises BenchError."""
+        """Send requests at `rate` per second for `duration_s` and wait for all responses. This is done `runs`
+        times, after a warm-up. Raises BenchError."""
         requests = requests_at(rate, duration_s)
         self._warm_up(shape, requests)
         measured = [
@@ -114,8 +114,8 @@ class Session:
         return _open_result("open loop", shape, rate, duration_s, measured)
 
     def search(self, shape: Shape, first_rate: float, duration_s: float) -> tuple[Search, Result | None]:
-        """Search the highest rate that the server sustains within the limits, in trials of `duration_s`.
-        Return the search, and the best trial as a result. Raises BenchError."""
+        """Search for the highest rate that the server sustains within the limits, in trials of `duration_s`.
+        Returns the search, and the best trial as a result. Raises BenchError."""
         self._warm_up(shape, _MAX_WARM_UP)
         is_settled = True
 
@@ -140,7 +140,7 @@ class Session:
         return found, _open_result("find-rate", shape, found.best.rate, duration_s, [found.best])
 
     def _settle(self, shape: Shape, duration_s: float) -> None:
-        """Wait until one request is answered, so that requests of the last trial do not slow down the next
+        """Wait until a request is answered, so that requests of the last trial do not slow down the next
         one."""
         limit_s = max(_SETTLE_S, duration_s)
         run = self._run("settling", shape, 1, concurrency=1, timeout_s=limit_s)
@@ -169,7 +169,7 @@ class Session:
     ) -> Run:
         self._server.check_length(shape)
         self._runs += 1
-        seed = f"{self._seed}/{self._runs}"  # new prompts for each run, which no prefix cache contains
+        seed = f"{self._seed}/{self._runs}"  # new prompts for each run, which are in no prefix cache
         load = Load(
             target=self._server.target,
             model=self._server.model,

@@ -1,5 +1,5 @@
-"""`python -m appliance.bench.worker FD`: a client process. It receives a load over the pipe FD, reports when
-it is ready, receives the start time, sends its part of the requests and reports what happened."""
+"""A client process, started as `python -m appliance.bench.worker FD`. It receives a load over the pipe FD,
+reports when it is ready, receives the start time, sends its share of the requests and reports the results."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from appliance.bench.load import STOPPED, Load, LoadProgress, Record
 PROGRESS_S = 0.2
 _MAX_PREPARED = 4096
 _MAX_PREPARED_TOKENS = 16 << 20
-"""Limits of the requests that are encoded before the start (a token takes about six bytes). Later requests
-are encoded when they are sent."""
+"""Maximum number of tokens in the requests that are encoded before the start (a token takes about six bytes).
+Later requests are encoded when they are sent."""
 
 
 class Sender:
@@ -36,7 +36,7 @@ class Sender:
         self._chunks = 0
 
     async def run(self, start: float, pipe: Connection) -> None:
-        """Send everything from `start` on and report over the pipe."""
+        """Send all requests, beginning at `start`, and report over the pipe."""
         cpu, wall = time.process_time(), time.monotonic()
 
         def report(is_done: bool) -> None:
@@ -79,7 +79,7 @@ class Sender:
         async with asyncio.TaskGroup() as streams:
             for number in self._numbers:
                 body, due_at = self._body(number), start + self._load.arrivals[number]
-                await asyncio.sleep(0)  # received chunks must be read, even when the client is late
+                await asyncio.sleep(0)  # received chunks must be read even if the client is late
                 while (wait := due_at - time.monotonic()) > 0:
                     await asyncio.sleep(wait)
                 streams.create_task(self._send(client, body, due_at))
@@ -103,7 +103,7 @@ class Sender:
 
 def main() -> None:
     """Run one load as a client process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends its workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the parent, which ends its workers
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 

@@ -1,6 +1,6 @@
-"""The named workloads. Workloads that `engine.bench` also has, have the same names, numbers and metrics here.
-A test compares them, since this package does not import the engine's benchmark. Names with `http` exist only
-here."""
+"""The named workloads. Workloads that also exist in `engine.bench` have the same names, numbers and metrics
+here, which a test verifies because this package does not import the engine's benchmark. Names with `http`
+exist only here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A request of `prompt_tokens` random tokens that generates exactly `output_tokens` tokens."""
+    """A request with `prompt_tokens` random tokens that generates exactly `output_tokens` tokens."""
 
     prompt_tokens: int
     output_tokens: int
@@ -23,7 +23,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`requests` requests of one shape, at most `concurrency` at once."""
+    """A total of `requests` requests with one shape, of which at most `concurrency` run at once."""
 
     requests: int
     concurrency: int
