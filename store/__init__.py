@@ -1,5 +1,5 @@
-"""The durable state of the service: the request log, the kept texts, tenants and keys, and the audit chain,
-in three SQLite files.
+"""The durable state of the service in three SQLite files: the request log, the stored prompts and answers,
+and the tenants and keys with their audit chain.
 
 `history.db` (`store.requests`), `contents.db` (`store.contents`) and `control.db` (`store.control`,
 `store.audit`) each have one writer thread (`store.writer`). All other code reads through

@@ -1,11 +1,11 @@
-"""The hash chain of operator actions in `control.db`. Each action has a row before it begins (`intent`) and a
-row with its outcome (`result`), joined by `act`.
+"""The hash chain of operator actions in `control.db`. Each action has one row from before it begins
+(`intent`) and one with its outcome (`result`), joined by `act`.
 
-Each row has the SHA-256 of the previous row's hash followed by the row's own canonical JSON: all columns that
-are not null, except the two hashes (RFC 8259; keys sorted, no spaces, ASCII). So changing, removing or
-inserting a row breaks every hash after it, and a column that a later version adds leaves the hashes of older
-rows unchanged. Rewriting all rows, or removing rows from the end, is detected by a head that was recorded
-elsewhere (`store.heads`).
+A row's hash is the SHA-256 of the previous row's hash followed by the row's own canonical JSON. The JSON
+contains all columns that are not null, except the two hashes (RFC 8259; keys sorted, no spaces, ASCII).
+Changing, removing or inserting a row therefore breaks every later hash. A column added by a later version
+leaves the hashes of older rows unchanged. If all rows are rewritten, or rows are removed from the end, only a
+chain head that was recorded elsewhere reveals it (`store.heads`).
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ from typing import Final, Literal, NamedTuple
 from store.keys import without_secrets
 
 GENESIS_HASH = "0" * 64
-"""The previous hash of the oldest row."""
+"""Previous hash of the oldest row."""
 Phase = Literal["intent", "result"]
 INTENT: Final = "intent"
 RESULT: Final = "result"
 
 KEY_ACTION = "audit.key"
-"""The action of a row that records a change of the signing key. From that row on, the named key signs
+"""Action of a row that records a change of the signing key. From that row on, the key named there signs chain
 heads."""
 
 _HASHES = frozenset({"previous_hash", "hash"})
 
 
 class Head(NamedTuple):
-    """The newest row of a chain. It later proves that the rows up to this one are unchanged."""
+    """The newest row of a chain. It can later prove that all rows up to this one are unchanged."""
 
     seq: int
     hash: str
 
 
 class Actor(NamedTuple):
-    """The person or process that acts."""
+    """The person or process that performs an action."""
 
     name: str
     """The name of the actor: `uid:1000`, `key:key_0a1b` or `service`."""
     host: str | None = None
-    """The machine from which the actor acts."""
+    """Machine from which the actor acts."""
     act: str | None = None
-    """The id that joins the rows of one action."""
+    """Id that joins the rows of one action."""
 
 
 class Entry(NamedTuple):
-    """A row before it gets its position in the chain. All values are texts as stored; None is no value.
+    """A row that has no position in the chain yet. All values are stored as text; None means no value.
 
     `at` is UTC in ISO 8601 with microseconds; `params`, `before` and `after` are canonical JSON.
     """
@@ -71,8 +71,8 @@ class Entry(NamedTuple):
 
 
 class AuditRow(NamedTuple):
-    """A row of the chain as stored: an `Entry` with its position. Rows of the first versions, which had no
-    intents, have no `act` and no `phase`."""
+    """A row of the chain as stored: an `Entry` with its position. Rows from the first versions, which had no
+    intents, have neither `act` nor `phase`."""
 
     seq: int
     at: str
@@ -110,29 +110,29 @@ _MARKS = ", ".join("?" * len(AuditRow._fields))
 
 
 def canonical_json(value: object) -> str:
-    """Return the canonical JSON text of `value`. Raises `ValueError` for NaN and infinities, `TypeError` for
-    values that JSON cannot hold."""
+    """Return `value` as canonical JSON. Raises `ValueError` for NaN and infinities, and `TypeError` for
+    values that JSON cannot represent."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def utc_now() -> str:
-    """Return the current time in the format of the rows."""
+    """Return the current time in the format used by the rows."""
     return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
 def new_act() -> str:
-    """Return a new id of an action."""
+    """Return a new action id."""
     return secrets.token_hex(8)
 
 
 def as_actor(actor: Actor | str) -> Actor:
-    """Return `actor` as an `Actor`; a text is the actor's name."""
+    """Return `actor` as an `Actor`. A string is the actor's name."""
     return Actor(actor) if isinstance(actor, str) else actor
 
 
 def intent(actor: Actor, action: str, params: Mapping[str, object]) -> Entry:
-    """Return the entry of an action that is about to begin; `actor.act` must be set. Raises as
-    `canonical_json`."""
+    """Return the entry of an action that is about to begin. `actor.act` must be set. Raises the same errors
+    as `canonical_json`."""
     return Entry(
         at=utc_now(),
         actor=_storable(actor.name),
@@ -153,10 +153,10 @@ def outcome(
     before: object = None,
     after: object = None,
 ) -> Entry:
-    """Return the entry of an action's outcome: `result` is `ok` or the error; `before` and `after` are the
-    values.
+    """Return the entry for an action's outcome. `result` is `ok` or the error; `before` and `after` are the
+    old and new values.
 
-    Raises what `canonical_json` raises for values.
+    Raises the same errors as `canonical_json`.
     """
     actor = as_actor(actor)
     return intent(actor, action, params)._replace(
@@ -177,8 +177,8 @@ def row_hash(row: AuditRow) -> str:
 
 
 def append(connection: sqlite3.Connection, entry: Entry) -> Head:
-    """Append an entry to the chain within the open transaction of the change that it records, so that both
-    are committed or neither.
+    """Append an entry to the chain, in the same open transaction as the change it records, so that either
+    both are committed or neither is.
 
     Raises `ValueError` outside a transaction.
     """
@@ -197,7 +197,7 @@ def append(connection: sqlite3.Connection, entry: Entry) -> Head:
 
 
 def holds(connection: sqlite3.Connection, entry: Entry) -> bool:
-    """Return whether the chain already has this phase of this action."""
+    """Return whether the chain already contains this phase of this action."""
     found = connection.execute(
         "SELECT 1 FROM audit WHERE act = ? AND phase = ? LIMIT 1", (entry.act, entry.phase)
     ).fetchone()
@@ -216,8 +216,8 @@ def unfinished(connection: sqlite3.Connection, among: int) -> list[AuditRow]:
 
 
 def key_named(chain: Iterable[AuditRow], key: str) -> int:
-    """Return the seq of the newest row that names the key with this id as the signing key; 0 if there is
-    none, because the key signed from the start."""
+    """Return the seq of the newest row that names the key with this id as the signing key. Returns 0 if there
+    is none, which means that the key has signed from the start."""
     named = canonical_json({"key": key})
     return max((row.seq for row in chain if row.action == KEY_ACTION and row.params == named), default=0)
 
@@ -235,7 +235,7 @@ def rows_of(connection: sqlite3.Connection, action: str) -> list[AuditRow]:
 
 
 def all_rows(connection: sqlite3.Connection) -> Iterator[AuditRow]:
-    """Yield the whole chain, oldest first. Invalid UTF-8 bytes become surrogates, so that the hash of a
+    """Yield the whole chain, oldest first. Invalid UTF-8 is decoded to surrogates, so that the hash of a
     damaged row does not match."""
     cursor = connection.cursor()
     connection.text_factory = lambda text: text.decode("utf-8", "surrogateescape")
@@ -244,16 +244,17 @@ def all_rows(connection: sqlite3.Connection) -> Iterator[AuditRow]:
 
 
 def verify(connection: sqlite3.Connection, recorded: Iterable[Head] = ()) -> Verdict:
-    """Check the whole chain, and that it contains every head in `recorded` (kept outside the database).
+    """Check the whole chain, and that it contains every head in `recorded`, which were kept outside the
+    database.
 
-    Returns the first fault by seq. Without recorded heads, the removal of the last rows is detected only
-    while `sqlite_sequence` still has their number, and a chain that was rewritten as a whole is not detected.
+    Returns the first fault by seq. Without recorded heads, two changes go undetected: a chain rewritten as a
+    whole, and removed last rows once `sqlite_sequence` no longer has their number.
     """
     return check(all_rows(connection), recorded, highest_seq_given(connection))
 
 
 def check(chain: Iterable[AuditRow], recorded: Iterable[Head] = (), highest_seq: int = 0) -> Verdict:
-    """Check rows from any source, as `verify`. The chain must reach at least `highest_seq`."""
+    """Check rows from any source in the same way as `verify`. The chain must reach at least `highest_seq`."""
     expected: dict[int, set[str]] = {}
     for known in recorded:
         if known.seq > 0:
@@ -279,7 +280,7 @@ def check(chain: Iterable[AuditRow], recorded: Iterable[Head] = (), highest_seq:
 
 
 def _problem(row: AuditRow, last: Head, recorded: set[str] | None, confirmed: int) -> tuple[int, str] | None:
-    """Return the first wrong seq and the problem, given the correct row before; None if the row is
+    """Return the first wrong seq and the problem, given that the preceding row is correct; None if the row is
     correct."""
     if row.seq != last.seq + 1:
         return last.seq + 1, f"missing: row {row.seq} follows row {last.seq}"

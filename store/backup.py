@@ -1,9 +1,9 @@
-"""Backs up the state directory, whether or not the service runs. A backup is checked before it gets its final
-name.
+"""Backs up the state directory, whether or not the service is running. A backup is checked before it gets its
+final name.
 
-SQLite's backup copies each database in one read transaction, through a connection that can only read. So the
-copy shows one moment, the writer does not wait, and only the writer runs checkpoints (see `store.database`).
-While the copy is made, the write-ahead log grows by the bytes that are written.
+SQLite's backup copies each database in one read transaction, over a read-only connection. The copy is
+therefore a consistent snapshot, the writer does not have to wait, and only the writer runs checkpoints (see
+`store.database`). During the copy, the write-ahead log grows by the amount of data written.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from store.spool import SPOOL_FILE
 MANIFEST_FILE = "backup.json"
 CONTENTS_FILE = "contents.db"
 _ARCHIVES = {".tar": "w", ".tar.gz": "w:gz", ".tgz": "w:gz"}
-# These files are copied before the databases: the chain must contain all copied heads, and an entry that
+# These files are copied before the databases, because the chain must contain all copied heads. An entry that
 # moves from the spool to the chain during the backup is then in both copies.
 _FILES = (HEADS_FILE, KEY_FILE, SPOOL_FILE)
 _DATABASES = ("control.db", "history.db", CONTENTS_FILE)
@@ -52,7 +52,7 @@ class BackupFile(NamedTuple):
 
 
 class Backup(NamedTuple):
-    """A complete backup."""
+    """A completed backup."""
 
     path: Path
     """Path of the folder or archive."""
@@ -61,7 +61,8 @@ class Backup(NamedTuple):
     audit_rows: int
     audit_head: str
     sha256: str = ""
-    """SHA-256 of the archive. Of a folder: of its `backup.json`, which has those of the other files."""
+    """SHA-256 of the archive. For a folder, it is the SHA-256 of `backup.json`, which lists those of the
+    other files."""
 
 
 def back_up(
@@ -72,18 +73,23 @@ def back_up(
     recorded: Iterable[Recorded] = (),
     contents: bool = True,
 ) -> Backup:
-    """Copy the state and `others` (files by their names in the backup) to `target`. The target is a new
-    folder; an existing folder, in which a new one is made that is named by the time; or an archive, if the
-    name ends with .tar, .tar.gz or .tgz. Only the owner can read the backup.
+    """Copy the state and `others` (files by their names in the backup) to `target`. The target can be
 
-    The backup gets its name after every copy has been checked: each database as a whole, and the audit chain
-    against the copied heads and those in `recorded`. Raises a `StoreError`, and leaves no files in that case.
+    - a new folder,
+    - an existing folder, in which a new folder named after the time is created,
+    - an archive, if the name ends with .tar, .tar.gz or .tgz.
+
+    Only the owner can read the backup.
+
+    The backup gets its final name after every copy has been checked: each database as a whole, and the audit
+    chain against the copied heads and those in `recorded`. Raises a `StoreError`, and leaves no files in that
+    case.
     """
     made_at = datetime.now(UTC)
     suffix = next((suffix for suffix in _ARCHIVES if target.name.endswith(suffix)), None)
     if suffix is None and os.path.isdir(
         target
-    ):  # False for a folder that cannot be searched; the error then comes when the target is made.
+    ):  # False for a folder that cannot be searched; creating the target then raises the error.
         target = target / f"appliance-{made_at:%Y%m%dT%H%M%SZ}"
     if os.path.lexists(target):
         raise StoreError(f"{target} exists already: name another one, or move it away")
@@ -124,7 +130,7 @@ def _fill(
         if (state_dir / name).exists() and not _is_reserve(state_dir / name):
             _copy(state_dir / name, folder / name)
     for name in _DATABASES:
-        # Files of later versions may not exist yet.
+        # Files introduced by later versions may not exist yet.
         if name == CONTENTS_FILE and not (contents and (state_dir / name).exists()):
             continue
         _copy_database(state_dir / name, folder / name)
@@ -161,7 +167,8 @@ def _copy_database(source: Path, target: Path) -> None:
     try:
         with closing(open_readonly(source)) as reader, closing(sqlite3.connect(target)) as copy:
             reader.backup(copy)
-            # The copy is complete without a -wal file, and readable without write rights.
+            # Without WAL mode, the copy is complete without a -wal file and can be read without write
+            # permission.
             copy.execute("PRAGMA journal_mode=DELETE").fetchone()
     except sqlite3.Error as error:
         damaged = primary_code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
@@ -188,7 +195,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _append_heads(source: Path, target: Path, seq: int) -> None:
-    """Add the recorded heads of rows up to `seq` that are missing from the copy because they are newer."""
+    """Add the recorded heads of rows up to `seq` that are too new to be in the copy."""
     with target.open("ab") as file, source.open("rb") as lines:
         lines.seek(file.tell())
         for line in lines:

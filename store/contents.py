@@ -1,8 +1,8 @@
-"""Stores in `contents.db` the prompts and answers that tenants' log policies keep: hashes, or texts without
-their secrets.
+"""Stores in `contents.db` the prompts and answers that tenants' log policies keep, either as hashes or as
+text with secrets removed.
 
 The contents are in a separate file because fewer people may read them than the request log. Only the
-service's user can open the file. Operators read it through an action of the service, which is audited.
+service's user can open the file. Operators read it through an audited action of the service.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from store.structs import KeptText
 from store.writer import Writer
 
 MAX_WAITING_BYTES = 32 << 20
-"""Limit on the texts that wait in memory for their commit. Further texts are dropped and counted."""
+"""Maximum size of the texts in memory that wait to be committed. Further texts are dropped and counted."""
 
 
 class Content(KeptText, frozen=True, kw_only=True):
@@ -31,7 +31,7 @@ class Content(KeptText, frozen=True, kw_only=True):
     request_id: str
     tenant: str
     created_at: float
-    """When the request was created, in unix seconds. Retention counts from this time."""
+    """Time when the request was created, in unix seconds. Retention counts from this time."""
 
 
 _COLUMNS = Content.__struct_fields__
@@ -39,8 +39,8 @@ _INSERT = f"INSERT OR IGNORE INTO contents ({', '.join(_COLUMNS)}) VALUES ({', '
 
 
 class ContentLog:
-    """Writes contents through `writer`, which must have `store.schemas.CONTENTS` as its schema. Any thread
-    may call."""
+    """Writes contents through `writer`, whose schema must be `store.schemas.CONTENTS`. Safe to call from any
+    thread."""
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
@@ -50,13 +50,12 @@ class ContentLog:
 
     @property
     def dropped(self) -> int:
-        """Number of requests whose contents were dropped, because too many texts waited or the database
+        """Number of requests whose contents were dropped because too many texts were waiting or the database
         cannot store them."""
         return self._dropped
 
     def keep(self, contents: Iterable[Content]) -> bool:
-        """Queue the contents of one request to be written. Never blocks; returns False if they were
-        dropped."""
+        """Queue the contents of one request for writing. Never blocks; returns False if they were dropped."""
         rows = [msgspec.structs.astuple(content) for content in contents]
         size = sum(len(value) for row in rows for value in row if isinstance(value, str))
         with self._lock:
@@ -81,8 +80,8 @@ def _insert(rows: list[tuple[object, ...]], connection: sqlite3.Connection) -> N
 
 
 def read_contents(path: Path, request_id: str) -> list[Content]:
-    """Return the kept contents of a request, prompts before answers, through a read-only connection. Raises a
-    `StoreError`."""
+    """Return the stored contents of a request, prompts before answers, through a read-only connection. Raises
+    a `StoreError`."""
     with reading(path, CONTENTS) as connection:
         rows = connection.execute(
             f"SELECT {', '.join(_COLUMNS)} FROM contents WHERE request_id = ? ORDER BY part DESC, number",

@@ -1,9 +1,9 @@
-"""Control state in `control.db`: tenants, keys and peers. Every change goes through `ControlStore.change`,
-which writes the change and its audit row, with the old and the new value, in one transaction that is flushed
-to the disk (`synchronous=FULL`).
+"""The control state in `control.db`: tenants, keys and peers. Every change goes through
+`ControlStore.change`, which writes the change and its audit row, with the old and new values, in one
+transaction. The transaction is flushed to disk (`synchronous=FULL`).
 
-Reads need no I/O, because everything is in memory (`ControlStore.policies`). So a failing disk denies no
-caller access.
+Reads need no I/O because everything is kept in memory (`ControlStore.policies`), so a failing disk locks
+nobody out.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from store.writer import Writer, WriterState
 T = TypeVar("T")
 
 BeforeAndAfter = tuple[Mapping[str, object] | None, Mapping[str, object] | None]
-"""The old and the new values of a change, as JSON objects."""
+"""Old and new values of a change, as JSON objects."""
 
 _MAX_OVERLAP_S = 366 * 86400.0
 _UNAUDITED = frozenset({"sha256"})
-"""Fields that are not audited. The hash of a key is no secret, but an auditor has no use for it."""
+"""Fields that are not audited. The hash of a key is not secret, but auditors have no use for it."""
 
 
 class CreatedKey(NamedTuple):
@@ -47,7 +47,7 @@ class CreatedKey(NamedTuple):
 
 
 class RotatedKey(NamedTuple):
-    """A key's successor, with its secret, and the record of the replaced key."""
+    """The replacement of a key, with its secret, and the record of the replaced key."""
 
     created: CreatedKey
     former: KeyRecord
@@ -57,12 +57,12 @@ class ControlStore:
     """The control database at `path`. This object is the only one in the service that opens the file for
     writing.
 
-    Changes return a future (`asyncio.wrap_future` awaits it). The future resolves when the change is on the
-    disk, or raises the `StoreError` or `ValueError` that prevented it. Safe to call from any thread.
+    Changes return a future (`asyncio.wrap_future` awaits it). The future resolves once the change is on disk,
+    or raises the `StoreError` or `ValueError` that prevented it. Safe to call from any thread.
     """
 
     trail: AuditTrail
-    """The audit trail of operator actions; available after `start`."""
+    """The audit trail of operator actions, available after `start`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -70,7 +70,8 @@ class ControlStore:
         self._policies = Policies()
 
     def start(self) -> None:
-        """Open (create, migrate) the database and read its records. Raises a `StoreError`."""
+        """Open the database, creating or migrating it if necessary, and read its records. Raises a
+        `StoreError`."""
         self._writer.start()
         try:
             self._policies = read_policies(self.path)
@@ -86,22 +87,23 @@ class ControlStore:
             why = self._writer.state().last_error
             self._writer.close()
             if why is not None and isinstance(error, MissingDatabaseError | SchemaVersionError):
-                # A new database could not be created: report the error of the disk as the cause.
+                # A new database could not be created, so report the disk error as the cause.
                 raise StorageFaultError(why) from error
             raise
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Finish the changes under way and close the file, so that it is readable without write rights."""
+        """Finish the changes in progress and close the file, so that it can be read without write
+        permission."""
         self.trail.close()
         self._writer.close(timeout_s)
 
     def state(self) -> WriterState:
-        """Return the state of the writer."""
+        """Return the writer's state."""
         return self._writer.state()
 
     @property
     def stalled_s(self) -> float:
-        """Return for how many seconds the writer has worked on one operation."""
+        """How long the writer has been working on its current operation, in seconds."""
         return self._writer.stalled_s
 
     # ── reading from memory ──
@@ -116,10 +118,10 @@ class ControlStore:
         return list(self._policies.keys.values())
 
     def lookup(self, key: str) -> KeyRecord | None:
-        """Return the record of a key that is valid now; None for any other text. Takes microseconds and needs
-        no I/O.
+        """Return the record of a key that is currently valid; None for any other text. Takes microseconds and
+        needs no I/O.
 
-        The table is keyed by the SHA-256 of the secret, so the time of a lookup reveals nothing to a guesser.
+        The table is indexed by the SHA-256 of the secret, so lookup times reveal nothing about valid keys.
         """
         record = self._policies.keys_by_hash.get(keys.sha256(key))
         return record if record is not None and record.valid_at(time.time()) else None
@@ -136,12 +138,14 @@ class ControlStore:
         after_commit: Callable[[T], None] | None = None,
         values: Callable[[T], BeforeAndAfter] | None = None,
     ) -> Future[T]:
-        """Run `apply` on the writer thread and audit it, in one transaction. An exception of `apply` rolls
+        """Run `apply` on the writer thread and audit it, in one transaction. An exception in `apply` rolls
         back both.
 
-        `actor` is the caller (`trail.intend` has recorded the intent), `action` the name in the registry of
-        actions, `params` the parameters without secrets; `values` returns the old and the new values.
-        `after_commit` updates the copy in memory before the future resolves.
+        - `actor` is the caller, whose intent `trail.intend` has recorded.
+        - `action` is the action's name in the action registry, and `params` are its parameters without
+          secrets.
+        - `values` returns the old and new values.
+        - `after_commit` updates the copy in memory before the future resolves.
         """
         changed: Future[T] = Future()
         changed.set_running_or_notify_cancel()
@@ -171,7 +175,7 @@ class ControlStore:
     def record(
         self, *, actor: Actor | str, action: str, params: Mapping[str, object], result: str
     ) -> Future[None]:
-        """Audit an action that changes nothing in this database, or that was refused. `result` is `ok` or the
+        """Audit an action that was refused or that changes nothing in this database. `result` is `ok` or the
         reason."""
         return self.trail.conclude(actor, action, params, result)
 
@@ -180,10 +184,10 @@ class ControlStore:
     def create_tenant(
         self, *, actor: Actor | str, name: str, changes: Mapping[str, object]
     ) -> Future[Change]:
-        """Create a tenant. `changes` are the fields of `TenantRecord` that differ from the default; for a
-        quota, a mapping of the fields that differ.
+        """Create a tenant. `changes` contains the fields of `TenantRecord` that differ from the default; a
+        quota is a mapping of the fields that differ.
 
-        The future raises `ValueError` for a value that cannot be used, and `ConflictError` for a name that
+        The future raises `ValueError` for a value that cannot be used, and `ConflictError` if the name
         exists.
         """
 
@@ -194,16 +198,16 @@ class ControlStore:
         return self._decide(actor, "tenants.create", {"name": name}, apply)
 
     def set_tenant(self, *, actor: Actor | str, name: str, changes: Mapping[str, object]) -> Future[Change]:
-        """Change fields of a tenant, as in `create_tenant`.
+        """Change fields of a tenant, given as in `create_tenant`.
 
-        The future raises `ValueError`, or `UnknownTenantError`.
+        The future raises `ValueError` or `UnknownTenantError`.
         """
         return self._decide(
             actor, "tenants.set", {"name": name}, lambda connection: tenants.alter(connection, name, changes)
         )
 
     def suspend_tenant(self, *, actor: Actor | str, name: str) -> Future[Change]:
-        """Refuse the requests of a tenant. The future raises `UnknownTenantError`."""
+        """Refuse a tenant's requests. The future raises `UnknownTenantError`."""
         return self._decide(
             actor,
             "tenants.suspend",
@@ -212,7 +216,7 @@ class ControlStore:
         )
 
     def resume_tenant(self, *, actor: Actor | str, name: str) -> Future[Change]:
-        """Accept the requests of a suspended tenant again. The future raises `UnknownTenantError`."""
+        """Accept a suspended tenant's requests again. The future raises `UnknownTenantError`."""
         return self._decide(
             actor,
             "tenants.resume",
@@ -221,7 +225,7 @@ class ControlStore:
         )
 
     def delete_tenant(self, *, actor: Actor | str, name: str) -> Future[Change]:
-        """Delete a tenant. Its former keys and requests keep its name.
+        """Delete a tenant. Its old keys and requests keep its name.
 
         The future raises `UnknownTenantError`, or `ConflictError` while the tenant has a valid key or a peer.
         """
@@ -237,7 +241,7 @@ class ControlStore:
     def map_peer(self, *, actor: Actor | str, kind: PeerKind, number: int, tenant: str) -> Future[Change]:
         """Map a local user ("uid") or group ("gid") to a tenant.
 
-        The future raises `ValueError`, or `UnknownTenantError`.
+        The future raises `ValueError` or `UnknownTenantError`.
         """
         peer = PeerRecord(kind=kind, number=number, tenant=tenant, created_at=time.time())
         return self._decide(
@@ -261,10 +265,11 @@ class ControlStore:
     def create_key(
         self, *, actor: Actor | str, name: str, tenant: str, **fields: object
     ) -> Future[CreatedKey]:
-        """Create a key of `tenant` with these declared fields; other fields get their defaults. The future
-        has the secret, which is shown only once, or raises `UnknownTenantError`.
+        """Create a key for `tenant` with these declared fields; other fields get their defaults. The future
+        returns the secret, which is shown only once, or raises `UnknownTenantError`.
 
-        Raises `ValueError` for a value that cannot be used: an unprintable name, an expiry in the past.
+        Raises `ValueError` for a value that cannot be used, such as an unprintable name or an expiry time in
+        the past.
         """
         now, secret = time.time(), keys.new_secret()
         plain = KeyRecord(id=keys.new_id(), name="", tenant=tenant, prefix="", sha256="", created_at=now)
@@ -280,8 +285,8 @@ class ControlStore:
         )
 
     def set_key(self, *, actor: Actor | str, key_id: str, changes: Mapping[str, object]) -> Future[Change]:
-        """Change fields of a key (those declared in `KeyFields`; for a quota, a mapping of the fields to
-        set).
+        """Change fields of a key. They must be declared in `KeyFields`; a quota is a mapping of the fields to
+        set.
 
         The future raises `ValueError`, `UnknownKeyError`, or `ConflictError` for a key that is not valid.
         """
@@ -295,9 +300,9 @@ class ControlStore:
     def rotate_key(
         self, *, actor: Actor | str, key_id: str, overlap_s: float, expires_at: float | None = None
     ) -> Future[RotatedKey]:
-        """Create a successor with the same rights. The old key stays valid for `overlap_s` seconds.
+        """Replace a key by a new one with the same rights. The old key stays valid for `overlap_s` seconds.
 
-        Without `expires_at`, the successor gets the lifetime that the old key was created with. The future
+        Without `expires_at`, the new key gets the lifetime that the old key was created with. The future
         raises `ValueError`, `UnknownKeyError`, or `ConflictError` for a key that is not valid or was rotated
         before.
         """
@@ -323,7 +328,8 @@ class ControlStore:
         )
 
     def revoke_key(self, *, actor: Actor | str, key_id: str) -> Future[Change]:
-        """Revoke a key. The key is refused once the future resolves. Revoking it again keeps the first time.
+        """Revoke a key. The key is refused once the future resolves. Revoking a key again keeps the original
+        time of revocation.
 
         The future raises `UnknownKeyError` if there is no such key.
         """
@@ -355,7 +361,7 @@ class ControlStore:
         apply: Callable[[sqlite3.Connection], list[Change]],
         outcome: Callable[[list[Change]], T],
     ) -> Future[T]:
-        """Change records: audit their old and new values, then update the copy in memory."""
+        """Change records: audit their old and new values, and update the copy in memory after the commit."""
         changes: list[Change] = []
 
         def apply_and_keep(connection: sqlite3.Connection) -> T:
@@ -376,8 +382,8 @@ class ControlStore:
 
 
 def _before_and_after(changes: list[Change]) -> BeforeAndAfter:
-    """Return the values to audit: the fields that differ of a changed record, all fields of a created or
-    deleted one. A second change concerns the record that replaces the first one's."""
+    """Return the values to audit: the fields that differ for a changed record, or all fields for a created or
+    deleted one. If there is a second change, it concerns the record that replaces the first one's."""
     before, after = (_shown(record) for record in changes[0])
     if before is not None and after is not None:
         same = {name for name in before if before[name] == after[name]}

@@ -1,9 +1,9 @@
-"""Opening and closing SQLite files: one writer at a time, any number of readers.
+"""Opens and closes SQLite files, with one writer at a time and any number of readers.
 
-SQLite up to 3.51.2 can corrupt a WAL file when two connections write or checkpoint at once. So exactly one
-connection may do either: the writer's, guarded by a lock file across processes. Readers open the file with
-`mode=ro`, which allows neither. Memory-mapped reads stay off, because a truncated file would kill the process
-instead of raising an error.
+SQLite up to 3.51.2 can corrupt a WAL file when two connections write or checkpoint at once. Therefore only
+the writer's connection may do either, guarded across processes by a lock file. Readers open the file with
+`mode=ro`, which allows neither. Memory-mapped reads stay disabled, because a truncated file would kill the
+process instead of raising an error.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ _BUSY_TIMEOUT_S = 5.0
 _JOURNAL_SIZE_LIMIT_BYTES = 64 * 2**20
 _LEAVE_WAL_TIMEOUT_S = 2.0
 _COPIED_PAGES = 1000
-"""Number of pages that are written back between two calls of `progress`."""
+"""Number of pages written back between two calls of `progress`."""
 
 
 class WritableDatabase:
-    """The one writing connection to a database. Use and close it on the thread that opened it.
+    """The only connection that writes to a database. Use and close it on the thread that opened it.
 
-    `synchronous="FULL"` puts every commit on the disk. With `"NORMAL"`, commits survive the death of the
-    process at any moment; a power loss loses at most the commits since the last checkpoint.
+    With `synchronous="FULL"`, every commit is flushed to disk. With `"NORMAL"`, commits survive the death of
+    the process at any moment; a power failure loses at most the commits since the last checkpoint.
     """
 
     def __init__(self, path: Path, schema: Schema, synchronous: Synchronous) -> None:
         """Open or create the file and migrate it to `schema`.
 
-        Raises a `StoreError`: a `StorageFaultError` if a later attempt can succeed, another one if it cannot.
+        Raises a `StorageFaultError` if a later attempt can succeed, otherwise another `StoreError`.
         """
         self.path = path
         self._schema = schema
@@ -70,10 +70,10 @@ class WritableDatabase:
             raise
 
     def displaced(self) -> str:
-        """Describe which open file has been deleted or replaced on the disk; empty if none has.
+        """Describe which open file has been deleted or replaced on disk; empty if none has.
 
-        The connection keeps the open file, so no data is lost yet. But new commits go into a file without a
-        name.
+        No data is lost yet, because the connection keeps the original file open, but new commits go to a file
+        that no longer has a name.
         """
         for path, found in self._identities().items():
             known = self._files[path]
@@ -84,8 +84,8 @@ class WritableDatabase:
         return ""
 
     def write_back(self, progress: Callable[[], None]) -> str:
-        """Write the content of the displaced file to the path again and continue there. Return the new name
-        of a foreign file that was at the path; empty if there was none.
+        """Write the content of the displaced file back to the path and continue there. Returns the new name
+        of a foreign file that was found at the path; empty if there was none.
 
         `progress` is called every few pages. Raises a `StoreError` if the disk refuses the content, which
         then remains in the open file.
@@ -122,8 +122,8 @@ class WritableDatabase:
         _sync(copy)
 
     def _move_aside(self) -> str:
-        """Rename a foreign file at the path, and remove the log files of the displaced one, because SQLite
-        would apply them to the file that is written back."""
+        """Rename a foreign file at the path. Also remove the displaced file's log files, because SQLite would
+        otherwise apply them to the file that is written back."""
         known, found = self._files[self.path], _identity(self.path)
         foreign = found is not None and found != known
         aside = self.path.with_name(f"{self.path.name}.replaced-{datetime.now(UTC):%Y%m%dT%H%M%SZ}")
@@ -139,16 +139,16 @@ class WritableDatabase:
         return str(aside)
 
     def _identities(self) -> dict[Path, tuple[int, int] | None]:
-        """Return device and inode of each of the database's files."""
+        """Return the device and inode of each of the database's files."""
         paths = [self.path.with_name(self.path.name + suffix) for suffix in ("", "-wal", "-shm")]
         return {path: _identity(path) for path in paths}
 
     def close(self) -> None:
-        """Checkpoint, leave WAL mode and close. The file is then complete by itself, and readable without
-        write rights.
+        """Checkpoint, leave WAL mode and close. Afterwards the file is complete by itself and can be read
+        without write permission.
 
         Leaving WAL mode needs exclusive access. If a reader keeps the file open, it stays in WAL mode. This
-        is logged and harmless: the next start continues from there.
+        is logged and harmless, because the next startup continues from there.
         """
         try:
             self._leave_wal()
@@ -158,7 +158,7 @@ class WritableDatabase:
             self.abandon()
 
     def abandon(self) -> None:
-        """Close the connection without a checkpoint. For a disk that has failed."""
+        """Close the connection without a checkpoint, for use after a disk failure."""
         try:
             self.connection.close()
         except sqlite3.Error as error:
@@ -182,10 +182,10 @@ class WritableDatabase:
 
 
 def open_readonly(path: Path, schema: Schema | None = None) -> sqlite3.Connection:
-    """Open a connection that can only read, whether or not the file is in use. The caller closes it soon: an
-    open reader keeps the writer from leaving WAL mode when the service stops.
+    """Open a read-only connection, whether or not the file is in use. The caller must close it soon, because
+    an open reader keeps the writer from leaving WAL mode when the service stops.
 
-    With `schema`, a file of another schema version is refused. Raises a `StoreError`.
+    If `schema` is given, a file with another schema version is refused. Raises a `StoreError`.
     """
     try:
         path.stat()
@@ -200,9 +200,9 @@ def open_readonly(path: Path, schema: Schema | None = None) -> sqlite3.Connectio
     try:
         connection = _open_and_touch(path, "mode=ro")
     except sqlite3.Error as error:
-        # A file in WAL mode without -wal and -shm (a copy, for example), in a folder where this process
-        # cannot create them. No process can be writing the file then, and it is complete: read it as
-        # immutable.
+        # The file may be in WAL mode without -wal and -shm (a copy, for example), in a folder where this
+        # process cannot create these files. In that case no process can be writing the file and it is
+        # complete, so it is read as immutable.
         wal = path.with_name(path.name + "-wal")
         stopped = not wal.exists() or wal.stat().st_size == 0
         if primary_code(error) not in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY) or not stopped:
@@ -227,7 +227,7 @@ def open_readonly(path: Path, schema: Schema | None = None) -> sqlite3.Connectio
 
 @contextmanager
 def reading(path: Path, schema: Schema) -> Iterator[sqlite3.Connection]:
-    """`open_readonly` as a context manager that raises SQLite's errors as `StoreError`."""
+    """Like `open_readonly`, but as a context manager that raises SQLite's errors as `StoreError`."""
     connection = open_readonly(path, schema)
     try:
         yield connection
@@ -238,7 +238,8 @@ def reading(path: Path, schema: Schema) -> Iterator[sqlite3.Connection]:
 
 
 def integrity_problems(path: Path) -> list[str]:
-    """Return the problems that SQLite's full check reports; empty if there are none. Reads the whole file."""
+    """Return the problems found by SQLite's full integrity check; empty if there are none. Reads the whole
+    file."""
     connection = open_readonly(path)
     try:
         found = [str(row[0]) for row in connection.execute("PRAGMA integrity_check")]
@@ -257,8 +258,8 @@ def _open_writer(path: Path, schema: Schema, synchronous: Synchronous) -> sqlite
         check_not_newer(connection, path, schema)
         connection.execute("PRAGMA mmap_size=0")
         connection.execute("PRAGMA foreign_keys=ON")
-        # auto_vacuum can only be set before the first page is written, and entering WAL mode writes it: set
-        # it first.
+        # Set auto_vacuum before WAL mode: it can only be set before the first page is written, and entering
+        # WAL mode writes that page.
         connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
         mode = connection.execute("PRAGMA journal_mode=WAL").fetchone()[0]
         if mode != "wal":
@@ -290,7 +291,7 @@ def _open_and_touch(path: Path, how: str) -> sqlite3.Connection:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Return device and inode; None if there is no file."""
+    """Return the device and inode; None if there is no file."""
     try:
         found = path.stat()
     except OSError:
@@ -299,7 +300,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _sync(path: Path) -> None:
-    """Sync a file or a folder to the disk."""
+    """Sync a file or folder to disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -321,8 +322,8 @@ def _check_writable(path: Path) -> None:
 
 
 def _create(path: Path, mode: int = 0o640) -> int:
-    """Open `path`, and create it if it is missing, readable by the service's user and group at most: SQLite
-    would let all users read it. SQLite gives -wal and -shm the same mode."""
+    """Open `path`, creating it if it is missing. The file is readable at most by the service's user and
+    group, whereas SQLite would let all users read it. SQLite gives -wal and -shm the same mode."""
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
     except OSError as error:
@@ -333,8 +334,8 @@ def _lock(path: Path) -> int:
     """Take the writer's lock and return its file descriptor. The lock is held until the descriptor is closed
     or the process ends.
 
-    The lock has a separate file, because opening and closing the database file would drop SQLite's own POSIX
-    locks on it.
+    The lock is on a separate file, because opening and closing the database file would drop SQLite's own
+    POSIX locks on it.
     """
     descriptor = _create(path.with_name(path.name + "-lock"))
     try:
@@ -349,5 +350,5 @@ def _lock(path: Path) -> int:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
     except OSError:
-        pass  # The process id is only informative, so a full disk must not prevent the lock.
+        pass  # the process id is only informative, so a full disk must not prevent the lock
     return descriptor

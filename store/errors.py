@@ -12,7 +12,7 @@ class StoreError(Exception):
 
 
 class MissingDatabaseError(StoreError):
-    """The file does not exist, or the folder to create it in does not exist."""
+    """The file does not exist, or the folder in which to create it does not exist."""
 
 
 class CorruptDatabaseError(StoreError):
@@ -32,16 +32,16 @@ class DatabaseInUseError(StoreError):
 
 
 class StorageFaultError(StoreError):
-    """The disk is full or fails, or the file is locked for longer than the busy timeout. A later attempt may
-    succeed."""
+    """The disk is full or failing, or the file was locked for longer than the busy timeout. A later attempt
+    may succeed."""
 
 
 class OutcomeUnknownError(StoreError):
-    """The disk did not answer in time. Whether the change was made is not known yet."""
+    """The disk did not answer in time, so it is not known yet whether the change was made."""
 
 
 class WriterClosedError(StoreError):
-    """The operation was submitted after `Writer.close()`, or still waited when the writer gave up."""
+    """The operation was submitted after `Writer.close()`, or was still waiting when the writer gave up."""
 
 
 class UnknownRecordError(StoreError):
@@ -61,7 +61,7 @@ class UnknownPeerError(UnknownRecordError):
 
 
 class ConflictError(StoreError):
-    """An existing record, or one that is still in use, prevents the change."""
+    """An existing record, or one still in use, prevents the change."""
 
 
 def primary_code(error: sqlite3.Error) -> int:
@@ -69,7 +69,7 @@ def primary_code(error: sqlite3.Error) -> int:
     return (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
 
 
-# Errors that a later attempt may not meet. All other errors need an operator.
+# Errors that may be gone at a later attempt. All other errors need an operator.
 _PASSING = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
 
 

@@ -1,5 +1,5 @@
-"""Reads and verifies the audit trail: the chain in `control.db`, the heads that were recorded outside of it,
-and the entries in the spool. Needs only read rights, and no running service."""
+"""Reads and verifies the audit trail: the chain in `control.db`, the chain heads recorded outside it, and the
+entries in the spool. Needs only read permission, and no running service."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ AUDIT_FILES = ("control.db", KEY_FILE, HEADS_FILE, SPOOL_FILE)
 
 
 class Recorded(NamedTuple):
-    """A head and its source."""
+    """A chain head and its source."""
 
     head: Head
     source: str
     signed: SignedHead | None = None
-    """None for a head from an auditor's own records, which has no signature."""
+    """Whether the head is signed; None for a head from an auditor's own records, which has no signature."""
 
 
 class Findings(NamedTuple):
@@ -44,9 +44,9 @@ class Findings(NamedTuple):
 
     verdict: Verdict
     problems: list[str]
-    """What is wrong; the first wrong row of the chain comes first."""
+    """What is wrong, starting with the first wrong row of the chain."""
     notes: list[str]
-    """What could not be checked, and other remarks."""
+    """Anything that could not be checked, and other remarks."""
     sources: dict[str, int]
     """Number of recorded heads that the chain was checked against, by source."""
     confirmed_seq: int
@@ -65,7 +65,8 @@ class Findings(NamedTuple):
 
 
 class ActionRecord(NamedTuple):
-    """One action: its intent and its result together. Times in ISO 8601, values as JSON text, as stored."""
+    """One action: its intent and its result combined. Times are in ISO 8601; values are JSON text, as
+    stored."""
 
     seq: int | None
     """The seq of the action's first row; None while it waits in the spool."""
@@ -84,14 +85,14 @@ class ActionRecord(NamedTuple):
 
 
 class ActionFilter(NamedTuple):
-    """Which actions to find; None matches all."""
+    """Conditions on actions; None matches any value."""
 
     actor: str | None = None
-    """`uid:0` also matches actors of this uid that used a key."""
+    """Name of the actor. `uid:0` also matches actors with this uid that used a key."""
     action: str | None = None
-    """A name, or a prefix that ends with a dot: `keys.`."""
+    """Name of the action, or a prefix ending with a dot, such as `keys.`."""
     since: str | None = None
-    """Earliest time of the first row, in ISO 8601 and UTC."""
+    """Earliest time of the first row, in UTC and ISO 8601."""
 
 
 _ACTIONS = """
@@ -110,7 +111,7 @@ WHERE (first.phase IS NOT 'result'
 
 
 def read_actions(path: Path, wanted: ActionFilter, limit: int) -> list[ActionRecord]:
-    """Return the newest `limit` actions that match, oldest first, through a read-only connection. Raises a
+    """Return the newest `limit` matching actions, oldest first, through a read-only connection. Raises a
     `StoreError`."""
     sql, values = _ACTIONS, []
     if wanted.actor is not None:
@@ -129,7 +130,7 @@ def read_actions(path: Path, wanted: ActionFilter, limit: int) -> list[ActionRec
 
 
 def spooled_actions(folder: Path) -> list[ActionRecord]:
-    """Return the actions that wait in the spool of this folder, oldest first. Raises a `StoreError`."""
+    """Return the actions that wait in this folder's spool, oldest first. Raises a `StoreError`."""
     found: dict[str, ActionRecord] = {}
     for entry in read_spool(folder):
         intended = found.get(entry.act or "")
@@ -164,7 +165,7 @@ def verify_audit(path: Path, recorded: Iterable[Head] = ()) -> Verdict:
 
 
 def read_spool(folder: Path) -> list[Entry]:
-    """Return the entries that wait in the spool of this folder. Raises a `StoreError`."""
+    """Return the entries that wait in this folder's spool. Raises a `StoreError`."""
     try:
         return spool.read_spool(folder / SPOOL_FILE).entries
     except OSError as error:
@@ -172,7 +173,7 @@ def read_spool(folder: Path) -> list[Entry]:
 
 
 def read_heads(path: Path) -> list[Recorded]:
-    """Return the heads in a file of any kind. Raises a `StoreError`."""
+    """Return the chain heads in a file of any format. Raises a `StoreError`."""
     try:
         with path.open(encoding="utf-8", errors="replace") as lines:
             return recorded_in(lines, str(path))
@@ -181,14 +182,14 @@ def read_heads(path: Path) -> list[Recorded]:
 
 
 def recorded_in(lines: Iterable[str], source: str) -> list[Recorded]:
-    """Return the heads in a text."""
+    """Return the chain heads in the lines of a text."""
     return [Recorded(signed.head, source, signed) for signed in heads_in(lines)]
 
 
 def examine_folder(folder: Path, recorded: Iterable[Recorded] = ()) -> Findings:
-    """Check the chain of the state directory `folder` against the heads in it and in `recorded`.
+    """Check the chain of the state directory `folder` against the heads recorded there and in `recorded`.
 
-    Raises a `StoreError` for what cannot be read at all.
+    Raises a `StoreError` if the files cannot be read at all.
     """
     problems: list[str] = []
     notes: list[str] = []
@@ -204,7 +205,7 @@ def examine_folder(folder: Path, recorded: Iterable[Recorded] = ()) -> Findings:
         key = read_key(folder / KEY_FILE)
     except StoreError as error:
         unchecked = f"signatures of heads were not checked: {error}"
-        # An auditor cannot read the key, but its file must exist.
+        # An auditor cannot read the key, but the key file must exist.
         kept_from_us = (folder / KEY_FILE).exists() and not os.access(
             folder / KEY_FILE, os.R_OK, effective_ids=True
         )
@@ -227,8 +228,8 @@ def examine_folder(folder: Path, recorded: Iterable[Recorded] = ()) -> Findings:
 
 
 def _recorded_by_now(folder: Path, seq: int) -> int:
-    """Return the newest row up to `seq` with a head. Heads are read again, because a running service may have
-    recorded more."""
+    """Return the seq of the newest row up to `seq` that has a recorded head. Heads are read again, because a
+    running service may have recorded more in the meantime."""
     try:
         return max((head.seq for head, _, _ in read_heads(folder / HEADS_FILE) if head.seq <= seq), default=0)
     except StoreError:
@@ -236,8 +237,8 @@ def _recorded_by_now(folder: Path, seq: int) -> int:
 
 
 def examine(path: Path, recorded: Iterable[Recorded] = (), key: SigningKey | None = None) -> Findings:
-    """Check the chain in the database, or in the export, at `path` against recorded heads. With a `key`,
-    their signatures are checked too: a head with a wrong signature proves nothing about the chain. Raises a
+    """Check the chain in the database or export at `path` against recorded heads. If a `key` is given, the
+    signatures are checked as well, and a head with a wrong signature is not accepted as evidence. Raises a
     `StoreError`."""
     known = list(recorded)
     exported = exports.is_export(path)
@@ -268,7 +269,7 @@ def examine(path: Path, recorded: Iterable[Recorded] = (), key: SigningKey | Non
     if verdict.problem is not None:
         problems.insert(0, f"row {verdict.broken_seq}: {verdict.problem}")
     elif replaced:
-        # The signatures of these heads can no longer be checked, but their hashes must match.
+        # The signatures of these heads can no longer be checked, but their hashes must still match.
         older = checked(replaced)
         if older.problem is not None:
             problems.insert(
@@ -295,8 +296,12 @@ def examine(path: Path, recorded: Iterable[Recorded] = (), key: SigningKey | Non
 def _by_signature(
     known: list[Recorded], key: SigningKey | None, since: int
 ) -> tuple[list[Recorded], list[Recorded], list[Recorded]]:
-    """Return three lists: heads that this key signed or that need no signature; heads of earlier keys, for
-    rows before `since`, the row that records the replacement of the key; and heads with a wrong signature."""
+    """Sort heads into three lists:
+
+    - heads signed by this key, and heads that need no signature,
+    - heads of earlier keys, for rows before `since`, which is the row that records the replacement of the
+      key,
+    - heads with a wrong signature."""
     signed, replaced, forged = [], [], []
     for one in known:
         if key is None or one.signed is None or key.signed_head(one.signed):

@@ -1,11 +1,11 @@
-"""The audit chain as an export file: one line of JSON for each row, and a signed last line with their number.
+"""The audit chain as an export file: one line of JSON per row, followed by a signed trailer line.
 
-A line has every column that is not null; the last one is
+A row's line contains every column that is not null. The last line is
 
     {"trailer": {"at": …, "hash": …, "rows": …, "seq": …, "sha256": …, "sig": …}}
 
-with seq and hash of the newest row and the SHA-256 of all lines before it. `sig` is present if the process
-that wrote the export could read the service's key (`store.heads`).
+with the number of rows, the seq and hash of the newest row, and the SHA-256 of all preceding lines. `sig` is
+present if the exporting process could read the service's key (`store.heads`).
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _FIRST_BYTE = b"{"
 
 
 class Trailer(NamedTuple):
-    """An export's last line. `content` is what is signed."""
+    """The last line of an export. `content` is the signed text."""
 
     head: Head
     rows: int
     content: str
     signature: str | None
     intact: bool
-    """Whether the lines before have the SHA-256 that the trailer names."""
+    """Whether the preceding lines match the SHA-256 in the trailer."""
 
 
 def lines_of(chain: Iterable[AuditRow], key: SigningKey | None) -> Iterator[str]:
-    """Yield the lines of an export, newlines included."""
+    """Yield the lines of an export, including newlines."""
     digest = hashlib.sha256()
     head, count = Head(0, GENESIS_HASH), 0
     for row in chain:
@@ -68,7 +68,8 @@ def is_export(path: Path) -> bool:
 
 
 def read(path: Path) -> tuple[list[AuditRow], Trailer | None]:
-    """Return rows and trailer of an export; no trailer if its end is missing. Raises a `StoreError`."""
+    """Return the rows and the trailer of an export. The trailer is None if the end of the file is missing.
+    Raises a `StoreError`."""
     rows: list[AuditRow] = []
     digest = hashlib.sha256()
     try:
@@ -90,7 +91,7 @@ def read(path: Path) -> tuple[list[AuditRow], Trailer | None]:
 
 
 def problems_of(trailer: Trailer | None, found: Head, key: SigningKey | None) -> list[str]:
-    """Return the problems of an export whose chain ends at `found`."""
+    """Return the problems found in an export whose chain ends at `found`."""
     if trailer is None:
         return ["the export has no trailer: its end is missing"]
     problems = []

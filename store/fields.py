@@ -1,8 +1,10 @@
-"""How a field of a tenant, a key or a quota is declared: once, in its record in `store.policies`.
+"""Declarations of the fields of tenants, keys and quotas. Each field is declared once, in its record in
+`store.policies`.
 
-A record's annotation gives the name, the type and the default; `Field` gives the rest. Checks
-(`store.rules`), columns (`store.schemas`), parameters of actions (`appliance.actions`), options and tables of
-the command line and the tables of the documentation (`scripts/generated_tables.py`) are derived from it.
+A record's annotation gives the name, the type and the default; `Field` gives the rest. Everything else is
+derived from the declaration: checks (`store.rules`), columns (`store.schemas`), parameters of actions
+(`appliance.actions`), command-line options and tables, and the tables in the documentation
+(`scripts/generated_tables.py`).
 """
 
 from __future__ import annotations
@@ -28,16 +30,17 @@ CLASSES = 4
 
 
 class Field(NamedTuple):
-    """What a field's annotation says besides its type. Operators cannot set a field without a `Field`."""
+    """The part of a field's declaration that is not its type. Operators cannot set a field without a
+    `Field`."""
 
     help: str
     """What the field controls: a sentence without the final full stop."""
     unit: Unit = ""
     low: float = 1
     high: float = MAX_COUNT
-    """The range of a number; both ends are allowed."""
+    """Upper end of a number's range; both ends are allowed."""
     none: str = ""
-    """What None means, for a field that can be None."""
+    """Meaning of None, for a field that can be None."""
 
 
 class Declared(NamedTuple):
@@ -52,17 +55,18 @@ class Declared(NamedTuple):
 
     @property
     def optional(self) -> bool:
-        """Return whether the field can be None."""
+        """Return one line that describes what the field controls and what None means."""
         return is_optional(self.type)
 
     @property
     def description(self) -> str:
-        """Return one line that says what the field controls and what None means."""
+        """Return the display name, such as "tokens per minute" or "burst"."""
         return self.field.help + (f" (none: {self.field.none})" if self.optional else "")
 
     @property
     def label(self) -> str:
-        """Return the display name: "tokens per minute", "burst"."""
+        """Return the allowed texts for the field, or for each item of its list; empty if any text is
+        allowed."""
         words = self.name.removesuffix("_s").removesuffix("_at").replace("_", " ")
         return words.replace("kv ", "KV ")
 
@@ -77,7 +81,7 @@ class Declared(NamedTuple):
 
     @property
     def kind(self) -> Kind:
-        """Return how a value is written and read."""
+        """Return the kind of the field, which determines how a value is written and read."""
         inner = without_none(self.type)
         if get_origin(inner) is tuple:
             return "list"
@@ -130,12 +134,12 @@ def _declared(record: Any) -> Mapping[str, Declared]:
 
 
 def is_optional(hint: Any) -> bool:
-    """Return whether a value of this type can be None."""
+    """Return whether a field of this type can be None."""
     return type(None) in get_args(hint)
 
 
 def without_none(hint: Any) -> Any:
-    """Return the type of the values other than None."""
+    """Return the type without None."""
     if get_origin(hint) not in (Union, types.UnionType):
         return hint
     (inner,) = (each for each in get_args(hint) if each is not type(None))

@@ -1,15 +1,18 @@
-"""Signed heads of the audit chain, recorded outside the database. They reveal a chain that was rewritten or
-shortened.
+"""Signed heads of the audit chain, recorded outside the database. They reveal whether the chain was rewritten
+or shortened.
 
-A signed head is one line, the same in the service's journal and in `audit.heads` beside the database:
+A signed head is one line, with the same format in the service's journal and in `audit.heads` next to the
+database:
 
     audit head seq=41 hash=<64 hex> at=2026-11-20T23:16:01.123456+00:00 key=<16 hex> sig=<64 hex>
 
-In the log, ` of ` and the state directory follow, because a journal may also have heads of other services.
-`sig` is HMAC-SHA256 under `audit.key`, which the service makes at its first start and only its user can read;
-`key` is the id of that key, which changes when the key is replaced. The signature proves that this service
-wrote the head. It does not protect against an attacker who can read the key and sign any head. Only a head
-that left the machine before, such as a forwarded journal or a note on paper, reveals their changes."""
+In the log, ` of ` and the state directory follow, because a journal may also contain heads of other services.
+`sig` is an HMAC-SHA256 under `audit.key`, which the service creates at its first startup and only its user
+can read. `key` is the id of that key, which changes when the key is replaced.
+
+The signature proves that this service wrote the head. It does not protect against an attacker who can read
+the key and therefore sign any head. Such an attacker's changes are revealed only by a head that left the
+machine earlier, for example in a forwarded journal or a note on paper."""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ log = logging.getLogger(__name__)
 KEY_FILE = "audit.key"
 HEADS_FILE = "audit.heads"
 ROWS_BETWEEN_HEADS = 16
-"""A head is recorded at the latest when the chain has grown by this many rows."""
+"""Maximum number of rows by which the chain grows before a head is recorded."""
 
 _KEY_BYTES = 32
 _LINE = re.compile(
@@ -42,14 +45,14 @@ _LINE = re.compile(
 
 
 class SignedHead(NamedTuple):
-    """A head with the time at which it was recorded, and the signature of both."""
+    """A head, the time when it was recorded, and the signature over both."""
 
     seq: int
     hash: str
     at: str
     signature: str
     key: str = ""
-    """The id of the signing key; empty in heads of the first versions."""
+    """Id of the signing key; empty in heads written by the first versions."""
 
     @property
     def head(self) -> Head:
@@ -58,22 +61,22 @@ class SignedHead(NamedTuple):
 
     @property
     def line(self) -> str:
-        """The line in the journal and in the file."""
+        """The head as a line for the journal and the file."""
         key = f" key={self.key}" if self.key else ""
         return f"audit head seq={self.seq} hash={self.hash} at={self.at}{key} sig={self.signature}"
 
 
 class SigningKey:
-    """The service's secret, for signatures that only its user and root can make."""
+    """The service's secret key. Only the service's user and root can sign with it."""
 
     def __init__(self, secret: bytes, fresh: bool = False) -> None:
-        """`fresh`: the key was created at this start."""
+        """Hold the secret. `fresh` tells whether the key was created at this startup."""
         self._secret = secret
         self.fresh = fresh
 
     @property
     def id(self) -> str:
-        """The id of the key, which reveals nothing of the secret."""
+        """The id of the key, which reveals nothing about the secret."""
         return self.sign("audit key id", "")[:16]
 
     def sign(self, purpose: str, content: str) -> str:
@@ -85,7 +88,7 @@ class SigningKey:
         return hmac.compare_digest(self.sign(purpose, content), signature)
 
     def sign_head(self, head: Head, at: str) -> SignedHead:
-        """Return the head, signed with this time."""
+        """Return the head, signed together with this time."""
         signature = self.sign("audit head", f"{head.seq} {head.hash} {at}")
         return SignedHead(head.seq, head.hash, at, signature, self.id)
 
@@ -95,12 +98,12 @@ class SigningKey:
 
 
 def make_or_read_key(folder: Path) -> SigningKey:
-    """Return the key of the service whose state is in `folder`; create it if there is none. Raises a
+    """Return the key of the service whose state is in `folder`, creating it if there is none. Raises a
     `StoreError`."""
     path = folder / KEY_FILE
     if not path.exists():
         secret = secrets.token_bytes(_KEY_BYTES)
-        # Create it atomically: the next start could not use half a key.
+        # Create the file atomically, because the next startup could not use a partial key.
         fresh = folder / f"{KEY_FILE}.new"
         try:
             fresh.unlink(missing_ok=True)
@@ -133,7 +136,7 @@ def read_key(path: Path) -> SigningKey:
 
 
 def heads_in(lines: Iterable[str]) -> Iterator[SignedHead]:
-    """Yield the heads in the output of a journal, a heads file, or any text."""
+    """Yield the chain heads in the output of a journal, a heads file, or any other text."""
     for line in lines:
         for match in _LINE.finditer(line):
             yield SignedHead(
@@ -142,7 +145,7 @@ def heads_in(lines: Iterable[str]) -> Iterator[SignedHead]:
 
 
 def lines_of(folder: Path, lines: Iterable[str]) -> Iterator[str]:
-    """Yield the lines of a log that have heads of the service with this state directory."""
+    """Yield those lines of a log that contain heads of the service with this state directory."""
     ending = _of(folder)
     return (line for line in lines if line.rstrip("\n").endswith(ending))
 
@@ -152,15 +155,15 @@ def _of(folder: Path) -> str:
 
 
 class HeadKeeper:
-    """Signs heads and records them in the file and in the log, which systemd's journal stores.
+    """Signs chain heads and records them in the file and in the log, which systemd's journal stores.
 
-    One thread at a time (the database's writer).
+    Must be used by one thread at a time, the database's writer.
     """
 
     def __init__(self, path: Path, key: SigningKey) -> None:
         self.path = path
         self.last_error: str | None = None
-        """Why the latest head could not be written to the file; only the log has it."""
+        """The reason why the latest head could not be written to the file, so that only the log has it."""
         self.recorded: SignedHead | None = None
         self.newest = Head(0, "")
         self._key = key
@@ -171,23 +174,24 @@ class HeadKeeper:
         return self._key.id
 
     def start(self) -> None:
-        """Create the file. If it is missing beside a chain that has rows, the file has been removed."""
+        """Create the file. If the file is missing but the chain already has rows, it has been removed, which
+        is reported."""
         try:
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o640))
         except OSError as error:
             self.last_error = f"{self.path} cannot be created ({error.strerror})"
 
     def replaced_another(self, named: int, newest: int) -> bool:
-        """Return whether the chain, whose newest row is `newest`, must record that this key signs heads from
-        now on: the key was created just now, or the file has heads of another key for rows after `named`, the
-        latest row that names this key."""
+        """Return whether the chain must record that this key signs heads from now on. This is the case if the
+        key was just created, or if the file has heads of another key for rows after `named`, the latest row
+        that names this key. `newest` is the newest row of the chain."""
         return self._key.fresh or any(
             named < head.seq <= newest and not self._key.signed_head(head) for head in self._filed()
         )
 
     def beyond(self, newest: int) -> SignedHead | None:
-        """Return the newest signed head beyond row `newest`, which shows that the chain has lost rows; None
-        if there is none."""
+        """Return the newest signed head after row `newest`, which shows that the chain has lost rows; None if
+        there is none."""
         ours = (head for head in self._filed() if head.seq > newest and self._key.signed_head(head))
         return max(ours, key=lambda head: head.seq, default=None)
 
@@ -200,13 +204,13 @@ class HeadKeeper:
             return []
 
     def saw(self, head: Head) -> None:
-        """Note the newest head of the chain. The first one is recorded at once."""
+        """Remember the newest head of the chain. The first one is recorded immediately."""
         self.newest = head
         if self.recorded is None or head.seq - self.recorded.seq >= ROWS_BETWEEN_HEADS:
             self.record()
 
     def record(self) -> None:
-        """Record the newest head if it is not recorded yet."""
+        """Record the newest head unless it is already recorded."""
         known = self.recorded is not None and self.recorded.head == self.newest
         if self.newest.seq == 0 or (known and self.last_error is None):
             return
@@ -222,8 +226,8 @@ class HeadKeeper:
 
 
 def append_line(path: Path, line: str, mode: int = 0o640) -> None:
-    """Append a line to a file and sync it to the disk. Raises OSError; in that case no partial line
-    remains."""
+    """Append a line to a file and sync it to disk. Raises OSError, in which case no partial line is left in
+    the file."""
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, mode), "rb+", 0) as file:
         end = file.seek(0, os.SEEK_END)
         try:

@@ -1,5 +1,5 @@
-"""Changes of keys. Each runs inside the caller's transaction. The secret of a key is generated here and not
-stored."""
+"""Operations that change keys. Each runs inside the caller's transaction. The secret of a key is generated
+here and not stored."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ _SECRET = re.compile(r"ak-[A-Za-z0-9_-]{43}")
 
 
 def new_secret() -> str:
-    """Return a new secret of 256 random bits."""
+    """Return a new secret with 256 random bits."""
     return "ak-" + secrets.token_urlsafe(32)
 
 
 def without_secrets(text: str) -> str:
-    """Return the text with every secret in it shortened to the prefix that lists show. Users sometimes type a
-    secret where a key id is expected."""
+    """Return the text with every secret shortened to the prefix shown in lists. Users sometimes type a secret
+    where a key id is expected."""
     return _SECRET.sub(lambda found: found[0][:_SHOWN_PREFIX_CHARS] + "...", text)
 
 
 def new_id() -> str:
-    """Return a new key id, which lists, logs and commands use."""
+    """Return a new key id, as used in lists, logs and commands."""
     return "key_" + secrets.token_hex(8)
 
 
 def sha256(secret: str) -> str:
-    """Return the stored hash of a secret. A plain hash is safe, because the secret has 256 random bits."""
+    """Return the hash of a secret, as stored. A plain hash is safe because the secret has 256 random bits."""
     return hashlib.sha256(secret.encode("utf-8", "backslashreplace")).hexdigest()
 
 
 def of_secret(record: KeyRecord, secret: str) -> KeyRecord:
-    """Return the record with the prefix and the hash of this secret."""
+    """Return the record with the prefix and hash of this secret."""
     return msgspec.structs.replace(record, prefix=secret[:_SHOWN_PREFIX_CHARS], sha256=sha256(secret))
 
 
@@ -72,10 +72,10 @@ def rotate(
     overlap_s: float,
     expires_at: float | None,
 ) -> tuple[Change, Change]:
-    """Replace a key by a new one with the same rights. The old key stays valid for `overlap_s` at most.
-    Return the changes of the old and of the new key.
+    """Replace a key by a new one with the same rights. The old key stays valid for at most `overlap_s`
+    seconds. Returns the changes to the old key and to the new one.
 
-    Without `expires_at` the new key gets the lifetime that the old one was created with. Raises ValueError,
+    Without `expires_at`, the new key gets the lifetime that the old one was created with. Raises ValueError,
     UnknownKeyError, and ConflictError for a key that is not valid or was rotated before.
     """
     before = _valid(connection, key_id, now)
@@ -95,7 +95,8 @@ def rotate(
 
 
 def revoke(connection: sqlite3.Connection, key_id: str, now: float) -> Change:
-    """Revoke a key at unix time `now`. A revoked key keeps its first time. Raises UnknownKeyError."""
+    """Revoke a key at unix time `now`. A key that is already revoked keeps its original time. Raises
+    UnknownKeyError."""
     before = find(connection, key_id)
     if before.revoked_at is not None:
         return Change(before, before)

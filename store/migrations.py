@@ -1,7 +1,8 @@
 """Schemas as ordered migrations, recorded in the database by sqlite-utils.
 
-`PRAGMA user_version` counts the applied migrations, so that opening a current file does not need sqlite-utils
-(importing it costs 116 ms). `_sqlite_migrations` records when each was applied. One transaction writes both.
+`PRAGMA user_version` counts the applied migrations, so that an up-to-date file can be opened without
+sqlite-utils, whose import takes 116 ms. `_sqlite_migrations` records when each migration was applied. Both
+are written in one transaction.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ if TYPE_CHECKING:
 
 
 class Migration(NamedTuple):
-    """One step of a schema. Released steps never change; a later change is a new step."""
+    """One step of a schema. Released steps never change; later changes are added as new steps."""
 
     name: str
     statements: tuple[str, ...]
 
 
 class Schema(NamedTuple):
-    """All migrations of one kind of database, oldest first."""
+    """All migrations for one kind of database, oldest first."""
 
     name: str
     migrations: tuple[Migration, ...]
     mode: int = 0o640
-    """The file mode of a new database."""
+    """File mode of a new database."""
 
 
 def schema_version(connection: sqlite3.Connection) -> int:
@@ -49,10 +50,10 @@ def check_not_newer(connection: sqlite3.Connection, path: Path, schema: Schema) 
 
 
 def migrate(connection: sqlite3.Connection, path: Path, schema: Schema) -> list[str]:
-    """Migrate the file to `schema`, each migration in its own transaction. Return the names of those applied
-    now.
+    """Migrate the file to `schema`, each migration in its own transaction. Returns the names of the
+    migrations applied by this call.
 
-    Raises `SchemaVersionError` for a file newer than `schema`; errors of sqlite3 pass through.
+    Raises `SchemaVersionError` if the file is newer than `schema`; errors from sqlite3 are passed on.
     """
     check_not_newer(connection, path, schema)
     if schema_version(connection) == len(schema.migrations):
@@ -71,10 +72,11 @@ def migrate(connection: sqlite3.Connection, path: Path, schema: Schema) -> list[
 
 def _step(statements: tuple[str, ...]) -> Callable[[Database], None]:
     def apply(database: Database, /) -> None:
-        # Execute one statement at a time: executescript() would commit the surrounding transaction first.
+        # Execute one statement at a time, because executescript() would first commit the surrounding
+        # transaction.
         for statement in statements:
             database.conn.execute(statement)
-        # The number of applied migrations, in whatever order this file got them.
+        # The number of applied migrations, regardless of the order in which this file got them.
         database.conn.execute(f"PRAGMA user_version = {schema_version(database.conn) + 1}")
 
     return apply

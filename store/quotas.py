@@ -1,9 +1,9 @@
 """Stores the remaining amounts of quotas in `history.db`, so that a restart does not refill them.
 
-The levels are written every few seconds, not at each request. After a crash, the request log supplies the
-usage since the last snapshot: each row has the tokens of its request (`quota_tokens`), and `QuotaState.used`
-lists the usage that the levels do not include. Snapshots go through the request log's writer, so that it is
-known which rows they include.
+The levels are written every few seconds, not for each request. After a crash, the request log supplies the
+usage since the last snapshot: each row has its request's tokens (`quota_tokens`), and `QuotaState.used` lists
+the usage that the levels do not include. Snapshots are written by the request log's writer, so it is known
+which rows they include.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from store.writer import Writer
 
 
 class QuotaLevels(msgspec.Struct, frozen=True, kw_only=True):
-    """Remaining amounts of the limits of one tenant or key; None for a limit that is not set.
+    """Remaining amounts of one tenant's or key's limits; None for a limit that is not set.
 
-    Requests whose rows are open count as if they had used nothing, because their rows record the usage.
+    Requests with open rows are treated as if they had used nothing, because their rows record the usage.
     """
 
     scope: str
@@ -31,30 +31,30 @@ class QuotaLevels(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """The name of the tenant, or the id of the key."""
     at: float
-    """When the levels were stored, in unix seconds."""
+    """Time when the levels were stored, in unix seconds."""
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
     tokens_per_day: float | None = None
 
 
 class Used(msgspec.Struct, frozen=True):
-    """The usage of one request that the levels do not include."""
+    """The usage of one request that the stored levels do not include."""
 
     tenant: str
     key_id: str
     """Id of the key; empty for a Unix peer."""
     at: float
-    """When the request was admitted, in unix seconds."""
+    """Time when the request was admitted, in unix seconds."""
     tokens: int
     """Number of tokens, above 0. Requests without usage are not listed."""
 
 
 class QuotaState(msgspec.Struct, frozen=True):
-    """The state of the quotas that is read at a start."""
+    """The quota state that is read at startup."""
 
     levels: list[QuotaLevels] = []
     used: list[Used] = []
-    """The use that the levels do not include, oldest first."""
+    """Usage that the levels do not include, oldest first."""
 
 
 _COLUMNS = QuotaLevels.__struct_fields__
@@ -72,9 +72,9 @@ class QuotaLog:
         self._writer = writer
 
     def save(self, levels: Iterable[QuotaLevels], gone: Iterable[tuple[str, str]] = ()) -> bool:
-        """Store these levels, and delete those of (scope, name) in `gone`. Never blocks; returns False if the
-        snapshot was dropped. Call this after the rows of all requests that the levels include have been
-        submitted, and before any further row is."""
+        """Store these levels, and delete those of the (scope, name) pairs in `gone`. Never blocks; returns
+        False if the snapshot was dropped. Call this after the rows of all requests that the levels include
+        have been submitted, and before any further row is submitted."""
         values = [msgspec.structs.astuple(level) for level in levels]
         return self._writer.submit(partial(_save, values, list(gone)))
 
@@ -88,7 +88,7 @@ def _save(
 
 
 def read_quotas(path: Path) -> QuotaState:
-    """Return the state of every quota in the file at `path`, before the first request. Raises a
+    """Return the state of all quotas in the file at `path`. Call this before the first request. Raises a
     `StoreError`."""
     with reading(path, HISTORY) as connection:
         levels = [

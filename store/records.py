@@ -21,11 +21,11 @@ _TABLES: dict[type[Record], tuple[str, tuple[str, ...]]] = {
     KeyRecord: ("keys", ("id",)),
     PeerRecord: ("peers", ("kind", "number")),
 }
-"""Table and primary key."""
+"""Table and primary key of each record type."""
 
 
 def insert(connection: sqlite3.Connection, record: Record) -> None:
-    """Insert a record. Raises sqlite3.IntegrityError if the primary key exists."""
+    """Insert a record. Raises sqlite3.IntegrityError if the primary key already exists."""
     values = _values(record)
     table, _ = _TABLES[type(record)]
     marks = ", ".join("?" * len(values))
@@ -59,7 +59,7 @@ def find(connection: sqlite3.Connection, kind: type[R], *name: object) -> R | No
 
 
 def select(connection: sqlite3.Connection, kind: type[R], where: str = "1", *values: object) -> list[R]:
-    """Return the records for which `where` (SQL, with a placeholder for each value) is true, oldest first."""
+    """Return the records that match `where` (SQL, with a placeholder for each value), oldest first."""
     table, _ = _TABLES[kind]
     columns = kind.__struct_fields__
     rows = connection.execute(
@@ -73,13 +73,13 @@ def _where(names: tuple[str, ...]) -> str:
 
 
 def column_type(hint: Any) -> str:
-    """Return the SQL type of the column for a field of this type."""
+    """Return the SQL column type for a field of this type."""
     inner = without_none(hint)
     return {int: "INTEGER", float: "REAL"}.get(inner, "TEXT")
 
 
 def column_value(value: object) -> object:
-    """Return a field's value as SQLite stores it."""
+    """Convert a field's value to what SQLite stores."""
     if isinstance(value, tuple | msgspec.Struct):
         return msgspec.json.encode(value, order="sorted").decode()
     return value

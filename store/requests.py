@@ -1,6 +1,6 @@
 """The request log in `history.db`: one row per request, opened at admission and ended exactly once.
 
-`RequestLog` writes through the writer thread and never blocks. `RequestReader` reads in any process.
+`RequestLog` writes through the writer thread and never blocks. `RequestReader` can read from any process.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from store.writer import Writer
 
 log = logging.getLogger(__name__)
 
-# Clients choose some of the texts (model, error). The limit keeps the spool in memory small; longer texts are
-# of no further use.
+# Some of the texts (model, error) are chosen by clients. The limit keeps the in-memory spool small; anything
+# longer is of no further use.
 _TEXT_LIMIT_CHARS = 2000
 
 
 class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_class": "class"}):
-    """The stored record of one request. Times in unix seconds. Contains no prompt and no answer.
+    """The stored record of one request. Times are in unix seconds. It contains neither prompt nor answer.
 
-    A row is open while `finished_at` is None; the fields about the end are set when it ends. Fields are
-    columns of the table (`request_class` is the column `class`).
+    A row is open while `finished_at` is None; the fields about the end are set when it ends. The fields are
+    the table's columns (`request_class` is the column `class`).
     """
 
     request_id: str
@@ -39,16 +39,16 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_cla
     tenant: str | None = None
     key_id: str | None = None
     peer: str | None = None
-    """`uid 1000` on the Unix socket, otherwise the address."""
+    """Peer of the connection: `uid 1000` on the Unix socket, otherwise the address."""
     endpoint: str
     model: str | None = None
     version: str | None = None
     request_class: str = "P1"
-    """The service class, P0 (real-time) to P3 (background)."""
+    """Service class, from P0 (real-time) to P3 (background)."""
     stream: bool = False
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """Prompt tokens found in the prefix cache; part of `prompt_tokens`."""
+    """Prompt tokens found in the prefix cache, which are included in `prompt_tokens`."""
     generated_tokens: int = 0
     billed_tokens: int = 0
     queue_ms: float | None = None
@@ -66,26 +66,28 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_cla
     preemptions: int = 0
     resubmissions: int = 0
     quota_tokens: int = 0
-    """Tokens that count against quotas: the reserved tokens while the row is open, the used tokens after its
-    end. 0 for a request that never ran, which does not count against request quotas either."""
+    """Tokens charged to quotas: the reserved tokens while the row is open, the used tokens after it has
+    ended. 0 for a request that never ran, which is not charged to request quotas either."""
     retry: Literal["joined", "repeated", "anew"] | None = None
-    """Set for a retry with a known `Idempotency-Key`: "joined" (answered from a run under way), "repeated"
-    (from the kept answer of a finished run) or "anew" (run again, because the answer of the first run was
-    lost). None: not a retry."""
+    """How a retry with a known `Idempotency-Key` was answered; None if the request is not a retry.
+
+    - "joined": from a run in progress.
+    - "repeated": from the stored response of a finished run.
+    - "anew": by running the request again, because the response of the first run was lost."""
     retry_of: str | None = None
-    """The id of the request whose run that was."""
+    """Id of the request whose run answered the retry."""
     user: str | None = None
-    """The field `user` of the request's body, by which the client identifies its end user."""
+    """Field `user` of the request body, with which the client identifies its end user."""
 
 
 class LoggedRequest(RequestRow, frozen=True, kw_only=True):
     """A row as read from the database."""
 
     sequence: int
-    """Position of the row's last change in the order of all changes. `RequestReader.changes` uses it."""
+    """Position of the row's last change in the order of all changes, used by `RequestReader.changes`."""
     state: Literal["open", "ended"]
     double_ends: int
-    """Number of further ends after the first; 0 unless the service has a defect."""
+    """Number of further ends after the first one; 0 unless the service has a defect."""
 
 
 _COLUMNS = RequestRow.__struct_encode_fields__
@@ -95,7 +97,7 @@ _INSERT = (
     f"ON CONFLICT (request_id) "
 )
 _OPEN = _INSERT + "DO NOTHING"
-# The first end stands: a row that has ended is not changed, and the count of changed rows is 0.
+# The first end is kept: a row that has already ended is not changed, and the number of changed rows is 0.
 _END = (
     _INSERT
     + "DO UPDATE SET "
@@ -115,7 +117,7 @@ class RequestLog:
         """Log an admitted request. Never blocks; returns False if the row was dropped (counted in the
         writer's state).
 
-        Raises `ValueError` for a row that has ended.
+        Raises `ValueError` for a row that has already ended.
         """
         if row.finished_at is not None:
             raise ValueError(
@@ -125,8 +127,8 @@ class RequestLog:
 
     def end(self, row: RequestRow) -> bool:
         """Log the end of a request: `row` replaces the open row, or is inserted if there is none. Never
-        blocks; returns False if the row was dropped. If a request ends twice, the first end stands, and
-        `double_ends` of the row counts the second.
+        blocks; returns False if the row was dropped. If a request ends twice, the first end is kept, and the
+        row's `double_ends` counts the second.
 
         Raises `ValueError` for a row without `finished_at`.
         """
@@ -137,10 +139,10 @@ class RequestLog:
         return self._writer.submit(partial(self._write_end, row))
 
     def seal_open_rows(self, reason: str) -> Future[int]:
-        """End every row that is open now, with status 500 and finish reason `interrupted`. Called by the
-        start after a crash, before the first `open`. The future has the number of rows. They end before any
-        row that is submitted later, even if the disk refuses writes at first, so no caller needs to wait for
-        the future."""
+        """End every row that is currently open, with status 500 and finish reason `interrupted`. Called at
+        startup after a crash, before the first `open`. The future returns the number of rows. They are ended
+        before any row that is submitted later, even if the disk refuses writes at first, so callers need not
+        wait for the future."""
         return self._writer.submit_for_result(partial(self._write_seals, reason, time.time()))
 
     def _write_open(self, row: RequestRow, connection: sqlite3.Connection) -> None:
@@ -179,7 +181,7 @@ class RequestLog:
             return connection.execute(sql, [_storable(value) for value in values]).rowcount
 
     def _next_sequence(self, connection: sqlite3.Connection) -> int:
-        # The numbers of a transaction that was rolled back are not used again, so gaps have no meaning.
+        # Sequence numbers of a rolled-back transaction are not reused, so gaps have no meaning.
         if self._last_sequence is None:
             found = connection.execute("SELECT max(sequence) FROM requests").fetchone()[0]
             self._last_sequence = 0 if found is None else int(found)
@@ -188,7 +190,8 @@ class RequestLog:
 
 
 class RequestFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """Conditions on requests; None matches any value. Times in unix seconds, compared with `created_at`."""
+    """Conditions on requests; None matches any value. Times are in unix seconds and compared with
+    `created_at`."""
 
     since: float | None = None
     until: float | None = None
@@ -203,7 +206,8 @@ class RequestFilter(msgspec.Struct, frozen=True, kw_only=True):
     status: int | None = None
     finish_reason: str | None = None
     failed: bool | None = None
-    """True: requests with a status of 400 or more, or with an error. False: all other ended requests."""
+    """True selects requests with a status of 400 or more, or with an error. False selects all other ended
+    requests."""
 
 
 _FAILED = "(status >= 400 OR error IS NOT NULL)"
@@ -224,18 +228,18 @@ _CONDITIONS = {
 
 
 class RequestReader:
-    """Reads the request log at `path` from any process, without write rights, whether or not the service
-    runs.
+    """Reads the request log at `path` from any process, without write permission, whether or not the service
+    is running.
 
-    Each call opens and closes a connection, so that a reader does not keep the file in WAL mode when the
-    service stops. Calls block for milliseconds and raise a `StoreError`. All lists have the oldest row first.
+    Each call opens and closes a connection, so that no reader keeps the file in WAL mode when the service
+    stops. Calls block for milliseconds and raise a `StoreError`. All lists start with the oldest row.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def query(self, wanted: RequestFilter, limit: int) -> list[LoggedRequest]:
-        """Return the newest `limit` requests, by `created_at`, that match every condition of `wanted`."""
+        """Return the newest `limit` requests by `created_at` that match every condition in `wanted`."""
         conditions, values = ["true"], []
         for field, value in msgspec.structs.asdict(wanted).items():
             if value is not None:
@@ -248,7 +252,8 @@ class RequestReader:
         """Return the first `limit` rows that were opened or ended after the change with sequence `after`, in
         the order of their changes.
 
-        Each row is in its latest state: a row that was opened and ended since then appears once, ended.
+        Each row is in its latest state: a row that was both opened and ended after `after` appears once, as
+        ended.
         """
         return self._read("WHERE sequence > ? ORDER BY sequence LIMIT ?", (after, _checked(limit)))
 
@@ -257,8 +262,8 @@ class RequestReader:
         return int(self._fetch("SELECT ifnull(max(sequence), 0) FROM requests", ())[0][0])
 
     def double_ends(self) -> int:
-        """Return the number of further ends after a request's first, over all rows. Above 0, the service has
-        a defect."""
+        """Return the total number of further ends after a request's first, over all rows. If it is above 0,
+        the service has a defect."""
         return int(
             self._fetch("SELECT ifnull(sum(double_ends), 0) FROM requests WHERE double_ends > 0", ())[0][0]
         )
@@ -280,7 +285,7 @@ def _logged(values: tuple[Any, ...]) -> LoggedRequest:
 
 
 def _storable(value: Any) -> Any:
-    """Return `value` with code points that UTF-8 cannot encode written as escapes."""
+    """Return `value` with escapes in place of code points that UTF-8 cannot encode."""
     return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 
 

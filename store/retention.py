@@ -1,7 +1,7 @@
-"""Removes data whose retention time has passed: rows of the request log, and contents of requests. Batches
-are small, so that no other operation waits long, and free pages are returned to the file system.
+"""Removes data whose retention time has passed: rows of the request log, and stored contents of requests.
+Batches are small, so that other operations never wait long, and free pages are returned to the file system.
 
-The functions that take a connection are operations for the writer of the database.
+Functions that take a connection are operations for the database's writer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BATCH_ROWS = 100
 BATCH_BYTES = 256 << 10
 BATCH_PAGES = 32
 KEPT_FREE = 0.1
-"""Fraction of a file that may be free pages."""
+"""Maximum fraction of a file that may consist of free pages."""
 
 
 # Each step is one index lookup; DISTINCT would read the whole index.
@@ -31,18 +31,18 @@ SELECT name FROM found WHERE name IS NOT NULL
 
 
 class Removed(NamedTuple):
-    """The result of one batch."""
+    """The result of removing one batch."""
 
     rows: int
     pages: int
-    """Number of pages that were returned to the file system."""
+    """Number of pages returned to the file system."""
     more: bool
     """Whether there is more to remove."""
 
 
 def remove_requests(connection: sqlite3.Connection, before: float) -> Removed:
-    """Remove a batch of ended requests that were admitted before `before` (unix seconds). The row that
-    changed last stays, because readers that follow the log count from it."""
+    """Remove a batch of ended requests that were admitted before `before` (unix seconds). The most recently
+    changed row is kept, because readers that follow the log count from it."""
     gone = connection.execute(
         "DELETE FROM requests WHERE rowid IN (SELECT rowid FROM requests WHERE created_at < ? "
         "AND finished_at IS NOT NULL AND sequence < (SELECT max(sequence) FROM requests) "
@@ -55,9 +55,9 @@ def remove_requests(connection: sqlite3.Connection, before: float) -> Removed:
 def remove_contents(
     connection: sqlite3.Connection, before: Mapping[str, float | None], otherwise: float | None
 ) -> Removed:
-    """Remove a batch of contents of requests that were admitted before the time of their tenant in `before`
-    (unix seconds). For deleted tenants, `otherwise` applies; None keeps their contents."""
-    # Overwrite removed data, instead of only unlinking its pages.
+    """Remove a batch of contents of requests that were admitted before their tenant's time in `before` (unix
+    seconds). For deleted tenants, `otherwise` applies; if it is None, their contents are kept."""
+    # Overwrite removed data instead of only unlinking its pages.
     connection.execute("PRAGMA secure_delete=ON").fetchone()
     tenants = [name for (name,) in connection.execute(_TENANTS)]
     gone = 0
@@ -76,13 +76,13 @@ class Emptying:
     def __init__(self, connection: sqlite3.Connection) -> None:
         self.connection = connection
         self.done = False
-        """False if a reader was in the way."""
+        """Whether the log was emptied; False if a reader prevented it."""
 
 
 def empty_log(writer: Writer) -> Future[Emptying]:
-    """Write the write-ahead log into the database and empty it. Removed data stays in the log until it is
-    overwritten. Does not wait for readers, because pending writes would wait too; the caller tries again
-    later. The future raises a `StoreError`."""
+    """Write the write-ahead log into the database and empty it, because removed data stays in the log until
+    it is overwritten. This does not wait for readers, because pending writes would have to wait too; the
+    caller tries again later. The future raises a `StoreError`."""
 
     def empty(emptying: Emptying) -> None:
         connection = emptying.connection
@@ -94,7 +94,7 @@ def empty_log(writer: Writer) -> Future[Emptying]:
             connection.execute(f"PRAGMA busy_timeout={patience_ms}")
         emptying.done = not busy
 
-    # Runs after the commit, since a checkpoint is impossible within a transaction.
+    # This runs after the commit, because a checkpoint is impossible within a transaction.
     return writer.call(Emptying, empty)
 
 
@@ -118,11 +118,12 @@ def _and_pages(connection: sqlite3.Connection, gone: int, more: bool) -> Removed
     free, pages = (
         int(connection.execute(f"PRAGMA {n}").fetchone()[0]) for n in ("freelist_count", "page_count")
     )
-    # Some of the free pages are needed again soon. Return only the excess, after all rows have been removed.
+    # Some of the free pages will soon be needed again, so only the excess is returned, after all rows have
+    # been removed.
     if more or free <= max(BATCH_PAGES, pages * KEPT_FREE):
         return Removed(gone, 0, more)
     for _ in range(BATCH_PAGES):
-        # Free one page per statement: each step frees one page, and Python's sqlite3 module steps a statement
-        # without result columns only once.
+        # Free one page per statement. SQLite frees one page per step, and Python's sqlite3 module steps a
+        # statement without result columns only once.
         connection.execute("PRAGMA incremental_vacuum(1)")
     return Removed(gone, BATCH_PAGES, True)

@@ -1,5 +1,5 @@
-"""Checks the values of tenants, keys and peers. Each check raises `ValueError` with field, value and
-remedy."""
+"""Checks the values of tenants, keys and peers. Each check raises a `ValueError` that names the field, the
+value and the remedy."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from store.fields import MAX_NAMES, MAX_TEXT_CHARS, Declared, declared, either
 from store.policies import PEER_KINDS, KeyRecord, PeerRecord, Quota, TenantRecord
 
 MAX_PEER_NUMBER = 2**32 - 2
-"""The highest uid and gid of Linux; the next number means "none"."""
+"""Highest uid and gid on Linux; the next number means "none"."""
 
 _TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 def check_tenant(tenant: TenantRecord) -> None:
-    """Check a tenant's fields, except its name, which is checked when the tenant is created."""
+    """Check a tenant's fields except its name, which is checked only when the tenant is created."""
     _check_fields(tenant)
     _check_fields(tenant.quota)
 
@@ -43,7 +43,7 @@ def check_peer(peer: PeerRecord) -> None:
 
 
 def check_tenant_name(name: str) -> None:
-    """Check the name of a new tenant, which appears in URLs, labels of metrics and file names."""
+    """Check the name of a new tenant, which appears in URLs, metric labels and file names."""
     if not _TENANT_NAME.fullmatch(name):
         raise wrong(
             "name", name, "begin with a letter or digit and go on with those or any of . _ - (at most 64)"
@@ -51,7 +51,7 @@ def check_tenant_name(name: str) -> None:
 
 
 def allows(field: Declared, value: Any) -> bool:
-    """Return whether a field can have this value, None excepted."""
+    """Return whether a field may have this value. None is not checked here."""
     match field.kind:
         case "number" | "span" | "count" | "class":
             return field.field.low <= value <= field.field.high

@@ -1,7 +1,7 @@
 """The tables, indexes and views of the databases. `docs/store.md` explains each column.
 
-A released migration never changes; append a new one. New fields of tenants and keys need no written
-migration, because their columns are derived from the fields (`_added_fields`).
+A released migration never changes; append a new one instead. New fields of tenants and keys need no
+hand-written migration, because their columns are derived from the field declarations (`_added_fields`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from store.policies import KeyFields, TenantRecord
 from store.records import column_type, column_value
 
 # Times are unix seconds. A request is open while finished_at is null. sequence is the position of the row's
-# last change in the order of all changes: readers that follow the log ask for rows above the last sequence
-# that they saw.
+# last change in the order of all changes. Readers that follow the log ask for rows above the last sequence
+# they have seen.
 _REQUESTS = (
     """
 CREATE TABLE requests (
@@ -58,8 +58,8 @@ CREATE TABLE requests (
     "CREATE INDEX requests_created_at ON requests (created_at)",
     "CREATE INDEX requests_tenant ON requests (tenant, created_at)",
     "CREATE INDEX requests_model ON requests (model, created_at)",
-    # Partial indexes that are small or empty at all times: the open rows that a start after a crash ends, and
-    # the rows with double ends, which indicate a defect.
+    # Partial indexes that always stay small or empty: one for the open rows, which a startup after a crash
+    # must end, and one for rows with double ends, which indicate a defect.
     "CREATE INDEX requests_open ON requests (request_id) WHERE finished_at IS NULL",
     "CREATE INDEX requests_double_ends ON requests (request_id) WHERE double_ends > 0",
     """
@@ -108,7 +108,7 @@ WHERE finished_at IS NOT NULL AND (status >= 400 OR error IS NOT NULL)
 """,
 )
 
-# The key itself is not stored: only its SHA-256, and its first characters by which people recognise it.
+# The key itself is not stored, only its SHA-256 and its first characters, which help people recognise it.
 _KEYS = (
     """
 CREATE TABLE keys (
@@ -160,8 +160,8 @@ SELECT
 FROM keys
 """
 
-# "local" is the tenant of local users without a mapping, "default" the tenant of keys that were created
-# without a tenant. Keys that are older than the table of tenants keep the name of their tenant.
+# "local" is the tenant of local users without a mapping; "default" is the tenant of keys created without one.
+# Keys that are older than the tenants table keep their tenant's name.
 _TENANTS = (
     """
 CREATE TABLE tenants (
@@ -202,8 +202,8 @@ FROM (SELECT 'local' AS name UNION SELECT 'default' UNION SELECT tenant FROM key
     _KEY_LIST.format(added=""),
 )
 
-# AUTOINCREMENT keeps the highest seq ever given in sqlite_sequence, so the removal of the last rows can be
-# detected.
+# AUTOINCREMENT keeps the highest seq ever used in sqlite_sequence, so that the removal of the last rows can
+# be detected.
 _AUDIT = (
     """
 CREATE TABLE audit (
@@ -227,7 +227,7 @@ BEGIN SELECT RAISE(ABORT, 'audit rows are never deleted'); END
 """,
 )
 
-# sequence: the latest change of the request log that the levels include.
+# sequence is the latest change in the request log that the levels include.
 _QUOTA_LEVELS = (
     "ALTER TABLE requests ADD COLUMN quota_tokens INTEGER NOT NULL DEFAULT 0",
     """
@@ -251,7 +251,7 @@ _RETRIES = (
 
 _USER = ("ALTER TABLE requests ADD COLUMN user TEXT",)
 
-# Null in rows of earlier versions. Null columns are not hashed, so those rows keep their hashes.
+# Null in rows written by earlier versions. Null columns are not hashed, so those rows keep their hashes.
 _AUDIT_ACTS = (
     "ALTER TABLE audit ADD COLUMN host TEXT",
     "ALTER TABLE audit ADD COLUMN act TEXT",
@@ -317,8 +317,8 @@ HISTORY = Schema(
 def _added_fields(
     table: str, record: type[msgspec.Struct], after: str, view: str, view_sql: str
 ) -> Iterator[Migration]:
-    """Yield a migration for each field that `record` declares after the field `after`, which is the last one
-    whose column a written migration creates. The migration adds the column to `table` and to the table's
+    """Yield a migration for each field that `record` declares after the field `after`, the last one whose
+    column a hand-written migration creates. The migration adds the column to `table` and to the table's
     view."""
     names = record.__struct_fields__
     hints, fields, added = get_type_hints(record), declared(record), ""

@@ -1,11 +1,11 @@
-"""Keeps audit entries while the control database refuses writes: in a file beside the database.
+"""Stores audit entries while the control database refuses writes, in a file next to the database.
 
-The space of the file is reserved at each start, so that it takes entries even when the disk is full. What the
-file cannot take waits in memory, and is written to the service's log in full.
+Space for the file is reserved at each startup, so that it can hold entries even when the disk is full.
+Entries that do not fit into the file are kept in memory and written to the service's log in full.
 
-The file has lines of JSON, followed by zero bytes up to the reserved size. The `mac` of each line signs its
-entry and the `mac` of the line before, so that only the service's user can change, remove or reorder lines
-without being detected.
+The file consists of lines of JSON, followed by zero bytes up to the reserved size. Each line's `mac` signs
+its entry and the previous line's `mac`, so that only the service's user can change, remove or reorder lines
+undetected.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 SPOOL_FILE = "audit.spool"
 RESERVED_BYTES = 256 << 10
-"""Space for about 500 entries."""
+"""Reserved size of the file, enough for about 500 entries."""
 MAX_ENTRIES = 10_000
 
 _PURPOSE = "audit spool"
@@ -39,28 +39,28 @@ class SpoolState(NamedTuple):
 
     rows: int
     in_memory: int
-    """Number of entries that are not in the file. If the service dies, only its log has them."""
+    """Number of entries that are not in the file. If the service dies, they survive only in its log."""
     path: Path | None
-    """The file that has the other entries; None if it has none."""
+    """File that contains the other entries; None if there are none in the file."""
     since: str | None
     """Time of the oldest entry, as in `Entry.at`."""
     lost: int
-    """Entries dropped because too many wait; the service's log has them."""
+    """Entries dropped because too many were waiting; they are in the service's log."""
 
 
 class SpoolContent(NamedTuple):
-    """What a spool file contains."""
+    """The contents of a spool file."""
 
     entries: list[Entry]
     end: int = 0
-    """Length of all lines, in bytes."""
+    """Total length of all lines, in bytes."""
     mac: str = _FIRST_MAC
     """The `mac` of the last line."""
 
 
 def read_spool(path: Path, key: SigningKey | None = None) -> SpoolContent:
-    """Read a spool file; a missing file has no entries. With `key`, entries whose signature is wrong get a
-    note. A line that cannot be parsed becomes an entry that says so. Raises OSError."""
+    """Read a spool file; a missing file has no entries. With `key`, entries with a wrong signature are marked
+    with a note. A line that cannot be parsed becomes an entry that says so. Raises OSError."""
     try:
         lines = path.read_bytes().partition(b"\0")[0].splitlines(keepends=True)
     except FileNotFoundError:
@@ -69,7 +69,7 @@ def read_spool(path: Path, key: SigningKey | None = None) -> SpoolContent:
     end, mac = 0, _FIRST_MAC
     for number, line in enumerate(lines, start=1):
         if not line.endswith(b"\n"):
-            break  # The service or the machine stopped while this line was written.
+            break  # the service or the machine stopped while this line was written
         entry, content, own_mac = _parse(line)
         if entry is None:
             entry = _damaged(path, number)
@@ -90,19 +90,19 @@ class Spool:
         self._descriptor: int | None = None
         self._entries, self._end, self._mac = SpoolContent([])
         self._in_memory = 0
-        """How many of the newest entries are not in the file."""
+        """Number of entries, counted from the newest, that are not in the file."""
         self._lost = 0
 
     def start(self) -> None:
-        """Read the entries that an earlier run of the service left, and reserve space. Raises OSError if the
+        """Read the entries left by an earlier run of the service, and reserve space. Raises OSError if the
         file cannot be read."""
         self._entries, self._end, self._mac = read_spool(self._path, self._key)
-        # If space cannot be reserved, the file grows when it is written.
+        # If space cannot be reserved, the file grows as it is written.
         with contextlib.suppress(OSError):
             os.posix_fallocate(self._open(), 0, RESERVED_BYTES)
 
     def put(self, entry: Entry) -> None:
-        """Keep an entry. Never raises: an entry that the file does not take is logged in full."""
+        """Store an entry. Never raises: an entry that does not fit into the file is logged in full."""
         with self._lock:
             if len(self._entries) >= MAX_ENTRIES:
                 self._lost += 1
@@ -115,7 +115,7 @@ class Spool:
                 log.critical("audit entry in memory only: %s", _content(entry))
 
     def retry(self) -> None:
-        """Try again to write the entries that are in memory only."""
+        """Try again to write the entries that are only in memory to the file."""
         with self._lock:
             self._write()
 
@@ -125,10 +125,10 @@ class Spool:
             return list(self._entries)
 
     def drop(self, count: int) -> None:
-        """Remove the oldest `count` entries, which are in the chain now.
+        """Remove the oldest `count` entries, which have been appended to the chain.
 
-        The file is cleared when no entry waits. Until then it keeps entries that are in the chain: a later
-        start recognises them by their `act`.
+        The file is cleared only when no entry is waiting. Until then it also contains entries that are
+        already in the chain, which a later startup recognises by their `act`.
         """
         with self._lock:
             del self._entries[:count]
@@ -141,7 +141,7 @@ class Spool:
                 log.warning("%s cannot be emptied (%s)", self._path, error.strerror)
 
     def state(self) -> SpoolState:
-        """Return how many entries wait, and where."""
+        """Return how many entries are waiting, and where."""
         with self._lock:
             rows = len(self._entries)
             return SpoolState(
@@ -153,7 +153,7 @@ class Spool:
             )
 
     def close(self) -> None:
-        """Close the file, and remove it if it has no entries."""
+        """Close the file, and remove it if it contains no entries."""
         with self._lock:
             if self._in_memory:
                 log.critical("%d audit entries are only in the log above: the process ends", self._in_memory)
@@ -165,7 +165,7 @@ class Spool:
                     self._path.unlink(missing_ok=True)
 
     def _write(self) -> None:
-        """Write the entries that are in memory only to the file, as far as it takes them."""
+        """Write as many of the entries in memory to the file as fit."""
         for entry in self._entries[len(self._entries) - self._in_memory :]:
             try:
                 self._append(entry)
@@ -175,7 +175,7 @@ class Spool:
             self._in_memory -= 1
 
     def _append(self, entry: Entry) -> None:
-        """Write an entry to the disk. Raises OSError."""
+        """Write an entry to the file and sync it. Raises OSError."""
         content = _content(entry)
         mac = self._key.sign(_PURPOSE, self._mac + content)
         line = canonical_json({"entry": content, "mac": mac}).encode() + b"\n"
@@ -186,14 +186,14 @@ class Spool:
                 written += os.pwrite(descriptor, line[written:], self._end + written)
             os.fdatasync(descriptor)
         except OSError:
-            # The next attempt must not follow a partial line.
+            # Remove the partial line, because the next attempt must not be appended to it.
             with contextlib.suppress(OSError):
                 os.pwrite(descriptor, bytes(len(line)), self._end)
             raise
         self._end, self._mac = self._end + len(line), mac
 
     def _clear(self) -> None:
-        """Remove all lines from the file and keep the reserved space. Raises OSError."""
+        """Remove all lines from the file but keep the reserved space. Raises OSError."""
         if not self._end:
             return
         descriptor = self._open()
@@ -215,7 +215,7 @@ def _content(entry: Entry) -> str:
 
 
 def _parse(line: bytes) -> tuple[Entry | None, str, str]:
-    """Return a line's entry, the text that is signed, and its `mac`; None for a damaged line."""
+    """Return the line's entry, its signed text, and its `mac`. The entry is None for a damaged line."""
     try:
         outer = json.loads(line)
         content, mac = outer["entry"], outer["mac"]

@@ -1,4 +1,4 @@
-"""Plain data of the store that fronts and the admin API use directly, without loading SQLite."""
+"""Plain data structures that fronts and the admin API use directly, without loading SQLite."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ class KeptText(msgspec.Struct, frozen=True):
 
     part: Literal["prompt", "answer"]
     number: int
-    """Index among the prompts, or the answers, of the request."""
+    """Index among the request's prompts or answers."""
     sha256: str
-    """SHA-256 (hex) of `text`. If only hashes are kept: of the whole original text, which is JSON without
-    spaces for a conversation, and the decoded text for token ids."""
+    """SHA-256 (hex) of `text`. If only hashes are kept, it is computed over the whole original text: JSON
+    without spaces for a conversation, the decoded text for token ids."""
     bytes: int
-    """Size of the whole original text."""
+    """Size of the whole original text, in bytes."""
     text: str | None = None
-    """The text without its secrets; None if only hashes are kept."""
+    """Text with secrets removed; None if only hashes are kept."""
     truncated: bool = False
     """Whether `text` is only the beginning of the original."""
     redactions: int = 0
-    """Number of secrets that were removed from `text`."""
+    """Number of secrets removed from `text`."""
 
 
 class WriterState(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a database's writer."""
+    """The state of a database writer."""
 
     lag_rows: int
-    """Operations that wait to be committed."""
+    """Number of operations that wait to be committed."""
     lag_ms: float
-    """Age of the oldest waiting operation; up to the commit interval is normal."""
+    """Age of the oldest waiting operation; values up to the commit interval are normal."""
     last_error: str | None
-    """Why the latest attempt failed; None once the database accepts writes again."""
+    """The reason why the latest attempt failed; None once the database accepts writes again."""
     failing_s: float
-    """For how long the database has refused writes; 0 if it accepts them."""
+    """How long the database has refused writes, in seconds; 0 if it accepts them."""
     committed_rows: int
     dropped_rows: int
-    """Operations that were dropped because the spool was full, or because they still waited when the writer
+    """Operations dropped because the spool was full, or because they were still waiting when the writer
     closed."""
     rejected_rows: int
-    """Operations that were dropped because the database cannot store them (a defect, logged each time)."""
+    """Operations dropped because the database cannot store them (a defect, logged each time)."""
     restored: str = ""
-    """If the open file was deleted or replaced: a description of the event and of the reaction."""
+    """Description of what happened and how the writer reacted, if the open file was deleted or replaced."""

@@ -1,5 +1,5 @@
-"""Changes of tenants, and of the mappings of users and groups to tenants. Each runs inside the caller's
-transaction."""
+"""Operations that change tenants and the mappings of users and groups to tenants. Each runs inside the
+caller's transaction."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from store.rules import check_peer, check_tenant, check_tenant_name
 LOCAL = "local"
 """The tenant of local users without a mapping."""
 DEFAULT = "default"
-"""The tenant of keys that were created without a tenant."""
+"""The tenant of keys created without a tenant."""
 BUILT_IN = (LOCAL, DEFAULT)
 
 
@@ -41,8 +41,8 @@ def alter(connection: sqlite3.Connection, name: str, changes: Mapping[str, objec
 
 
 def suspend(connection: sqlite3.Connection, name: str, now: float | None) -> Change:
-    """Refuse a tenant's requests from unix time `now` on, or accept them again (None). Does nothing if the
-    tenant is in that state already. Raises UnknownTenantError."""
+    """Refuse a tenant's requests from unix time `now` on, or accept them again if `now` is None. Does nothing
+    if the tenant is already in that state. Raises UnknownTenantError."""
     before = find(connection, name)
     if (before.suspended_at is None) == (now is None):
         return Change(before, before)
@@ -52,8 +52,8 @@ def suspend(connection: sqlite3.Connection, name: str, now: float | None) -> Cha
 
 
 def delete(connection: sqlite3.Connection, name: str, now: float) -> Change:
-    """Delete a tenant. It must have no valid key at unix time `now`, and no peer. Raises UnknownTenantError,
-    ConflictError."""
+    """Delete a tenant, which must have no peer and no key that is valid at unix time `now`. Raises
+    UnknownTenantError, ConflictError."""
     tenant = find(connection, name)
     if name in BUILT_IN:
         raise ConflictError(f"tenant {name!r} is built in and cannot be deleted: suspend it to stop it")
@@ -100,8 +100,8 @@ def find(connection: sqlite3.Connection, name: str) -> TenantRecord:
 
 
 def replaced(before: records.R, changes: Mapping[str, object]) -> records.R:
-    """Return the record with these declared fields changed; `changes["quota"]` names the fields of the quota
-    to change. Raises ValueError for a field that cannot be set."""
+    """Return the record with these declared fields changed. `changes["quota"]` contains the quota fields to
+    change. Raises ValueError for a field that cannot be set."""
     settable = {*declared(type(before)), "quota"}
     if unknown := changes.keys() - settable:
         raise ValueError(f"{sorted(unknown)[0]} cannot be set: the fields are {', '.join(sorted(settable))}")

@@ -1,11 +1,11 @@
-"""The audit trail of the running service. Entries go into the chain, or into the spool while the database
-refuses writes, and from there into the chain. The heads of the chain are recorded regularly.
+"""The audit trail of the running service. Entries go into the chain. While the database refuses writes, they
+go into the spool, and from there into the chain. The chain heads are recorded regularly.
 
     acting, recorded = trail.intend(actor, action, params)   before anything is done
     trail.append(connection, entry)                          within the transaction of a change, or
-    trail.conclude(acting, action, …)                        for what changed nothing in the database
+    trail.conclude(acting, action, …)                        if nothing changed in the database
 
-Entries reach the chain in the order in which they were handed over, spooled or not.
+Entries reach the chain in the order in which they were submitted, whether spooled or not.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from store.writer import Writer
 log = logging.getLogger(__name__)
 
 WITHIN_S = 5.0
-"""A change of the control database that has not begun after this time fails, so that its caller gets an
-answer. An audit entry that has not begun goes into the spool."""
+"""A change to the control database that has not begun within this time fails, so that its caller gets an
+answer. An audit entry that has not begun within it goes into the spool."""
 _LOOKED_THROUGH = 10_000
-"""Number of newest rows in which a start looks for intents without a result."""
+"""Number of newest rows that a startup searches for intents without a result."""
 
 
 _SERVICE = "service"
@@ -40,22 +40,24 @@ class TrailState(NamedTuple):
     head: Head
     """The newest row of the chain."""
     recorded_seq: int
-    """The newest row whose head is recorded outside the database."""
+    """Newest row whose head is recorded outside the database."""
     spool: SpoolState
     last_error: str | None
-    """Why entries are spooled or heads cannot be recorded, or what the chain lacks; None without a
-    problem."""
+    """The reason why entries are spooled or heads cannot be recorded, or what is missing from the chain; None
+    if there is no problem."""
 
 
 class Appended(NamedTuple):
-    """What a transaction appended to the chain. Pass it to `AuditTrail.committed` after the commit."""
+    """The entries that a transaction appended to the chain. Pass this to `AuditTrail.committed` after the
+    commit."""
 
     head: Head
     from_spool: int
 
 
 class AuditTrail:
-    """Any thread may call the methods, except `append` and `committed`: only operations of `writer` may."""
+    """Records audit entries in the chain or the spool. Methods may be called from any thread, except `append`
+    and `committed`, which only operations of `writer` may call."""
 
     def __init__(self, writer: Writer, spool: Spool, heads: HeadKeeper) -> None:
         self._writer = writer
@@ -65,13 +67,13 @@ class AuditTrail:
         self._shorter: str | None = None
 
     def start(self) -> None:
-        """Append what an earlier run left: spooled entries, and a result for each intent without one. Then
-        record the head. If the database refuses writes, this happens later."""
+        """Append what an earlier run left behind: spooled entries, and a result for each intent without one.
+        Record the head after that. If the database refuses writes, all this happens later."""
         self._heads.start()
         self._call(self._begin).exception()
 
     def close(self) -> None:
-        """Try for the last time to empty the spool, and record the head."""
+        """Make a final attempt to empty the spool, and record the head."""
         self._call(self.append).exception()
         self._heads.record()
         self._spool.close()
@@ -79,11 +81,11 @@ class AuditTrail:
     def intend(
         self, actor: Actor | str, action: str, params: Mapping[str, object]
     ) -> tuple[Actor, Future[None]]:
-        """Record the intent of an action. Return the actor with the id of this action (`act`), and a future
-        that resolves when the intent is recorded. The future never fails: the entry goes into the chain; if
-        the database refuses it, into the spool; if the spool refuses it, into memory and the log.
+        """Record the intent of an action. Returns the actor with this action's id (`act`), and a future that
+        resolves when the intent is recorded. The future never fails: if the database refuses the entry, it
+        goes into the spool; if the spool refuses it, it is kept in memory and logged.
 
-        Raises what `canonical_json` raises for `params`.
+        Raises the same errors as `canonical_json` for `params`.
         """
         acting = audit.as_actor(actor)._replace(act=audit.new_act())
         return acting, self._record(audit.intent(acting, action, params))
@@ -97,22 +99,21 @@ class AuditTrail:
         before: object = None,
         after: object = None,
     ) -> Future[None]:
-        """Record the outcome of an action, as `intend` does. Does nothing if the transaction of the change
-        has recorded it already.
+        """Record the outcome of an action in the same way as `intend`. Does nothing if the transaction of the
+        change has already recorded it.
 
-        Raises what `canonical_json` raises for values.
+        Raises the same errors as `canonical_json`.
         """
         return self._record(audit.outcome(actor, action, params, result, before, after))
 
     def retry(self) -> None:
-        """Move spooled entries into the chain if the database accepts writes. To be called every few
-        seconds."""
+        """Move spooled entries into the chain if the database accepts writes. Call this every few seconds."""
         if self._spool.state().rows:
             self._spool.retry()
             self._call(self.append)
 
     def record_head(self) -> None:
-        """Record the newest head if it is not recorded yet. To be called about once a minute."""
+        """Record the newest head unless it is already recorded. Call this about once a minute."""
         self._writer.call(lambda connection: None, lambda _: self._heads.record())
 
     def state(self) -> TrailState:
@@ -128,7 +129,7 @@ class AuditTrail:
     # ── methods for the writer's thread ──
 
     def append(self, connection: sqlite3.Connection, entry: Entry | None = None) -> Appended:
-        """Append the spooled entries, and then `entry`, within the open transaction."""
+        """Append the spooled entries, followed by `entry`, within the open transaction."""
         waiting = self._spool.waiting()
         late = audit.utc_now()
         for spooled in waiting:
@@ -140,9 +141,9 @@ class AuditTrail:
         return Appended(audit.head(connection), len(waiting))
 
     def committed(self, appended: Appended) -> None:
-        """Handle the commit of a transaction: record heads and remove the spooled entries."""
-        # Record heads before entries leave the spool: unrecorded rows with an empty spool would look as if
-        # heads had been removed.
+        """Handle the commit of a transaction: record heads and remove the appended entries from the spool."""
+        # Record heads before entries leave the spool. Otherwise unrecorded rows with an empty spool would
+        # look as if heads had been removed.
         self._heads.saw(appended.head)
         if appended.from_spool:
             self._spool.drop(appended.from_spool)

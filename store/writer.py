@@ -1,15 +1,16 @@
-"""The one thread that writes a database.
+"""The thread that writes a database. Each database has exactly one.
 
-Operations are functions that take the connection. They run in the order of submission. There are two ways to
-submit one:
+Operations are functions that take the connection. They run in the order in which they were submitted. There
+are two ways to submit one:
 
 - `submit` never blocks and never raises. Operations share commits (at most 200 ms and 500 operations apart).
-  While the disk refuses writes, they wait in memory, up to a limit. So a full disk does not stop the serving
-  of requests.
-- `call` returns a future. The operation runs once, in a separate transaction; when the future resolves, it is
-  committed.
+  While the disk refuses writes, they wait in memory, up to a limit, so that a full disk does not stop the
+  service from answering requests.
+- `call` returns a future. The operation runs in a separate transaction, which is committed when the future
+  resolves.
 
-An operation may run again after a rollback, so its only effect must be on the connection.
+An operation submitted with `submit` may run again after a rollback, so it must not have any effect other than
+on the connection.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ Operation = Callable[[sqlite3.Connection], T]
 _FIRST_RETRY_S = 0.2
 _LAST_RETRY_S = 2.0
 _LOOK_EVERY_S = 2.0
-"""Interval at which an idle writer checks whether its file is still the one on the disk."""
+"""Interval at which an idle writer checks whether its file is still the one on disk."""
 
-# SQLite errors that the operation itself causes, and would cause at every attempt. All others come from the
+# SQLite errors caused by the operation itself, which would occur at every attempt. All others come from the
 # disk or a lock.
 _OWN_FAULTS = frozenset(
     {
@@ -52,7 +53,7 @@ _OWN_FAULTS = frozenset(
         sqlite3.SQLITE_TOOBIG,
     }
 )
-# Faults after which the same connection works again once the cause has been removed.
+# Faults after which the same connection works again once their cause has been removed.
 _KEEP_CONNECTION = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
 
 
@@ -69,8 +70,8 @@ class Writer:
     """Owns the writing connection to the database at `path`, on a separate thread from `start()` to
     `close()`.
 
-    All methods may be called from any thread. `submit` holds a lock for microseconds only, so an event loop
-    may call it.
+    All methods may be called from any thread. `submit` holds a lock only for microseconds, so it may be
+    called on an event loop.
     """
 
     def __init__(
@@ -83,7 +84,8 @@ class Writer:
         batch_rows: int = 500,
         spool_rows: int = 50_000,
     ) -> None:
-        """`spool_rows` limits the operations in memory; at about 1 KB each, the default holds 50 MB."""
+        """Prepare the writer. `spool_rows` limits the number of operations in memory; at about 1 KB each, the
+        default holds 50 MB."""
         for name, value in (
             ("commit_interval_ms", commit_interval_ms),
             ("batch_rows", batch_rows),
@@ -101,10 +103,10 @@ class Writer:
         self._opened: Future[None] = Future()
         self._database: WritableDatabase | None = None  # used by the writer thread only
 
-        # The lock of the condition guards all attributes below.
+        # The condition's lock guards all attributes below.
         self._condition = threading.Condition()
         self._queue: deque[_Item] = deque()
-        self._urgent = 0  # number of items with a future
+        self._urgent = 0  # number of queued items with a future
         self._close_by: float | None = None
         self._last_error: str | None = None
         self._failing_since: float | None = None
@@ -120,11 +122,11 @@ class Writer:
     # ── methods for any thread ─────────────────────────────────────────────────────────────────────────────
 
     def start(self) -> None:
-        """Open the database (create or migrate it) and begin to write.
+        """Open the database, creating or migrating it if necessary, and start writing.
 
-        Raises a `StoreError` for a problem that needs an operator. A full or failing disk is not one: the
-        writer starts, keeps operations in memory, reports the fault in `state()` and the log, and opens the
-        database when it can.
+        Raises a `StoreError` for a problem that needs an operator. A full or failing disk is not such a
+        problem: the writer starts, keeps operations in memory, reports the fault in `state()` and in the log,
+        and opens the database as soon as it can.
         """
         self._thread.start()
         self._opened.result()
@@ -141,13 +143,12 @@ class Writer:
         *,
         within_s: float | None = None,
     ) -> Future[T]:
-        """Run `operation` in a separate transaction. The future resolves after the commit, with the
-        operation's result. An operation that has not begun within `within_s` seconds never runs; its future
-        raises a `StorageFaultError`.
+        """Run `operation` in a separate transaction. After the commit, the future resolves to the operation's
+        result. An operation that has not begun within `within_s` seconds never runs, and its future raises a
+        `StorageFaultError`.
 
-        An exception of the operation rolls the transaction back and is raised by the future; faults of the
-        disk are raised as a `StoreError`. `after_commit` runs on the writer thread before the future
-        resolves.
+        An exception in the operation rolls the transaction back and is raised by the future; disk faults are
+        raised as a `StoreError`. `after_commit` runs on the writer thread before the future resolves.
         """
         future: Future[T] = Future()
         future.set_running_or_notify_cancel()
@@ -157,16 +158,16 @@ class Writer:
         return future
 
     def submit_for_result(self, operation: Operation[T]) -> Future[T]:
-        """Like `submit` (shared commit, retried while the disk refuses writes), but committed at once, and
-        with a future for the result."""
+        """Like `submit` (shared commit, retried while the disk refuses writes), but committed immediately,
+        and with a future for the result."""
         future: Future[T] = Future()
         future.set_running_or_notify_cancel()
         self._enqueue(_Item(operation, time.monotonic(), future, False, None))
         return future
 
     def flush(self, timeout_s: float = 10.0) -> bool:
-        """Wait until all operations submitted before are committed. Returns False if that takes longer than
-        `timeout_s`."""
+        """Wait until all operations submitted before this call are committed. Returns False if that takes
+        longer than `timeout_s`."""
         try:
             self.submit_for_result(_nothing).result(timeout_s)
         except (TimeoutError, StoreError):
@@ -174,8 +175,8 @@ class Writer:
         return True
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Commit the waiting operations, leave the file complete and readable without write rights, and end
-        the thread.
+        """Commit the waiting operations, leave the file complete and readable without write permission, and
+        end the thread.
 
         Operations that the disk still refuses after `timeout_s` are lost, counted and logged. A second call
         does nothing.
@@ -185,7 +186,7 @@ class Writer:
                 self._close_by = time.monotonic() + timeout_s
             self._condition.notify_all()
         if self._thread.ident is not None:
-            # Time beyond that of the last commits: for a checkpoint, and for readers to close the file.
+            # In addition to the last commits, allow time for a checkpoint and for readers to close the file.
             self._thread.join(timeout_s + 10.0)
             if self._thread.is_alive():
                 log.error(
@@ -193,12 +194,12 @@ class Writer:
                 )
 
     def count_dropped(self, rows: int) -> None:
-        """Count rows that the caller dropped for lack of memory before submitting them."""
+        """Count rows that the caller dropped before submitting them, because of a lack of memory."""
         with self._condition:
             self._dropped_rows += rows
 
     def state(self) -> WriterState:
-        """Return the current state of the writer."""
+        """Return the writer's current state."""
         with self._condition:
             now = time.monotonic()
             return WriterState(
@@ -214,8 +215,8 @@ class Writer:
 
     @property
     def stalled_s(self) -> float:
-        """Return for how many seconds the thread has worked on one operation; 0 while it waits for work. A
-        high value means that the disk hangs without an error."""
+        """How long the thread has been working on its current operation, in seconds; 0 while it waits for
+        work. A high value means that the disk hangs without an error."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
@@ -226,7 +227,7 @@ class Writer:
                 self._queue.append(item)
                 if item.future is not None:
                     self._urgent += 1
-                # The thread sleeps until the commit of the first item is due. Wake it only if this item
+                # The thread sleeps until the commit of the first item is due, so wake it only if this item
                 # changes that time.
                 if item.future is not None or len(self._queue) in (1, self._batch_rows):
                     self._condition.notify()
@@ -266,8 +267,8 @@ class Writer:
             self._database.close()
 
     def _wait_for_batch(self) -> list[_Item] | None:
-        """Return the operations to commit now, oldest first. An empty list: only check the file, or open it
-        again. None: end the thread."""
+        """Return the operations to commit next, oldest first. An empty list means that only the file must be
+        checked or reopened. None means that the thread must end."""
         with self._condition:
             while True:
                 now = time.monotonic()
@@ -277,7 +278,7 @@ class Writer:
                 if now >= due:
                     self._look_at = now + _LOOK_EVERY_S
                     return self._next_batch()
-                # While closing, the timeout also ends the retries of operations that the disk refuses.
+                # While closing, the timeout also limits the retries of operations that the disk refuses.
                 ends = [moment for moment in (due, self._close_by) if moment is not None]
                 self._condition.wait(min(ends) - now)
 
@@ -377,7 +378,7 @@ class Writer:
             isinstance(error, sqlite3.Error) and primary_code(error) in _KEEP_CONNECTION
         )
         try:
-            # SQLite rolls back by itself on some errors; rollback() does nothing in that case.
+            # SQLite rolls back by itself on some errors, in which case rollback() does nothing.
             database.connection.rollback()
         except sqlite3.Error:
             keep = False
@@ -446,11 +447,11 @@ class Writer:
 
 
 def _nothing(connection: sqlite3.Connection) -> None:
-    """Do nothing. `flush` waits for this operation's position in the queue."""
+    """Do nothing. `flush` waits until this operation's position in the queue has been reached."""
 
 
 def _deliver(item: _Item, result: object) -> None:
-    """Resolve the future of a committed item. Never raises, because a committed item must not be tried
+    """Resolve the future of a committed item. Never raises, because a committed item must not be run
     again."""
     try:
         if item.after_commit is not None:
@@ -465,8 +466,9 @@ def _deliver(item: _Item, result: object) -> None:
 
 
 def _is_own_fault(error: BaseException) -> bool:
-    """Return whether the operation itself caused the error, so that every attempt would raise it again."""
+    """Return whether the error was caused by the operation itself and would therefore occur at every
+    attempt."""
     if not isinstance(error, sqlite3.Error):
         return True
-    # Python's sqlite3 module raises ProgrammingError and InterfaceError without a SQLite code.
+    # Python's sqlite3 module raises ProgrammingError and InterfaceError without a SQLite error code.
     return primary_code(error) in _OWN_FAULTS or primary_code(error) == 0
