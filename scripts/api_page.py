@@ -38,7 +38,7 @@ BEGIN, END = "<!-- fields: made by scripts/api_page.py -->", "<!-- end of fields
 
 
 def page(former: str) -> str:
-    """Return the whole page, with new tables between the marks."""
+    """Return the whole page, with new tables between the markers."""
     before, _, rest = former.partition(BEGIN)
     _, _, after = rest.partition(END)
     return before + BEGIN + "\n\n" + "\n".join(_tables()) + "\n" + END + after
@@ -119,7 +119,7 @@ def _type(schema: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """Write the page or check it, and return the exit code."""
+    """Write or check the page, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(
         "--check", action="store_true", help="write nothing; exit 1 if the page is out of date"

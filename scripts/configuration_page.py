@@ -66,7 +66,7 @@ def _when(path: tuple[str, ...]) -> str:
 
 
 def _words_of_fields(table: type[msgspec.Struct]) -> dict[str, str]:
-    """Return the docstring of each field, of the class and its base classes."""
+    """Return the docstring of each field of the class and its base classes, by field name."""
     said: dict[str, str] = {}
     for kind in reversed(table.__mro__):
         if kind in (object, msgspec.Struct) or kind.__module__.startswith("msgspec"):
@@ -89,7 +89,7 @@ def _sentence(text: str) -> str:
 
 
 def _type(shape: shapes.Type) -> str:
-    """Return what may follow the equals sign."""
+    """Return a description of the values that may follow the equals sign."""
     if isinstance(shape, shapes.Metadata):
         return _type(shape.type)
     if isinstance(shape, shapes.UnionType):
@@ -122,7 +122,7 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
 
 
 def main() -> int:
-    """Write the page or check it, and return the exit code."""
+    """Write or check the page, and return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--check", action="store_true", help="write nothing; exit 1 if the page is out of date"

@@ -1,5 +1,5 @@
-"""The demo behind `scripts/demo`: starts the service, asks one question, and shows the answer and its row in
-the request log."""
+"""Runs the demo for `scripts/demo`: starts the service, asks one question, and shows the answer and its row
+in the request log."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def chat(appliance: str, run_dir: Path) -> None:
 
 
 def stop(service: subprocess.Popen[bytes]) -> int:
-    """Stop the service as systemd would, and return its exit code."""
+    """Stop the service in the same way as systemd, and return its exit code."""
     if service.poll() is None:
         os.kill(service.pid, signal.SIGTERM)
     try:

@@ -82,12 +82,12 @@ def unit(field: Declared) -> str:
 
 
 def default(field: Declared) -> str:
-    """Return a field's default in brackets; empty if it has none."""
+    """Return a field's default value in brackets; empty if it has none."""
     return "" if field.default in (None, msgspec.NODEFAULT) else f" (default {shown(field, field.default)})"
 
 
 def metrics(*groups: Group[Any]) -> str:
-    """Return the table of the metrics of some groups."""
+    """Return the table of the metrics in some groups."""
     return table(
         ("metric", "kind", "labels", "unit", "meaning"),
         (

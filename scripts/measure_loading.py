@@ -85,7 +85,7 @@ def show(arguments: argparse.Namespace, rates: dict[str, list[float]]) -> None:
 
 
 def load_once(decoder: Decoder, arguments: argparse.Namespace, files: list[Path]) -> tuple[int, float]:
-    """Load the weights. Returns bytes and seconds."""
+    """Load the weights. Returns the number of bytes and seconds."""
     if arguments.cold:
         drop_cache(files)
     several = decoder.ranks.size > 1
@@ -97,7 +97,7 @@ def load_once(decoder: Decoder, arguments: argparse.Namespace, files: list[Path]
 
 
 def measure_ranks(arguments: argparse.Namespace, files: list[Path]) -> None:
-    """Measure several ranks at once, in processes, and print a table."""
+    """Measure several ranks at once, in separate processes, and print a table."""
     rates: dict[str, list[float]] = {}
     os.environ |= {**RANK_ENVIRONMENT, **os.environ}
     with tempfile.TemporaryDirectory() as folder:
@@ -173,21 +173,21 @@ def make_decoder(config: ModelConfig, device: str, ranks: Ranks, fp8: bool) -> D
 
 
 def drop_cache(files: list[Path]) -> None:
-    """Remove the files from the page cache."""
+    """Drop the files from the page cache."""
     for file in files:
         with file.open("rb") as opened:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def wait_for_page_cache() -> None:
-    """Wait until the loader's thread has brought the files into the page cache."""
+    """Wait until the loader's thread has read the files into the page cache."""
     for thread in threading.enumerate():
         if thread.name == "page cache":
             thread.join()
 
 
 def read(files: list[Path], direct: bool) -> tuple[int, float]:
-    """Read the files with several threads. Returns bytes and seconds."""
+    """Read the files with several threads. Returns the number of bytes and seconds."""
     if direct:
         drop_cache(files)
     opened = [os.open(file, os.O_RDONLY | (os.O_DIRECT if direct else 0)) for file in files]
@@ -216,7 +216,7 @@ def read(files: list[Path], direct: bool) -> tuple[int, float]:
 
 
 def copy_to_gpu() -> tuple[int, float]:
-    """Copy page-locked memory to the GPU. Returns bytes and seconds."""
+    """Copy page-locked memory to the GPU. Returns the number of bytes and seconds."""
     host = torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True)
     device = torch.empty_like(host, device="cuda")
     torch.cuda.synchronize()

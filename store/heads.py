@@ -174,8 +174,8 @@ class HeadKeeper:
         return self._key.id
 
     def start(self) -> None:
-        """Create the file. If the file is missing but the chain already has rows, it has been removed, which
-        is reported."""
+        """Create the file if it does not exist, so that a file missing next to a chain with rows must have
+        been removed."""
         try:
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o640))
         except OSError as error:

@@ -1,1 +1,1 @@
-"""Makes the shipped demo model: corpus, tokenizer, conversations, training, export and score."""
+"""Builds the shipped demo model: corpus, tokenizer, conversations, training, export and score."""

@@ -1,5 +1,4 @@
-"""Generates training conversations: a question in many wordings, answered with the documented purpose of a
-name.
+"""Generates training conversations, in which questions in many wordings ask for a name's documented purpose.
 
 Small talk, unknown names and all other questions get honest answers.
 """
@@ -249,7 +248,8 @@ class ConversationMaker:
 
 
 def _invented_names(purposes: list[Purpose], source: random.Random) -> list[str]:
-    """Yield plausible names that do not exist: a module joined with the last part of another name."""
+    """Yield plausible names that do not exist, each made of a module and the last component of another
+    name."""
     real = {purpose.name for purpose in purposes}
     known_modules = sorted({purpose.module for purpose in purposes})
     tails = sorted({purpose.name.rsplit(".", 1)[-1] for purpose in purposes if "." in purpose.name})

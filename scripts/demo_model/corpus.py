@@ -59,7 +59,7 @@ TESTS_WEIGHT = 1
 
 @dataclass(frozen=True)
 class Document:
-    """One file of training text. `weight` is how often the file is drawn, relative to other files of the same
+    """One file of training text. `weight` is how often the file is drawn relative to other files of the same
     length."""
 
     title: str
@@ -108,8 +108,8 @@ def load_questions(path: Path) -> list[dict[str, str]]:
 
 
 def choose_questions(purposes: list[Purpose], seed: int) -> list[dict[str, str]]:
-    """Return `QUESTION_COUNT` questions, from each well-known module in turn. Each expected sentence occurs
-    once."""
+    """Return `QUESTION_COUNT` questions, taken from the well-known modules in rotation. Each expected
+    sentence occurs once."""
     shuffled = random.Random(seed)
     by_module: dict[str, list[Purpose]] = defaultdict(list)
     for purpose in purposes:
@@ -177,7 +177,7 @@ def _sources(held_out_modules: frozenset[str]) -> Iterator[Document]:
 
 
 def _topics() -> Iterator[Document]:
-    """Return the chapters of the language reference that `help()` shows."""
+    """Yield the chapters of the language reference that `help()` shows."""
     topics: dict[str, str] = import_module("pydoc_data.topics").topics
     for name in sorted(topics):
         yield Document(f"Language reference: {name}", topics[name], LIBRARY_WEIGHT)

@@ -1,6 +1,6 @@
-"""Reads the names of Python's standard library and the documented purpose of each from the docstrings.
+"""Collects the names in Python's standard library, and the documented purpose of each from its docstring.
 
-The purpose of a name is the first sentence of its own docstring (never an inherited one). C functions put
+The purpose of a name is the first sentence of its own docstring, never of an inherited one. C functions put
 their signature on the first line; such lines are skipped.
 """
 
@@ -21,7 +21,7 @@ MIN_SENTENCE_CHARS = 14
 MAX_SENTENCE_CHARS = 150
 MAX_ANSWER_CHARS = 230
 MAX_NAME_CHARS = 56
-# A sentence that more names share describes none of them in particular.
+# A sentence shared by more names than this describes none of them in particular.
 MAX_NAMES_PER_SENTENCE = 12
 
 SUBMODULES = (
@@ -39,8 +39,7 @@ SUBMODULES = (
     "ctypes.util",
 )  # fmt: skip
 
-# Modules that have effects when they are imported, that need a display, or that are another name of a listed
-# module.
+# Modules that have side effects when imported, need a display, or are aliases of a listed module.
 SKIPPED = frozenset(
     (
         "antigravity", "this", "idlelib", "lib2to3", "turtledemo", "turtle", "test", "tkinter", "nt",
@@ -57,7 +56,7 @@ _ABBREVIATION = re.compile(r"(?:\b(?:e\.g|i\.e|etc|vs|cf|resp|Dr|Mr|incl|No|no)\
 
 @dataclass(frozen=True)
 class Purpose:
-    """A name, and its purpose according to its documentation. `kind` is function, method, class or module."""
+    """A name and its documented purpose. `kind` is function, method, class or module."""
 
     name: str
     kind: str
@@ -148,7 +147,7 @@ def collect_purposes(excluded_modules: frozenset[str]) -> list[Purpose]:
 
 
 def builtin_reference(purposes: list[Purpose]) -> Iterator[tuple[str, str]]:
-    """Return (title, text) pairs of the docstrings of C code, which occur in no Python source."""
+    """Yield (title, text) pairs for the docstrings of C code, which do not occur in any Python source."""
     for module_name in sorted({purpose.module for purpose in purposes}):
         module = _import(module_name)
         if module is None:

@@ -16,7 +16,7 @@ SHARDS = 2
 
 
 def export_model(model: Llama, corpus: Path, folder: Path) -> None:
-    """Write config, tokenizer, shards, questions and held-out text into `folder`. Other files there are
+    """Write the config, tokenizer, shards, questions and held-out text into `folder`. Other files in it are
     kept."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer.from_file(str(corpus / "tokenizer.json"))
@@ -71,7 +71,7 @@ def _write_shards(tensors: dict[str, Tensor], folder: Path) -> None:
     total = sum(tensor.nbytes for tensor in tensors.values())
     shards: list[dict[str, Tensor]] = [{} for _ in range(SHARDS)]
     written = 0
-    # in order of the layers; a shard is complete when it has its share of the bytes
+    # In layer order; a shard is complete when it has its share of the bytes.
     for name, tensor in tensors.items():
         shards[min(written * SHARDS // total, SHARDS - 1)][name] = tensor.contiguous()
         written += tensor.nbytes

@@ -2,7 +2,7 @@
 
 RMSNorm, rotate-half RoPE, grouped-query attention, SwiGLU, tied embeddings.
 
-Parameter names are those of Hugging Face's LlamaForCausalLM, so that a state dict is a checkpoint.
+Parameter names are those of Hugging Face's LlamaForCausalLM, so a state dict can be used as a checkpoint.
 """
 
 from dataclasses import dataclass

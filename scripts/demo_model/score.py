@@ -1,6 +1,6 @@
-"""Scores an exported folder with `transformers`, so that the files themselves are tested.
+"""Scores an exported folder with `transformers`, so that the exported files themselves are tested.
 
-The scores are the share of greedy answers that begin with the expected sentence, and the perplexity of the
+The scores are the fraction of greedy answers that begin with the expected sentence, and the perplexity of the
 held-out text.
 """
 
@@ -80,7 +80,7 @@ def score(
 
 @torch.no_grad()
 def answer_greedily(model: Any, tokenizer: Any, conversations: list[list[dict[str, str]]]) -> list[str]:
-    """Return one greedy answer to each conversation, without special tokens."""
+    """Return one greedy answer per conversation, without special tokens."""
     answers = []
     for start in range(0, len(conversations), BATCH):
         inputs = tokenizer.apply_chat_template(

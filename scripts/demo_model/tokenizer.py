@@ -17,8 +17,8 @@ ASSISTANT = "<|assistant|>"
 END_OF_TURN = "<|end|>"
 SPECIAL_TOKENS = (BEGIN, END_OF_TEXT, PAD, SYSTEM, USER, ASSISTANT, END_OF_TURN)
 
-# Each turn is its role's token, the trimmed content and <|end|>. There is no white space in between, so a
-# turn has the same tokens at every place.
+# Each turn consists of its role's token, the trimmed content and <|end|>, without whitespace in between, so
+# that a turn has the same tokens wherever it occurs.
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
     "{% for message in messages %}"
@@ -30,8 +30,9 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
-# Llama 3's splitting rule: contractions; words with one leading sign or space; up to three digits; runs of
-# signs; line ends; and runs of spaces, of which the last space belongs to the next word.
+# Llama 3's splitting rule: contractions; words with one leading space or punctuation character; up to three
+# digits; runs of punctuation; line ends; and runs of spaces, of which the last space belongs to the next
+# word.
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -39,8 +40,8 @@ _SPLIT = (
 
 
 def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
-    """Train a byte-level BPE tokenizer with `VOCABULARY` entries: `SPECIAL_TOKENS` first, and every single
-    byte."""
+    """Train a byte-level BPE tokenizer with `VOCABULARY` entries, which include `SPECIAL_TOKENS` (first) and
+    every individual byte."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -75,7 +76,7 @@ def special_token_id(tokenizer: Tokenizer, token: str) -> int:
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, context_tokens: int) -> None:
-    """Write tokenizer.json and tokenizer_config.json in the format of Hugging Face's loaders."""
+    """Write tokenizer.json and tokenizer_config.json in the format that Hugging Face's loaders read."""
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -1,4 +1,4 @@
-"""Trains the demo model. Every step has text of the standard library and conversations about it."""
+"""Trains the demo model. Every step uses text from the standard library and conversations about it."""
 
 import json
 import math
@@ -23,7 +23,7 @@ from demo_model.tokenizer import BEGIN, END_OF_TEXT, special_token_id
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that determines the run, besides the corpus."""
+    """Everything besides the corpus that determines the training run."""
 
     seed: int = 20240711
     steps: int = 3500
@@ -134,7 +134,7 @@ def heldout_loss(model: Llama, windows: Tensor, device: torch.device) -> float:
 
 
 def _rate(recipe: Recipe, step: int) -> float:
-    """Return the learning-rate factor of a step: linear warm-up, then a cosine to zero."""
+    """Return the learning-rate factor of a step: linear warm-up followed by cosine decay to zero."""
     if step < recipe.warmup_steps:
         return recipe.peak_rate * (step + 1) / recipe.warmup_steps
     progress = (step - recipe.warmup_steps) / max(1, recipe.steps - recipe.warmup_steps)
@@ -163,7 +163,7 @@ def _autocast(device: torch.device) -> AbstractContextManager[object]:
 def _text_batch(
     tokens: Tensor, starts: Tensor, begin: int, recipe: Recipe, random: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Return rows of [begin, text…] from random line starts, and the token after each."""
+    """Return rows of [begin, text…] that start at random line starts, and the token after each position."""
     picks = torch.randint(len(starts), (recipe.text_rows, 1), generator=random, device=tokens.device)
     labels = tokens[starts[picks] + torch.arange(recipe.text_length, device=tokens.device)].long()
     inputs = torch.cat((torch.full_like(labels[:, :1], begin), labels[:, :-1]), dim=1)
