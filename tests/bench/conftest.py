@@ -10,7 +10,7 @@ from tests.cli.conftest import _own_environment, cli, run_dir  # noqa: F401
 
 @pytest.fixture
 def fake() -> Iterator[FakeServer]:
-    """An OpenAI-compatible server on a TCP port, whose response times the test sets."""
+    """Yield an OpenAI-compatible server on a TCP port, with response times set by the test."""
     server = FakeServer()
     yield server
     server.close()

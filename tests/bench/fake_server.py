@@ -1,4 +1,4 @@
-"""A tiny OpenAI-compatible server with known timings, in a thread of the test."""
+"""A minimal OpenAI-compatible server with known timings, in a thread of the test process."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from typing import Any
 
 @dataclass
 class Behaviour:
-    """How the server answers completions; times are seconds."""
+    """How the server answers completions. Times are in seconds."""
 
     ttft_s: Callable[[int], float] = lambda number: 0.0
     """Time to the first token of completion n; completion 0 is the probe before the run."""
     gap_s: float = 0.0
     tokens_per_chunk: int = 1
     most_tokens: int = 1 << 30
-    """Answers end after so many tokens, even if more were asked for."""
+    """Answers end after this many tokens, even if more were requested."""
     sends_usage: bool = True
     keeps_alive: bool = True
     status: Callable[[int], int] = lambda number: 200
     breaks_after: int | None = None
-    """The server closes the connection after so many chunks."""
+    """The server closes the connection after this many chunks."""
     error_event_after: int | None = None
     hangs_after: int | None = None
     hangs_up_idle: bool = False
-    """The server closes a keep-alive connection without an answer when its next request arrives."""
+    """Whether the server closes a keep-alive connection without an answer when its next request arrives."""
     streams: bool = True
     api_key: str = ""
     models: list[dict[str, Any]] = field(default_factory=lambda: [{"id": "fake", "max_model_len": 10_000}])
     tokenizes: bool = False
     at_once: int | None = None
-    """The number of completions that run at once; others wait."""
+    """Number of completions that run at once; others wait."""
 
 
 class FakeServer:
@@ -45,12 +45,12 @@ class FakeServer:
     def __init__(self, socket: str = "") -> None:
         self.behaviour = Behaviour()
         self.bodies: list[dict[str, Any]] = []
-        """The bodies of completion requests, in order of arrival."""
+        """Bodies of the completion requests, in order of arrival."""
         self.connections = 0
         self.left = 0
-        """The number of clients that disconnected during an answer."""
+        """Number of clients that disconnected during an answer."""
         self.busy_s = 0.0
-        """The total time of the completions that ran under `at_once`."""
+        """Total time of the completions that ran under `at_once`."""
         self._done = 0
         self.port = 0
         self._socket = socket
@@ -67,7 +67,7 @@ class FakeServer:
 
     @property
     def capacity(self) -> float:
-        """Completions per second that `at_once` allows, with the measured time of a completion."""
+        """Completions per second that `at_once` permits, based on the measured time of a completion."""
         return self._done * (self.behaviour.at_once or 1) / self.busy_s
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
@@ -89,7 +89,7 @@ class FakeServer:
                 self.port = server.sockets[0].getsockname()[1]
 
         self._loop.run_until_complete(start())
-        self._loop.call_soon(started.set)  # once it can be told to stop
+        self._loop.call_soon(started.set)  # only now can the server be stopped
         self._loop.run_forever()
         for task in asyncio.all_tasks(self._loop):
             task.cancel()

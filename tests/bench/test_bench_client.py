@@ -1,4 +1,4 @@
-"""Client processes against a server with known times: their records show what happened."""
+"""Tests that the records of client processes match the known response times of a server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.bench.fake_server import FakeServer
 
 
 def load_of(target: Target, requests: int, **fields: object) -> Load:
-    """Requests with prompts of 16 tokens and answers of 5."""
+    """Return a load whose prompts have 16 tokens and whose answers have 5."""
     known: dict[str, object] = {
         "target": target,
         "model": "fake",
@@ -43,7 +43,7 @@ def drive(
     stop_after_s: float = math.inf,
     show: Callable[[RawRun], None] = lambda raw: None,
 ) -> RawRun:
-    """One run against the server, which is not asked for anything before."""
+    """Run a load against the server, without probing the server before."""
     load = load_of(
         target,
         requests,
@@ -71,7 +71,7 @@ def test_percentiles_are_the_servers_own_times(fake: FakeServer, target: Target)
     summary = statistics(drive(target, 20, concurrency=4))
     assert summary.succeeded == 20 and not summary.failures
     assert summary.ttft_ms and summary.itl_ms and summary.tpot_ms and summary.e2e_ms
-    # Nothing arrives early; how late it arrives depends on the load of the machine.
+    # Nothing can arrive early, but how late it arrives depends on the load of the machine.
     assert 50 <= summary.ttft_ms.p50 < 250 and summary.ttft_ms.max >= 300
     assert 18 <= summary.itl_ms.p50 < 100
     assert 18 <= summary.tpot_ms.p50 < 100
@@ -139,7 +139,7 @@ def test_chunks_of_several_tokens_are_measured(fake: FakeServer, target: Target)
     summary = statistics(drive(target, 4, concurrency=4, output_tokens=16), 16)
     assert (summary.output_tokens, summary.chunks) == (64, 16)
     assert summary.itl_ms and summary.tpot_ms
-    # Three gaps for fifteen tokens, even if a busy machine made one gap long.
+    # There are three gaps for fifteen tokens, even if a busy machine made one gap long.
     assert summary.itl_ms.p50 >= 18 and summary.tpot_ms.max < summary.itl_ms.max / 3
 
 
@@ -196,13 +196,13 @@ def test_a_server_that_does_not_listen_is_a_failure_to_connect() -> None:
 
 
 def test_in_open_loop_a_request_counts_from_when_it_was_due(fake: FakeServer, target: Target) -> None:
-    # One at a time, 500 ms each, all due at once: the last one waited for all others.
+    # One request at a time, 500 ms each, all due at once: the last one waited for all others.
     fake.behaviour.at_once = 1
     fake.behaviour.ttft_s = lambda number: 0.5
     summary = statistics(drive(target, 4, arrivals=(0.0, 0.0, 0.0, 0.0)))
     assert summary.ttft_ms and summary.succeeded == 4
     assert summary.ttft_ms.max >= 1990
-    assert summary.late_p99_ms < 1490  # they were sent when due and waited for the server
+    assert summary.late_p99_ms < 1490  # requests were sent when due, and waited on the server
 
 
 def test_in_open_loop_requests_do_not_wait_for_answers(fake: FakeServer, target: Target) -> None:
@@ -210,7 +210,7 @@ def test_in_open_loop_requests_do_not_wait_for_answers(fake: FakeServer, target:
     raw = drive(target, 10, arrivals=tuple(0.02 * number for number in range(10)), workers=2)
     began = sorted(one.began_at - raw.started_at for one in raw.records)
     assert began == pytest.approx([0.02 * number for number in range(10)], abs=0.001)
-    assert statistics(raw).seconds < 14  # one after another: 15
+    assert statistics(raw).seconds < 14  # one after another, they would take 15 s
 
 
 def test_a_run_that_reaches_its_time_limit_closes_its_requests(fake: FakeServer, target: Target) -> None:
@@ -229,6 +229,7 @@ def test_progress_shows_what_runs_and_what_was_received(fake: FakeServer, target
 
 
 def test_every_request_is_reported_once(fake: FakeServer, target: Target) -> None:
-    # Longer than several progress reports: no record between two of them is lost.
+    # This takes longer than several progress reports, so that records between two reports would be missed if
+    # they were lost.
     fake.behaviour.ttft_s = lambda number: 0.03
     assert len(drive(target, 60, concurrency=3, output_tokens=2).records) == len(fake.bodies) == 60

@@ -1,4 +1,5 @@
-"""A response gives the same exchange wherever the network cuts it, and what is not HTTP is a failure."""
+"""Tests that a response gives the same exchange wherever the network splits it, and that anything but HTTP is
+a failure."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ class Transport(asyncio.Transport):
 
 
 def received(*pieces: bytes, closes: bool = False) -> tuple[Exchange, Connection]:
-    """The exchange of a request whose response arrives in these pieces."""
+    """Return the exchange of a request whose response arrives in these pieces, and its connection."""
 
     async def run() -> tuple[Exchange, Connection]:
         connection, exchange = Connection(), Exchange(streamed=True)

@@ -1,4 +1,4 @@
-"""`scripts/bench_isolation` in a short form, on the CPU."""
+"""Tests `scripts/bench_isolation` with a short run on the CPU."""
 
 from __future__ import annotations
 

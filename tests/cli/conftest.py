@@ -34,7 +34,7 @@ HOMES = ("HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_RUNTIME_DIR")
 
 
 class Outcome(NamedTuple):
-    """What a command printed and returned."""
+    """The output and exit code of a command."""
 
     code: int
     out: str
@@ -105,11 +105,12 @@ def on_a_terminal(*words: str, width: int = 80, **environ: str) -> str:
 
 @pytest.fixture
 def run_unprivileged_cli(open_folder: Path) -> Run:
-    """Return a function that runs the command as a user who cannot write files of root. The files that the
+    """Return a function that runs the command as a user who cannot write root's files. The files that the
     command reads must be in `open_folder`."""
 
     def run(*words: object) -> Outcome:
-        # A first run imports everything: the interpreter's own files may be closed to the other user.
+        # Run a first command that imports everything, because the other user may not be able to read the
+        # interpreter's own files.
         source = (
             "import contextlib, io, os, sys; from appliance.cli import main\n"
             "with contextlib.redirect_stdout(io.StringIO()): main()\n"
@@ -131,7 +132,7 @@ def run_unprivileged_cli(open_folder: Path) -> Run:
 
 @pytest.fixture
 def run_dir() -> Iterator[Path]:
-    """Return a run directory with a short path, because the path of a socket has at most 107 bytes."""
+    """Return a run directory with a short path, because a socket path has at most 107 bytes."""
     folder = Path(tempfile.mkdtemp(prefix="cli-"))
     yield folder
     shutil.rmtree(folder)
@@ -162,7 +163,7 @@ def history(tmp_path: Path) -> Iterator[History]:
 
 @pytest.fixture
 def databases(tmp_path: Path) -> Path:
-    """Return a state directory with both databases, as a stopped service leaves them, with two keys."""
+    """Return a state directory with both databases as a stopped service leaves them, containing two keys."""
     control = ControlStore(tmp_path / "control.db")
     control.start()
     for name in ("one", "two"):
@@ -269,6 +270,6 @@ def a_status(run_dir: Path) -> Status:
 
 
 def change_replica(status: Status, **fields: Any) -> None:
-    """Give the only replica of a status these fields."""
+    """Set these fields on the only replica in a status."""
     replicas = status.models[0].replicas
     replicas[0] = msgspec.structs.replace(replicas[0], **fields)

@@ -22,7 +22,7 @@ class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     request_queue_size = 32
 
     def handle_error(self, request: object, client_address: object) -> None:
-        pass  # clients that leave are part of the tests
+        pass  # clients that disconnect are part of the tests
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -71,7 +71,7 @@ class AdminService(_Service):
         self.tenants: list[Tenant] = []
         self.peers: list[PeerMapping] = []
         self.authorization: str | None = None
-        """Of the latest request."""
+        """The Authorization header of the latest request."""
         self.actions: list[tuple[str, Any]] = []
         self.contents: Contents | None = None
         self.head: AuditHead | None = None
@@ -146,7 +146,7 @@ def a_tenant(name: str, **fields: Any) -> Tenant:
 
 
 class ApiService(_Service):
-    """The API: two models, and answers that the test scripts chunk by chunk."""
+    """The API, with two models, and answers that the test scripts chunk by chunk."""
 
     def __init__(self, path: Path) -> None:
         self.asked: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""`appliance chat` against an API on a real Unix socket, in scripts and in a real terminal."""
+"""Tests of `appliance chat` against an API on a real Unix socket, in scripts and in a real terminal."""
 
 from __future__ import annotations
 
@@ -144,8 +144,8 @@ class Terminal:
         os.write(self.fd, text.encode())
 
     def press(self, keys: str, text: str) -> None:
-        """Send the keys until `text` appears. One attempt is not enough, because a signal that arrives just
-        before the program reads does not interrupt the read."""
+        """Send the keys repeatedly until `text` appears. One attempt is not enough, because a signal that
+        arrives just before the program reads does not interrupt the read."""
         for _ in range(10):
             self.type(keys)
             if self.appears(text, 6.0):
@@ -153,7 +153,7 @@ class Terminal:
         self.wait_for(text)
 
     def wait_for(self, text: str) -> None:
-        """Read until `text` appears. The next call searches only after it."""
+        """Read until `text` appears. The next call searches only the output after it."""
         assert self.appears(text, 60.0), f"{text!r} did not appear; there is {self.seen!r}"
         self.seen = self.seen.partition(text)[2]
 

@@ -334,7 +334,7 @@ def test_a_writer_of_the_databases_without_a_service_is_a_problem(doctor: Doctor
 
 
 def test_a_rank_that_outlived_its_service_is_a_problem(doctor: Doctor) -> None:
-    # Only the command line is looked at: this one sleeps, and its parent is gone at once.
+    # The doctor looks only at the command line, so this process just sleeps. Its parent exits immediately.
     sleeper = [sys.executable, "-c", "import time; time.sleep(60)", "-m", "engine.replica"]
     source = f"import subprocess; print(subprocess.Popen({sleeper!r}, stdout=subprocess.DEVNULL).pid)"
     started = subprocess.run([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True, check=True)

@@ -75,7 +75,8 @@ def loaded_by(*words: str) -> set[str]:
 
 
 def test_help_loads_nothing_heavy_and_little_else() -> None:
-    """The count of loaded modules stands for the start time, because it does not depend on the machine."""
+    """The number of loaded modules is used in place of the startup time, because it does not depend on the
+    machine."""
     modules = loaded_by("--help")
     packages = {name.partition(".")[0] for name in modules}
     assert packages.isdisjoint(HEAVY)
@@ -97,12 +98,14 @@ def test_every_command_explains_itself(cli: Run, command: tuple[str, ...]) -> No
 def test_every_action_of_the_registry_is_a_command_with_its_parameters(action: Action) -> None:
     command = typer.main.get_command(app)
     words = action.name.split(".")
-    for word in words[:1] if words[0] == "backup" else words:  # one command, which reports begin and end
+    for word in (
+        words[:1] if words[0] == "backup" else words
+    ):  # a single command, which reports its begin and end
         command = command.commands[word]  # type: ignore[attr-defined]
     offered = {part for parameter in command.params for part in (parameter.name or "").split("_")}
     for field in msgspec.structs.fields(action.parameters):
         if action.name == "backup.end" and field.name != "path":
-            continue  # what the command finds out
+            continue  # the command determines this value itself
         assert set(field.name.removesuffix("_at").split("_")) <= offered, field.name
     if action.danger != "none":
         assert "yes" in offered

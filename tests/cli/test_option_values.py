@@ -1,5 +1,5 @@
 """Tests that no value of any option or argument causes a traceback, and that numbers and times out of range
-are errors of the command line."""
+are command-line errors."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ NOT_NUMBERS = (
 OUT_OF_RANGE = ("-1", "99999999999999999999", "99999999999d", "-5d", "9" * 400 + "d", "9999999-01-01")
 TEXTS = ("", " ", "\n", "x" * 5000, "../" * 400, "\u202e", NOT_UTF_8, "9" * 5000, "-", "a=b", "\U0001f642")
 NUMBERS = {"N", "T", "P", "R", "S", "MS", "SPAN", "TIME", "P0…P3"}
-"""Metavars of options that take a number, a span or a time."""
+"""Metavars of options that take a number, a duration or a time."""
 
 
 def commands(group: Any = None, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield every command that can be run, with its words."""
+    """Yield every runnable command with its words."""
     group = group or BUILT
     for name, command in group.commands.items():
         below = getattr(command, "commands", None)
@@ -50,7 +50,8 @@ def commands(group: Any = None, words: tuple[str, ...] = ()) -> Iterator[tuple[t
 
 
 BUILT = typer.main.get_command(app)
-"""Made once: typer makes it anew for each command line, which takes longer than most commands."""
+"""The command tree, built once because typer otherwise rebuilds it for each command line, which takes longer
+than most commands."""
 EVERY = dict(commands())
 
 
@@ -99,7 +100,7 @@ def test_no_value_ends_in_a_traceback(
             continue
         is_number = parameter.metavar in NUMBERS
         if words == ("bench",) and not is_number:
-            continue  # an accepted value would begin a run; its texts are tested in tests/bench
+            continue  # an accepted value would start a run; these texts are tested in tests/bench
         for value in (*NOT_NUMBERS, *OUT_OF_RANGE) if is_number else TEXTS:
             if parameter.param_type_name == "argument":
                 given = ["--", value]
@@ -126,6 +127,6 @@ def test_without_a_terminal_a_dangerous_action_needs_yes(
     assert (outcome.code, outcome.out) == (2, "")
     assert f"'{action.title} " in outcome.err and "needs --yes" in outcome.err
     assert admin.actions == []
-    if words != ("drain",):  # which follows the drain to its end
+    if words != ("drain",):  # `drain` would follow the drain to its end
         cli(*words, *asked, "--yes", "--run-dir", run_dir)
         assert [name for name, _ in admin.actions] == [action.name]

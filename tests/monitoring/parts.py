@@ -1,5 +1,5 @@
-"""The serving parts of a core and its metrics, without processes and sockets. `scripts/bench_metrics`
-measures them."""
+"""The serving parts of a core and its metrics, without processes or sockets. `scripts/bench_metrics` measures
+them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Parts:
         )
 
     def ask(self, number: int, tenant: str, asked_class: str = "") -> None:
-        """Send an `Admit` as a front does."""
+        """Send an `Admit` in the same way as a front."""
         admit = Admit(
             request_id=f"w{number}",
             identity=Identity(tenant=tenant, highest_class=0),

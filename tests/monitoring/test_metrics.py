@@ -1,4 +1,4 @@
-"""Tests of the metrics: their text as parsed by prometheus-client, which rows they count, and their
+"""Tests of the metrics: their text as parsed by prometheus-client, the rows that they count, and their
 documentation."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def samples(text: bytes) -> Iterator[Sample]:
 
 
 def values(text: bytes, name: str) -> dict[tuple[str, ...], float]:
-    """Return the series of one metric by their label values."""
+    """Return the series of one metric, by label values."""
     return {tuple(one.labels.values()): one.value for one in samples(text) if one.name == name}
 
 
@@ -51,7 +51,8 @@ def test_a_parser_that_others_wrote_reads_every_label_and_number_back(
     family = Numbers("gauge", "g", "A gauge.", "label")
     for label, value in series:
         family.set(value, label)
-    # The parser splits lines as str.splitlines does, Prometheus only at line feeds.
+    # prometheus-client's parser splits lines like str.splitlines, whereas Prometheus splits only at line
+    # feeds.
     text = render([family]).decode()
     read = {
         one.labels["label"]: one.value
@@ -85,7 +86,7 @@ def test_a_summary_is_a_count_and_a_sum() -> None:
     assert {one.name: one.value for one in metric.samples} == {"s_count": 3, "s_sum": 1.5}
 
 
-# ── whom they count ──
+# ── counted tenants ──
 
 
 def test_every_ended_row_is_counted_once_and_handed_on() -> None:
@@ -149,7 +150,7 @@ def test_tenants_beyond_the_bound_are_summed_up_and_nobody_is_lost() -> None:
     assert len(billed) == 201
     assert billed[OTHERS,] == 3 * 300
     assert sum(billed.values()) == 3 * 500
-    # Who has a name keeps it, whoever is busy.
+    # A tenant that has its own label keeps it, however busy other tenants are.
     for _ in range(50):
         metrics.end(row(tenant=names[-1]))
     assert list(metrics.tenants) == names[:200]

@@ -127,7 +127,7 @@ def test_nothing_is_overwritten(running, tmp_path):
 
 
 def test_a_target_that_may_not_be_looked_at_is_named(running, tmp_path, monkeypatch):
-    def refuse(*asked, **options):  # as a folder of somebody else's does to who is not root
+    def refuse(*asked, **options):  # as a folder owned by another user refuses callers other than root
         raise PermissionError(13, "Permission denied", str(tmp_path / "theirs"))
 
     monkeypatch.setattr(Path, "stat", refuse)
@@ -189,7 +189,7 @@ def test_the_writer_does_not_wait_for_a_backup_which_is_of_one_moment(history, r
     def write() -> None:
         number = 0
         while not stop.is_set():
-            # Both or none, in every copy.
+            # Either both rows or neither, in every copy.
             for half in ("a", "b"):
                 history.log.end(request_row(f"req-{number}-{half}", finished_at=2_000_000.0))
             number += 1

@@ -162,7 +162,7 @@ def test_a_reader_is_not_waited_for_when_the_log_is_emptied(contents):
         reader.execute("SELECT count(*) FROM contents").fetchone()
         until_done(contents, partial(retention.remove_contents, before={}, otherwise=2.0))
         patience = contents.call(busy_timeout).result(60)
-        # One that waited would do so for longer than the test.
+        # A writer that waited for the reader would take longer than this test allows.
         contents.call(lambda connection: connection.execute("PRAGMA busy_timeout=60000").fetchone()).result(
             60
         )

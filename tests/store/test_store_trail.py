@@ -190,7 +190,7 @@ def test_a_forged_head_accuses_no_row(tmp_path):
 
 
 def renew_key(folder: Path) -> list[str]:
-    """Replace the key as an operator would, and return the lines of the former heads."""
+    """Replace the key as an operator would, and return the lines of the earlier heads."""
     lines = (folder / "audit.heads").read_text().splitlines(keepends=True)
     (folder / "audit.key").rename(folder / "audit.key.lost")
     fill_nothing(folder)
@@ -312,7 +312,7 @@ class FullDatabase:
         self._writer = control._writer
 
     def __enter__(self) -> None:
-        # A row below is longer than what is left of the last page.
+        # The following row is longer than the space left in the last page.
         self._writer.call(
             lambda connection: connection.execute(
                 f"PRAGMA max_page_count={connection.execute('PRAGMA page_count').fetchone()[0]}"
@@ -381,7 +381,7 @@ def test_what_waits_outlives_the_service(tmp_path):
     with FullDatabase(first):
         actor = announced(first, "requests.cancel", why=LONG)
         first.trail.conclude(actor, "requests.cancel", {"why": LONG}, "ok").result(60)
-        # Killed here.
+        # The process is killed at this point.
         kept = (tmp_path / "audit.spool").read_bytes()
     first.close()
     (tmp_path / "audit.spool").write_bytes(kept)
@@ -389,7 +389,7 @@ def test_what_waits_outlives_the_service(tmp_path):
     second = ControlStore(tmp_path / "control.db")
     second.start()
     second.close()
-    # What was in both is there once.
+    # An entry that was in both the spool and the chain appears only once.
     assert before == 2
     assert [row.phase for row in read_audit(first.path)] == ["intent", "result"]
     assert not (tmp_path / "audit.spool").exists()
