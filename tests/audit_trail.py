@@ -1,4 +1,4 @@
-"""Reads and forges the audit trail of a database in tests."""
+"""Helpers that read and forge a database's audit trail in tests."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def forge(folder: Path, sql: str) -> None:
 
 
 def rewrite(folder: Path, seq: int) -> None:
-    """Change the actor of a row as the service's user can: with every hash after it, and a signed head in
-    place of the recorded ones."""
+    """Change a row's actor in the way the service's user could: recompute every later hash, and replace the
+    recorded heads by a newly signed one."""
     chain = read_audit(folder / "control.db")
     forge(folder, "DELETE FROM audit; DELETE FROM sqlite_sequence WHERE name = 'audit'")
     with closing(sqlite3.connect(folder / "control.db", isolation_level=None)) as connection:

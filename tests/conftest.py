@@ -1,5 +1,5 @@
-"""Without a GPU, Triton kernels run in the interpreter. It proves indexing and masking, in float32 and
-float16; numerics of bfloat16 and FP8 are a GPU's to prove."""
+"""Configures all tests. Without a GPU, Triton kernels run in the interpreter, which verifies indexing and
+masking in float32 and float16. The numerics of bfloat16 and FP8 can only be verified on a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.examples import QUICK_EXAMPLES, SOAK_EXAMPLES
 
-# No property test is judged by its time, which depends on the other work of the machine.
+# Property tests have no time limit per example, because their time depends on other work on the machine.
 for _name, _count in (("quick", QUICK_EXAMPLES), ("soak", SOAK_EXAMPLES)):
     settings.register_profile(
         _name, max_examples=_count, deadline=None, suppress_health_check=[HealthCheck.too_slow]
@@ -22,14 +22,15 @@ for _name, _count in (("quick", QUICK_EXAMPLES), ("soak", SOAK_EXAMPLES)):
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 if not torch.cuda.is_available():
-    # Here, before any test module is imported: Triton looks once, when it is first imported.
+    # This must be set before any test module is imported, because Triton reads it only once, when it is first
+    # imported.
     os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture
 def open_folder() -> Iterator[Path]:
-    """One that other users may look into. Every run of pytest that begins closes those above
-    `tmp_path`."""
+    """Yield a folder that other users may enter. They may not enter the parents of `tmp_path`, whose
+    permissions every run of pytest restricts."""
     with tempfile.TemporaryDirectory(prefix="appliance-") as folder:
         Path(folder).chmod(0o755)
         yield Path(folder)

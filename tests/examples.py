@@ -1,4 +1,4 @@
-"""How many examples property tests draw: few in `scripts/test`, many in `scripts/soak`."""
+"""The number of examples that property tests draw: few in `scripts/test`, many in `scripts/soak`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any
 from hypothesis import settings
 
 QUICK_EXAMPLES = 100
-"""Of a property test without a number of its own. `scripts/soak` draws 20 times as many."""
+"""Default number of examples for a property test. `scripts/soak` draws 20 times as many."""
 SOAK_EXAMPLES = 20 * QUICK_EXAMPLES
 
 
 def examples(count: int, **options: Any) -> settings:
-    """The settings of a property test that draws `count` examples, or 20 times as many in `scripts/soak`."""
+    """Return the settings for a property test that draws `count` examples, or 20 times as many in
+    `scripts/soak`."""
     return settings(max_examples=count * settings.default.max_examples // QUICK_EXAMPLES, **options)

@@ -8,8 +8,8 @@ import socket
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that is free. Linux gives no client a port below 32768, so that no
-    other connection takes this one before the service listens there."""
+    """Return a free TCP port on the loopback interface. Linux assigns no client a port below 32768, so no
+    other connection takes this one before the service listens on it."""
     while True:
         port = random.SystemRandom().randrange(20_000, 32_768)
         with contextlib.suppress(OSError), socket.socket() as probe:

@@ -1,5 +1,5 @@
-"""A plugin of pytest's, so that a file's tests may run in several processes: `-p tests.share --share 2/3`
-runs every third test, from the second."""
+"""A pytest plugin that distributes a file's tests over several processes: `-p tests.share --share 2/3` runs
+every third test, starting with the second."""
 
 from __future__ import annotations
 

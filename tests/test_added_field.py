@@ -1,4 +1,5 @@
-"""A field of a tenant is declared in one place: a copy of the product gets one more, and each part has it."""
+"""Tests that a tenant's fields are declared in one place: a field added to a copy of the product appears in
+every component."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ LAST = '    """If set, the tenant\'s requests are refused."""\n'
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the product whose `TenantRecord` has one more field, and nothing else."""
+    """Return a copy of the product that differs only in one additional field of `TenantRecord`."""
     tree = tmp_path_factory.mktemp("tree")
     for name in ("store", "docs", "scripts"):
         shutil.copytree(ROOT / name, tree / name)
@@ -57,7 +58,7 @@ def test_a_field_added_in_its_one_place_is_everywhere(tree: Path, tmp_path: Path
     service = Service(tmp_path)
     service.state_dir.mkdir(mode=0o700)
     database = service.state_dir / "control.db"
-    before = ControlStore(database)  # of the product as it is, without the field
+    before = ControlStore(database)  # written by the product without the additional field
     before.start()
     before.create_tenant(actor="uid:0", name="acme", changes={"weight": 2.0}).result(60)
     before.close()
@@ -67,7 +68,7 @@ def test_a_field_added_in_its_one_place_is_everywhere(tree: Path, tmp_path: Path
         service.wait_ready()
         cli = ("-m", "appliance.cli", "tenants")
         at = ("--run-dir", str(service.run_dir))
-        # The options of the command line.
+        # The command-line options.
         for command in ("create", "set"):
             assert re.search(r"--max-images N +Images in one request", run(tree, *cli, command, "--help"))
         run(tree, *cli, "set", "acme", "--max-images", "8", *at)
@@ -77,7 +78,7 @@ def test_a_field_added_in_its_one_place_is_everywhere(tree: Path, tmp_path: Path
         column = heading.index("MAX IMAGES")
         assert acme[column : column + len("MAX IMAGES")].strip() == "8"
         assert re.search(r"^max images +8$", run(tree, *cli, "show", "acme", *at), re.MULTILINE)
-        # The admin API: what it shows, accepts, refuses and documents.
+        # The admin API: the values that it shows, accepts, refuses and documents.
         with AdminClient(service.run_dir) as client:
             shown = {one["name"]: one for one in client._call("GET", "/tenants", list[dict])}  # type: ignore[type-arg]
             assert (shown["acme"]["max_images"], shown["local"]["max_images"]) == (8, None)
@@ -92,7 +93,7 @@ def test_a_field_added_in_its_one_place_is_everywhere(tree: Path, tmp_path: Path
         assert "max_images" in document["components"]["schemas"]["Tenant"]["properties"]
     finally:
         service.stop()
-    # The database that was made before, and its view.
+    # The database that was created without the field, and its view.
     with closing(sqlite3.connect(database)) as connection:
         assert connection.execute(
             "SELECT weight, max_images FROM tenants WHERE name = 'acme'"

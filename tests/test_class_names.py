@@ -1,4 +1,4 @@
-"""The name of a public class says which one it is: no two modules of the product have the same."""
+"""Tests that the names of public classes are unique across the product's modules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("appliance", "engine", "kernels", "store")
 
 KNOWN_DUPLICATES = {"Connection", "Exchange"}
-"""Names that are still used twice. None may be added."""
+"""Names that are still used twice. Do not add any."""
 
 
 def public_class_names(package: str) -> list[str]:

@@ -1,5 +1,5 @@
-"""docs/limits.md says what the code does: each setting and constant that it names has the value that the page
-says, and each test that it names exists."""
+"""Tests that docs/limits.md matches the code: each setting and constant has the value stated on the page, and
+each test named there exists."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "limits.md").read_text(encoding="utf-8")
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20}
 VALUE = re.compile(r"`(\w+)` = (?:(none)|([\d.,/]*\d)(?: (KiB|MiB))?)")
-"""A name, and its value with its unit. Other units (s, bytes, tokens) are those of the setting."""
+"""A name and its value with a unit. Other units (s, bytes, tokens) are those of the setting."""
 
 
 def named_values() -> Iterator[tuple[str, float | None]]:
-    """Every name of the page that has a value there."""
+    """Yield every name for which the page states a value, with that value."""
     for name, none, number, unit in VALUE.findall(PAGE):
         yield name, None if none else float(Fraction(number.replace(",", ""))) * UNITS.get(unit, 1)
 
 
 def settings() -> dict[str, list[Any]]:
-    """The defaults of all settings by name."""
+    """Return the defaults of all settings, by name."""
     found: dict[str, list[Any]] = defaultdict(list)
 
     def add(table: Any) -> None:
@@ -45,7 +45,7 @@ def settings() -> dict[str, list[Any]]:
 
 
 def constants() -> dict[str, list[float]]:
-    """The numbers that modules assign to names, which are without their leading underscore here."""
+    """Return the numbers that modules assign to names, by name without leading underscores."""
     found: dict[str, list[float]] = defaultdict(list)
     for path in (
         path for package in ("appliance", "engine", "store") for path in (ROOT / package).rglob("*.py")
@@ -59,7 +59,7 @@ def constants() -> dict[str, list[float]]:
 
 
 def number_of(expression: ast.expr) -> float | None:
-    """The value of a number, or of a product, a quotient or a shift of numbers; None for anything else."""
+    """Return the value of a number, or of a product, quotient or shift of numbers; None for anything else."""
     match expression:
         case ast.Constant(value=int() | float() as value):
             return value

@@ -1,4 +1,4 @@
-"""What holds for the tree as a whole."""
+"""Tests of properties of the source tree as a whole."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_every_source_file_reads_in_one_sitting() -> None:
 
 
 def test_the_engine_and_the_kernels_mean_the_same_block() -> None:
-    # The wire's structs may not load torch, so each side states it.
+    # The message structs may not load torch, so each side declares the value.
     assert BLOCK_TOKENS == PAGE_TOKENS
 
 

@@ -1,4 +1,5 @@
-"""Arrivals are Poisson, each limit judges a trial, and the search ends at the highest rate that holds."""
+"""Tests that arrivals are Poisson, that each limit is applied to a trial, and that the search finds the
+highest sustained rate."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ DURATION_S = 10.0
 
 
 def some(count: int, **fields: object) -> list[Record]:
-    """Records of requests that are good by every limit, except for `fields`."""
+    """Return records of requests that are within every limit, with `fields` changed."""
     known: dict[str, object] = {
         "began_at": 0.0,
         "late_s": 0.0,
@@ -33,7 +34,7 @@ def some(count: int, **fields: object) -> list[Record]:
 
 
 def trial(records: list[Record], *, slo: Slo = TTFT_100, grew: bool = False, busy: float = 0.1) -> Run:
-    """A judged trial with these records."""
+    """Return a judged trial with these records."""
     load = Load(
         target=Target(),
         model="m",
@@ -58,7 +59,7 @@ def test_arrivals_come_at_the_rate_with_exponential_gaps() -> None:
     gaps = [after - before for before, after in itertools.pairwise(arrivals)]
     assert len(arrivals) == 10_000
     assert statistics.mean(gaps) == pytest.approx(0.01, rel=0.05)
-    # The standard deviation of exponential gaps is their mean; that of equal gaps is 0.
+    # The standard deviation of exponential gaps equals their mean; that of equal gaps is 0.
     assert statistics.stdev(gaps) == pytest.approx(0.01, rel=0.1)
     assert list(arrivals) == sorted(arrivals) and arrivals[0] >= 0 and arrivals[-1] <= 100
 
@@ -69,7 +70,7 @@ def test_a_seed_decides_the_arrivals() -> None:
 
 
 def search(capacity: float, first: int = 10, busy: float = 0.1, late_s: float = 0.0) -> Search:
-    """The search against a server that sustains any rate up to `capacity`."""
+    """Run the search against a server that sustains any rate up to `capacity`."""
 
     def attempt(requests: int) -> Run:
         holds = requests / DURATION_S <= capacity

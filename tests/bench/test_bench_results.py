@@ -1,4 +1,4 @@
-"""The statistics of a run follow from its records by their definitions."""
+"""Tests that the statistics of a run follow from its records by definition."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ START = 1000.0
 
 
 def record(**fields: object) -> Record:
-    """A request of 4 tokens: sent at 0 s, tokens at 100, 110, 120 and 150 ms, ended at 151 ms."""
+    """Return the record of a request with 4 tokens: sent at 0 s, tokens at 100, 110, 120 and 150 ms, ended at
+    151 ms."""
     known: dict[str, object] = {
         "began_at": START,
         "late_s": 0.0,
@@ -62,7 +63,7 @@ def test_one_request_gives_its_own_times() -> None:
         ("ttft8k", [0.2, 0.3, 0.1], 0.2),
         ("ttft8k", [0.2, 0.3], 0.3),
         ("ttft8k", [0.4, 0.2, 0.1, 0.3], 0.3),
-        # Tokens a second: fewer, the longer it takes.
+        # Tokens per second: the longer the run takes, the lower the rate.
         ("b1_decode", [0.2, 0.3, 0.1], 0.2),
         ("b1_decode", [0.2, 0.3], 0.3),
     ],
@@ -73,7 +74,7 @@ def test_of_an_even_number_of_runs_the_worse_of_the_middle_two_is_shown(
     times = iter(seconds)
 
     def run_load(load: Load, workers: int | None, show: Callable[[RawRun], None]) -> RawRun:
-        """One request that takes the next of the times, instead of client processes."""
+        """Return a run with one request that takes the next of the given times, without client processes."""
         return RawRun(START, 1, [record(ended_at=START + next(times))])
 
     session = Session(Server(Target(), "fake", 1000, ""), "1", warm_up=False, run_load=run_load)

@@ -1,4 +1,4 @@
-"""The benchmark against the real service, with the shipped model, and compared with the engine alone."""
+"""Tests of the benchmark against the real service with the shipped model, compared with the engine alone."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def test_a_small_run_against_the_service(tmp_path: Path) -> None:
         assert (run["output_tokens"], run["prompt_tokens"]) == (12 * 24, 12 * 48)
         assert run["ttft_ms"]["p50"] > 0 and run["itl_ms"]["p50"] > 0
 
-        # The service logged the requests that the client counted, and none was found in the prefix cache.
+        # The service logged the same requests that the client counted, and none of them hit the prefix cache.
         def whole() -> list[dict[str, Any]]:
             return [row for row in running.rows() if row["generated_tokens"] == 24]
 
-        # Four of them are the warm-up. A replica reports its counts after the client has received the last
-        # token.
+        # Four of them are the warm-up. A replica reports its counts only after the client has received the
+        # last token.
         running.wait_until(lambda: len(whole()) >= 12 + 4, 5, "the rows of all requests")
         rows = whole()
         assert len(rows) == 12 + 4

@@ -1,4 +1,4 @@
-"""A workload has the same numbers in the benchmarks of the engine and of the service."""
+"""Tests that a workload has the same numbers in the engine's and the service's benchmarks."""
 
 from __future__ import annotations
 

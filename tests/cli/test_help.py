@@ -98,9 +98,7 @@ def test_every_command_explains_itself(cli: Run, command: tuple[str, ...]) -> No
 def test_every_action_of_the_registry_is_a_command_with_its_parameters(action: Action) -> None:
     command = typer.main.get_command(app)
     words = action.name.split(".")
-    for word in (
-        words[:1] if words[0] == "backup" else words
-    ):  # a single command, which reports its begin and end
+    for word in words[:1] if words[0] == "backup" else words:  # one command reports begin and end
         command = command.commands[word]  # type: ignore[attr-defined]
     offered = {part for parameter in command.params for part in (parameter.name or "").split("_")}
     for field in msgspec.structs.fields(action.parameters):

@@ -1,4 +1,4 @@
-"""The demo model in an engine of this process, asked its frozen questions."""
+"""Runs the demo model in an in-process engine and asks it the frozen questions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.messages import ReplicaSpec, SamplingParams
 
 DEMO = Path(appliance.__file__).parent / "demo_model"
 END = 6
-"""The demo model's end of turn."""
+"""The demo model's end-of-turn token."""
 
 
 def engine(device: str, dtype: str, kv_cache_dtype: str = "auto", weights: str = "auto") -> LocalEngine:
@@ -31,7 +31,7 @@ def engine(device: str, dtype: str, kv_cache_dtype: str = "auto", weights: str =
 
 
 def questions() -> tuple[list[list[int]], list[str]]:
-    """Prompts and expected first sentences."""
+    """Return the prompts and the expected first sentences."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
@@ -46,7 +46,7 @@ def questions() -> tuple[list[list[int]], list[str]]:
 
 
 def generated(made: LocalEngine, logprobs: int | None = None) -> list[GeneratedSample]:
-    """Greedy answers to all questions, asked at once; closes the engine."""
+    """Return greedy answers to all questions, asked at once; closes the engine."""
     sampling = SamplingParams(max_tokens=100, stop_token_ids=(END,), logprobs=logprobs)
     prompts, _ = questions()
     got = [samples[0] for samples in made.generate(prompts, sampling)]
@@ -56,12 +56,12 @@ def generated(made: LocalEngine, logprobs: int | None = None) -> list[GeneratedS
 
 
 def answers(made: LocalEngine) -> list[list[int]]:
-    """The tokens of `generated`."""
+    """Return the tokens of `generated`."""
     return [answer.token_ids for answer in generated(made)]
 
 
 def share_right(got: list[list[int]]) -> float:
-    """Part of the answers that begin with the expected sentence."""
+    """Return the fraction of answers that begin with the expected sentence."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))

@@ -1,4 +1,5 @@
-"""The demo model's answers on one device beside another's: the same tokens, or parted at a near tie."""
+"""Compares the demo model's answers on one device with those on another: they must be the same tokens, or
+diverge at a near tie."""
 
 from __future__ import annotations
 
@@ -24,15 +25,15 @@ questions are learnt by heart, and a device that parts from the others there has
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Where an answer first differs from the reference's."""
+    """The position where an answer first differs from the reference."""
 
     question: int
     place: int
-    """Of the token in the answer."""
+    """Index of the token in the answer."""
     gap: float
-    """Between the reference's two best tokens there."""
+    """Gap between the reference's two best tokens at that position."""
     second: bool
-    """Whether the token is the reference's second."""
+    """Whether the token is the reference's second-best."""
 
     @property
     def is_near_tie(self) -> bool:
@@ -41,19 +42,19 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """Greedy answers beside the reference's."""
+    """Greedy answers compared with those of the reference."""
 
     device: str
     dtype: str
     asked: int
     same: int
-    """Answers whose every token is the reference's."""
+    """Number of answers that are identical to the reference's."""
     tokens: int
-    """Of the answers, up to where they part."""
+    """Number of tokens in the answers, up to where they diverge."""
     least_gap: float
-    """Between the reference's two best tokens, at the closest of those tokens."""
+    """Smallest gap between the reference's two best tokens over these tokens."""
     most_moved: float
-    """The largest change of that gap on the other device."""
+    """Largest difference of that gap on the other device."""
     divergences: list[Divergence]
 
     @property
@@ -61,7 +62,7 @@ class Parity:
         return all(divergence.is_near_tie for divergence in self.divergences)
 
     def summary(self) -> str:
-        """One line."""
+        """Return the result in one line."""
         widest = max((divergence.gap for divergence in self.divergences), default=None)
         parted = "none" if widest is None else f"at most {widest:.4f}"
         return (
@@ -73,7 +74,8 @@ class Parity:
 
 
 def measure(device: str, dtype: str = "bfloat16", reference_dtype: str = "bfloat16") -> Parity:
-    """The 200 frozen questions on a device, and on the CPU as the reference."""
+    """Compare the answers to the 200 frozen questions on a device with those on the CPU, which is the
+    reference."""
     reference = generated(engine("cpu", reference_dtype), logprobs=2)
     return compare(device, dtype, generated(engine(device, dtype), logprobs=2), reference)
 
@@ -81,8 +83,9 @@ def measure(device: str, dtype: str = "bfloat16", reference_dtype: str = "bfloat
 def compare(
     device: str, dtype: str, found: list[GeneratedSample], reference: list[GeneratedSample]
 ) -> Parity:
-    """Answers of `device` in `dtype` with the reference's, both with the log probabilities of the two best
-    tokens. Raises ValueError where the reference ends and the other goes on: it has no gap there."""
+    """Compare the answers of `device` in `dtype` with the reference's. Both need the log probabilities of the
+    two best tokens. Raises ValueError if the reference ends and the other answer continues, because there is
+    no gap at that position."""
     divergences, gaps, moved = [], [], []
     for question, (mine, theirs) in enumerate(zip(found, reference, strict=True)):
         pairs = enumerate(zip_longest(mine.token_ids, theirs.token_ids))

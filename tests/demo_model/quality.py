@@ -1,5 +1,5 @@
-"""What quantisation costs on the shipped model: the same questions and the same unseen text, asked of the
-model as it is and of each quantised form, through the whole engine."""
+"""Measures the quality loss from quantisation on the shipped model. The unquantised model and each quantised
+variant get the same questions and the same held-out text, through the whole engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.demo_model.asking import DEMO, END, questions
 BEGIN = 0
 """The demo model's begin token."""
 WINDOW = 1024
-"""Tokens of held-out text that are scored together, after a begin token, as in the model card."""
+"""Number of tokens of held-out text that are scored together after a begin token, as in the model card."""
 MOST_ANSWER_TOKENS = 100
 UNQUANTISED = "unquantised"
 
@@ -24,13 +24,13 @@ _Item = TypeVar("_Item")
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A way to hold the model, and what it may cost."""
+    """A quantised variant of the model, and the quality loss that it may have."""
 
     name: str
     weights: str
     kv_cache_dtype: str
     most_perplexity_change: float
-    """Relative, of held-out text: 0.005 is half a percent."""
+    """Maximum relative change of the perplexity on held-out text: 0.005 is half a percent."""
 
 
 FORMS = (
@@ -40,12 +40,12 @@ FORMS = (
     Form("FP8 weights and KV", "fp8", "fp8", 0.008),
 )
 LEAST_KEPT = 0.97
-"""Part of the answers that were right unquantised and must stay right."""
+"""Minimum fraction of the answers that were right unquantised and must stay right."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """One form in one dtype, beside the unquantised model in that dtype."""
+    """Scores of one variant in one dtype, compared with the unquantised model in that dtype."""
 
     device: str
     dtype: str
@@ -60,12 +60,12 @@ class Score:
     """Mean magnitude of the change of a held-out token's log probability, in nats."""
     held_out_tokens: int
     right: int
-    """Of `asked` answers: those that begin with the expected sentence."""
+    """Number of the `asked` answers that begin with the expected sentence."""
     asked: int
     kept: float
-    """Part of the answers right unquantised that are right."""
+    """Fraction of the answers that were right unquantised and are still right."""
     same: int
-    """Answers whose every token is the unquantised model's."""
+    """Number of answers that are identical to the unquantised model's."""
 
     @property
     def passes(self) -> bool:
@@ -75,7 +75,7 @@ class Score:
 @dataclass(slots=True)
 class _Run:
     losses: list[list[float]]
-    """Nats of each token, by window."""
+    """Loss of each token in nats, by window."""
     answers: list[list[int]]
     right: list[bool]
 
@@ -89,8 +89,8 @@ def measure(
     forms: Iterable[Form] = FORMS,
     progress: Callable[[str], None] = lambda line: None,
 ) -> list[Score]:
-    """Scores of `forms`, the unquantised one first. asked, windows: how many of the questions and windows of
-    held-out text, spread evenly; None: all."""
+    """Return the scores of `forms`, the unquantised one first. `asked` and `windows` limit the number of
+    questions and windows of held-out text, which are selected at even intervals; None uses all."""
     first: _Run | None = None
     scores = []
     for form in forms:
@@ -102,7 +102,8 @@ def measure(
 
 
 def held_out_windows() -> list[list[int]]:
-    """`heldout.txt` in windows of WINDOW tokens, each after a begin token; what is left over is dropped."""
+    """Return `heldout.txt` in windows of WINDOW tokens, each after a begin token. An incomplete last window
+    is dropped."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
@@ -153,7 +154,8 @@ def _score(device: str, dtype: str, form: Form, run: _Run, first: _Run) -> Score
     tokens = sum(map(len, run.losses))
     mean = sum(map(sum, run.losses)) / tokens
     before = sum(map(sum, first.losses)) / tokens
-    # Windows are far apart in the text, so their means are nearly independent, which tokens' are not.
+    # Windows are far apart in the text, so their means are nearly independent, unlike those of individual
+    # tokens.
     changes = [sum(mine - theirs for mine, theirs in window) / len(window) for window in pairs]
     spread = sum((change - sum(changes) / len(changes)) ** 2 for change in changes)
     kept = sum(now for now, was in zip(run.right, first.right, strict=True) if was)
@@ -175,7 +177,7 @@ def _score(device: str, dtype: str, form: Form, run: _Run, first: _Run) -> Score
 
 
 def _spread(items: list[_Item], count: int | None) -> list[_Item]:
-    """`count` of the items, evenly spaced; None: all."""
+    """Return `count` of the items at even intervals; None returns all."""
     if count is None:
         return items
     return [items[index * len(items) // count] for index in range(count)]

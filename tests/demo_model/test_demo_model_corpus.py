@@ -1,4 +1,4 @@
-"""The demo model's corpus: first sentences, conversations, and the model that is trained on them."""
+"""Tests of the demo model's corpus: first sentences, conversations, and the model trained on them."""
 
 import sys
 from collections.abc import Iterator

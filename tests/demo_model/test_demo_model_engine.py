@@ -1,4 +1,4 @@
-"""Our engine answers the demo model's questions."""
+"""Tests that the engine answers the demo model's questions."""
 
 from tests.demo_model.asking import answers, engine, share_right
 

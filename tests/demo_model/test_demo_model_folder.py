@@ -1,4 +1,4 @@
-"""The shipped model's folder is whole, and the model answers from it."""
+"""Tests that the shipped model's folder is complete, and that the model answers from it."""
 
 import json
 import struct
@@ -35,7 +35,7 @@ def read_questions() -> list[dict[str, str]]:
 
 
 def shard_header(name: str) -> dict[str, Any]:
-    """The header of a safetensors file: an 8-byte little-endian length, then JSON."""
+    """Return the header of a safetensors file: an 8-byte little-endian length followed by JSON."""
     with (FOLDER / name).open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header: dict[str, Any] = json.loads(file.read(length))

@@ -1,4 +1,4 @@
-"""Two devices' answers are compared as stated: they may part at a near tie, and nowhere else."""
+"""Tests of the comparison between two devices: answers may diverge at a near tie, and nowhere else."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BEST, SECOND, OTHER = 7, 8, 9
 
 
 def answer(*tokens: int, gap: float = 3.0) -> GeneratedSample:
-    """Of a model whose best token is always BEST, before SECOND by `gap`."""
+    """Return an answer of a model whose best token is always BEST, ahead of SECOND by `gap`."""
     top = [(BEST, -0.1), (SECOND, -0.1 - gap)]
     known = dict(top)
     logprobs = [TokenLogprob(token, known.get(token, -20.0), top) for token in tokens]
@@ -60,8 +60,8 @@ def test_an_answer_that_ends_too_early_or_too_late_is_found() -> None:
 
 
 def test_a_near_tie_is_what_bfloat16_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two units in the last place of the largest logit: about what it moves a gap on a CPU, against float32,
-    without a change of any token."""
+    """Two units in the last place of the largest logit are about the maximum by which bfloat16 on a CPU
+    changes a gap compared with float32, without changing any token."""
     largest = []
     real = Sampler.token_logprobs
 
