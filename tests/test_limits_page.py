@@ -7,6 +7,7 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,14 @@ from appliance.settings import Settings
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "limits.md").read_text(encoding="utf-8")
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20}
-VALUE = re.compile(r"`(\w+)` = (?:(none)|([\d.,]*\d)(?: (KiB|MiB))?)")
+VALUE = re.compile(r"`(\w+)` = (?:(none)|([\d.,/]*\d)(?: (KiB|MiB))?)")
 """A name, and its value with its unit. Other units (s, bytes, tokens) are those of the setting."""
 
 
 def named_values() -> Iterator[tuple[str, float | None]]:
     """Every name of the page that has a value there."""
     for name, none, number, unit in VALUE.findall(PAGE):
-        yield name, None if none else float(number.replace(",", "")) * UNITS.get(unit, 1)
+        yield name, None if none else float(Fraction(number.replace(",", ""))) * UNITS.get(unit, 1)
 
 
 def settings() -> dict[str, list[Any]]:
@@ -58,15 +59,17 @@ def constants() -> dict[str, list[float]]:
 
 
 def number_of(expression: ast.expr) -> float | None:
-    """The value of a number, a product or a shift of numbers; None for anything else."""
+    """The value of a number, or of a product, a quotient or a shift of numbers; None for anything else."""
     match expression:
         case ast.Constant(value=int() | float() as value):
             return value
-        case ast.BinOp(left=left, op=ast.Mult() | ast.LShift() as operator, right=right):
+        case ast.BinOp(left=left, op=ast.Mult() | ast.Div() | ast.LShift() as operator, right=right):
             first, second = number_of(left), number_of(right)
             if first is None or second is None:
                 return None
-            return first * second if isinstance(operator, ast.Mult) else int(first) << int(second)
+            if isinstance(operator, ast.LShift):
+                return int(first) << int(second)
+            return first * second if isinstance(operator, ast.Mult) else first / second
     return None
 
 

@@ -39,7 +39,7 @@ class GenerationTask:
     sampling: SamplingParams
     """The parameters of every prompt, except `max_tokens`."""
     best_of: int = 0
-    """Samples of each prompt, the best `n` of which are in the answer; 0 means `n`."""
+    """Number of samples to generate for each prompt; the answer contains the best `n`. 0 means `n`."""
     stops: StopSet | None = None
     include_stop: bool = False
     """Whether an answer contains the stop string or stop token that ended it."""
@@ -66,12 +66,12 @@ class GenerationTask:
 
     @property
     def samples(self) -> int:
-        """Samples of each prompt."""
+        """Number of samples to generate for each prompt."""
         return self.best_of or self.n
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts."""
+        """Total number of prompt tokens."""
         return sum(len(prompt.token_ids) for prompt in self.prompts)
 
     @property

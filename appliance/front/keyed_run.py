@@ -77,7 +77,7 @@ class KeyedRun:
         self.is_kept = True
         """Whether retries can still join the run, so that all of the answer is needed."""
         self.held_bytes = 0
-        """Memory that counts towards the memory for answers."""
+        """Memory in bytes, as counted against `RetryRules.max_bytes`."""
         self.generation: Generation | None = None
         """The generation while it runs; it is not kept with the answer."""
         self.on_writable: Callable[[], None] | None = None

@@ -33,8 +33,8 @@ class LoadedModel:
 
 
 async def load_model(served: ServedModel) -> LoadedModel:
-    """Read tokenizer and chat template, in about two seconds for 128 k tokens. Raises TokenizerFilesError. An
-    unexpected file can raise anything else, Rust panics (BaseException) included."""
+    """Read tokenizer and chat template, in about two seconds for 128 k tokens. Raises TokenizerFilesError.
+    Unexpected file contents can raise any other error, including Rust panics (BaseException)."""
     tokenizer, template = await asyncio.to_thread(_read_model, served.folder)
     await template.compile()
     return LoadedModel(served, tokenizer, template)

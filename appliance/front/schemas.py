@@ -42,7 +42,7 @@ MAX_STOP_TOKENS = 64
 MAX_USER_CHARS = 512
 """Maximum length of `user`, which is held while the request runs and is written to the request log."""
 DEFAULT_COMPLETION_TOKENS = 16
-"""`max_tokens` of a completion that names none, as in OpenAI's API."""
+"""`max_tokens` of a completion that sets none, as in OpenAI's API."""
 
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 Temperature = Annotated[float, Meta(ge=0, le=2)]

@@ -35,7 +35,7 @@ class FieldError(ValueError):
         self.path = path
 
     def inside(self, part: str | int) -> FieldError:
-        """Return this error as an error of the object or list that has the value at `part`."""
+        """Return this error as an error of the object or list that contains the value at `part`."""
         return FieldError(self.message, self.code, (part, *self.path))
 
     @property

@@ -48,7 +48,7 @@ class RefusalWatch:
         if report.cut_off_connections > (last.cut_off_connections if last else 0):
             yield (
                 "cut off",
-                "connections were closed because their clients did not take the answers: the front's log "
+                "connections were closed because their clients did not read the answers: the front's log "
                 "names addresses",
             )
         if report.refused_bodies > (last.refused_bodies if last else 0):

@@ -23,8 +23,8 @@ MAX_UNSENT_BYTES = 64 << 20
 """Maximum total of unsent response bytes over all connections. Beyond it, the tenant with the most unsent
 bytes loses the connection that has waited longest."""
 READ_BYTES = 64 << 10
-"""The most that is read from a connection at once, and therefore the most that is held of a further
-request."""
+"""Maximum number of bytes read from a connection at once. Therefore at most this much of a further request is
+held."""
 
 
 class HttpServer:
@@ -51,7 +51,7 @@ class HttpServer:
         self.unknown_pool = Pool()
         self.refused = 0
         """Number of connections that were closed, or answered with 503, because no place was free."""
-        self.cut_off = CountedLog("connections were closed because their clients did not take the answers")
+        self.cut_off = CountedLog("connections were closed because their clients did not read the answers")
         self.request_memory = RequestMemory()
         self.turns = Turns()
         self.tenant_of = tenant_of

@@ -38,7 +38,7 @@ def bind_unix(path: Path, mode: str, gid: int | None = None) -> socket.socket:
         sock.close()
         hint = ""
         if "too long" in str(error):
-            hint = ": name a shorter --run-dir"
+            hint = ": use a shorter --run-dir"
         elif error.errno == errno.EADDRINUSE:
             hint = ": a file that is not a socket has this name; move it away"
         raise ListenError(f"cannot listen on {path} ({error.strerror or error}){hint}") from error
@@ -66,7 +66,7 @@ def bind_tcp(
             raise
     except OSError as error:
         raise ListenError(
-            f"cannot listen on {setting} = {host}:{port} ({error.strerror or error}): name another address"
+            f"cannot listen on {setting} = {host}:{port} ({error.strerror or error}): use another address"
         ) from error
     sock.setblocking(False)
     return sock

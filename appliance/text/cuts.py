@@ -51,7 +51,7 @@ _MAX_NFC_SHRINKING = 4
 
 
 def can_be_cut(backend: tokenizers.Tokenizer) -> bool:
-    """Return whether encoding the pieces of `split_text` gives this tokenizer's ids of the whole text."""
+    """Return whether encoding the pieces of `split_text` gives the same ids as encoding the whole text."""
     for token in backend.get_added_tokens_decoder().values():
         text = token.content
         if token.single_word or _CUT.search(text) or (token.rstrip and re.search(r"\w\Z", text)):

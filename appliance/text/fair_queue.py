@@ -45,7 +45,7 @@ class TenantQueue(Generic[Item]):
         self._waiting.setdefault(tenant, deque()).append(item)
 
     def put_back(self, tenant: str, item: Item) -> None:
-        """Make the item its tenant's first one. It is taken after the other tenants' turns."""
+        """Put the item at the head of its tenant's queue. The other tenants' turns come first."""
         self._waiting.setdefault(tenant, deque()).appendleft(item)
         self._waiting.move_to_end(tenant)
 

@@ -79,7 +79,7 @@ class TemplateProcess:
         self.bounds_exceeded = 0
         """Number of conversations that the templates could not render within their bounds."""
         self.problem = ""
-        """The bound that the latest of them exceeded."""
+        """The bound that the latest such conversation exceeded."""
         self._queue: TenantQueue[_Job] = TenantQueue()
         self._child: _Child | None = None
         self._background = Background()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from appliance.traffic.rules import QueueRules
+from store.policies import TenantRecord
 from tests.core.isolation import CASES, broken_promises, figures, full_step_s, random_mix
+from tests.core.simulated_server import Shape, SimulatedServer
 
 
 def test_no_single_request_delays_a_short_one_by_more_than_two_full_steps() -> None:
@@ -19,3 +22,22 @@ def test_no_single_request_delays_a_short_one_by_more_than_two_full_steps() -> N
 def test_no_mix_of_requests_delays_a_short_one_by_more_than_two_full_steps_property(seed: int) -> None:
     mix = random_mix(seed)
     assert not broken_promises(mix), mix
+
+
+def test_a_wide_request_does_not_make_the_predicted_wait_of_long_prompts_far_too_long() -> None:
+    """A request of 45 s in a better class once counted as if such requests arrived all the time: prompts that
+    waited for 80 s at most were refused, because they "would wait 719 s"."""
+    server = SimulatedServer(
+        tenants=[TenantRecord(name=name, created_at=0.0) for name in ("long", "wide")],
+        rules=QueueRules(timeout_s=200.0, overload=1000.0),
+    )
+    server.add_replica(slots=128)
+    for _ in range(8):
+        server.ask("long", Shape(100_000, 1, 1), asked_class="P3")
+    server.run(60.0)
+    server.ask("wide", Shape(512, 256, 256), asked_class="P1", samples=128)
+    server.run(61.0)
+    prompts = [server.ask("long", Shape(100_000, 1, 1), asked_class="P3") for _ in range(8)]
+    server.run(261.0)
+    assert [prompt.refused for prompt in prompts] == [None] * 8
+    assert max(prompt.ttft_s for prompt in prompts) < 120.0

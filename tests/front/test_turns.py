@@ -34,7 +34,7 @@ def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(bounded())
 
 
-def test_work_is_done_at_once_while_no_other_waits() -> None:
+def test_work_runs_at_once_if_no_other_work_waits() -> None:
     async def main() -> None:
         turns, done = Turns(), list[str]()
         turns.add(ONE, 0, lambda: done.append("a"))
@@ -62,7 +62,7 @@ def test_a_pass_of_the_loop_takes_one_turn_and_sources_alternate() -> None:
     run(main)
 
 
-def test_of_one_source_the_lowest_rank_comes_first() -> None:
+def test_the_work_of_one_source_is_ordered_by_rank() -> None:
     async def main() -> None:
         turns, done = Turns(), list[int]()
         for rank in (0, 7, 3, 3, 1):
@@ -179,7 +179,7 @@ def test_tenants_take_turns_from_the_first_request_of_a_connection(tmp_path: Pat
     run(main)
 
 
-def test_a_new_connection_is_answered_before_the_many_requests_of_others(tmp_path: Path) -> None:
+def test_a_new_connection_is_answered_before_many_requests_of_other_connections(tmp_path: Path) -> None:
     answered = []
 
     async def work(request: Request) -> PlainTextResponse:
