@@ -1,4 +1,5 @@
-"""The command line. Each command imports its modules when it runs, so `--help` loads only typer."""
+"""The command line. Each command imports its modules only when it runs, so `--help` loads nothing but
+typer."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ from appliance.cli.failure import Failure
 
 
 def main() -> int:
-    """Run the command `appliance`; return 0 for success, 1 for a failure, 2 for a wrong command line."""
-    # Characters that a terminal cannot show, and bytes that are not text, are replaced instead of causing
-    # tracebacks.
+    """Run the `appliance` command. Returns 0 for success, 1 for a failure, 2 for an invalid command line."""
+    # Replace characters that a terminal cannot show and bytes that are not text, instead of failing with a
+    # traceback.
     for stream, substitute in ((sys.stdin, "replace"), (sys.stdout, "backslashreplace")):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=substitute)
@@ -45,8 +46,7 @@ def _run() -> int:
         print(f"appliance: {failure}", file=sys.stderr)
         return failure.code if isinstance(failure, Failure) else 1
     except UnicodeEncodeError as error:
-        # The arguments of a command line need not be UTF-8, but everything that the command sends or prints
-        # must be.
+        # Command-line arguments need not be UTF-8, but everything that the command sends or prints must be.
         print(
             f"appliance: {_shortened(error.object)!r} is not UTF-8 text: write it in UTF-8", file=sys.stderr
         )

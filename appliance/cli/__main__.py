@@ -1,4 +1,4 @@
-"""`python -m appliance.cli` is the command `appliance`."""
+"""Runs the `appliance` command as `python -m appliance.cli`."""
 
 import sys
 

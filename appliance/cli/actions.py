@@ -1,4 +1,5 @@
-"""Performs an operator's action: asks first if the registry says so, and calls the service."""
+"""Performs operator actions: asks for confirmation if the action registry requires it, then calls the
+service."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ def perform(
     yes: bool = False,
     show: Callable[[Any], None] | None = None,
 ) -> None:
-    """Perform the action that `parameters` belong to and print its result. `show` prints results other than
-    `Done`. `yes` skips the question before a dangerous action."""
+    """Perform the action that `parameters` belongs to and print its result. `show` prints results other than
+    `Done`. `yes` skips the confirmation of a dangerous action."""
     action = action_of(parameters)
     confirm(action, printable(action.target_name(parameters)), yes=yes)
     with admin_client(run_dir) as client:
@@ -38,7 +39,7 @@ def perform(
 
 
 def confirm(action: Action, target: str, *, yes: bool) -> None:
-    """Ask before a dangerous action, unless `yes`. Raises Failure if the person does not agree, and
+    """Ask for confirmation of a dangerous action, unless `yes`. Raises Failure if the user declines, and
     CommandLineError if standard input is not a terminal."""
     if action.danger == "none" or yes:
         return

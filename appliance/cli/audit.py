@@ -1,4 +1,5 @@
-"""`appliance audit` reads the files itself, so that it works whether or not the service runs."""
+"""Implements `appliance audit`, which reads the files itself and therefore works whether or not the service
+is running."""
 
 from __future__ import annotations
 
@@ -52,11 +53,11 @@ _HEAD = re.compile(r"([0-9]{1,18}):([0-9a-fA-F]{64})")
 
 
 class ChainLocation(NamedTuple):
-    """The location of the audit chain that a command reads."""
+    """The audit chain that a command reads."""
 
     database: Path
     folder: Path | None
-    """The state directory; None for a single file."""
+    """The state directory; None if the chain is in a single file."""
 
 
 def list_actions(
@@ -70,7 +71,7 @@ def list_actions(
     since: str | None,
     as_json: bool,
 ) -> None:
-    """Print actions, oldest first, and then the actions that wait in the spool."""
+    """Print the recorded actions, oldest first, followed by those waiting in the spool."""
     location = _location(run_dir, state_dir, file)
     wanted = ActionFilter(
         actor, action, None if since is None else _iso(moment(since, "--since", ahead=False))
@@ -102,9 +103,9 @@ def verify(
     noted: list[str],
     as_json: bool,
 ) -> int:
-    """Check the chain against all recorded heads, print the result and return the exit code. `journal`
-    selects the heads in the journal: all (True), those of this state directory, if any (None), or none
-    (False)."""
+    """Check the chain against all recorded chain heads, print the result and return the exit code. `journal`
+    selects which heads to use from the journal: all (True), those of this state directory if there are any
+    (None), or none (False)."""
     location = _location(run_dir, state_dir, file)
     with as_failure(StoreError):
         recorded = [_noted(text) for text in noted]
@@ -132,7 +133,7 @@ def verify(
 def export(
     run_dir: str | None, state_dir: str | None, file: str | None, target: str | None, *, as_json: bool
 ) -> None:
-    """Write the chain to a file, which is complete or not created, or to standard output."""
+    """Write the chain to a file or to standard output. The file is either complete or not created."""
     location = _location(run_dir, state_dir, file)
     key = _key(location)
     with as_failure(StoreError), reading(location.database, CONTROL) as connection, _output(target) as out:
@@ -156,7 +157,7 @@ def export(
 
 
 def _examine_file(path: Path, recorded: list[Recorded], state_dir: str | None) -> Findings:
-    """Examine a copy or an export, with the key beside it, or the key of the named state directory."""
+    """Examine a copy or an export, using the key next to it or the key of the given state directory."""
     try:
         key = read_key((path.parent if state_dir is None else Path(state_dir)) / KEY_FILE)
     except StoreError:
@@ -295,7 +296,7 @@ def _cells(record: ActionRecord) -> tuple[str, ...]:
 
 
 def _values(text: str | None) -> str:
-    """Return a JSON object as text for people."""
+    """Format a JSON object as readable text."""
     try:
         value = json.loads(text or "null")
     except ValueError:
@@ -316,7 +317,7 @@ def _value(value: object) -> str:
 def _shown(record: ActionRecord) -> dict[str, Any]:
     fields = record._asdict()
     for name in ("params", "before", "after"):
-        with suppress(ValueError):  # not JSON: someone changed the row, so show it as it is
+        with suppress(ValueError):  # not JSON: the row was tampered with, so show it as it is
             fields[name] = json.loads(fields[name] or "null")
     return fields
 

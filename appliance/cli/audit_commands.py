@@ -1,5 +1,5 @@
-"""The commands for the audit trail and backups, and their options. Their code is in `appliance.cli.audit` and
-`appliance.cli.backup`, loaded on demand."""
+"""The audit trail and backup commands, and their options. They are implemented in `appliance.cli.audit` and
+`appliance.cli.backup`, which are loaded on demand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads the heads of the audit chain from systemd's journal, from which the service's own user cannot remove
+"""Reads the chain heads that were anchored in systemd's journal, where the service's own user cannot remove
 them."""
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from store.heads import lines_of
 
 UNIT = "appliance.service"
 JOURNAL = "the journal"
-"""The source that is shown for heads from the journal."""
+"""Source shown for heads from the journal."""
 MAX_READ_S = 20.0
-"""Time limit for reading the journal. The newest lines are read first, so that only older ones can be
-missing."""
+"""Time limit for reading the journal. The newest lines are read first, so only older ones can be missed."""
 
 
 class JournalHeads(NamedTuple):
@@ -26,12 +25,12 @@ class JournalHeads(NamedTuple):
 
     heads: list[Recorded]
     missing: str | None = None
-    """Why no heads were found, or why some may be missing."""
+    """The reason why no heads were found, or why some may be missing."""
 
 
 def heads_in_journal(folder: Path | None) -> JournalHeads:
-    """Return the heads of the service whose state directory is `folder`; None: of every service that ran as
-    `UNIT`. It is no error if systemd is missing, or if the caller may not read the journal."""
+    """Return the heads of the service whose state directory is `folder`, or of every service that ran as
+    `UNIT` if it is None. A missing systemd or a journal that the caller may not read is not an error."""
     command = ["journalctl", "--quiet", "--no-pager", "--reverse", "--output=cat", f"--unit={UNIT}"]
     with tempfile.TemporaryFile() as said:
         try:

@@ -1,4 +1,5 @@
-"""`appliance backup`: makes a checked copy of the state, whether or not the service runs."""
+"""Implements `appliance backup`, which makes a verified copy of the state, whether or not the service is
+running."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from store.errors import StoreError
 from store.evidence import AUDIT_FILES, Recorded
 
 _MAX_ERROR_CHARS = 2000
-"""Number of characters of an error that are recorded."""
+"""Maximum number of characters recorded from an error message."""
 
 
 def take_backup(
@@ -63,8 +64,8 @@ def take_backup(
 
 
 def _begun(run: Path, begin: BeginBackup) -> Head | None:
-    """Let the running service record that a backup begins. Return the chain head that the copy must contain;
-    None if no service runs."""
+    """Have the running service record the beginning of the backup. Returns the chain head that the copy must
+    contain; None if no service is running."""
     with AdminClient(run, key=admin_key()) as client:
         try:
             answer = client.act(begin)
@@ -77,7 +78,8 @@ def _begun(run: Path, begin: BeginBackup) -> Head | None:
 
 
 def _ended(run: Path, end: EndBackup) -> None:
-    """Let the service record the result of the backup. The copy is valid even if the service has ended."""
+    """Have the service record the result of the backup. The copy is valid even if the service has stopped in
+    the meantime."""
     with AdminClient(run, key=admin_key()) as client:
         try:
             client.act(end)

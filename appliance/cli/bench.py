@@ -1,4 +1,4 @@
-"""`appliance bench`: measure an OpenAI-compatible server under load."""
+"""Implements `appliance bench`, which measures an OpenAI-compatible server under load."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _REQUESTS_PER_STREAM = 4
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """The command's options; None for an option that was not given."""
+    """The command's options; None for each option that was not given."""
 
     workloads: list[str] | None
     base_url: str | None
@@ -82,8 +82,8 @@ class Document(msgspec.Struct, kw_only=True):
 
 
 def bench(options: Options) -> int:
-    """Run the benchmark and print it. Returns 1 if a request failed or no rate was sustained. Raises Failure,
-    and typer's error for options that contradict each other."""
+    """Run the benchmark and print its results. Returns 1 if a request failed or no rate was sustained. Raises
+    Failure, or typer's error if options contradict each other."""
     workloads = _workloads(options)
     slo = Slo(options.ttft_p99_ms, options.itl_p99_ms)
     if options.find_rate and not slo.is_set:
@@ -148,8 +148,8 @@ def _run(
 
 
 def _workloads(options: Options) -> dict[str, Workload]:
-    """Return the workloads that the options describe; in open loop only the shape of the first counts.
-    Raises typer's error if the options contradict each other."""
+    """Return the workloads that the options describe. An open-loop run uses only the lengths of the first
+    workload. Raises typer's error if the options contradict each other."""
     names = options.workloads or []
     for name in names:
         if name not in WORKLOADS:
@@ -193,7 +193,8 @@ def _workloads(options: Options) -> dict[str, Workload]:
 
 
 def _target(options: Options) -> Target:
-    """Return the server that is named, or the service of the run directory. Raises Failure and BenchError."""
+    """Return the server given in the options, or the service of the run directory. Raises Failure and
+    BenchError."""
     if len([one for one in (options.base_url, options.socket, options.run_dir) if one is not None]) > 1:
         raise typer.BadParameter("--base-url, --socket and --run-dir each name a server: give one of them")
     if options.base_url is not None:
@@ -232,8 +233,8 @@ def _document(server: Server, seed: str, slo: Slo, results: list[Result], search
 
 
 def _check_writable(path: str | None) -> None:
-    """Raise Failure before the run if the file cannot be written. A file that did not exist is removed again,
-    so that a run that fails leaves none."""
+    """Raise Failure before the run if the file cannot be written. A file that did not exist before is removed
+    again, so that a failed run leaves no file behind."""
     if path is None or path == "-":
         return
     file = Path(path)

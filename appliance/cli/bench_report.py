@@ -1,4 +1,4 @@
-"""A benchmark as text: tables of at most 80 columns, and a progress bar."""
+"""Prints benchmark results as text: tables of at most 80 columns, and a progress bar."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _RANKS = ("p50", "p90", "p99", "max")
 _MIN_FOR_P99 = 100
 """With fewer requests, the 99th percentile (nearest rank) equals the maximum."""
 _FINE = 0.05
-"""The precision of a search. The report says so if a trial is less precise."""
+"""Precision of a search. The report notes it if a trial is less precise."""
 
 
 class BenchReport:
-    """Writes lines of a report to a stream."""
+    """Writes the lines of a report to a stream."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -39,7 +39,7 @@ class BenchReport:
             self.line(line, colour)
 
     def result(self, result: Result) -> None:
-        """Write the run with the median result of a workload."""
+        """Write the run whose result is the median for its workload."""
         run = result.typical
         self.line()
         self.line(f"{result.name}: {result.description}", "bold")
@@ -70,7 +70,7 @@ class BenchReport:
             self.wrapped(f"note: {note}", "yellow")
 
     def comparison(self, results: Sequence[Result]) -> None:
-        """Write all workloads, one line each."""
+        """Write a comparison of all workloads, one line each."""
         rows = []
         for result in results:
             run = result.typical
@@ -140,7 +140,7 @@ class BenchReport:
 
 
 class ProgressBar:
-    """One line that is overwritten while a run lasts, if standard error is a terminal."""
+    """One line that is overwritten during a run, if standard error is a terminal."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr

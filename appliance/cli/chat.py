@@ -1,4 +1,4 @@
-"""`appliance chat`: a conversation in a terminal, or one question in a script."""
+"""Implements `appliance chat`: a conversation in a terminal, or a single question in a script."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _HELP = """\
   /reset   begin a new conversation
   /help    this list"""
 _INTERRUPTED = 130
-# An answer may contain line breaks and tabs. Every other control character could control the terminal.
+# An answer may contain line breaks and tabs. All other control characters are removed, because they could
+# control the terminal.
 _STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -37,12 +38,12 @@ class Conversation:
         self.messages = list(self._opening)
 
     def ask(self, question: str) -> Generator[Piece | End, None, None]:
-        """Send a question and yield the answer as it arrives. The received part of the answer stays in the
-        conversation, even if it is cut off; a question without an answer is removed. Raises AnswerError."""
+        """Send a question and yield the answer as it arrives. If the answer is cut off, the part received so
+        far stays in the conversation; a question without any answer is removed. Raises AnswerError."""
         self.messages.append({"role": "user", "content": _sendable(question)})
         said: list[str] = []
         try:
-            # Close the stream on every way out: closing tells the service to stop.
+            # Close the stream however this block is left, because closing it tells the service to stop.
             with contextlib.closing(
                 self._client.answer({**self._options, "messages": self.messages})
             ) as answer:
@@ -66,7 +67,7 @@ def chat(
     temperature: float,
     max_tokens: int | None,
 ) -> int:
-    """Hold a conversation until the user leaves it, or answer `prompt` (or standard input) once. Return the
+    """Hold a conversation until the user leaves it, or answer `prompt` (or standard input) once. Returns the
     exit code."""
     if prompt is None and not is_terminal(sys.stdin):
         prompt = sys.stdin.read() if sys.stdin is not None else ""
@@ -173,11 +174,12 @@ def _summary(end: End) -> str:
 
 
 def _end_line() -> None:
-    # The cursor may be anywhere in the line: the answer was cut off, and the terminal has echoed ^C.
+    # After an interruption the cursor may be anywhere in the line, because the answer was cut off and the
+    # terminal has echoed ^C.
     print(flush=True)
 
 
 def _sendable(text: str) -> str:
-    """Return `text` without characters that UTF-8 cannot encode. They come from terminal input or arguments
-    that are not valid text."""
+    """Return `text` without the characters that UTF-8 cannot encode, which come from terminal input or
+    arguments that are not valid text."""
     return text.encode("utf-8", "replace").decode()

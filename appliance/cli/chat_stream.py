@@ -1,4 +1,4 @@
-"""A client of the API for `chat`: the list of models, and one streamed answer at a time, over `api.sock`."""
+"""An API client for `chat`, which lists the models and streams one answer at a time over `api.sock`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _READ_BYTES = 64 << 10
 
 
 class AnswerError(Exception):
-    """The service did not answer, or its answer was cut off; the message names the reason."""
+    """The service did not answer, or its answer was cut off; the message gives the reason."""
 
 
 class Piece(NamedTuple):
@@ -32,11 +32,11 @@ class End(NamedTuple):
 
     finish_reason: str
     completion_tokens: int | None
-    """None if the service did not report it."""
+    """Number of generated tokens; None if the service did not report it."""
     ttft_s: float | None
     """Time from the request to the first text."""
     tokens_per_s: float | None
-    """Time from the first text to the end."""
+    """Rate of the generated tokens between the first text and the end of the answer."""
 
 
 class ChatClient:
@@ -52,7 +52,7 @@ class ChatClient:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Do nothing: no connection stays open between requests."""
+        """Do nothing, because no connection stays open between requests."""
 
     def models(self) -> list[str]:
         """Return the names of the models. Raises Failure if the service does not answer."""
@@ -86,7 +86,7 @@ class ChatClient:
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
         headers = {"content-type": "application/json"}
         try:
-            # There is no read timeout, because an answer may wait in the queue, and the service limits that
+            # No read timeout is set: an answer may have to wait in the queue, and the service limits that
             # time.
             with closing(self._connected(None)) as connection:
                 connection.request("POST", "/v1/chat/completions", json.dumps(body).encode(), headers)
@@ -108,7 +108,7 @@ class ChatClient:
         yield _end(finish_reason, tokens, asked, first)
 
     def _connected(self, timeout_s: float | None) -> HTTPConnection:
-        """Connect to the service after checking its owner. Raises Failure, and UntrustedError if the socket
+        """Connect to the service after checking its owner. Raises Failure, or UntrustedError if the socket
         belongs to a user whom the caller does not trust."""
         connection = unix_connection(self._socket, timeout_s)
         try:
@@ -145,7 +145,7 @@ def events(chunks: Iterable[bytes]) -> Iterator[str]:
 
 
 def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the complete lines, which end with LF or CRLF."""
+    """Yield the complete lines, which end in LF or CRLF."""
     rest = b""
     for chunk in chunks:
         *lines, rest = (rest + chunk).split(b"\n")

@@ -1,4 +1,4 @@
-"""`appliance config`: checks, shows and reloads the settings."""
+"""Implements `appliance config`, which checks, shows and reloads the settings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ConfigCheck(msgspec.Struct, kw_only=True):
 
 
 def check(file: str | None, *, as_json: bool) -> int:
-    """Read the settings as a service would, and print every fault. Return the exit code."""
+    """Read the settings as the service would, print every fault, and return the exit code."""
     faults: tuple[Fault, ...] = ()
     files: list[str] = []
     try:
@@ -43,7 +43,8 @@ def check(file: str | None, *, as_json: bool) -> int:
 
 
 def show(run_dir: str | None, config: str | None, *, origin: bool, as_json: bool) -> None:
-    """Print the settings of the running service, or of a file if one is named or no service runs."""
+    """Print the settings of the running service, or those from a file if one is given or no service is
+    running."""
     running = None if config is not None else _of_service(run_dir)
     if running is None:
         with as_failure(SettingsError):
@@ -61,15 +62,15 @@ def show(run_dir: str | None, config: str | None, *, origin: bool, as_json: bool
 
 
 def reload(run_dir: str | None, *, as_json: bool) -> None:
-    """Let the service reload its settings, and print the result. Raises Failure if it refuses."""
+    """Have the service reload its settings and print the result. Raises Failure if the service refuses."""
     perform(run_dir, ReloadConfig(), as_json=as_json, show=_show_reloaded)
 
 
 def toml_lines(
     table: Mapping[str, Any], places: Mapping[str, str], path: tuple[str, ...] = ()
 ) -> Iterator[str]:
-    """Yield a table of settings as TOML, each with its source if `places` has one; unset settings are
-    comments."""
+    """Yield a table of settings as TOML. Each setting is annotated with its source from `places`, if there is
+    one; settings that are not set appear as comments."""
     plain = {name: value for name, value in table.items() if not isinstance(value, dict)}
     width = max((len(_assignment(name, value)) for name, value in plain.items()), default=0)
     if path and plain:

@@ -1,4 +1,5 @@
-"""`appliance requests show`: shows the stored prompts and answers of a request, through the service."""
+"""Implements `appliance requests show`, which shows the stored prompts and answers of a request through the
+service."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ class _Message(msgspec.Struct):
 
 
 def show_contents(run_dir: str | None, request_id: str, *, as_json: bool) -> None:
-    """Print the stored contents. The service records in the audit who read them."""
+    """Print the stored contents. The service records in the audit trail who read them."""
     perform(run_dir, ShowContents(request_id=request_id), as_json=as_json, show=_say)
 
 
@@ -45,8 +46,8 @@ def _described(text: KeptText) -> str:
 
 
 def _lines(text: str) -> list[str]:
-    """Return a conversation as its messages, any other text unchanged. Control characters for the terminal
-    are removed."""
+    """Return a conversation as its messages, and any other text unchanged, without terminal control
+    characters."""
     try:
         messages = msgspec.json.decode(text, type=list[_Message])
     except (msgspec.DecodeError, UnicodeDecodeError):

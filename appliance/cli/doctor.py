@@ -1,4 +1,4 @@
-"""`appliance doctor`: prints the findings, on a terminal or as JSON."""
+"""Implements `appliance doctor`, which prints findings as text or as JSON."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _INDENT = 12
 
 
 def show_findings(config: str | None, run_dir: str | None, state_dir: str | None, *, as_json: bool) -> int:
-    """Examine the service and print the findings. Return the exit code: 1 if there is a problem; warnings do
-    not count."""
+    """Examine the service and print the findings. Returns the exit code: 1 if there is a problem; warnings
+    are ignored."""
     run, state, settings = _find(config, run_dir, state_dir)
     examination = examine(run, state, settings)
     if as_json:
@@ -42,8 +42,8 @@ def show_findings(config: str | None, run_dir: str | None, state_dir: str | None
 def _find(
     config: str | None, run_dir: str | None, state_dir: str | None
 ) -> tuple[Path, Path, Settings | str]:
-    """Return the directories, and the settings or the reason why they cannot be used. The directories are
-    known even if the settings file is unusable."""
+    """Return the directories, and either the settings or the reason why they cannot be used. The directories
+    are returned even if the settings file is unusable."""
     settings: Settings | str
     try:
         settings = load_settings(Flags(config=config, run_dir=run_dir, state_dir=state_dir))
@@ -51,16 +51,19 @@ def _find(
         settings = str(error)
     try:
         run = find_run_dir(run_dir, config)
-    except Failure:  # `settings` reports the error; use the flags and defaults
+    except Failure:  # `settings` contains the error; use the flags and defaults
         run = Path(run_dir or default_run_dir()).absolute()
     try:
         return run, find_state_dir(state_dir, run, config), settings
-    except (Failure, UntrustedError):  # the same, or an untrusted run directory, which the findings report
+    except (
+        Failure,
+        UntrustedError,
+    ):  # as above, or the run directory is untrusted, which the findings report
         return run, Path(state_dir or default_state_dir()).absolute(), settings
 
 
 def examination_lines(examination: Examination, width: int | None) -> Iterable[str]:
-    """Return the findings by area, then the verdict."""
+    """Yield the findings grouped by area, followed by the verdict."""
     yield paint(f"{printable(examination.host)}, {local(examination.at)}", "dim")
     area = ""
     for finding in examination.findings:

@@ -1,4 +1,4 @@
-"""`appliance drain`: begins a drain and shows its progress."""
+"""Implements `appliance drain`, which begins a drain and shows its progress."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from appliance.protocol import DrainStatus
 
 _EVERY_S = 0.5
 _LINE_EVERY_S = 10.0
-"""Time between two lines of progress if standard error is not a terminal."""
+"""Interval between progress lines when standard error is not a terminal."""
 _DOES = {"announced": "reports not ready", "draining": "is draining", "drained": "is drained"}
 _ROOM_FOR_CTRL_C = 3
-"""Columns left free, because a line that wraps cannot be overwritten."""
+"""Columns left free for the echoed ^C, because a line that wraps cannot be overwritten."""
 INTERRUPTED = 130
-"""The exit code that shells use for a command that Ctrl-C ended."""
+"""Exit code that shells use for a command ended by Ctrl-C."""
 
 
 def drain(
@@ -41,7 +41,7 @@ def drain(
     yes: bool,
     as_json: bool,
 ) -> int:
-    """Begin a drain, follow it to its end if `wait`, and return the exit code."""
+    """Begin a drain and return the exit code. With `wait`, follow the drain to its end."""
     parameters = DrainService(model=model, grace_s=span_s(grace, "--grace", MAX_GRACE_S), queue=queue)
     action = action_of(parameters)
     confirm(action, printable(action.target_name(parameters)), yes=yes)
@@ -62,8 +62,8 @@ def drain(
 
 
 class _Watch:
-    """Shows the progress of a drain: in one line that is updated, in a line every 10 s, or in lines of
-    JSON."""
+    """Shows the progress of a drain: as one updated line on a terminal, as a new line every 10 s, or as lines
+    of JSON."""
 
     def __init__(self, client: AdminClient, status: DrainStatus, as_json: bool) -> None:
         self._client = client
@@ -73,7 +73,7 @@ class _Watch:
         self._said_at = 0.0
 
     def to_the_end(self) -> DrainStatus | None:
-        """Return the last status; None if an operator resumed service."""
+        """Follow the drain to its end and return the last status; None if an operator resumed the service."""
         status: DrainStatus | None = self._status
         try:
             while status is not None and status.state != "drained":
@@ -98,7 +98,7 @@ class _Watch:
 
 
 def line(status: DrainStatus) -> str:
-    """Return the progress of a drain in one line."""
+    """Format the progress of a drain as one line."""
     held = [f"{of_count(status.held)} held until resume"] if status.queue else []
     if status.state == "drained":
         facts = [f"took {of_seconds(status.elapsed_s)}", *held]
@@ -116,7 +116,7 @@ def line(status: DrainStatus) -> str:
 
 
 def _interrupted(client: AdminClient, model: str | None) -> int:
-    """Handle Ctrl-C: the drain continues unless the person cancels it."""
+    """Handle Ctrl-C: the drain continues unless the user chooses to cancel it."""
     name, option = _name(model), "" if model is None else f" --model {model}"
     try:
         answer = ""

@@ -1,4 +1,4 @@
-"""Options, values and table columns of the fields that `store.policies` declares."""
+"""Options, values and table columns for the fields declared in `store.policies`."""
 
 from __future__ import annotations
 
@@ -31,18 +31,19 @@ def fields_of(record: type[msgspec.Struct]) -> list[Declared]:
 
 
 def flag(field: Declared) -> str:
-    """Return the option of a field: `--tokens-per-minute`, `--burst`."""
+    """Return the option for a field, such as `--tokens-per-minute` or `--burst`."""
     return "--" + field.name.removesuffix("_s").removesuffix("_at").replace("_", "-")
 
 
 def with_fields(record: type[msgspec.Struct], *, but: Collection[str] = ()) -> Callable[[Command], Command]:
-    """Add an option for each declared field of `record` and of its quota, except `but`, to a command. The
-    command gets their texts as keyword arguments: a text, because "none" is a value too."""
+    """Add an option to a command for each declared field of `record` and its quota, except those in `but`.
+    The command receives the options as keyword arguments. Their values are text, because "none" is a valid
+    value too."""
 
     def decorate(command: Command) -> Command:
         signature = inspect.signature(command, eval_str=True)
         own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
-        # The options that every command has come last.
+        # The options shared by all commands come last.
         common = [one for one in own if one.name in ("run_dir", "json")]
         options = [_option(field) for field in fields_of(record) if field.name not in but]
         ordered = [*(one for one in own if one not in common), *options, *common]
@@ -70,7 +71,8 @@ def _option(field: Declared) -> inspect.Parameter:
 
 
 def given_fields(options: Mapping[str, Any], record: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return the values of the fields that were given as options. Raises CommandLineError."""
+    """Return the values of the fields that were given as options. Raises CommandLineError for an invalid
+    value."""
     return {
         field.name: _value(field, text)
         for field in fields_of(record)
@@ -91,7 +93,7 @@ def _value(field: Declared, text: str) -> Any:
     if field.kind == "time":
         return moment(text, name, ahead=True)
     value = _parsed(field, text)
-    # The service checks texts and names; its error message is equivalent.
+    # The service checks texts and names, and its error message is equivalent.
     if value is None or (field.kind not in ("text", "list") and not allows(field, value)):
         expected = "P0, P1, P2 or P3" if field.kind == "class" else field.expected
         lifted = ", or none" if field.optional else ""
@@ -100,7 +102,7 @@ def _value(field: Declared, text: str) -> Any:
 
 
 def _parsed(field: Declared, text: str) -> Any:
-    """Return the value of a text; None if it has another form."""
+    """Parse the text of a value. Returns None if it has the wrong format."""
     from appliance.cli.options import is_decimal
 
     plain = text.replace("_", "")
@@ -119,7 +121,7 @@ def _parsed(field: Declared, text: str) -> Any:
 
 
 def shown(field: Declared, value: Any) -> str:
-    """Return a value as text for people; for None, its meaning."""
+    """Format a value for people. None is shown as its meaning."""
     from appliance.cli.times import local, of_span
 
     if value is None:
@@ -140,7 +142,7 @@ def shown(field: Declared, value: Any) -> str:
 
 
 def limits(quota: Quota) -> Iterable[str]:
-    """Yield a text for each limit of a quota."""
+    """Yield a description of each limit of a quota."""
     for field in declared(Quota).values():
         value = getattr(quota, field.name)
         if value is not None and field.optional:

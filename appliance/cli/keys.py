@@ -1,4 +1,4 @@
-"""The commands `appliance keys`: list, create, change, rotate and revoke bearer keys."""
+"""Implements `appliance keys`: list, create, change, rotate and revoke bearer keys."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def create_key(
 def rotate_key(
     run_dir: str | None, key_id: str, overlap: str, expires: str | None, *, yes: bool, as_json: bool
 ) -> None:
-    """Replace a key by a new one, and print that."""
+    """Replace a key by a new one, and print the new key."""
     asked = RotateKey(
         id=key_id,
         overlap_s=span_s(overlap, "--overlap"),
@@ -66,7 +66,7 @@ def set_key(run_dir: str | None, key_id: str, options: Mapping[str, Any], *, as_
 
 
 def list_keys(run_dir: str | None, tenant: str | None, *, as_json: bool) -> None:
-    """Print all keys, or a tenant's, oldest first."""
+    """Print all keys, or those of one tenant, oldest first."""
     with admin_client(run_dir) as client:
         every = client.keys()
     found = [key for key in every if tenant in (None, key.tenant)]
@@ -97,7 +97,7 @@ def _print(keys: list[Key]) -> None:
 
 
 def _print_new(made: NewKey) -> None:
-    """Print only the key on standard output, so that a script can read it."""
+    """Print a new key. Standard output contains only the key, so that a script can read it."""
     until = f", valid until {local(made.expires_at)}" if made.expires_at is not None else ""
     print(made.key)
     print(

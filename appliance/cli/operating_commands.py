@@ -1,5 +1,5 @@
-"""The commands that operate the running service: drain, resume, config. Their code is in the modules beside
-this one, loaded on demand."""
+"""The commands that operate the running service: drain, resume and config. They are implemented in
+neighbouring modules, which are loaded on demand."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ _DECIMAL = re.compile(r"[+-]?[0-9]{0,30}\.?[0-9]{0,30}([eE][+-]?[0-9]{1,3})?")
 
 
 def whole_number(low: int, high: int) -> Callable[[str | int], int]:
-    """Return a parser of whole numbers in a range, for `typer.Option(parser=…)`. Unlike typer's own ranges,
-    it takes ASCII digits only and names the range for every value that it refuses."""
+    """Return a parser of whole numbers within a range, for `typer.Option(parser=…)`. Unlike typer's own
+    ranges, it accepts only ASCII digits, and every error message names the range."""
 
     def integer(value: str | int) -> int:
         text = str(value)
@@ -30,7 +30,8 @@ def whole_number(low: int, high: int) -> Callable[[str | int], int]:
 
 
 def number(low: float, high: float) -> Callable[[str | float], float]:
-    """Return a parser of numbers in a range, for `typer.Option(parser=…)`. Typer's own ranges accept NaN."""
+    """Return a parser of numbers within a range, for `typer.Option(parser=…)`. It is needed because typer's
+    own ranges accept NaN."""
 
     def decimal(value: str | float) -> float:
         text = str(value)
@@ -44,7 +45,7 @@ def number(low: float, high: float) -> Callable[[str | float], float]:
 
 
 def is_decimal(text: str) -> bool:
-    """Return whether `text` is a number in ASCII digits, which is neither NaN nor infinite as written."""
+    """Return whether `text` is a finite number written in ASCII digits."""
     return bool(_DECIMAL.fullmatch(text)) and any(digit.isdigit() for digit in text.partition("e")[0])
 
 

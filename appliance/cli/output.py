@@ -1,6 +1,6 @@
-"""Output for terminals and scripts: tables that fit the width, quantities for people, colour, and JSON. All
-texts from other users (names, errors, answers) pass through `printable`, so that no escape sequence in them
-reaches the terminal.
+"""Output for terminals and scripts: tables that fit the width, human-readable quantities, colour, and JSON.
+All text from other users (names, errors, answers) passes through `printable`, so that none of its escape
+sequences reach the terminal.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ class Column(NamedTuple):
     right: bool = False
     """Whether the column is right-aligned, as numbers are."""
     drop: int = 0
-    """If the terminal is too narrow, columns are dropped in this order, highest first; 0 is never dropped."""
+    """Order in which columns are dropped if the terminal is too narrow: highest first. A column with 0 is
+    never dropped."""
     flexible: bool = False
-    """Whether the column may be shortened when no column is left to drop."""
+    """Whether the column may be shortened once no more columns can be dropped."""
     colours: Mapping[str, str] | None = None
-    """The colour of cells with this text."""
+    """Colours of the cells, by their text."""
 
 
 class Layout:
-    """Columns with fixed widths, so that further lines can follow later."""
+    """Columns with fixed widths, so that lines can be added later."""
 
     def __init__(
         self, columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None, indent: int = 0
     ) -> None:
-        """`rows` determine the widths; `width` is the terminal's, None if it is unlimited."""
+        """Compute the widths from `rows`. `width` is the width of the terminal; None means unlimited."""
         self._indent = " " * indent
         self._columns = columns
         self._widths = [
@@ -52,11 +53,11 @@ class Layout:
             self._fit(width - indent)
 
     def heading(self) -> str:
-        """Return the line of headings."""
+        """Return the line of column headings."""
         return self.line([column.title for column in self._columns])
 
     def line(self, row: Sequence[str]) -> str:
-        """Return the line of one row."""
+        """Return the line for one row."""
         parts = []
         for index in self._shown:
             wanted, column = self._widths[index], self._columns[index]
@@ -87,13 +88,13 @@ class Layout:
 def table(
     columns: Sequence[Column], rows: Sequence[Sequence[str]], *, width: int | None, indent: int = 0
 ) -> list[str]:
-    """Return the lines of a table, headings first."""
+    """Return the lines of a table, starting with the column headings."""
     layout = Layout(columns, rows, width, indent)
     return [layout.heading(), *(layout.line(row) for row in rows)]
 
 
 def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table that fits the terminal, with dimmed headings."""
+    """Print a table that fits the terminal, with dimmed column headings."""
     heading, *lines = table(columns, rows, width=terminal_width())
     print(paint(heading, "dim"))
     for line in lines:
@@ -101,18 +102,18 @@ def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Non
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Return whether `stream` is a terminal. A stream may have been closed before this process started."""
+    """Return whether `stream` is a terminal. The stream may have been closed before this process started."""
     return stream is not None and stream.isatty()
 
 
 def terminal_width(stream: TextIO | None = None) -> int | None:
-    """Return the width of the terminal behind `stream` (standard output); None if it is not a terminal, and
-    lines are not shortened."""
+    """Return the width of the terminal behind `stream` (default: standard output); None if it is not a
+    terminal, in which case lines are not shortened."""
     return shutil.get_terminal_size().columns if is_terminal(stream or sys.stdout) else None
 
 
 def cells(text: str) -> int:
-    """Return the number of columns that `text` takes on a terminal."""
+    """Return the number of terminal columns that `text` occupies."""
     if text.isascii():
         return len(text)
     return sum(
@@ -122,8 +123,8 @@ def cells(text: str) -> int:
 
 
 def shorten(text: str, width: int) -> str:
-    """Return `text` shortened to `width` columns: of a path the end is kept, of any other text the
-    beginning."""
+    """Return `text` shortened to `width` columns. The end of a path is kept, and the beginning of any other
+    text."""
     if cells(text) <= width:
         return text
     from_end = text.startswith("/")
@@ -155,7 +156,7 @@ def print_json(value: Any, *, line: bool = False) -> None:
 
 
 def of_seconds(seconds: float) -> str:
-    """Return a span of time with at most two units."""
+    """Format a duration with at most two units."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     whole = int(seconds)
@@ -168,7 +169,7 @@ def of_seconds(seconds: float) -> str:
 
 
 def of_ms(value: float | None) -> str:
-    """Return milliseconds with three significant digits; empty for None."""
+    """Format milliseconds with three significant digits; empty for None."""
     if value is None:
         return ""
     if value >= 100_000:
@@ -177,5 +178,5 @@ def of_ms(value: float | None) -> str:
 
 
 def of_count(count: int) -> str:
-    """Return a number with thousands separators."""
+    """Format a number with thousands separators."""
     return f"{count:,}"

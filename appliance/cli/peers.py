@@ -1,4 +1,4 @@
-"""The commands `appliance peers`: list, map and unmap local users and groups."""
+"""Implements `appliance peers`: list, map and unmap local users and groups."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def unmap_peer(run_dir: str | None, peer: str, *, yes: bool, as_json: bool) -> N
 
 
 def by_number(peer: str) -> str:
-    """Return `user:alice` as `uid:1000` and `group:staff` as `gid:50`; other texts unchanged. Raises
-    CommandLineError for an unknown name."""
+    """Convert `user:alice` to `uid:1000` and `group:staff` to `gid:50`; return any other text unchanged.
+    Raises CommandLineError for an unknown name."""
     kind, _, name = peer.partition(":")
     try:
         if kind == "user":

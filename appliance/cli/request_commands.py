@@ -1,5 +1,5 @@
-"""The commands for the request log, and their options. Their code is in `appliance.cli.requests` and
-`appliance.cli.contents`, loaded on demand."""
+"""The request log commands, and their options. They are implemented in `appliance.cli.requests` and
+`appliance.cli.contents`, which are loaded on demand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`appliance requests`: reads `history.db` directly, so it works whether or not the service runs."""
+"""Implements `appliance requests`, which reads `history.db` directly and therefore works whether or not the
+service is running."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ from store.requests import LoggedRequest, RequestFilter, RequestReader
 
 _POLL_S = 0.25
 _UNREADABLE_FOR_S = 10.0
-"""How long `--follow` tolerates an unreadable log, because a service that stops or starts locks it for a
-moment."""
+"""How long `--follow` tolerates an unreadable log, because a service briefly locks it while starting or
+stopping."""
 
 _COLUMNS = (
     Column("TIME"),
@@ -48,7 +49,7 @@ _COLUMNS = (
     Column("E2E ms", right=True),
     Column("ERROR", flexible=True, drop=3),
 )
-# Minimum widths for lines that follow later, so that columns stay aligned.
+# Minimum column widths, so that columns stay aligned with lines that follow later.
 _ROOM = (
     "00-00 00:00:00",
     "req-" + "0" * 24,
@@ -73,7 +74,7 @@ def show_requests(
     follow: bool,
     as_json: bool,
 ) -> None:
-    """Print matching rows, oldest first; with `follow`, continue with requests as they end."""
+    """Print the matching rows, oldest first. With `follow`, keep printing requests as they end."""
     run = find_run_dir(run_dir)
     folder = find_state_dir(state_dir, run)
     check_databases(folder, None if state_dir else run, "history.db")
@@ -186,7 +187,8 @@ def _show_fields(row: LoggedRequest) -> None:
 def _ends(
     reader: RequestReader, last: int, wanted: RequestFilter, shown: dict[str, LoggedRequest]
 ) -> Iterator[LoggedRequest]:
-    """Yield matching requests as they end (or begin, if open ones are selected), without end."""
+    """Yield matching requests as they end, or also as they begin if the filter selects open ones. Never
+    stops."""
     failing_since: float | None = None
     while True:
         try:
@@ -210,7 +212,8 @@ def _ends(
 
 
 def _matches(row: LoggedRequest, wanted: RequestFilter) -> bool:
-    """Return whether a row matches the fields that this command sets, as `RequestReader.query` does."""
+    """Return whether a row matches the filter fields that this command sets, with the same result as
+    `RequestReader.query`."""
     return (
         wanted.request_id in (None, row.request_id)
         and wanted.tenant in (None, row.tenant)

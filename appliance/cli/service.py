@@ -1,4 +1,4 @@
-"""Finds the service that a command addresses, its state directory, and the connection to it."""
+"""Finds the service that a command addresses and its state directory, and connects to it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,17 @@ _SOCKET = "admin.sock"
 
 
 def find_run_dir(flag: str | None, config: str | None = None) -> Path:
-    """Return the run directory: from the flag, from the settings file, or the one where a service runs.
+    """Return the run directory given by the flag or the settings file, or else the one where a service runs.
 
-    Without flag and file these are tried in turn: the caller's private run directory ($RUNTIME_DIRECTORY,
-    $XDG_RUNTIME_DIR), /run/appliance, the caller's directory in /tmp if the caller owns it. If none has a
-    service, the result is /run/appliance if systemd knows the unit, otherwise the default of `appliance
-    serve`. No other setting is read, so that a model with a missing folder does not keep an operator from the
-    running service.
+    Without a flag and a file, these directories are tried in order:
+
+    - the caller's private run directory ($RUNTIME_DIRECTORY, $XDG_RUNTIME_DIR),
+    - /run/appliance,
+    - the caller's directory in /tmp, if the caller owns it.
+
+    If none has a service, the result is /run/appliance if systemd knows the unit, otherwise the default of
+    `appliance serve`. No other setting is read, so a model with a missing folder does not keep an operator
+    from reaching the running service.
     """
     from appliance.rundir import SYSTEM_RUN_DIR, unit_is_installed
     from appliance.settings import default_run_dir
@@ -40,9 +44,9 @@ def find_run_dir(flag: str | None, config: str | None = None) -> Path:
 
 
 def find_state_dir(flag: str | None, run_dir: Path, config: str | None = None) -> Path:
-    """Return the state directory: from the flag, from the service that uses or last used `run_dir`, from the
-    settings file, or the default. Raises UntrustedError if the owner of the run directory, which names the
-    state directory, is not trusted.
+    """Return the state directory. It is given by the flag, the service that uses or last used `run_dir`, the
+    settings file, or the default, in this order. Raises UntrustedError if the run directory's owner is not
+    trusted, because the run directory names the state directory.
     """
     from appliance.ownership import trusted_directory
     from appliance.rundir import SYSTEM_RUN_DIR, SYSTEM_STATE_DIR, last_holder, unit_is_installed
@@ -61,10 +65,10 @@ def find_state_dir(flag: str | None, run_dir: Path, config: str | None = None) -
 
 
 def check_databases(state_dir: Path, run_dir: Path | None, *names: str) -> None:
-    """Check the owners of a state directory and of the databases in it that a command opens itself.
+    """Check the owners of a state directory and of the databases that a command opens in it.
 
-    Besides root and the caller, the owner of `run_dir` (where the service runs) may own them. Raises
-    UntrustedError.
+    Root, the caller and the owner of `run_dir` (where the service runs) may own them. Raises UntrustedError
+    for any other owner.
     """
     from appliance.ownership import check_database, trusted_state
 
@@ -75,7 +79,7 @@ def check_databases(state_dir: Path, run_dir: Path | None, *names: str) -> None:
 
 @contextmanager
 def admin_client(run_dir: str | None, config: str | None = None) -> Iterator[AdminClient]:
-    """Open the admin client of the service in `run_dir`; its errors become Failures."""
+    """Open the admin client for the service in `run_dir`, and convert its errors into Failures."""
     from appliance.client import AdminClient, AdminError, ServiceNotRunningError
 
     with AdminClient(find_run_dir(run_dir, config), key=admin_key()) as client:
@@ -86,8 +90,8 @@ def admin_client(run_dir: str | None, config: str | None = None) -> Iterator[Adm
 
 
 def admin_key() -> str | None:
-    """Return the key in $APPLIANCE_ADMIN_KEY, for users who are not operators. Raises Failure if it cannot be
-    sent in an HTTP header."""
+    """Return the key in $APPLIANCE_ADMIN_KEY, which users who are not operators need. Raises Failure if it
+    cannot be sent in an HTTP header."""
     key = os.environ.get("APPLIANCE_ADMIN_KEY") or None
     if key is not None and not (key.isascii() and key.isprintable()):
         raise Failure("$APPLIANCE_ADMIN_KEY has characters that are not allowed in a key: copy the key again")
@@ -95,7 +99,7 @@ def admin_key() -> str | None:
 
 
 def _has_service(path: Path) -> bool:
-    """Return whether the directory has a service's socket and an owner whom the caller trusts."""
+    """Return whether the directory contains a service's socket and the caller trusts its owner."""
     from appliance.ownership import UntrustedError, trusted_directory
 
     try:

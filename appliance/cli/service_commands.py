@@ -1,5 +1,5 @@
-"""The commands that run and inspect the service, and their options. Their code is in the other modules of
-this package, loaded on demand."""
+"""The commands that run and inspect the service, and their options. They are implemented in the other modules
+of this package, which are loaded on demand."""
 
 from __future__ import annotations
 

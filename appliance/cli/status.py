@@ -1,4 +1,4 @@
-"""`appliance status`: shows the state of the service."""
+"""Implements `appliance status`, which shows the state of the service."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def show_status(run_dir: str | None, *, as_json: bool) -> None:
 
 
 def status_lines(status: Status, width: int | None) -> Iterable[str]:
-    """Yield the status in lines of at most `width` columns; None: of any length."""
+    """Yield the status as lines of at most `width` columns; None means unlimited."""
     yield from _head(status, width)
     if status.current_problems:
         yield from ("", paint("CURRENT PROBLEMS", "red"), *_current(status.current_problems, width))
@@ -206,12 +206,13 @@ def _replicas(replicas: list[ReplicaStatus], width: int | None) -> list[str]:
 
 
 def _by_kind(replica: ReplicaStatus, decode: str, mixed: str) -> str:
-    """Return the values for decode-only steps and for steps that compute prompts; "-" if there were none."""
+    """Format the values for decode-only steps and for steps that compute prompts; "-" if there were no such
+    steps."""
     return f"{decode if replica.step_ms else '-'}/{mixed if replica.mixed_step_ms else '-'}"
 
 
 def replica_devices(replica: ReplicaStatus) -> str:
-    """Return what a replica runs on, or why it does not run."""
+    """Return the devices that a replica runs on, or the reason why it is not running."""
     if replica.state != "ready":
         return printable(replica.detail)
     devices = list(dict.fromkeys(replica.devices))

@@ -1,4 +1,4 @@
-"""Table columns of declared fields."""
+"""Table columns for declared fields."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from store.fields import Declared
 
 
 def field_columns(fields: Sequence[Declared], first_drop: int) -> Iterator[Column]:
-    """Yield a column for each field. A narrow terminal drops the last fields first."""
+    """Yield one column per field. On a narrow terminal, the last fields are dropped first."""
     for number, field in enumerate(fields):
         yield Column(
             field.label.upper(),
@@ -22,7 +22,7 @@ def field_columns(fields: Sequence[Declared], first_drop: int) -> Iterator[Colum
 
 
 def field_cells(fields: Sequence[Declared], record: Any) -> Iterator[str]:
-    """Yield the cells of a record's row."""
+    """Yield the cells of a record's table row."""
     for field in fields:
         value = getattr(record, field.name)
         yield "" if value is None else printable(shown(field, value))

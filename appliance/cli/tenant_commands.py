@@ -1,5 +1,6 @@
-"""The commands for tenants, keys, and local users and groups. Their code is in the modules beside this one,
-loaded on demand. Options of fields come from `store.policies`, descriptions from `appliance.actions`."""
+"""The commands for tenants, keys, and local users and groups. They are implemented in neighbouring modules,
+which are loaded on demand. The options for fields come from `store.policies`, the descriptions from
+`appliance.actions`."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ Cancel = Annotated[bool, typer.Option("--cancel", help="Cancel its running and q
 
 
 def about(action: str) -> str:
-    """Return the help of the command for an action."""
+    """Return an action's help text for its command."""
     return action_named(action).description
 
 
@@ -119,7 +120,8 @@ def keys_list(
 @with_fields(KeyFields, but=("name",))
 def keys_create(
     name: Annotated[
-        # The flag is given explicitly, because typer 0.27 would use a metavar of the same name as the flag.
+        # The flag is given explicitly, because typer 0.27 would otherwise use a metavar with the same name as
+        # the flag.
         str,
         typer.Option(
             "--name",

@@ -1,4 +1,4 @@
-"""The commands `appliance tenants`: list, show, create and change tenants."""
+"""Implements `appliance tenants`: list, show, create and change tenants."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def list_tenants(run_dir: str | None, *, as_json: bool) -> None:
 
 
 def show_tenant(run_dir: str | None, name: str, *, as_json: bool) -> None:
-    """Print a tenant. Raises Failure if there is none of this name."""
+    """Print a tenant. Raises Failure if no tenant has this name."""
     with admin_client(run_dir) as client:
         found = [tenant for tenant in client.tenants() if tenant.name == name]
         keys = [] if as_json else client.keys()

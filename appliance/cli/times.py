@@ -1,4 +1,4 @@
-"""Parses and formats times for people: spans (90s, 30m, 12h, 7d) and dates in local time."""
+"""Parses and formats times for people: durations (90s, 30m, 12h, 7d) and dates in local time."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from datetime import datetime
 from appliance.cli.failure import CommandLineError
 
 MAX_SPAN_S = 36525 * 86400.0
-"""A hundred years: every time within this distance from now can be stored and printed."""
+"""A hundred years. Every time within this distance from now can be stored and printed."""
 _FIRST_YEAR, _LAST_YEAR = 1971, 2999
 _SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
 _SPAN = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*(s|m|min|h|d|w)")
 
 
 def moment(text: str, option: str, *, ahead: bool, now: float | None = None) -> float:
-    """Return the unix seconds of a span before (`ahead`: after) now, or of a date.
+    """Parse a date, or a duration before (`ahead`: after) `now`, and return it in unix seconds.
 
-    Raises CommandLineError, naming `option`.
+    Raises CommandLineError, which names `option`.
     """
     now = time.time() if now is None else now
     if _SPAN.fullmatch(text.strip()):
@@ -44,7 +44,7 @@ def moment(text: str, option: str, *, ahead: bool, now: float | None = None) -> 
 
 
 def span_s(text: str, option: str, max_s: float = MAX_SPAN_S) -> float:
-    """Return the seconds of a span. Raises CommandLineError, naming `option`."""
+    """Parse a duration and return it in seconds. Raises CommandLineError, which names `option`."""
     span = _SPAN.fullmatch(text.strip())
     if span is None:
         raise CommandLineError(
@@ -57,7 +57,7 @@ def span_s(text: str, option: str, max_s: float = MAX_SPAN_S) -> float:
 
 
 def of_span(seconds: float) -> str:
-    """Return a span as text that `span_s` parses, in the largest unit that divides it."""
+    """Format a duration so that `span_s` can parse it, in the largest unit that divides it."""
     for unit in ("w", "d", "h", "m"):
         if seconds and seconds % _SECONDS[unit] == 0:
             return f"{seconds / _SECONDS[unit]:g}{unit}"
@@ -65,12 +65,12 @@ def of_span(seconds: float) -> str:
 
 
 def local(seconds: float | None) -> str:
-    """Return unix seconds as local date and time; empty for None."""
+    """Format unix seconds as a local date and time; empty for None."""
     return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def local_short(seconds: float) -> str:
-    """Return unix seconds as local date and time without the year."""
+    """Format unix seconds as a local date and time without the year."""
     return time.strftime("%m-%d %H:%M:%S", time.localtime(seconds))
 
 

@@ -1,5 +1,5 @@
-"""Checks the databases. Opens them for reading only, and briefly, because an open reader prevents a stopping
-service from leaving WAL mode."""
+"""Checks the databases. They are opened read-only and only briefly, because an open reader prevents a
+stopping service from leaving WAL mode."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from store.schemas import CONTENTS, CONTROL, HISTORY
 
 
 def databases(state_dir: Path, run_dir: Path, running: bool) -> Iterator[Finding]:
-    """Check owners, pages, schema version and size of the databases, the audit chain, and open requests.
+    """Check the databases' owners, pages, schema versions and sizes, the audit chain, and open requests.
 
-    Nothing is opened that a user who is not trusted could have put there.
+    Files that an untrusted user could have put there are not opened.
     """
     try:
         uids = _owners(state_dir, run_dir)
@@ -70,8 +70,8 @@ def databases(state_dir: Path, run_dir: Path, running: bool) -> Iterator[Finding
 
 
 def _owners(state_dir: Path, run_dir: Path) -> frozenset[int]:
-    """Return the users who may own the databases. The owner of an untrusted run directory is not included;
-    another finding reports the directory."""
+    """Return the users who may own the databases. The owner of an untrusted run directory is excluded,
+    because another finding reports that directory."""
     try:
         return trusted_state(state_dir, run_dir)
     except UntrustedError:
@@ -79,7 +79,7 @@ def _owners(state_dir: Path, run_dir: Path) -> frozenset[int]:
 
 
 def _soundness(path: Path, schema: Schema) -> Finding:
-    """Raises a StoreError for a file that cannot be opened."""
+    """Check a database file for damage. Raises a StoreError if it cannot be opened."""
     connection = open_readonly(path)
     try:
         complaints = [str(row[0]) for row in connection.execute("PRAGMA quick_check(5)")]

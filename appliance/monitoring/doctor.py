@@ -1,6 +1,6 @@
-"""Checks everything that can prevent the service from working, and changes nothing.
+"""Checks everything that can prevent the service from working, without changing anything.
 
-A check that itself fails is reported as a finding, and the other checks still run.
+A check that itself fails is reported as a finding, and the remaining checks still run.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _RECENT_S = 3600.0
 
 
 def examine(run_dir: Path, state_dir: Path, settings: Settings | str) -> Examination:
-    """Return all findings about the service of `run_dir`. `settings`: the settings, or why they cannot be
-    used."""
+    """Return all findings about the service of `run_dir`. `settings` contains the settings, or the reason why
+    they cannot be used."""
     now = time.time()
     findings: list[Finding] = []
     report = find_gpus()
@@ -77,8 +77,8 @@ def examine(run_dir: Path, state_dir: Path, settings: Settings | str) -> Examina
 
 
 def _ask(run_dir: Path) -> tuple[Status | None, str, bool, str]:
-    """Return the service's status. If it is not available, return None with the reason, whether only this
-    user lacks access, and why the process on the socket is not trusted."""
+    """Return the service's status. If it is not available, return None together with the reason, whether only
+    this user lacks access, and the reason why the process on the socket is not trusted."""
     with AdminClient(run_dir, timeout_s=5.0) as client:
         try:
             return client.status(), "", False, ""

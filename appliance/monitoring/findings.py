@@ -1,4 +1,4 @@
-"""The findings of the doctor, one for each check."""
+"""The doctor's findings, one per check."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ Area = Literal["versions", "devices", "directories", "sockets", "service", "mode
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one check. A problem prevents the service from working; a warning may do so later."""
+    """The result of one check. A problem prevents the service from working; a warning may become a problem
+    later."""
 
     area: Area
     subject: str
-    """The subject of the check, in one or two words."""
+    """Subject of the check, in one or two words."""
     level: Level
     text: str
     """The result of the check, with the values."""
     remedy: str = ""
-    """The remedy; empty if nothing is wrong."""
+    """What to do about it; empty if nothing is wrong."""
 
 
 class Examination(msgspec.Struct, frozen=True, kw_only=True):
     """All findings of one run."""
 
     at: float
-    """When the checks ran, in unix seconds."""
+    """Time when the checks ran, in unix seconds."""
     host: str
     run_dir: str
     state_dir: str

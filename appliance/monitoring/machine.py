@@ -16,14 +16,15 @@ from appliance.monitoring.versions import product_version, requirements, version
 from appliance.quantities import of_bytes
 
 _MIN_PYTHON = (3, 11)
-# https://sqlite.org/wal.html#walresetbug: two connections that write or checkpoint at once.
+# The first SQLite version in which two connections may safely write or checkpoint at once, see
+# https://sqlite.org/wal.html#walresetbug.
 _WAL_RESET_MENDED = (3, 51, 3)
 _MIN_DESCRIPTORS = 4096
 _LITTLE_MEMORY_BYTES = 1 << 30
 
 
 def versions() -> Iterator[Finding]:
-    """Check the versions of the product and its dependencies, from the records of installed packages."""
+    """Check the versions of the product and its dependencies, based on the metadata of installed packages."""
     yield _python()
     missing = [name for name in requirements() if version_of(name) is None]
     if product_version().startswith("unknown"):
@@ -121,7 +122,7 @@ def _gpus(report: GpuReport) -> Iterator[Finding]:
 
 
 def gpu_links(topology: Topology) -> Iterator[Finding]:
-    """Check the links between GPUs; nothing for a single GPU."""
+    """Check the links between GPUs. Yields nothing for a single GPU."""
     gpus = range(len(topology.uuids))
     links = topology.between(gpus)
     if not links:

@@ -1,4 +1,4 @@
-"""Checks whether the models can run: their folders, and the memory that `engine.sizing` predicts."""
+"""Checks whether the models can run: their folders, and their memory use as predicted by `engine.sizing`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SINGLE = "model.safetensors"
 def configured_models(
     models: Mapping[str, ModelSettings], gpus: list[DetectedGpu], available_bytes: int
 ) -> Iterator[Finding]:
-    """Check whether the models could run if the service was started, with `available_bytes` of host
+    """Check whether the models could run if the service were started with `available_bytes` of host
     memory."""
     for name, model in models.items():
         try:
@@ -38,7 +38,7 @@ def configured_models(
 
 
 def running_models(models: list[ModelStatus]) -> Iterator[Finding]:
-    """Check the models of a running service, using its status."""
+    """Check the models of a running service, based on its status."""
     for model in models:
         for replica in model.replicas:
             if replica.state != "ready":
@@ -62,7 +62,8 @@ def running_models(models: list[ModelStatus]) -> Iterator[Finding]:
 
 
 def _is_removed(folder: Path) -> bool:
-    """Check the folder with this user's rights; the service's user may be able to read more."""
+    """Return whether the folder was removed. The check uses this user's permissions, although the service's
+    user may be able to read more."""
     try:
         return not folder.is_dir()
     except PermissionError:
@@ -70,7 +71,7 @@ def _is_removed(folder: Path) -> bool:
 
 
 def _files(model: ModelSettings) -> Iterator[str]:
-    """Yield what is missing in the folder."""
+    """Yield what is missing from the folder."""
     try:
         yield from _missing(model)
     except PermissionError as error:

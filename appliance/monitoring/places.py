@@ -1,4 +1,5 @@
-"""Checks the directories and their content: disk space, sockets, locks, remains of an earlier service."""
+"""Checks the directories and their contents: disk space, sockets, locks, and leftovers of an earlier
+service."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from appliance.ownership import UntrustedError
 from appliance.quantities import of_bytes
 
 MAX_SOCKET_PATH_BYTES = 107
-"""`sun_path` holds 108 bytes on Linux, one of them the final zero."""
+"""Maximum length of a socket path. On Linux, `sun_path` holds 108 bytes, one of which is the terminating
+zero."""
 _LITTLE_DISK_BYTES = 1 << 30
 _NO_DISK_BYTES = 64 << 20
 _SOCKETS = ("api.sock", "admin.sock")
@@ -30,11 +32,11 @@ class SocketState(NamedTuple):
     answered: bool
     ready: bool = False
     text: str = ""
-    """The answer, or why there was none."""
+    """The answer, or the reason why there was none."""
 
 
 def directories(run_dir: Path, state_dir: Path) -> Iterator[Finding]:
-    """Check that both directories can be used, and how much disk space is left."""
+    """Check that both directories can be used and have enough disk space left."""
     for name, path, flag in (("run", run_dir, "--run-dir"), ("state", state_dir, "--state-dir")):
         yield _directory(name, path, flag)
     longest = max(len(os.fsencode(run_dir / name)) for name in _SOCKETS)
@@ -66,7 +68,7 @@ def api_state(socket: Path) -> SocketState:
 
 
 def _reason(body: bytes) -> str:
-    """Return what a health answer reports as missing; for any other answer, its text."""
+    """Return what a health response reports as missing; for any other response, return its text."""
     text = body.decode("utf-8", "replace")
     try:
         document = json.loads(text)
@@ -78,7 +80,7 @@ def _reason(body: bytes) -> str:
 
 
 def sockets(run_dir: Path, api: SocketState, running: bool) -> Iterator[Finding]:
-    """Check which sockets answer. `running`: the admin socket answered."""
+    """Check which sockets answer. `running` tells whether the admin socket answered."""
     if running and not api.answered:
         yield Finding(
             area="sockets",
@@ -103,7 +105,7 @@ def sockets(run_dir: Path, api: SocketState, running: bool) -> Iterator[Finding]
 
 
 def leftovers(run_dir: Path, state_dir: Path, running: bool) -> Iterator[Finding]:
-    """Check for sockets and locks of a service that has ended, and for a service that hangs."""
+    """Check for sockets and locks left over from a service that has ended, and for a service that hangs."""
     holder = None if running else lock_holder(run_dir / "service.lock")
     if holder is not None:
         yield Finding(
@@ -135,8 +137,8 @@ def leftovers(run_dir: Path, state_dir: Path, running: bool) -> Iterator[Finding
 
 
 def lock_holder(path: Path) -> int | None:
-    """Return the process that holds the flock on `path`; None if there is none. Takes no lock itself, because
-    a service that starts at the same moment would fail."""
+    """Return the process that holds the flock on `path`; None if there is none. This takes no lock itself,
+    because a service that starts at the same moment would otherwise fail."""
     try:
         wanted = path.stat()
         lines = Path("/proc/locks").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Checks for processes that outlived their service."""
+"""Checks for processes that have outlived their service."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ _CHILDREN = ("engine.replica", "appliance.front")
 
 
 def orphans(service_pid: int | None) -> Iterator[Finding]:
-    """Check for ranks and fronts whose parent has ended. The kernel and their channels should have ended
-    them."""
+    """Check for ranks and fronts whose parent has ended. Normally the kernel or their channels would have
+    ended them too."""
     import psutil
 
     found = []
     for process in psutil.process_iter(["pid", "ppid", "cmdline"]):
         words = process.info["cmdline"] or []
         ours = any(first == "-m" and second in _CHILDREN for first, second in pairwise(words))
-        # If the service is process 1 of a container, its own children also have parent 1.
+        # If the service is process 1 of a container, its own children also have parent 1, so they are not
+        # orphans.
         if ours and process.info["ppid"] == 1 and service_pid != 1 and not _service_is_init():
             found.append((process.info["pid"], " ".join(words[1:3])))
     for pid, what in found:

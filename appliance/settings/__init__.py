@@ -1,5 +1,5 @@
-"""Settings from typed TOML files. Flags override the files, and the files override defaults. Every fault is
-reported with file, line, field, value and remedy.
+"""Settings from typed TOML files. Flags override the files, and the files override the defaults. Every fault
+is reported with its file, line, field, value and remedy.
 
     listen = "127.0.0.1:8000"
     fronts = 2
@@ -11,10 +11,10 @@ reported with file, line, field, value and remedy.
     [unix]
     uids = [1000, 1001]
 
-The main file is the first of: `--config`, `$APPLIANCE_CONFIG`, `/etc/appliance/appliance.toml`,
-`$XDG_CONFIG_HOME/appliance/appliance.toml`. The files `conf.d/*.toml` next to it override it in order of
-their names: tables are merged, all other values are replaced. Without any file, defaults serve the shipped
-model on a Unix socket.
+The main file is the first that exists of `--config`, `$APPLIANCE_CONFIG`, `/etc/appliance/appliance.toml` and
+`$XDG_CONFIG_HOME/appliance/appliance.toml`. The files `conf.d/*.toml` next to it override it, in name order:
+tables are merged, all other values are replaced. Without any file, the defaults serve the shipped model on a
+Unix socket.
 """
 
 from appliance.settings.faults import Fault, Place, SettingsError, dotted

@@ -1,4 +1,4 @@
-"""Converts the tables of the settings files to typed settings, and collects every fault on the way."""
+"""Converts the tables of the settings files to typed settings, collecting every fault."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOT_SETTINGS = ("config_file",)
 
 
 class Converter:
-    """Collects the faults of what it converts. `places` has the file and line of each setting."""
+    """Converts settings and collects their faults. `places` contains the file and line of each setting."""
 
     def __init__(self, places: Mapping[Path, Place], source: str) -> None:
         self._places = places
@@ -29,7 +29,7 @@ class Converter:
         self.faults: list[Fault] = []
 
     def settings(self, table: Mapping[str, Any]) -> Settings:
-        """Convert all settings. A setting that cannot be used gets its default."""
+        """Convert all settings. A setting that cannot be used gets its default value."""
         table = dict(table)
         models = table.pop("models", {})
         settings = self._table(table, Settings, ()) or Settings()
@@ -43,18 +43,19 @@ class Converter:
         return settings
 
     def add(self, path: Path, what: str, remedy: str) -> None:
-        """Add a fault of the setting at `path`."""
+        """Add a fault for the setting at `path`."""
         self.faults.append(Fault(place=self.place(path), field=dotted(path), what=what, remedy=remedy))
 
     def place(self, path: Path) -> Place:
-        """Return the file and line of a setting, or of the nearest table around it."""
+        """Return the file and line of a setting, or of the nearest table that contains it."""
         for length in range(len(path), 0, -1):
             if (place := self._places.get(path[:length])) is not None:
                 return place
         return Place(self._source)
 
     def _table(self, table: Any, part: type[Part], path: Path) -> Part | None:
-        """Convert a table; None if it is not a table, or a required setting is missing or cannot be used."""
+        """Convert a table. Returns None if it is not a table, or if a required setting is missing or cannot
+        be used."""
         if not isinstance(table, dict):
             self.add(path, f"{dotted(path)} = {table!r} cannot be used", "write a table")
             return None
@@ -76,7 +77,7 @@ class Converter:
         return part(**values) if complete else None
 
     def _value(self, value: Any, kind: Any, path: Path) -> Any:
-        """Convert a value, which is never None in TOML; None if it cannot be used."""
+        """Convert a value, which is never None in TOML. Returns None if it cannot be used."""
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
             return self._table(value, kind, path)
         if _fits(value, kind):
@@ -97,8 +98,8 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def _items(value: Any, kind: Any) -> Iterator[tuple[int, Any, Any]]:
-    """Yield the index, value and type of each item of a list; nothing if `value` is not a list, or no list is
-    allowed."""
+    """Yield the index, value and type of each item in a list. Yields nothing if `value` is not a list, or if
+    a list is not allowed here."""
     if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
     for each in get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,):
@@ -112,7 +113,7 @@ def _items(value: Any, kind: Any) -> Iterator[tuple[int, Any, Any]]:
 
 
 def _expected(kind: inspect.Type) -> str:
-    """Return a description of the values that this type allows."""
+    """Return a description of the values that a type allows."""
     match kind:
         case inspect.Metadata(type=inner, extra_json_schema=extra):
             described = (extra or {}).get("description")

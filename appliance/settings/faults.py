@@ -1,4 +1,4 @@
-"""Errors in settings, each with its place, the problem and a remedy."""
+"""Errors in settings, each with its location, the problem and a remedy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import msgspec
 
 Path = tuple[str, ...]
-"""A setting's place in the tables, such as ("models", "chat", "max_num_seqs")."""
+"""Location of a setting in the tables, such as ("models", "chat", "max_num_seqs")."""
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -17,20 +17,20 @@ class Place(msgspec.Struct, frozen=True):
     source: str
     """A file, "--listen" (a flag), or "default"."""
     line: int | None = None
-    """The line in a file, counted from 1."""
+    """Line number in the file, starting at 1."""
 
     def __str__(self) -> str:
         return self.source if self.line is None else f"{self.source}:{self.line}"
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """One fault of the settings."""
+    """One fault in the settings."""
 
     place: Place
     field: str = ""
-    """The setting, as in "models.chat.max_num_seqs"; empty for the whole file."""
+    """Setting, such as "models.chat.max_num_seqs"; empty for the whole file."""
     what: str
-    """What is wrong, with the value."""
+    """What is wrong, including the value."""
     remedy: str
 
     def __str__(self) -> str:
@@ -38,7 +38,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SettingsError(Exception):
-    """Settings that cannot be used. Each fault has its place, the problem and a remedy."""
+    """The settings cannot be used. Each fault has its location, the problem and a remedy."""
 
     def __init__(self, *faults: Fault) -> None:
         super().__init__("\n".join(map(str, faults)))
@@ -46,8 +46,7 @@ class SettingsError(Exception):
 
 
 def dotted(path: Path) -> str:
-    """Return a path as TOML writes it: names with other characters than letters, digits, _ and - are
-    quoted."""
+    """Format a path as in TOML: names that contain anything but letters, digits, _ and - are quoted."""
     return ".".join(
         name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
         for name in path

@@ -1,4 +1,5 @@
-"""Reads the settings files: the main file, and those in `conf.d` beside it, which override it in order."""
+"""Reads the main settings file, and the files in the `conf.d` directory next to it, which override it in
+order."""
 
 from __future__ import annotations
 
@@ -22,14 +23,14 @@ class Tables(NamedTuple):
 
     values: dict[str, Any]
     places: dict[faults.Path, Place]
-    """The file and line that set each setting and table last."""
+    """File and line that last set each setting and table."""
     files: list[Path]
 
 
 def find_config(flag: str | None, environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the main settings file; None if there is none. If its `conf.d` exists, the file need not exist.
+    """Return the main settings file; None if there is none. The file need not exist if its `conf.d` does.
 
-    Raises SettingsError if a named file does not exist, or if this user may not access it.
+    Raises SettingsError if an explicitly named file does not exist, or if this user may not access it.
     """
     for named, by in ((flag, "--config"), (environ.get("APPLIANCE_CONFIG"), "$APPLIANCE_CONFIG")):
         if named:
@@ -53,12 +54,13 @@ def find_config(flag: str | None, environ: Mapping[str, str] = os.environ) -> Pa
 
 
 def drop_ins(path: Path) -> list[Path]:
-    """Return the files that override the main one at `path`, in order of their names."""
+    """Return the files that override the main file at `path`, in name order."""
     return sorted(found for found in (path.parent / DROP_INS).glob("*.toml") if _is_file(found))
 
 
 def read_tables(path: Path | None) -> Tables:
-    """Read the main file, if it exists, and those beside it. Raises SettingsError with every syntax error."""
+    """Read the main file, if it exists, and the files that override it. Raises SettingsError with every
+    syntax error."""
     tables = Tables({}, {}, [])
     if path is None:
         return tables
@@ -79,10 +81,10 @@ def read_tables(path: Path | None) -> Tables:
 
 
 def field_lines(text: str) -> dict[faults.Path, int]:
-    """Return the line on which each setting and table of a TOML text begins.
+    """Return the line on which each setting and table in a TOML text begins.
 
-    The parser keeps no line numbers. Therefore the text is split into statements: each ends at the first line
-    with which it parses.
+    The parser does not record line numbers, so the text is split into statements. Each statement ends at the
+    first line with which it parses.
     """
     import tomllib
 
@@ -149,7 +151,7 @@ def _paths(table: Mapping[str, Any]) -> Iterator[faults.Path]:
 
 
 def _anchor_folders(table: dict[str, Any], path: Path) -> None:
-    """Make folders of models absolute; they are relative to the file that names them."""
+    """Make model folders absolute, based on the location of the file that contains them."""
     models = table.get("models")
     if isinstance(models, dict):
         for model in models.values():

@@ -1,4 +1,4 @@
-"""Loads the settings of a service: defaults, then files, then flags."""
+"""Loads a service's settings: defaults, overridden by files, overridden by flags."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Loaded(NamedTuple):
 
     settings: Settings
     places: dict[faults.Path, Place]
-    """The file and line, or the flag, of each setting that does not have its default."""
+    """File and line, or flag, of each setting that does not have its default value."""
     files: list[Path]
     """The files that were read, in order."""
 
@@ -86,7 +86,7 @@ def demo_model_folder() -> Path:
 
 
 def _lay_flags_over(tables: Tables, flags: Flags) -> None:
-    """Apply the flags as if they were in a last settings file."""
+    """Apply the flags as if they came from one last settings file."""
     values, places = tables.values, tables.places
     for name in _FLAGS_OF_SERVICE:
         if (value := getattr(flags, name)) is not None:

@@ -1,4 +1,4 @@
-"""Settings as plain tables, to show and to compare them."""
+"""Settings as plain tables, for display and comparison."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SettingChange(NamedTuple):
 
 
 def as_table(loaded: Loaded) -> Configuration:
-    """Return all settings with the source of each, for operators."""
+    """Return all settings with their sources, for operators."""
     table = _table(loaded.settings)
     return Configuration(
         files=[str(file) for file in loaded.files],
@@ -38,8 +38,8 @@ def as_table(loaded: Loaded) -> Configuration:
 
 
 def differences(before: Settings, after: Settings) -> Iterator[SettingChange]:
-    """Yield the settings that differ. A setting that only one side has is None in the other; of a model that
-    only one side has, only the folder is compared."""
+    """Yield the settings that differ. A setting that exists on only one side is None on the other. For a
+    model that exists on only one side, only the folder is compared."""
     old, new = dict(_leaves(_table(before))), dict(_leaves(_table(after)))
     lone = before.models.keys() ^ after.models.keys()
     for path in sorted(old.keys() | new.keys()):

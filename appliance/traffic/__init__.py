@@ -1,2 +1,2 @@
-"""Traffic management: decides in which order requests run. Contains quotas, queues, the replicas' credits and
-the request manager."""
+"""Traffic management: quotas, queues, replica credits and the request manager, which together decide the
+order in which requests run."""

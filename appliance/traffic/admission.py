@@ -1,5 +1,5 @@
-"""Decides whether a new request may wait in the queue. A request that was allowed to wait is refused later
-only if it times out or can no longer meet its deadline."""
+"""Decides whether a new request may wait in the queue. An admitted request is refused later only if it times
+out or can no longer meet its deadline."""
 
 from __future__ import annotations
 
@@ -17,23 +17,25 @@ from appliance.traffic.tenants import Tenants, TenantTraffic, Use
 from engine.messages import LEVELS
 
 _MAX_FREE_MULTIPLE = 4.0
-"""A tenant may hold this many times the free places of the queue (the dynamic threshold of Choudhury and
-Hahne, 1998), so that one tenant never fills the queue alone."""
+"""A tenant may hold up to this many times the number of free places in the queue, so that one tenant never
+fills the queue alone (the dynamic threshold of Choudhury and Hahne, 1998)."""
 _MAX_RETRY_S = 120.0
-"""OpenAI's clients wait no longer than this before they retry."""
+"""OpenAI's clients wait at most this long before they retry."""
 _DRAIN_RETRY_S = 5.0
 _FAILED_RETRY_S = 30.0
 _DRAINED_PART = 0.1
 """A client may retry when this fraction of the queue has been served."""
 _RUN_MARGIN = 1.2
-"""Factor on the predicted run time of an answer: the rates may get worse while it is generated."""
+"""Safety factor on the predicted run time of an answer, because the rates may get worse while it is
+generated."""
 _HOPELESS = 0.85
-"""A request is refused if less than this fraction of its predicted run time is left."""
+"""A request is refused if the time left before its deadline is less than this fraction of its predicted run
+time."""
 _MIN_MARGIN_S = 0.02
 
 
 class Refusal(NamedTuple):
-    """Why a request does not run, for its client."""
+    """The reason why a request does not run, as told to its client."""
 
     status: int
     code: str
@@ -44,7 +46,7 @@ class Refusal(NamedTuple):
     kind: ExceededLimit = ""
 
     def to_message(self, request: Request, limits: RateLimits | None) -> Refused:
-        """Return the message to the front, with what is left of the caller's limits."""
+        """Return the message for the front, including what is left of the caller's limits."""
         return Refused(
             request.request_id,
             request.admit.attempt,
@@ -59,7 +61,7 @@ class Refusal(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """All requests that wait or are held."""
+    """All requests that are waiting or held."""
 
     requests: int
     tokens: int
@@ -68,10 +70,10 @@ class Waiting(NamedTuple):
 def refusal(
     request: Request, model: ModelTraffic, tenants: Tenants, waiting: Waiting, now: float, *, held: bool
 ) -> Refusal | None:
-    """Return why the request may not wait; None if it may.
+    """Return the reason why the request may not wait; None if it may.
 
-    A request that will be `held` waits for an unknown time. If the request has a deadline that can be met,
-    its `begin_by` and `promised_s` are set."""
+    A request that will be `held` waits for an unknown time. If it has a deadline that can be met, `begin_by`
+    and `promised_s` are set on the request."""
     tenant = tenants.of(request.tenant)
     if tenant.suspended:
         return suspended(tenant)
@@ -91,11 +93,13 @@ def refusal(
 
 
 def hopeless(request: Request, model: ModelTraffic, now: float) -> Refusal | None:
-    """Return why a waiting request cannot meet its deadline even if it starts now; None if it can."""
+    """Return the reason why a waiting request cannot meet its deadline even if it starts immediately; None if
+    it can."""
     if request.deadline_at is None:
         return None
     run_s = 0.0
-    # When a replica dies during an answer, the client has read the first part, and the rest is unknown.
+    # When a replica dies during an answer, the remaining length is unknown, and the client has already read
+    # the first part.
     if model.predictable and not request.admit.attempt:
         run_s = _HOPELESS * model.run_s(request, request.expected_tokens / max(1, request.admit.num_seqs))
     return _missed(request, now, 0.0, run_s) if now + run_s > request.deadline_at else None
@@ -104,7 +108,8 @@ def hopeless(request: Request, model: ModelTraffic, now: float) -> Refusal | Non
 def timed_out(
     request: Request, model: ModelTraffic, timeout_s: float, now: float, *, held: bool
 ) -> Refusal | None:
-    """Return why a request that waits or is `held` is refused after `timeout_s`; None before."""
+    """Return the reason why a waiting or `held` request is refused once `timeout_s` has passed; None before
+    that."""
     if now < (request.queued_at or now) + timeout_s:
         return None
     if held:
@@ -117,7 +122,7 @@ def timed_out(
 
 
 def reserve(request: Request, quotas: Quotas) -> Refusal | None:
-    """Reserve the most that the request may need of its quotas. Returns why it is refused if too little is
+    """Reserve the maximum that the request may need from its quotas. Returns a refusal if too little is
     left."""
     first = request.first
     held = quotas.reserve(
@@ -143,7 +148,7 @@ def unknown_model(name: str, known: Iterable[str]) -> Refusal:
 
 
 def failed_model(name: str, why: str) -> Refusal:
-    """Return the refusal of a request for a model of which no replica can start."""
+    """Return the refusal of a request for a model none of whose replicas can start."""
     message = f"the model {name!r} cannot be served: {why}"
     return Refusal(503, "model_failed", message, _FAILED_RETRY_S)
 
@@ -154,7 +159,7 @@ def paused(pause: AdmissionPause) -> Refusal:
 
 
 def suspended(tenant: TenantTraffic) -> Refusal:
-    """Return the refusal of a request of a suspended tenant."""
+    """Return the refusal of a request from a suspended tenant."""
     message = f"tenant {tenant.name!r} is suspended: ask the operator of this server"
     return Refusal(403, "tenant_suspended", message)
 
@@ -201,7 +206,7 @@ def _no_place(
 
 
 def _too_late(request: Request, model: ModelTraffic, wait_s: float | None) -> Refusal | None:
-    """Return why a request is refused because it would wait for too long; None if it is not."""
+    """Return the reason why a request is refused because it would wait too long; None if it would not."""
     rules, shedder = model.rules, model.shedder
     if shedder.refuses(request.request_class, wait_s, rules):
         most_s = min(rules.overload * rules.target_s(request.request_class), rules.timeout_s)
@@ -218,7 +223,8 @@ def _too_late(request: Request, model: ModelTraffic, wait_s: float | None) -> Re
 def _deadline(
     request: Request, model: ModelTraffic, tenants: Tenants, wait_s: float | None, now: float
 ) -> Refusal | None:
-    """Return why a request is refused because its deadline, or one accepted earlier, would be missed."""
+    """Return the reason why a request is refused because its own deadline, or one promised earlier, would be
+    missed."""
     deadline = request.deadline_at or now
     if wait_s is None or not model.predictable:
         return _missed(request, now, 0.0, 0.0) if deadline <= now else None
@@ -249,8 +255,8 @@ def _missed(request: Request, now: float, wait_s: float, run_s: float) -> Refusa
 
 
 def _retry_after_s(wait_s: float | None, oldest_s: float) -> float:
-    """Return after how many seconds a client should retry: when `_DRAINED_PART` of the queue is served. If
-    the waiting time is unknown, the oldest request's is the best estimate."""
+    """Return how long a client should wait before it retries, in seconds: until `_DRAINED_PART` of the queue
+    has been served. If the waiting time is unknown, the wait of the oldest request is the best estimate."""
     return _bounded(oldest_s if wait_s is None else _DRAINED_PART * wait_s)
 
 

@@ -1,4 +1,5 @@
-"""Pauses of admission, for the whole service or one model. Meanwhile new requests are refused or held."""
+"""Admission pauses, for the whole service or for one model. During a pause, new requests are refused or
+held."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from appliance.traffic.request import Request
 
 
 class AdmissionPause(NamedTuple):
-    """Why new requests are not admitted, and whether they are held or refused."""
+    """The reason why new requests are not admitted, and whether they are held or refused."""
 
     why: str
     """The message for clients whose requests are refused."""
@@ -17,8 +18,8 @@ class AdmissionPause(NamedTuple):
 
 
 class AdmissionPauses:
-    """The pauses by model (None: of the whole service, which applies to every model), and the requests that
-    are held until a pause ends."""
+    """The pauses by model, and the requests held until a pause ends. The pause under None applies to every
+    model."""
 
     def __init__(self) -> None:
         self._by_model: dict[str | None, AdmissionPause] = {}
@@ -26,7 +27,7 @@ class AdmissionPauses:
         """The held requests, in order of arrival."""
 
     def begin(self, model: str | None, pause: AdmissionPause) -> None:
-        """Pause admission to `model`; this replaces an earlier pause of `model`."""
+        """Pause admission to `model`, replacing any earlier pause of `model`."""
         self._by_model[model] = pause
 
     def end(self, model: str | None) -> None:
@@ -54,12 +55,12 @@ class AdmissionPauses:
         return self._held.pop(request.request_id, None) is not None
 
     def held(self, model: str | None = None) -> list[Request]:
-        """Return the held requests (for `model`, None: for all) in order of arrival."""
+        """Return the held requests in order of arrival: those for `model`, or all if it is None."""
         return [request for request in self._held.values() if model in (None, request.first.model)]
 
     def released(self) -> list[tuple[Request, AdmissionPause | None]]:
-        """Return the held requests that no pause holds any more, each with the pause that refuses it, if
-        any."""
+        """Return the held requests that no pause holds any longer, each with the pause that refuses it, if
+        there is one."""
         found = [(request, self.of(request.first.model)) for request in self._held.values()]
         return [(request, pause) for request, pause in found if pause is None or not pause.hold]
 

@@ -1,4 +1,5 @@
-"""Token buckets: how much of a limit is left now. Plain arithmetic; time is passed in, in seconds."""
+"""Token buckets, which track how much of a rate limit is left. Plain arithmetic: the caller passes in the
+time, in seconds."""
 
 from __future__ import annotations
 
@@ -12,13 +13,13 @@ LIMITS = {
     "tokens_per_minute": "tokens per minute",
     "tokens_per_day": "tokens per day",
 }
-"""The limits of a quota that are rates: field and description."""
+"""The limits of a quota that are rates, as pairs of field and description."""
 
 _MINUTE_S, _DAY_S = 60.0, 86400.0
 
 
 class Rate:
-    """How a bucket refills: by `per_s` each second, up to `capacity`."""
+    """The refill of a bucket: `per_s` each second, up to `capacity`."""
 
     __slots__ = ("capacity", "per_s")
 
@@ -28,10 +29,10 @@ class Rate:
 
 
 def rate_of(quota: Quota, limit: str) -> Rate | None:
-    """Return how the bucket of a limit (of LIMITS) refills; None if the quota does not have this limit.
+    """Return the refill of the bucket for a limit in LIMITS; None if the quota does not have this limit.
 
-    The capacity of a limit per minute is `burst_s` seconds of it, of a limit per day the whole day. It is at
-    least one request, because otherwise no request could ever run.
+    The capacity for a per-minute limit is what `burst_s` seconds refill; for a daily limit, it is the whole
+    day's amount. The capacity is at least one request, because otherwise no request could ever run.
     """
     amount: float | None = getattr(quota, limit)
     if amount is None:
@@ -46,11 +47,12 @@ def rate_of(quota: Quota, limit: str) -> Rate | None:
 class Bucket:
     """One limit of one tenant or key, which refills continuously up to its capacity.
 
-    A request takes the most that it may use, and returns what it did not use. It returns no more than the
-    bucket would have had if that part had not been taken: in the meantime the bucket may have been full. So
-    in any period, at most the capacity plus the refill of the period is used, whatever requests reserve.
+    A request takes the maximum that it may use, and returns what it did not use. The bucket may have been
+    full in the meantime, so the returned amount is capped: the level never exceeds what it would be if the
+    unused amount had never been taken. In any period, at most the capacity plus the refill of that period is
+    therefore used, whatever requests reserve.
 
-    `level` is negative only after a crash, when more was used than had been recorded.
+    `level` is negative only after a crash in which more was used than had been recorded.
     """
 
     __slots__ = ("_peaks", "held", "level", "limit", "owner", "rate", "updated_at")
@@ -59,11 +61,11 @@ class Bucket:
         self.owner = owner
         """The owner as shown in messages, such as "tenant 'acme'"."""
         self.limit = limit
-        """Of LIMITS."""
+        """The name of the limit, from LIMITS."""
         self.rate = rate
         self.level = rate.capacity
         self.held = 0.0
-        """Amount taken by requests whose rows have not ended, whether reserved or charged."""
+        """Amount reserved or charged by requests whose log rows have not ended."""
         self.updated_at = now
         self._peaks = Peaks()
 
@@ -74,32 +76,34 @@ class Bucket:
 
     @property
     def settled(self) -> float:
-        """The level without what the requests in flight have taken."""
+        """The level that the bucket would have without the requests in flight, disregarding the amounts they
+        hold."""
         return min(self.rate.capacity, self.level + self.held)
 
     def refill(self, now: float) -> None:
-        """Add the refill up to `now`. The level stays the same if the clock went back."""
+        """Add the refill up to `now`. The level does not change if the clock went back."""
         elapsed_s = now - self.updated_at
         self.updated_at = now
         if elapsed_s > 0.0:
             self.level = min(self.rate.capacity, self.level + elapsed_s * self.rate.per_s)
 
     def set_rate(self, rate: Rate, now: float) -> None:
-        """Change how the bucket refills. The level stays, but at most at the new capacity: raising a limit
-        does not add anything at once."""
+        """Change the refill of the bucket. The level is kept, capped at the new capacity: raising a limit
+        adds nothing immediately."""
         self.refill(now)
         self.rate = rate
         self.level = min(self.level, rate.capacity)
 
     def take(self, amount: float) -> int:
-        """Take this amount for a request and return the number of this take. Call `refill` before."""
+        """Take this amount for a request and return the serial number of the take. Call `refill` before
+        this."""
         number = self._peaks.take(self.level)
         self.level -= amount
         self.held += amount
         return number
 
     def settle(self, number: int, unused: float, now: float) -> None:
-        """Return the unused amount of a take. Call this once for each take."""
+        """Return the unused amount of a take to the bucket. Call this once per take."""
         self.refill(now)
         capacity = self.rate.capacity
         peak = max(self.level, self._peaks.settle(number, unused, capacity))
@@ -107,34 +111,35 @@ class Bucket:
         self.held -= unused
 
     def let_go(self, amount: float) -> None:
-        """Stop counting this amount as held: its request has ended and used it."""
+        """Stop counting this amount as held, because its request has ended and used it."""
         self.held -= amount
 
     def wait_s(self, amount: float) -> float:
-        """Return the seconds until the level reaches this amount by refill alone; inf if it never does."""
+        """Return how long the level takes to reach this amount by refill alone, in seconds; inf if it never
+        does."""
         if amount > self.rate.capacity:
             return math.inf
         return max(0.0, (amount - self.level) / self.rate.per_s)
 
 
 class Peaks:
-    """The highest level of a bucket since each take that is not settled.
+    """The highest level of a bucket since each unsettled take.
 
-    The level only falls when a request takes from the bucket, so that its peaks are just before takes. A peak
-    is kept until the level is as high again, and only one after each open take."""
+    The level falls only when a request takes from the bucket, so peaks occur just before takes. A peak is
+    kept until the level is that high again, and only one peak is kept after each open take."""
 
     __slots__ = ("_levels", "_numbers", "_open", "_takes")
 
     MAX = 1024
-    """Maximum number of peaks, to bound the cost of settling. With more open takes, the peaks are less
+    """Maximum number of peaks, which bounds the cost of settling. With more open takes, the peaks are less
     precise."""
 
     def __init__(self) -> None:
         self._takes = 0
         self._open: list[int] = []
-        """Serial numbers of the takes that are not settled, oldest first."""
+        """Serial numbers of the unsettled takes, oldest first."""
         self._numbers: list[int] = []
-        """The serial number of the take after each peak."""
+        """The serial number of the take that follows each peak."""
         self._levels: list[float] = []
         """The level at each peak, descending."""
 
@@ -154,7 +159,7 @@ class Peaks:
         return number
 
     def settle(self, number: int, unused: float, capacity: float) -> float:
-        """End a take with this unused amount. Returns the highest level since then; -inf if no take
+        """End a take with this unused amount. Returns the highest level since the take began; -inf if no take
         followed."""
         numbers, levels = self._numbers, self._levels
         first = bisect_right(numbers, number)
@@ -166,7 +171,8 @@ class Peaks:
         return peak
 
     def _close(self, number: int, first: int) -> None:
-        """Remove the peaks that no other open take needs. `first` is the first peak after the take."""
+        """Remove the peaks that no other open take needs. `first` is the index of the first peak after the
+        take."""
         numbers, levels = self._numbers, self._levels
         at = bisect_left(self._open, number)
         before = self._open[at - 1] if at else -1

@@ -1,4 +1,4 @@
-"""Schedules the checks of waiting requests for timeouts and deadlines."""
+"""Schedules the timeout and deadline checks of waiting requests."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from appliance.traffic.request import Request
 
 _CHECK_EVERY_S = 0.05
 _MAX_VOID = 1024
-"""Maximum number of void entries (of requests that no longer wait) before they are removed."""
+"""Maximum number of void entries before they are removed. An entry is void once its request no longer
+waits."""
 
 
 class Checks:
-    """Waiting requests by the time of their next check."""
+    """Waiting requests, ordered by the time of their next check."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Request]] = []
@@ -22,7 +23,8 @@ class Checks:
         """Number of waiting requests when void entries were last removed."""
 
     def push(self, request: Request, timeout_s: float, now: float) -> None:
-        """Check a waiting request at its timeout, or earlier if its deadline may be missed by then."""
+        """Schedule the check of a waiting request: at its timeout, or earlier if it may miss its deadline
+        before that."""
         due = (request.queued_at or now) + timeout_s
         if request.deadline_at is not None:
             due = min(due, max(request.begin_by or request.deadline_at, now + _CHECK_EVERY_S))

@@ -1,4 +1,4 @@
-"""The credits of a replica: what it granted, minus what was dispatched to it, by level of service."""
+"""A replica's credits by service level: what the replica has granted, minus what was dispatched to it."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ _ORDINARY = level_of(INTERACTIVE, 0)
 
 
 def _tier(level: int) -> int:
-    """Return 0 for urgent levels, which take reserved slots, 1 for the rest of P0 and P1, 2 for P2 and P3."""
+    """Return the tier of a level: 0 for urgent levels, which may take reserved slots; 1 for the rest of P0
+    and P1; 2 for P2 and P3."""
     return 2 if level > _ORDINARY else int(level in (_ORDINARY_REAL_TIME, _ORDINARY))
 
 
 TIERS = [_tier(level) for level in range(LEVELS)]
-"""By level."""
+"""The tier of each level."""
 
 
 def spare_slots(level: int, reserved: int) -> int:
-    """Return how many slots a sequence of this level leaves free, if `reserved` slots are reserved for urgent
-    requests. P2 and P3 leave one more, so that P1 finds a slot beside them."""
+    """Return how many slots a sequence of this level must leave free if `reserved` slots are reserved for
+    urgent requests. P2 and P3 leave one more, so that a P1 request still finds a slot."""
     return (0, reserved, reserved + min(1, reserved))[TIERS[level]]
 
 
@@ -37,7 +38,7 @@ class CreditAccount:
 
     Both sides keep running totals of what was granted and dispatched, so that no message is counted twice. A
     request of any size is dispatched while some credit is left. It uses the credit of its own level and of
-    worse levels, which the engine serves after it.
+    all lower-priority levels, which the engine serves after it.
     """
 
     def __init__(self, replica: str, model: str, devices: str = "", version: str = "") -> None:
@@ -49,21 +50,21 @@ class CreditAccount:
         self.slots = 0
         """Number of slots: the sequences that the replica can run at once."""
         self.tokens = 0
-        """The prompt tokens of two mixed steps, or of one full step if that is more."""
+        """Prompt tokens of two mixed steps, or of one full step if that is more."""
         self._spent_seqs = [0] * LEVELS
         self._spent_tokens = [0] * LEVELS
         self._returned_seqs = [0] * LEVELS
         self._returned_tokens = [0] * LEVELS
         self._waiting_seqs = [0] * LEVELS
-        """Number of sequences that waited for a slot at the last report."""
+        """Number of sequences waiting for a slot at the last report."""
         self._available: dict[float, tuple[list[int], int]] = {}
-        """The free slots of each level and the open levels, by the share of slots that is reserved. Cleared
-        when the account changes."""
+        """The free slots of each level and the open levels, cached by the fraction of slots that is reserved.
+        Cleared when the account changes."""
         self.kv_tokens = 0
         """Capacity of the KV cache in tokens."""
         self.generated_each = 0.0
-        """Output tokens of each slot, on average, since the start of the replica. Estimates the output of a
-        running sequence, since exact counts arrive only at its end."""
+        """Average number of output tokens per slot since the replica started. Used to estimate the output of
+        a running sequence, because its exact count arrives only when it ends."""
         self._generated = 0
         self.rates = ReplicaRates()
 
@@ -74,32 +75,32 @@ class CreditAccount:
 
     @property
     def available_tokens(self) -> int:
-        """The token credit of the worst class."""
+        """The token credit of the lowest-priority class."""
         return self.tokens_left(LEVELS - 1)
 
     def tokens_left(self, level: int) -> int:
-        """Return the token credit of a level. Tokens of worse levels that the replica has accepted do not
-        count against it."""
+        """Return the token credit of a level. Accepted tokens of lower-priority levels do not reduce it."""
         end = level + 1
         return self.tokens - sum(self._spent_tokens[:end]) + sum(self._returned_tokens[:end])
 
     def reserved_slots(self, share: float) -> int:
-        """Return how many slots are reserved for urgent requests if `share` of all slots are."""
+        """Return how many slots are reserved for urgent requests if that fraction (`share`) of all slots is
+        reserved."""
         if share <= 0:
             return int(self.slots >= _MANY_SLOTS)
         return max(1, int(share * self.slots)) if self.slots >= _FEW_SLOTS else 0
 
     def free_slots(self, level: int, share: float) -> int:
-        """Return how many slots are free for a level if `share` of all slots are reserved."""
+        """Return how many slots are free for a level if the fraction `share` of all slots is reserved."""
         return self._availability(share)[0][level]
 
     def open_levels(self, share: float) -> int:
-        """Return the levels of which the replica accepts a request now if `share` of all slots are reserved:
-        bit `l` is set for level `l`."""
+        """Return the levels at which the replica accepts a request if the fraction `share` of all slots is
+        reserved. Bit `l` is set for level `l`."""
         return self._availability(share)[1]
 
     def _availability(self, share: float) -> tuple[list[int], int]:
-        """Return `free_slots` of each level, and `open_levels`."""
+        """Return `free_slots` for each level, and `open_levels`."""
         known = self._available.get(share)
         if known is None:
             free, levels, tokens = self._free_slots(self.reserved_slots(share)), 0, self.tokens
@@ -111,10 +112,11 @@ class CreditAccount:
         return known
 
     def _free_slots(self, reserved: int) -> list[int]:
-        """Compute `free_slots` of each level.
+        """Compute `free_slots` for each level.
 
-        Samples of worse levels that wait in the engine occupy no slot. The last report says how many wait; of
-        those that were dispatched since, at most as many run as the engine permits.
+        Samples of lower-priority levels that are waiting in the engine occupy no slot. The last report gives
+        their number; of the samples dispatched after that report, the engine runs at most as many as it
+        permits.
         """
         running = [
             spent - returned for spent, returned in zip(self._spent_seqs, self._returned_seqs, strict=True)
@@ -133,15 +135,16 @@ class CreditAccount:
             occupied += waiting
             at_most = min(occupied, in_worse_tiers[tier] + in_other_tiers[tier])
             free.append(self.slots - at_most - spare[tier])
-        # P0 takes the slots of background sequences; if it fits into one step, it takes those of all
-        # sequences that are not urgent.
+        # P0 takes the slots of background sequences. If it fits into one step, it also takes those of all
+        # other sequences that are not urgent.
         for level in range(_ORDINARY_REAL_TIME + 1):
             if free[level] <= 0:
                 free[level] += sum(running[_FIRST_BACKGROUND if level else _ORDINARY :])
         return free
 
     def learn(self, report: Report) -> None:
-        """Update the account from the replica's report: the totals granted since its start, and its rates."""
+        """Update the account from the replica's report: the totals granted since the replica started, and its
+        rates."""
         busy = self.slots - self.available_slots
         self.generated_each += (report.generated_tokens - self._generated) / max(1, busy)
         self._generated = report.generated_tokens
@@ -161,6 +164,6 @@ class CreditAccount:
         self._available.clear()
 
     def refund(self, level: int, seqs: int, tokens: int) -> None:
-        """Refund the credit of a submission that never reached the replica, which therefore will not grant it
-        again."""
+        """Refund the credit of a submission that never reached the replica, because the replica will not
+        grant that credit again."""
         self.spend(level, -seqs, -tokens)

@@ -1,10 +1,11 @@
-"""The order of requests in one class: weighted fair sharing between tenants, earliest due first in a tenant.
+"""The order of requests within a class: weighted fair sharing between tenants, and earliest due time first
+within a tenant.
 
-The virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024): each
-tenant has a counter of the service it received, divided by its weight, and the tenant with the lowest counter
-is next. A prompt is charged when its request starts, output while it is generated. A tenant that returns
-after an idle time starts at the counter of the last turn, which is the lowest of the active tenants, so that
-idle time earns no credit."""
+This is the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024).
+Each tenant has a counter of the service that it received, divided by its weight, and the tenant with the
+lowest counter is next. A prompt is charged when its request starts, output while it is generated. A tenant
+that returns after an idle period starts at the counter of the tenant served last. That counter is the lowest
+of the active tenants, so idle time earns no credit."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from engine.messages import URGENCIES
 Item = TypeVar("Item")
 
 _MAX_PASSED = 8
-"""Urgent tenants that one search skips because they received more than their share."""
+"""Maximum number of urgent tenants that one search skips because they received more than their fair share."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,16 +35,17 @@ class Ticket(Generic[Item]):
     """Order of arrival."""
     queued_at: float
     due: float
-    """Order within the tenant: the deadline, or the time from which its class counts the request as late."""
+    """Sort key within the tenant: the deadline, or the time from which its class counts the request as
+    late."""
     service: float
-    """Expected weighted tokens."""
+    """Expected service in weighted tokens."""
     prompt_tokens: int
     output_tokens: float
-    """Expected output of all samples."""
+    """Expected number of output tokens over all samples."""
     num_seqs: int = 1
-    """Samples of all prompts."""
+    """Number of samples over all prompts."""
     begin_by: float | None = None
-    """When the request must start to meet its deadline, as promised on admission."""
+    """Time by which the request must start to meet its deadline, as promised on admission."""
     waiting: bool = False
     parked: bool = False
     """Whether the request's key has reached its limit of running requests."""
@@ -51,20 +53,20 @@ class Ticket(Generic[Item]):
 
 @dataclass(slots=True)
 class QueuedTokens:
-    """Number of requests and tokens that wait."""
+    """Number of waiting requests and their tokens."""
 
     tickets: int = 0
     prompt_tokens: float = 0.0
     output_tokens: float = 0.0
 
     def add(self, other: QueuedTokens, sign: int = 1) -> None:
-        """Add another backlog; sign -1 subtracts it."""
+        """Add another backlog; a `sign` of -1 subtracts it."""
         self.tickets += sign * other.tickets
         self.prompt_tokens += sign * other.prompt_tokens
         self.output_tokens += sign * other.output_tokens
 
     def count(self, ticket: Ticket[Item], sign: int) -> None:
-        """Add a request; sign -1 subtracts it."""
+        """Add a request; a `sign` of -1 subtracts it."""
         self.tickets += sign
         self.prompt_tokens += sign * ticket.prompt_tokens
         self.output_tokens += sign * ticket.output_tokens
@@ -72,7 +74,7 @@ class QueuedTokens:
 
 @dataclass(slots=True, eq=False)
 class _Line(Generic[Item]):
-    """The waiting requests of one tenant in the class."""
+    """The waiting requests of one tenant in this class."""
 
     tenant: str
     weight: float
@@ -83,9 +85,9 @@ class _Line(Generic[Item]):
     parked: dict[str, Timeline[Ticket[Item]]] = field(default_factory=dict)
     held: bool = False
     entry: int = 0
-    """Serial number of the tenant's valid entry in the order; 0 if it has none."""
+    """Serial number of the tenant's valid heap entry; 0 if it has none."""
     urgency: int = 0
-    """The urgency of its first request."""
+    """Urgency of the tenant's first request."""
 
 
 _Entry = tuple[float, int, _Line[Item]]
@@ -96,21 +98,21 @@ class FairQueue(Generic[Item]):
 
     A tenant is *light* while it has few sequences running. Its requests are *urgent* unless they have many
     samples. A tenant is *held* while it is at its limit of running requests; a request is *parked* while its
-    key is. Held tenants and parked requests take no part in the order."""
+    key is at that limit. Held tenants and parked requests are left out of the order."""
 
     def __init__(self) -> None:
         self.backlog = QueuedTokens()
-        """The requests that take part in the order: neither held nor parked."""
+        """Backlog of the requests in the order, that is, neither held nor parked."""
         self.weight = 0.0
-        """The sum over the tenants in the order."""
+        """Total weight of the tenants in the order."""
         self.tenants = 0
         """The number of tenants in the order."""
         self.floor = 0.0
-        """The virtual token counter of the last turn."""
+        """Virtual token counter of the tenant served last."""
         self._lines: dict[str, _Line[Item]] = {}
         self._orders: list[list[_Entry[Item]]] = [[] for _ in range(URGENCIES)]
-        """A heap of tenants by counter for each urgency, with the tenants whose first request is at least as
-        urgent. Equal counters are in order of entry."""
+        """For each urgency, a heap of the tenants whose first request is at least that urgent, ordered by
+        counter. Equal counters are served in order of entry."""
         self._entries = 0
         self._max_samples = 1
         """Maximum number of samples of an urgent request."""
@@ -118,7 +120,7 @@ class FairQueue(Generic[Item]):
         """Maximum number of prompt tokens of a request of the highest urgency."""
 
     def push(self, ticket: Ticket[Item], weight: float, light: bool) -> None:
-        """Queue a request of a tenant of this weight."""
+        """Queue a request from a tenant with this weight."""
         line = self._lines.get(ticket.tenant)
         if line is None:
             line = self._lines[ticket.tenant] = _Line(ticket.tenant, weight, light, self.floor)
@@ -138,10 +140,10 @@ class FairQueue(Generic[Item]):
             self._extract(line, ticket)
 
     def next(self, urgency: int = 0) -> Ticket[Item] | None:
-        """Return the next request among those of at least this urgency.
+        """Return the next request with at least this urgency.
 
         An urgent request may overtake a tenant with a lower counter, as long as its own tenant has few
-        waiting requests and received at most one step's tokens more than its share."""
+        waiting requests and has received at most one step's tokens more than its share."""
         order, least = self._orders[urgency], _first(self._orders[0])
         passed: list[_Entry[Item]] = []
         found: Ticket[Item] | None = None
@@ -162,8 +164,8 @@ class FairQueue(Generic[Item]):
         return 2 if ticket.prompt_tokens <= self._max_prompt_tokens else 1
 
     def set_urgent(self, max_samples: int, max_prompt_tokens: int) -> None:
-        """Set which requests of light tenants are urgent: those with at most `max_samples` samples, and of
-        the highest urgency those with at most `max_prompt_tokens` prompt tokens."""
+        """Set which requests of light tenants are urgent: those with at most `max_samples` samples. The
+        highest urgency also requires at most `max_prompt_tokens` prompt tokens."""
         if (max_samples, max_prompt_tokens) != (self._max_samples, self._max_prompt_tokens):
             self._max_samples, self._max_prompt_tokens = max_samples, max_prompt_tokens
             for line in self._lines.values():
@@ -200,7 +202,7 @@ class FairQueue(Generic[Item]):
         self._reorder(line)
 
     def hold(self, tenant: str) -> None:
-        """Take a tenant out of the order."""
+        """Remove a tenant from the order."""
         line = self._lines[tenant]
         if not line.held:
             line.held = True
@@ -212,14 +214,14 @@ class FairQueue(Generic[Item]):
         return line is not None and line.held
 
     def release(self, tenant: str) -> None:
-        """Put a held tenant back into the order. It is not compensated for the time."""
+        """Put a held tenant back into the order. It is not compensated for the time it was held."""
         line = self._lines.get(tenant)
         if line is not None and line.held:
             line.held = False
             self._join(line)
 
     def park(self, ticket: Ticket[Item]) -> None:
-        """Take a request out of the order until its key is unparked."""
+        """Remove a request from the order until its key is unparked."""
         line = self._lines[ticket.tenant]
         self._extract(line, ticket)
         ticket.parked = True
@@ -227,7 +229,7 @@ class FairQueue(Generic[Item]):
         parked.add(ticket.due, ticket.serial, ticket.prompt_tokens, ticket.output_tokens, ticket)
 
     def unpark(self, tenant: str, key_id: str, most: int | None = None) -> None:
-        """Put the parked requests of a key back into the order, at most the first `most`."""
+        """Put at most the first `most` parked requests of a key back into the order."""
         line = self._lines.get(tenant)
         while line is not None and key_id in line.parked and (most is None or most > 0):
             parked = line.parked[key_id]
@@ -243,8 +245,9 @@ class FairQueue(Generic[Item]):
     # ── the work ahead of a request ──
 
     def ahead(self, tenant: str, weight: float, due: float) -> tuple[float, float]:
-        """Return the prompt and output tokens that are served before a request of this tenant that is due
-        then: the tenant's own earlier ones, and those of other tenants by weight, at most all that wait."""
+        """Return the prompt and output tokens served before a request of this tenant with the due time `due`.
+        These are the tenant's own earlier requests and, in proportion to their weights, those of other
+        tenants, at most everything that waits."""
         total = self.backlog
         line = self._lines.get(tenant)
         if not total.tickets:
@@ -267,7 +270,8 @@ class FairQueue(Generic[Item]):
                 yield from parked
 
     def forget_idle(self) -> None:
-        """Remove idle tenants whose counter is at most the last turn's. To be called from time to time."""
+        """Remove idle tenants whose counter is not above that of the tenant served last. Call this
+        periodically."""
         idle = [line for line in self._lines.values() if not (line.tickets or line.parked)]
         for line in idle:
             if line.counter <= self.floor:
@@ -311,7 +315,7 @@ class FairQueue(Generic[Item]):
             self.backlog.add(line.backlog, -1)
 
     def _enter(self, line: _Line[Item]) -> None:
-        """Add a new entry for the tenant's line to the heaps; its earlier entries become void."""
+        """Push a new heap entry for the tenant; its earlier entries become void."""
         self._entries += 1
         line.entry = self._entries
         first = line.tickets.first()
@@ -323,7 +327,7 @@ class FairQueue(Generic[Item]):
                 heapq.heapify(order)
 
     def _reorder(self, line: _Line[Item]) -> None:
-        """Add a new entry if the urgency of the line's first request has changed."""
+        """Push a new entry if the urgency of the tenant's first request has changed."""
         first = line.tickets.first()
         if line.entry and first is not None and self.urgency(first) != line.urgency:
             self._enter(line)

@@ -1,7 +1,8 @@
-"""Predicts when a request starts and ends on a model's replicas, from their measured rates. A replica is
-modelled as slots, each of which runs one sequence with one step per output token, and as a queue of prompts
-that are computed one after another. The scarcer resource limits how fast waiting requests are served. Nothing
-is predicted until rates are measured."""
+"""Predicts when a request starts and ends on a model's replicas, from their measured rates.
+
+A replica is modelled as a set of slots and a queue of prompts. Each slot runs one sequence, with one step per
+output token; prompts are computed one after another. The scarcer of the two resources limits how fast waiting
+requests are served. Nothing is predicted until rates have been measured."""
 
 from __future__ import annotations
 
@@ -10,27 +11,27 @@ from collections.abc import Sequence
 from appliance.traffic.credits import CreditAccount
 
 _BUSY_SHARE = 0.95
-"""Fraction of slots that are busy while requests wait. It is below 1, because a free slot is filled one or
+"""Fraction of slots that are busy while requests wait. It is below 1 because a freed slot is filled one or
 two steps later."""
 
 
 class Forecast:
-    """The speed of all replicas of a model together. `refresh` updates it from the accounts."""
+    """The combined speed of all replicas of a model. `refresh` updates it from the accounts."""
 
     def __init__(self) -> None:
         self.known = False
-        """Whether rates are measured; otherwise the other values are meaningless."""
+        """Whether rates have been measured; otherwise the other values are meaningless."""
         self.step_s = 0.0
-        """Recent time of a step. All values here are means over the replicas."""
+        """Recent step time. All values here are means over the replicas."""
         self.prompt_token_s = 0.0
         self._full_step_s = 0.0
-        """Time of a step with all slots busy."""
+        """Step time with all slots busy."""
         self._computed_share = 1.0
         self._slots = 0.0
         self._replicas = 0
         self._slot_slope_s = 0.0
         self._longest_step_s = 0.0
-        """Time of a step with all slots busy and the maximum number of prompt tokens."""
+        """Step time with all slots busy and the maximum number of prompt tokens."""
         self._prompt_s = 0.0
         """Time to compute the prompt of an average request."""
         self._running = 0.0
@@ -42,8 +43,9 @@ class Forecast:
         prompt_tokens: float,
         prompts_per_output: float,
     ) -> None:
-        """Update the forecast. `prompt_tokens` is the mean prompt of a request, `tokens_per_seq` the mean
-        cache use of a sequence, and `prompts_per_output` the prompt tokens for each output token."""
+        """Update the forecast. `prompt_tokens` is the mean prompt length of a request, `tokens_per_seq` is
+        the mean number of cache tokens of a sequence, and `prompts_per_output` is the number of prompt tokens
+        per output token."""
         measured = [account for account in accounts if account.rates.known]
         self.known = bool(measured)
         if not measured:
@@ -69,7 +71,8 @@ class Forecast:
         self._slot_slope_s = (self._full_step_s - self.step_s) / empty
 
     def serving_s(self, prompt_tokens: float, output_tokens: float) -> float:
-        """Return the seconds in which all replicas together serve this many tokens with all slots busy."""
+        """Return how long all replicas together need to serve this many tokens with all slots busy, in
+        seconds."""
         if not self.known or not prompt_tokens + output_tokens:
             return 0.0
         prompts_s = prompt_tokens * self.prompt_token_s * self._computed_share
@@ -77,23 +80,23 @@ class Forecast:
         return max(slots_s, prompts_s / self._replicas)
 
     def running_s(self, prompt_tokens: float, output_tokens: float, more_slots: float) -> float:
-        """Return the seconds from the start of a request to its end. `output_tokens` is the length of its
-        answer; `more_slots` is by how many the busy slots of each replica will increase."""
+        """Return how long a request runs from start to end, in seconds. `output_tokens` is the length of its
+        answer, and `more_slots` is the expected increase in busy slots per replica."""
         more_slots = max(0.0, min(more_slots, self.slots_each - self._running))
         step_s = min(self.step_s + more_slots * self._slot_slope_s, max(self._full_step_s, self.step_s))
         steps = 2.0 + output_tokens  # Two steps have already been launched.
-        # Each additional sequence begins with a prompt, which delays the steps of all sequences.
+        # Each additional sequence begins with a prompt, which delays the running sequences' steps.
         filling_s = min(more_slots * self._prompt_s, steps * max(0.0, self._longest_step_s - step_s))
         return prompt_tokens * self.prompt_token_s + steps * step_s + filling_s
 
     @property
     def slots_busy(self) -> float:
-        """Number of busy slots of a replica now."""
+        """Current number of busy slots per replica."""
         return self._running
 
     @property
     def slots_each(self) -> float:
-        """Number of slots of a replica that can be busy."""
+        """Number of slots per replica that can be busy."""
         return self._slots / self._replicas if self._replicas else 0.0
 
     @property
@@ -104,7 +107,7 @@ class Forecast:
 
 def _full_step_s(account: CreditAccount, busy: float, prompt_tokens: float) -> float:
     """Return the time of a step with this many busy slots and prompt tokens: the measured time, or the sum of
-    its predicted parts if that is longer."""
+    its predicted components if that is longer."""
     rates = account.rates
     computed = min(prompt_tokens * rates.computed_share, account.tokens / 2)
     return max(rates.step_at(busy), rates.decode_s(busy) + computed * rates.prompt_token_s)

@@ -33,7 +33,7 @@ from store.requests import RequestRow
 log = logging.getLogger(__name__)
 
 Send = Callable[[str, Admitted | Refused | Abort], None]
-"""Delivers a message to the front of this name; does nothing if that front is gone."""
+"""Delivers a message to the named front; does nothing if that front has disconnected."""
 
 
 class RowSink(Protocol):
@@ -44,8 +44,8 @@ class RowSink(Protocol):
 
 
 class RequestLifecycle:
-    """Changes the states of requests. `salt(tenant)` returns the tenant's salt for the prefix cache; `unix`
-    returns the time of day, for the log."""
+    """Moves requests between their states. `salt(tenant)` returns the tenant's salt for the prefix cache;
+    `unix` returns the time of day, for the log."""
 
     def __init__(
         self,
@@ -64,11 +64,11 @@ class RequestLifecycle:
         self._salt = salt
         self._unix = unix
         self._checks = Checks()
-        """Schedules the checks for requests that have waited too long."""
+        """Schedules the timeout and deadline checks of waiting requests."""
         self._serial = 0
 
     def set_rules(self, rules: QueueRules) -> None:
-        """Apply other rules, also to requests that wait."""
+        """Apply new rules, including to requests that already wait."""
         self.rules = rules
         now = self._state.clock()
         for request in self._state.in_flight.values():
@@ -87,7 +87,7 @@ class RequestLifecycle:
             self.queue(request, model)
 
     def queue(self, request: Request, model: ModelTraffic) -> None:
-        """Queue a waiting request for its first turn."""
+        """Queue a request for its first dispatch."""
         self._serial += 1
         model.outstanding.wait(request)
         model.push(request, self._serial)
@@ -96,7 +96,7 @@ class RequestLifecycle:
         self.dispatch(model)
 
     def resume(self, request: Request, model: ModelTraffic) -> None:
-        """Queue a request that lost its replica, ahead of requests that wait for their first turn."""
+        """Queue a request that lost its replica, ahead of requests that wait for their first dispatch."""
         self._begin_waiting(request)
         model.outstanding.wait(request)
         waiting = model.stranded if request.front in self._state.broken_fronts else model.resumed
@@ -104,7 +104,7 @@ class RequestLifecycle:
         self.dispatch(model)
 
     def stop_waiting(self, request: Request) -> None:
-        """Take a request out of its queue; nothing happens if it does not wait."""
+        """Remove a request from its queue; nothing happens if it is not waiting."""
         if request.queued_at is None:
             return
         request.queued_at = None
@@ -115,7 +115,7 @@ class RequestLifecycle:
             model.outstanding.begin(request)
 
     def refuse_late(self, now: float) -> None:
-        """Refuse requests that have waited for too long, or can no longer meet their deadline."""
+        """Refuse requests that have waited too long or can no longer meet their deadline."""
         for request in self._checks.due(now):
             model, held = self._state.models[request.first.model], request in self._state.pauses
             timeout_s = self.rules.timeout_s
@@ -138,12 +138,12 @@ class RequestLifecycle:
     # ── running ──
 
     def dispatch_all(self) -> None:
-        """Dispatch the waiting requests of every model, as far as its replicas have credit."""
+        """Dispatch the waiting requests of every model as far as credit allows."""
         for model in self._state.models.values():
             self.dispatch(model)
 
     def dispatch(self, model: ModelTraffic) -> None:
-        """Dispatch the model's waiting requests, as far as its replicas have credit."""
+        """Dispatch the model's waiting requests as far as its replicas' credit allows."""
         state, now = self._state, self._state.clock()
         while (turn := model.next_turn(now)) is not None:
             request, account, _ = turn
@@ -172,7 +172,7 @@ class RequestLifecycle:
             )
 
     def finish(self, account: CreditAccount, finished: Finished) -> None:
-        """Count a submission that the replica has finished."""
+        """Process the end of a submission on a replica."""
         request = self._state.in_flight.get(finished.request_id)
         left = request.dispatched.get(account) if request else None
         if request is None or left is None:
@@ -192,7 +192,8 @@ class RequestLifecycle:
             self.end_if_complete(request)
 
     def take_back(self, request: Request, account: CreditAccount) -> None:
-        """Refund the credit for requests that were dispatched to the replica and never submitted."""
+        """Refund the credit for submissions of the request that were dispatched to the replica but never
+        submitted."""
         left = request.dispatched.get(account)
         if left is not None:
             account.refund(left.level, left.seqs, left.tokens)
@@ -200,7 +201,7 @@ class RequestLifecycle:
             self.dispatch(self._state.models[account.model])
 
     def leave_replica(self, request: Request, account: CreditAccount, *, lost: bool = False) -> None:
-        """Note that the request has ended on the replica, or that the replica was `lost`."""
+        """Record that the request has ended on the replica, or that the replica was `lost`."""
         del request.dispatched[account]
         if request.dispatched:
             return
@@ -208,8 +209,8 @@ class RequestLifecycle:
         self._state.models[account.model].stop(request)
         self._charge(request)
         if lost and request.settled is None:
-            # The request will continue. If another request took its place within the limits of tenant and
-            # key, one request too many would run.
+            # The request will continue, so it keeps its place. If another request took that place within the
+            # limits of the tenant and key, one request too many would run.
             request.keeps_place = True
         else:
             self._leave_place(request)
@@ -226,7 +227,7 @@ class RequestLifecycle:
                 self.dispatch(models[name])
 
     def _charge(self, request: Request) -> None:
-        """Charge the tenant for the tokens of the request. After the loss of a replica, its count is known
+        """Charge the tenant for the request's tokens. If a replica was lost, the token count is known only
         when the request ends."""
         model = self._state.models.get(request.first.model)
         if model is not None and (request.settled is not None or not request.lost_counts):
@@ -235,7 +236,7 @@ class RequestLifecycle:
     # ── end of a request ──
 
     def refuse(self, request: Request, why: Refusal) -> None:
-        """Refuse a new or waiting request. If its answer has begun, the front ends it."""
+        """Refuse a new or waiting request. If its answer has already begun, the front ends the answer."""
         self.stop_waiting(request)
         self._state.refused += 1
         limits = self._state.quotas.rate_limits(request.tenant, request.key_id) if why.status == 429 else None
@@ -243,11 +244,11 @@ class RequestLifecycle:
         if request.admit.attempt == 0:
             request.settled = own_settle(request, why.status, "error", why.message, self._unix())
             self.end_if_complete(request)
-        # After the first attempt, the client may have read a part of the answer, and the front reports how
+        # After the first attempt, the client may have read part of the answer, and the front reports how
         # much.
 
     def end_without_front(self, request: Request) -> None:
-        """Settle a request for its front, which has died."""
+        """Settle a request on behalf of its front, which has died."""
         if request.settled is None:
             self.stop_waiting(request)
             request.front_died = True
@@ -255,7 +256,7 @@ class RequestLifecycle:
         self.end_if_complete(request)
 
     def end_if_complete(self, request: Request) -> None:
-        """End the request if it is settled and no submission of it is left on any replica."""
+        """End the request if it is settled and no replica still has a submission of it."""
         state = self._state
         if request.settled is None or request.dispatched:
             return

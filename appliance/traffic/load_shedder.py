@@ -1,4 +1,4 @@
-"""Load shedding: which requests are refused under overload, in which order, and until when."""
+"""Load shedding: which requests are refused during overload, in which order, and until when."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from appliance.classes import CLASS_NAMES
 from appliance.traffic.rules import QueueRules
 
 CALM, REFUSE_BACKGROUND, DROP_BACKGROUND, REFUSE_BATCH, REFUSE_INTERACTIVE = range(5)
-"""The steps of load shedding. P2 and P1 requests are refused only if they would wait for too long."""
+"""The steps of load shedding. P2 and P1 requests are refused only if they would wait too long."""
 
 _DONE = (
     "",
@@ -18,29 +18,30 @@ _DONE = (
     "P3 requests are refused, and P2 and P1 requests that would wait too long",
 )
 _MAX_STEP = (REFUSE_INTERACTIVE, REFUSE_INTERACTIVE, REFUSE_BATCH)
-"""The highest step to which an overload of each class can lead."""
+"""The highest step that an overload of each class can lead to."""
 _RELIEVED = 0.5
-"""An overload is over when waits are below this fraction of the overload limit."""
+"""An overload has ended when waiting times are below this fraction of the overload limit."""
 
 
 class LoadShedder:
-    """Moves up one step for each `overload_s` of overload, and down one step for each `overload_s` without
-    overload."""
+    """Moves up one step for every `overload_s` seconds of overload, and down one step for every `overload_s`
+    seconds without."""
 
     def __init__(self) -> None:
         self.step = CALM
         self._why = ""
         self._direction = 0
         self._since = 0.0
-        """Time of the last change: overload began or ended, or a step was taken."""
+        """Time of the last change: the beginning or end of an overload, or a step."""
 
     @property
     def reason(self) -> str:
-        """The cause, and which requests are refused; empty without overload."""
+        """The cause of the overload and the requests that are refused; empty without overload."""
         return f"{self._why}: {_DONE[self.step]}" if self.step else ""
 
     def observe(self, rules: QueueRules, now: float, waits_s: Sequence[float | None]) -> None:
-        """Update from the wait that a request arriving now would have, by class; None if unknown."""
+        """Update the step from the predicted wait of a request that arrives now, by class; None if
+        unknown."""
         goal, relieved = CALM, True
         for number, given_up in enumerate(_MAX_STEP):
             wait_s, most_s = waits_s[number], rules.overload * rules.target_s(number)
@@ -60,7 +61,7 @@ class LoadShedder:
             self._since = now
 
     def refuses(self, request_class: int, wait_s: float | None, rules: QueueRules) -> bool:
-        """Return whether a new request of this class that would wait for `wait_s` is refused."""
+        """Return whether a new request of this class is refused, given that it would wait for `wait_s`."""
         if request_class >= len(_MAX_STEP):
             return self.step >= REFUSE_BACKGROUND
         if not request_class or self.step < _MAX_STEP[request_class]:

@@ -1,4 +1,5 @@
-"""One served model: its replicas, which request runs next on them, and how long requests will wait."""
+"""One served model: its replicas, the choice of the request that runs next on them, and predictions of how
+long requests will wait."""
 
 from __future__ import annotations
 
@@ -20,34 +21,35 @@ from engine.messages import BLOCK_TOKENS, URGENCIES, level_of
 from store.policies import CLASSES, INTERACTIVE
 
 _LIGHT_PART = 2
-"""A tenant is light if it occupies no slots, or fewer than the reserved slots divided by this. An urgent
-request also has at most that many samples."""
+"""A tenant is light if it occupies no slots, or fewer slots than the number of reserved slots divided by
+this. An urgent request may have at most that many samples as well."""
 _BUSY_HALF_LIFE_S = 4.0
 _MAX_TAKEN_S = 10.0
-"""Maximum service of started requests that counts in later ticks. Predictions of the output are often too
-high."""
+"""Maximum service of started requests that is carried over to later ticks. It is capped because output
+predictions are often too high."""
 _OFFERED_HALF_LIFE_S = 0.5
 _LIGHT_LOAD, _FULL_LOAD = 0.2, 0.8
-"""Offered load, as a fraction of the capacity. Up to the first, the number of busy slots is expected to stay;
-from the second on, all slots are expected to become busy."""
+"""Offered load, as a fraction of the capacity. Up to `_LIGHT_LOAD`, the number of busy slots is expected to
+stay the same; from `_FULL_LOAD` on, all slots are expected to become busy."""
 _MIN_SHARE = 0.02
-"""Minimum share of the service for each class, however busy better classes are."""
+"""Minimum share of the service for each class, however busy higher-priority classes are."""
 _MAX_PROMISED = 0.8
-"""Share of the service that may be promised to deadlines; the rest is for requests that arrive later."""
+"""Share of the service that may be promised to requests with deadlines. The rest is left for requests that
+arrive later."""
 _OF_THE_NEW = 0.02
 """Weight of the latest request in running means."""
 _UNKNOWN_RUN_S, _MIN_RUN_S = 1.0, 0.1
 
 
 def most_kv_tokens(admit: Admit) -> int:
-    """Return the most cache tokens that a request may hold: its last blocks are partly filled, and each
-    sample of a prompt has its own copy of the prompt's last block."""
+    """Return the maximum number of cache tokens that a request may hold. Its last blocks are only partly
+    filled, and each sample of a prompt has its own copy of the prompt's last block."""
     ends = admit.num_seqs if admit.num_seqs == admit.submissions else 2 * admit.num_seqs
     return admit.prompt_tokens + admit.max_tokens + ends * BLOCK_TOKENS
 
 
 class Turn(NamedTuple):
-    """The next request, its replica, and its level there."""
+    """The next request, the replica to run it on, and its level there."""
 
     request: Request
     account: CreditAccount
@@ -55,17 +57,17 @@ class Turn(NamedTuple):
 
     @property
     def priority(self) -> int:
-        """The same as `Submit.priority`."""
+        """The value for `Submit.priority`."""
         return self.level // URGENCIES
 
     @property
     def urgency(self) -> int:
-        """The same as `Submit.urgency`."""
+        """The value for `Submit.urgency`."""
         return URGENCIES - 1 - self.level % URGENCIES
 
 
 class ModelTraffic:
-    """One served model. Only the request manager calls it; times are of its clock."""
+    """One served model. Called only by the request manager, whose clock all times refer to."""
 
     def __init__(self, name: str, version: str, rules: QueueRules, tenants: Tenants) -> None:
         self.name = name
@@ -88,14 +90,14 @@ class ModelTraffic:
         self._running: dict[str, Request] = {}
         self._tokens_per_seq = 0.0
         self._begun = QueuedTokens()
-        """Running mean of the requests that started recently."""
+        """Running mean over the requests that started recently."""
         self._taken_s = [0.0] * CLASSES
-        """Service that requests which have started still need, by class, in seconds of all replicas. A long
-        request counts over several ticks, so that it does not seem to take more than the whole service."""
+        """Service that started requests still need, by class, in seconds of all replicas. A long request is
+        spread over several ticks, so that it never appears to take more than the whole service."""
         self._busy = [0.0] * CLASSES
-        """Recent share of the service of each class."""
+        """Recent share of the service used by each class."""
         self._offered_s = 0.0
-        """Service that was requested since the last tick, in seconds of all replicas."""
+        """Service requested since the last tick, in seconds of all replicas."""
         self._offered = DecayingMean()
         """Recent offered load, as a fraction of the capacity."""
         self._ticked_at: float | None = None
@@ -108,12 +110,12 @@ class ModelTraffic:
 
     @property
     def kv_tokens(self) -> int:
-        """The tokens that the KV caches of all replicas hold; 0 if not known yet."""
+        """Capacity of all replicas' KV caches together, in tokens; 0 if not known yet."""
         return sum(account.kv_tokens for account in self.accounts)
 
     @property
     def running(self) -> int:
-        """The number of requests that run on its replicas."""
+        """The number of requests running on the model's replicas."""
         return len(self._running)
 
     def waiting(self) -> list[Request]:
@@ -121,14 +123,14 @@ class ModelTraffic:
         return [*self.resumed.values(), *self.stranded.values(), *self.queue]
 
     def set_rules(self, rules: QueueRules) -> None:
-        """Apply other rules from now on."""
+        """Apply new rules."""
         self.rules = self.queue.rules = rules
         self._set_limits()
 
     # ── waiting requests ──
 
     def push(self, request: Request, serial: int) -> None:
-        """Queue a request for its first turn."""
+        """Queue a request for its first dispatch."""
         tenant = self._tenants.of(request.tenant)
         prompt_tokens = request.admit.prompt_tokens
         request.ticket = Ticket(
@@ -149,7 +151,7 @@ class ModelTraffic:
         self.queue.push(request.ticket, tenant.weight, light, request.promised_s)
 
     def remove(self, request: Request) -> None:
-        """Remove a request that waited."""
+        """Remove a waiting request."""
         if request.ticket is not None and request.ticket.waiting:
             self.queue.remove(request.ticket)
             request.ticket = None
@@ -162,8 +164,8 @@ class ModelTraffic:
         self.stranded[request.request_id] = request
 
     def reconsider(self, tenant: TenantTraffic, key_id: str = "", most: int | None = None) -> None:
-        """Update the order after a tenant's weight, limits or use have changed: put the tenant, and at most
-        `most` parked requests of the key, back into the order."""
+        """Update the order after a change to a tenant's weight, limits or use. The tenant and at most `most`
+        parked requests of the key go back into the order."""
         for number, fair in enumerate(self.queue.classes):
             fair.set_tenant(tenant.name, tenant.weight, self._may_be_urgent(number, tenant))
             fair.release(tenant.name)
@@ -173,15 +175,16 @@ class ModelTraffic:
     # ── choosing the next request ──
 
     def open_levels(self) -> int:
-        """Return the levels that some replica accepts now: bit `l` is set for level `l`."""
+        """Return the levels that at least one replica accepts at the moment: bit `l` is set for level `l`."""
         share, levels = self._reserved_share(), 0
         for account in self.accounts:
             levels |= account.open_levels(share)
         return levels
 
     def next_turn(self, now: float) -> Turn | None:
-        """Return the request whose turn it is. A request gets its turn only when a replica has credit for its
-        level. Tenants and keys that have reached their limits are held or parked in the search."""
+        """Return the next request to dispatch; None if there is none. A request is chosen only if a replica
+        has credit for its level. During the search, tenants that have reached their limits are held and
+        requests of such keys are parked."""
         levels = self.open_levels()
         if not levels:
             return None
@@ -206,8 +209,9 @@ class ModelTraffic:
         return None
 
     def level_of(self, request: Request, tenant: TenantTraffic) -> int:
-        """Return the level of a request: its class, and whether it is urgent. P0 and light tenants' P1 are
-        urgent unless they have many samples, and most urgent if their prompts fit into one step."""
+        """Return the level of a request, which depends on its class and on whether it is urgent. P0 requests
+        and light tenants' P1 requests are urgent unless they have many samples. They have the highest urgency
+        if their prompts fit into one step."""
         number, admit = request.request_class, request.admit
         if not self._may_be_urgent(number, tenant) or admit.num_seqs > self._max_urgent_samples():
             return level_of(number, 0)
@@ -225,18 +229,18 @@ class ModelTraffic:
         return self._max_samples[self._reserved_share()]
 
     def _set_limits(self) -> None:
-        """Set the limits of urgent requests, which depend on the rules and on the slots and the step size of
-        the replicas."""
+        """Set the limits of urgent requests, which depend on the rules and on the replicas' slots and step
+        size."""
         accounts, share = self.accounts, self.rules.reserved_slots
         self._light_slots = max(1, sum(one.reserved_slots(share) for one in accounts) // _LIGHT_PART)
-        """A tenant is light while it occupies fewer slots."""
+        """A tenant is light while it occupies fewer slots than this."""
         self._max_samples = {
             part: max(1, min((one.reserved_slots(part) for one in accounts), default=0) // _LIGHT_PART)
             for part in (0.0, share)
         }
-        """Maximum number of samples of an urgent request, by the share of slots that is reserved."""
+        """Maximum number of samples of an urgent request, by the fraction of slots that is reserved."""
         self._max_step_prompt_tokens = min((one.tokens for one in accounts), default=0)
-        """Number of prompt tokens that fit into one step of every replica."""
+        """Number of prompt tokens that fit into one step on every replica."""
 
     def starts_at_once(self, request: Request, tenant: TenantTraffic, now: float) -> bool:
         """Return whether a new request would be dispatched at once."""
@@ -257,8 +261,8 @@ class ModelTraffic:
         return use.may_run(quota, self.name, most_kv_tokens(request.admit), self.kv_tokens)
 
     def _account_for(self, level: int, request: Request) -> CreditAccount | None:
-        """Return the replica with the most credit for this level. A replica that the request has run on is
-        excluded: its front has lost it, even if the core has not noticed yet."""
+        """Return the replica with the most credit for this level. A replica on which the request has already
+        run is excluded: its front has lost that replica, even if the core has not noticed yet."""
         share = self._reserved_share()
         fit = [
             (account.free_slots(level, share), account.tokens_left(level), -index)
@@ -273,7 +277,8 @@ class ModelTraffic:
     # ── running requests ──
 
     def start(self, turn: Turn, now: float) -> int:
-        """Count a request as running on its replica. Returns how many slots its samples leave free there."""
+        """Count a request as running on its replica. Returns the number of slots there that its samples leave
+        free."""
         request, account, level = turn
         admit, tenant = request.admit, self._tenants.of(request.tenant)
         spare = spare_slots(level, account.reserved_slots(self._reserved_share()))
@@ -302,17 +307,17 @@ class ModelTraffic:
         return spare
 
     def stop(self, request: Request) -> None:
-        """Stop counting a request as running: nothing of it is left on any replica."""
+        """Stop counting a request as running, because no replica has any submission of it left."""
         del self._running[request.request_id]
         self._tenants.count_answer(request.tenant, -1)
 
     def charge(self, request: Request, service: float) -> None:
-        """Correct the charge of a request to its total service."""
+        """Correct the tenant's charge to the request's total service."""
         self.queue.classes[request.request_class].charge(request.tenant, service - request.charged)
         request.charged = service
 
     def learned(self) -> None:
-        """Update the forecast and the limits after a replica has reported, started or ended."""
+        """Update the forecast and the limits after a replica has reported, started or stopped."""
         self._set_limits()
         self.forecast.refresh(
             self.accounts, self._tokens_per_seq, self._begun.prompt_tokens, self._prompts_per_output()
@@ -321,7 +326,7 @@ class ModelTraffic:
             fair.set_urgent(self._max_urgent_samples(), self._max_step_prompt_tokens)
 
     def tick(self, now: float) -> None:
-        """Update the load and everything derived from it. To be called a few times a second."""
+        """Update the load and everything derived from it. Call this a few times per second."""
         if self._ticked_at is not None and now > self._ticked_at:
             passed_s = now - self._ticked_at
             keep = 0.5 ** (passed_s / _BUSY_HALF_LIFE_S)
@@ -351,8 +356,8 @@ class ModelTraffic:
             self._taken_s[request.request_class] += served_s
 
     def _prompts_per_output(self) -> float:
-        """Return the prompt tokens for each output token: of recent or of waiting requests, whichever is
-        more."""
+        """Return the number of prompt tokens per output token, for recent or for waiting requests, whichever
+        is higher."""
         waits = QueuedTokens()
         for fair in self.queue.classes:
             waits.add(fair.backlog)
@@ -362,8 +367,8 @@ class ModelTraffic:
         )
 
     def _charge_output(self) -> None:
-        """Charge the estimated output of running requests since the last call. Exact counts arrive at their
-        ends."""
+        """Charge the estimated output of running requests since the last call. Exact counts arrive when the
+        requests end."""
         services: list[dict[str, float]] = [{} for _ in range(CLASSES)]
         for request in self._running.values():
             made = 0.0
@@ -379,7 +384,7 @@ class ModelTraffic:
                 fair.charge(tenant, service)
 
     def _expect_longer(self, now: float) -> None:
-        """Move expected ends that have passed: such a request is expected to run for the same time again."""
+        """Postpone expected ends that have passed: the request is expected to run for the same time again."""
         while (end := self._next_end()) is not None and end <= now:
             request = heapq.heappop(self._ends)[2]
             self._expect_end(request, now + max(_MIN_RUN_S, now - (request.began_at or now)))
@@ -411,14 +416,15 @@ class ModelTraffic:
             self._offered_s += served_s
 
     def wait_s(self, request: Request, tenant: TenantTraffic, now: float) -> float:
-        """Return how long a new request would wait. Like all predictions, the result is valid only while
-        `predictable`."""
+        """Return how long a new request would wait, in seconds. Like all predictions, the result is valid
+        only while `predictable`."""
         number = request.request_class
         ahead = self.queue.classes[number].ahead(tenant.name, tenant.weight, request.due)
         return self.first_credit_s(self.level_of(request, tenant), now) + self._served_s(number, *ahead)
 
     def waits_s(self, now: float) -> list[float | None]:
-        """Return how long a request at the end of each class would wait; None if unknown."""
+        """Return how long a request at the end of each class's queue would wait, in seconds; None if
+        unknown."""
         if not self.predictable:
             return [None] * CLASSES
         waits_s: list[float | None] = []
@@ -429,16 +435,16 @@ class ModelTraffic:
         return waits_s
 
     def run_s(self, request: Request, output_tokens: float) -> float:
-        """Return the time from a request's start to its end, if each sample has so many output tokens."""
+        """Return how long a request runs if each sample has `output_tokens` output tokens, in seconds."""
         waiting = sum(fair.backlog.tickets for fair in self.queue.classes)
         more_slots = waiting / max(1, self.forecast.replicas)
-        # Near full load, slots that are free now will soon be occupied.
+        # Near full load, slots that are free at the moment will soon be occupied.
         filling = max(0.0, min(1.0, (self._offered.ratio - _LIGHT_LOAD) / (_FULL_LOAD - _LIGHT_LOAD)))
         more_slots = max(more_slots, filling * self.forecast.slots_each - self.forecast.slots_busy)
         return self.forecast.running_s(request.admit.prompt_tokens, output_tokens, more_slots)
 
     def promises_from(self, now: float) -> float:
-        """Return when promised requests start at the latest if only they are served from now on, after the
+        """Return the latest start of the promised requests if only they are served from `now` on, after the
         requests that lost their replica."""
         resumed = self.resumed.values()
         prompt_tokens = sum([request.admit.prompt_tokens for request in resumed])
@@ -446,13 +452,13 @@ class ModelTraffic:
         return now + 2.0 * self.forecast.step_s + self.forecast.serving_s(prompt_tokens, output_tokens)
 
     def promise_s(self, request: Request, output_tokens: float) -> float:
-        """Return the time by which serving the request delays other promises. Better classes and requests
-        without deadlines keep their share of the service."""
+        """Return how long serving the request delays other promises, in seconds. Higher-priority classes and
+        requests without deadlines keep their share of the service."""
         share = max(_MIN_SHARE, _MAX_PROMISED - sum(self._busy[: request.request_class]))
         return self.forecast.serving_s(request.admit.prompt_tokens, output_tokens) / share
 
     def first_credit_s(self, level: int, now: float) -> float:
-        """Return the seconds until a replica has credit for this level."""
+        """Return how long it takes until a replica has credit for this level, in seconds."""
         if self.open_levels() >> level & 1:
             return 0.0
         share = self._reserved_share()
@@ -462,14 +468,15 @@ class ModelTraffic:
         return self.forecast.step_s if end is None else max(0.0, end - now)
 
     def oldest_wait_s(self, now: float) -> float:
-        """Return how long the oldest request has waited."""
+        """Return how long the oldest request has waited, in seconds."""
         since = [oldest for number in range(CLASSES) if (oldest := self.queue.oldest(number)) is not None]
         for others in (self.resumed, self.stranded):
             since += [r.queued_at for r in list(others.values())[:1] if r.queued_at is not None]
         return max(0.0, now - min(since)) if since else 0.0
 
     def _served_s(self, request_class: int, prompt_tokens: float, output_tokens: float) -> float:
-        """Return the seconds until this amount of the class, and all of better classes, is served."""
+        """Return how long it takes to serve this amount of the class and everything queued in higher-priority
+        classes, in seconds."""
         for fair in self.queue.classes[:request_class]:
             prompt_tokens += fair.backlog.prompt_tokens
             output_tokens += fair.backlog.output_tokens

@@ -1,4 +1,4 @@
-"""Learns the lengths of answers, of one tenant or of all tenants, from answers that ended."""
+"""Learns how long answers are, for one tenant or for all, from answers that have ended."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ _OF_THE_NEW = 0.05
 _ENOUGH = 8
 """Number of ended answers required before lengths are predicted."""
 _FOR_EACH_RUNNING = 2
-"""Additional answers needed for each running one: short answers end first, so early lengths are biased."""
+"""Additional ended answers required per running answer. Short answers end first, so early lengths are
+biased."""
 _BUCKET = math.log(1.15)
 """Width of the histogram's buckets on a logarithmic scale."""
 _BEYOND = 0.01
@@ -17,17 +18,19 @@ _BEYOND = 0.01
 _KEPT = 2000.0
 """Total weight of the histogram above which all counts are halved."""
 _FEW = 20.0
-"""With this many answers in the histogram, `likely_most` is twice the longest."""
+"""With this many answers in the histogram, `likely_most` is twice the longest; with more, the factor
+approaches 1."""
 _ALL_BUT = 0.98
-"""An answer with this fraction of its token limit counts as having used the limit."""
+"""An answer that reaches this fraction of its token limit counts as having used the limit."""
 UNKNOWN_TOKENS = 256.0
 """Expected length of an answer before lengths are known."""
 _UNKNOWN_MOST_TOKENS = 2048.0
-"""Likely maximum of an answer before lengths are known."""
+"""Likely maximum length of an answer before lengths are known."""
 
 
 class OutputLengths:
-    """How often answers reach their token limit, and the mean and distribution of the others."""
+    """How often answers reach their token limit, and the mean and distribution of the lengths of all other
+    answers."""
 
     __slots__ = ("_buckets", "_likely_most", "count", "known", "mean", "others", "running", "used_up")
 
@@ -45,7 +48,7 @@ class OutputLengths:
         self._likely_most = 0.0
 
     def learn(self, tokens: int, most: float) -> None:
-        """Learn from an answer that ended; `most` was its token limit."""
+        """Learn from an answer that ended. `most` was its token limit."""
         self.count += 1
         self.known = self.known or self.count >= _ENOUGH + _FOR_EACH_RUNNING * self.running
         share = max(_OF_THE_NEW, 1.0 / self.count)
@@ -85,13 +88,14 @@ class OutputLengths:
 
 
 def expected_tokens(lengths: OutputLengths, of_all: OutputLengths, most: float) -> float:
-    """Return the expected length of an answer with this token limit, from its tenant's answers, or else from
-    all answers."""
+    """Return the expected length of an answer with this token limit, based on its tenant's answers if enough
+    are known, otherwise on all answers."""
     known = lengths if lengths.known else of_all
     return known.expected(most) if known.known else min(most, UNKNOWN_TOKENS)
 
 
 def most_tokens(lengths: OutputLengths, of_all: OutputLengths, most: float) -> float:
-    """Return a length that few answers with this token limit exceed."""
+    """Return a length that few answers with this token limit exceed, based on the same answers as
+    `expected_tokens`."""
     known = lengths if lengths.known else of_all
     return known.likely_most(most) if known.known else min(most, _UNKNOWN_MOST_TOKENS)

@@ -1,9 +1,9 @@
 """The order in which the waiting requests of one model are dispatched.
 
-1. Requests that must start now to meet a deadline that was accepted on admission.
-2. A class whose requests have waited for too long, up to its reserved share of the service, so that no class
+1. Requests that must start now to meet a deadline promised on admission.
+2. Requests of a class that has waited too long, up to its reserved share of the service, so that no class
    starves.
-3. The best class with a waiting request. `FairQueue` decides the order within a class.
+3. Requests of the highest-priority class that has any. `FairQueue` decides the order within a class.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from store.policies import CLASSES, INTERACTIVE
 Item = TypeVar("Item")
 
 _PROMISES_LOOKED_AT = 8
-"""Number of promised requests to consider, because tenants at their limits are skipped."""
+"""Number of promised requests to consider. More than one, because tenants at their limits are skipped."""
 
 
 class Next(NamedTuple, Generic[Item]):
@@ -34,7 +34,7 @@ class Next(NamedTuple, Generic[Item]):
 
 
 class RequestQueue(Generic[Item]):
-    """Waiting requests of one model. Times are seconds of one clock, given by the caller."""
+    """Waiting requests of one model. The caller passes in all times, in seconds of one clock."""
 
     def __init__(self, rules: QueueRules) -> None:
         self.rules = rules
@@ -43,9 +43,10 @@ class RequestQueue(Generic[Item]):
         self._length = 0
         self._lengths = [0] * CLASSES
         self._arrivals: list[deque[Ticket[Item]]] = [deque() for _ in range(CLASSES)]
-        """The requests in order of arrival. A request that has left is removed when it becomes the first."""
+        """The requests in order of arrival. A request that has left the queue is removed when it reaches the
+        front."""
         self._owed = [0.0] * CLASSES
-        """Service that a late class may take before better classes."""
+        """Service that a late class may take before higher-priority classes."""
 
     def __len__(self) -> int:
         return self._length
@@ -57,12 +58,12 @@ class RequestQueue(Generic[Item]):
                 yield ticket.item
 
     def length(self, request_class: int) -> int:
-        """Return how many requests of a class wait."""
+        """Return the number of waiting requests in a class."""
         return self._lengths[request_class]
 
     def push(self, ticket: Ticket[Item], weight: float, light: bool, promised_s: float = 0.0) -> None:
-        """Queue a request of a tenant of this weight. `promised_s` is the work that its promise takes, if it
-        has a promise (`Ticket.begin_by`)."""
+        """Queue a request from a tenant with this weight. `promised_s` is the work that the request's promise
+        (`Ticket.begin_by`) takes, if it has one."""
         number = ticket.request_class
         self.classes[number].push(ticket, weight, light)
         self._length += 1
@@ -81,7 +82,7 @@ class RequestQueue(Generic[Item]):
 
     def next(self, open_levels: int, now: float, promises_from: float) -> Next[Item] | None:
         """Return the next request of the open levels (bit `l` is set for level `l`); None if there is none.
-        `promises_from` is when promised requests would start if only they were served."""
+        `promises_from` is the latest start of the promised requests if only they were served."""
         if not open_levels >> self._best_level():
             return None
         for ticket in (self._promised(promises_from), self._lifted(now)):
@@ -110,7 +111,7 @@ class RequestQueue(Generic[Item]):
                 self._owed[lower] = 0.0
 
     def oldest(self, request_class: int) -> float | None:
-        """Return when the oldest request of a class was queued; None if none waits."""
+        """Return the time when the oldest request of a class was queued; None if no request waits."""
         arrivals = self._arrivals[request_class]
         while arrivals and not arrivals[0].waiting:
             arrivals.popleft()
@@ -119,15 +120,16 @@ class RequestQueue(Generic[Item]):
     # ── dispatch order ──
 
     def _best_level(self) -> int:
-        """Return the best level at which a waiting request could run; LEVELS if none waits."""
+        """Return the highest-priority level at which a waiting request could run; LEVELS if none waits."""
         for number, fair in enumerate(self.classes):
             if fair.tenants:
                 return level_of(number, URGENCIES - 1)
         return LEVELS
 
     def _overtaking_level(self, ticket: Ticket[Item]) -> int:
-        """Return the level of a request that is served before better classes. It runs at the level of the
-        best waiting class, because the engine would serve that class first otherwise, but never as P0."""
+        """Return the level of a request that is served before higher-priority classes. It runs at the level
+        of the highest-priority waiting class, because the engine would otherwise serve that class first, but
+        never as P0."""
         number = ticket.request_class
         level = level_of(number, self.classes[number].urgency(ticket))
         for better, fair in enumerate(self.classes[:number]):

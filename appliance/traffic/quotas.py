@@ -1,13 +1,14 @@
 """Reserves and charges the quotas of tenants and keys.
 
-    reserve ──► Reservation ──► settle (what it really took) ──► close (its row has ended)
+    reserve ──► Reservation ──► settle (actual use) ──► close (log row has ended)
        └──► Shortage: nothing was taken
 
-A request reserves one request, and its prompt with the most that it may generate, in all buckets of its
-tenant and its key, or in none. So concurrent requests together never exceed a limit. What a request did not
-use is returned when it is settled. Further attempts of a request keep its reservation.
+A request reserves one request, and its prompt plus the maximum that it may generate, in every bucket of its
+tenant and key. If any bucket has too little left, nothing is reserved. Concurrent requests together therefore
+never exceed a limit. Whatever a request did not use is returned when the request is settled. Further attempts
+of a request keep its reservation.
 
-No I/O. Not thread-safe: all calls are made on the core's event loop.
+This module does no I/O. It is not thread-safe: all calls are made on the core's event loop.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from store.policies import Policies, Quota
 from store.quotas import QuotaLevels, QuotaState, Used
 
 MIN_ANSWER_TOKENS = 16
-"""The answer of a request without `max_tokens` is limited to what the quota has left. If that is less than
-this, the request is refused instead."""
+"""Minimum answer length. The answer of a request without `max_tokens` is limited to what the quota has left;
+if that is less than this minimum, the request is refused instead."""
 MAX_USEFUL_WAIT_S = 120.0
-"""OpenAI's clients wait no longer than this before they retry. If the quota needs longer, a retry would
+"""OpenAI's clients wait at most this long before they retry. If the quota needs longer, a retry would
 fail."""
 
 Name = tuple[str, str]
@@ -41,11 +42,11 @@ class Account:
         self.name = name
         self.quota = Quota()
         self.buckets: dict[str, Bucket] = {}
-        """By limit."""
+        """Buckets by limit."""
         self.set_quota(quota, now)
 
     def set_quota(self, quota: Quota, now: float) -> None:
-        """Apply this quota from now on. The bucket of a new limit is full; a changed limit keeps its level
+        """Apply a new quota. The bucket of a new limit starts full; a changed limit keeps its level
         (`Bucket.set_rate`)."""
         if quota == self.quota:
             return
@@ -62,7 +63,7 @@ class Account:
 
 
 class Reservation:
-    """The reservation of one request in its quotas, held until its row has ended."""
+    """The amount that one request reserved in its quotas, held until its log row has ended."""
 
     __slots__ = ("accounts", "max_tokens", "taken", "tokens")
 
@@ -74,11 +75,11 @@ class Reservation:
         max_tokens: int,
     ) -> None:
         self.accounts = accounts
-        """The accounts of the buckets."""
+        """Accounts that the buckets belong to."""
         self.tokens = prompt_tokens + max_tokens
         """Tokens reserved; after `Quotas.settle`, tokens charged."""
         self.max_tokens = max_tokens
-        """Limit of the generated tokens, over all samples."""
+        """Limit on the generated tokens over all samples."""
         self.taken = taken
         """The buckets, each with the serial number of the take."""
 
@@ -90,11 +91,12 @@ class Shortage:
         self._bucket = bucket
         self._needed = needed
         self.wait_s = bucket.wait_s(needed)
-        """Seconds until refill alone provides the requested amount; inf: never."""
+        """How long the bucket takes to reach the requested amount by refill alone, in seconds; inf if it
+        never does."""
 
     @property
     def kind(self) -> ExceededLimit:
-        """What the limit counts."""
+        """The kind of limit that was exceeded."""
         return "tokens" if self._bucket.counts_tokens else "requests"
 
     @property
@@ -104,7 +106,7 @@ class Shortage:
 
     @property
     def message(self) -> str:
-        """The limit, its use, the requested amount, and when that much is left."""
+        """The limit, its current use, the requested amount, and when that amount will be available."""
         bucket, words = self._bucket, LIMITS[self._bucket.limit]
         limit, used = math.floor(bucket.rate.capacity), math.ceil(bucket.rate.capacity - bucket.level)
         head = f"{words} of {bucket.owner}: limit {limit}"
@@ -113,7 +115,8 @@ class Shortage:
                 f"request too large for {head} at once, requested {self._needed}: shorten the prompt or ask "
                 f"for fewer max_tokens"
             )
-        # A reservation that was held for long may have been refilled, and then no longer counts as used.
+        # A reservation that has been held for a long time may have been refilled in the meantime. Such a
+        # reservation no longer counts as used.
         reserved = min(used, math.ceil(bucket.held))
         held = f" ({reserved} by requests that have not ended)" if reserved else ""
         return (
@@ -123,7 +126,7 @@ class Shortage:
 
 
 class Quotas:
-    """All accounts. `clock` gives seconds that never jump (`time.monotonic`)."""
+    """All accounts. `clock` returns seconds and never jumps (`time.monotonic`)."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -131,17 +134,16 @@ class Quotas:
         self._accounts: dict[Name, Account] = {}
         self._tenants: dict[str, Account] = {}
         self._keys: dict[str, Account] = {}
-        """Accounts by the id of a key and of the keys that it replaced, because a rotated key shares its
-        account."""
+        """Accounts by key id. A rotated key shares its account with the keys that it replaced."""
         self._changed: dict[Account, None] = {}
-        """Accounts that changed since the last `news`, in the order of their changes."""
+        """Accounts that changed since the last call of `news`, in order of change."""
         self._gone: set[Name] = set()
         self._asked = False
 
     # ── changes by operators ──
 
     def set_policies(self, policies: Policies) -> None:
-        """Apply these quotas from now on. Returns at once if nothing has changed."""
+        """Apply new quotas. Returns immediately if nothing has changed."""
         if policies is self._policies:
             return
         self._policies = policies
@@ -186,10 +188,10 @@ class Quotas:
         samples: int = 1,
         may_lower: bool = False,
     ) -> Reservation | Shortage:
-        """Reserve the most that a request may need, or nothing.
+        """Reserve the maximum that a request may need, or nothing.
 
-        `max_tokens` is over all samples. With `may_lower` (the client gave no limit) it is lowered to what is
-        left, by the same amount for each sample.
+        `max_tokens` is the limit over all samples. With `may_lower` (the client gave no limit), it is lowered
+        to what is left, by the same amount for each sample.
         """
         self._asked = True
         now = self._clock()
@@ -209,8 +211,8 @@ class Quotas:
 
     def settle(self, reservation: Reservation, tokens: int) -> None:
         """Charge a request for `tokens`, prompt and output together, and return the rest of its reservation.
-        0 tokens means that the request never ran; then it is not counted as a request either. Call this once
-        for each reservation."""
+        If `tokens` is 0, the request never ran and is not counted as a request either. Call this once per
+        reservation."""
         now = self._clock()
         unused = max(0, reservation.tokens - tokens)
         for bucket, number in reservation.taken:
@@ -221,7 +223,7 @@ class Quotas:
         reservation.tokens -= unused
 
     def close(self, reservation: Reservation) -> None:
-        """Stop counting the amount of a settled request as held, because its row has ended. Call this
+        """Stop counting the amount of a settled request as held, because its log row has ended. Call this
         once."""
         for bucket, _ in reservation.taken:
             bucket.let_go(reservation.tokens if bucket.counts_tokens else 1)
@@ -230,7 +232,7 @@ class Quotas:
         reservation.taken = ()
 
     def charge(self, tenant: str, key_id: str, tokens: int, requests: int = 1) -> None:
-        """Charge tokens and requests for which nothing was reserved, at most as much as is left."""
+        """Charge tokens and requests that were not reserved, at most as much as is left."""
         accounts, now = self._accounts_of(tenant, key_id), self._clock()
         for bucket in _refilled(accounts, now):
             amount = max(0.0, min(bucket.level, tokens if bucket.counts_tokens else requests))
@@ -239,8 +241,8 @@ class Quotas:
         self._changed |= dict.fromkeys(accounts)
 
     def rate_limits(self, tenant: str, key_id: str) -> RateLimits | None:
-        """Return the tightest limit on requests and the tightest on tokens, for the headers of an answer;
-        None if there is no limit."""
+        """Return the tightest request limit and the tightest token limit, for the response headers; None if
+        there is no limit."""
         buckets = _refilled(self._accounts_of(tenant, key_id), self._clock())
         if not buckets:
             return None
@@ -270,7 +272,7 @@ class Quotas:
         return usage
 
     def buckets(self, tenant: str) -> list[Bucket]:
-        """Return the buckets of a tenant, refilled. The caller must not change them."""
+        """Return a tenant's buckets, refilled to the current time. The caller must not change them."""
         return list(_refilled(self._accounts_of(tenant, ""), self._clock()))
 
     def _accounts_of(self, tenant: str, key_id: str) -> tuple[Account, ...]:
@@ -293,18 +295,19 @@ class Quotas:
         changed = [one for one in self._changed if self._accounts.get((one.scope, one.name)) is one]
         self._changed = {}
         if not changed and self._asked:
-            # A stored level determines from which row of the log a start must read.
+            # The oldest stored level determines the log row to start reading from at startup, so it must be
+            # renewed.
             changed = list(self._accounts.values())[:1]
         self._asked = False
         return [_levels(account, monotonic, now) for account in changed], gone
 
     def remember(self, gone: Iterable[Name] = ()) -> None:
-        """Return everything in the next `news` again, because the last one was not stored."""
+        """Include everything in the next `news` again, because the last result could not be stored."""
         self._gone |= set(gone) - self._accounts.keys()
         self._changed = dict.fromkeys(self._accounts.values())
 
     def restore(self, state: QuotaState, now: float) -> None:
-        """Restore stored levels at unix time `now`. To be called after the first `set_policies`."""
+        """Restore stored levels at unix time `now`. Call this after the first `set_policies`."""
         known: dict[Account, QuotaLevels] = {}
         for levels in state.levels:
             account = (self._tenants if levels.scope == "tenant" else self._keys).get(levels.name)
@@ -338,7 +341,7 @@ def _refilled(accounts: Iterable[Account], now: float) -> tuple[Bucket, ...]:
 
 
 def _lowered(buckets: Iterable[Bucket], prompt_tokens: int, max_tokens: int, samples: int) -> int:
-    """Return `max_tokens`, lowered to the amount that is left of every token limit."""
+    """Return `max_tokens`, lowered to what every token limit has left."""
     left = min((bucket.level for bucket in buckets if bucket.counts_tokens), default=math.inf)
     if prompt_tokens + max_tokens <= left:
         return max_tokens
@@ -366,12 +369,12 @@ def _levels(account: Account, monotonic: float, now: float) -> QuotaLevels:
 
 
 def _replay(bucket: Bucket, level: float | None, at: float, used: Iterable[Used], now: float) -> None:
-    """Compute a bucket's level at `now` from its level at unix time `at` (None: full) and the use since
-    then."""
+    """Compute a bucket's level at `now` from its level at unix time `at` (None: full) and the use recorded
+    after `at`."""
     moment = min(at, now)
     left = bucket.rate.capacity if level is None else level
     for one in used:
-        # The level does not include earlier reservations: subtract them before the refill is capped.
+        # The level does not include earlier reservations, so subtract them before the refill is capped.
         if one.at > moment:
             later = min(one.at, now)
             left = min(bucket.rate.capacity, left + (later - moment) * bucket.rate.per_s)

@@ -1,10 +1,10 @@
-"""The speed of a replica, predicted at first and then learned from its reports.
+"""The speed of a replica: predicted at first, then learned from the replica's reports.
 
 All measurements are decaying sums over recent steps, so none depends on how often the replica reports. The
 first steps of a replica are not learned, because they can take many times as long as later ones. Until enough
-steps are learned, the engine's prediction is used. It is a lower bound of the time, so a request that is
-refused because of it would be refused with measured rates too. Without a prediction no rate is known, and no
-request is refused because of its waiting time.
+steps are learned, the engine's prediction is used. That prediction is a lower bound, so a request refused
+because of it would also be refused with measured rates. Without a prediction no rate is known, and no request
+is refused because of its waiting time.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from __future__ import annotations
 from engine.messages import Report
 
 _HALF_LIFE_S = 2.0
-"""Busy time after which the weight of a measurement has halved."""
+"""Busy time in which the weight of a measurement halves."""
 _ENOUGH_S = 0.1
 """Busy time of learned steps after which measurements replace the prediction."""
 FIRST_STEPS = 16
-"""Steps of each kind at the start of a replica that are not learned: kernels are loaded, memory is taken from
-the system, and caches are empty."""
+"""Number of steps of each kind that are not learned after a replica starts, because kernels are still being
+loaded, memory is being allocated, and caches are empty."""
 _SPREAD_SEQS = 2.0
-"""Variance of the batch size above which the time of one more sequence can be learned."""
+"""Variance of the batch size above which the time that one more sequence adds can be learned."""
 
 
 class DecayingMean:
-    """Sum of `value` over sum of `weight`, both decaying."""
+    """A decaying sum of `value` divided by a decaying sum of `weight`."""
 
     __slots__ = ("value", "weight")
 
@@ -32,7 +32,7 @@ class DecayingMean:
         self.weight = 0.0
 
     def add(self, value: float, weight: float, keep: float) -> None:
-        """Add a value, and multiply the weight of all earlier values by `keep` (0 to 1)."""
+        """Add a value. The weights of all earlier values are multiplied by `keep` (0 to 1)."""
         self.value = self.value * keep + value
         self.weight = self.weight * keep + weight
 
@@ -43,13 +43,13 @@ class DecayingMean:
 
 
 class _FirstSteps:
-    """Finds the reports that contain any of the first steps of one kind."""
+    """Identifies the reports that contain any of a replica's first steps of one kind."""
 
     def __init__(self) -> None:
         self._seen = 0
 
     def contains(self, steps: int) -> bool:
-        """Return whether the next report, about so many steps, contains any of the first steps."""
+        """Return whether the next report, which covers `steps` steps, contains any of the first steps."""
         first = self._seen < FIRST_STEPS
         self._seen += steps
         return first
@@ -58,15 +58,15 @@ class _FirstSteps:
 class ReplicaRates:
     """The time that one replica takes for steps and prompt tokens.
 
-    `step_s` is the mean time of a step, including prompts computed in it: the time that a running sequence
-    waits for each token. `prompt_token_s` is the time that a prompt token adds to a step.
+    `step_s` is the mean time of a step, including the prompts computed in it, so it is also how long a
+    running sequence waits for each token. `prompt_token_s` is the time that a prompt token adds to a step.
     """
 
     def __init__(self) -> None:
         self.busy_s = 0.0
-        """Time of the learned steps since the replica's start."""
+        """Total time of the learned steps since the replica started."""
         self.running = 0
-        """Number of sequences that ran at the last report."""
+        """Number of running sequences at the last report."""
         self._predicted_step_s = 0.0
         self._predicted_prompt_token_s = 0.0
         self._first_decodes, self._first_mixed = _FirstSteps(), _FirstSteps()
@@ -82,13 +82,13 @@ class ReplicaRates:
         self._cached_tokens = 0
 
     def predict(self, step_s: float, prompt_token_s: float) -> None:
-        """Set lower bounds of the time of a step and of a prompt token, which are used until steps are
-        learned; 0 if not known."""
+        """Set lower bounds for the time of a step and of a prompt token, used until steps are learned; 0 if
+        not known."""
         self._predicted_step_s, self._predicted_prompt_token_s = step_s, prompt_token_s
 
     @property
     def known(self) -> bool:
-        """Whether the rates are measured or predicted."""
+        """Whether the rates have been measured or predicted."""
         return self._measured or self._predicted_step_s > 0
 
     @property
@@ -138,8 +138,9 @@ class ReplicaRates:
         if decode_steps:
             self._learn_decode(decode_steps, decode_s, report.running)
         if learn_mixed and (computed or mixed_s):
-            # The additional time of a mixed step over a decode-only one. A report counts the tokens of steps
-            # that were planned and the time of those that ended, so a step's numbers may be in two reports.
+            # Additional time of mixed steps compared with decode-only steps. A report contains the token
+            # counts of planned steps and the times of completed ones, so a step's numbers may be split over
+            # two reports.
             extra_s = mixed_s - mixed_steps * self.decode_s(report.running)
             self._prompts.add(max(extra_s, 0.1 * mixed_s), computed, _keep(mixed_s))
 
@@ -152,7 +153,7 @@ class ReplicaRates:
 
     def decode_s(self, size: float) -> float:
         """Return the time of a decode-only step with `size` sequences, by linear regression over the learned
-        steps; the prediction if none was learned."""
+        steps. Before any step is learned, this is the prediction."""
         if not self._decode.weight:
             return self._predicted_step_s
         mean_s, mean_size = self._decode.ratio, self._batch_size.ratio
@@ -164,6 +165,6 @@ class ReplicaRates:
 
 
 def _keep(seconds: float) -> float:
-    # Annotated because mypy infers Any for ** of two floats.
+    # Annotated because mypy infers Any for `**` of two floats.
     kept: float = 0.5 ** (seconds / _HALF_LIFE_S)
     return kept

@@ -1,4 +1,4 @@
-"""Computes the remaining work of the requests in flight, for which a drain waits, and the time that it
+"""Computes the remaining work of the requests in flight, which a drain waits for, and how long that work
 takes."""
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from appliance.traffic.forecast import Forecast
 from appliance.traffic.request import Request
 
 _MAX_VOID = 1024
-"""Maximum number of void entries (of requests that no longer wait) before they are removed."""
+"""Maximum number of void entries before they are removed. An entry is void once its request no longer
+waits."""
 
 
 class Remaining(NamedTuple):
@@ -21,10 +22,10 @@ class Remaining(NamedTuple):
     tokens: int = 0
     """Expected output tokens that are still to be generated."""
     seconds: float | None = 0.0
-    """Predicted time until they have ended; None until rates are measured."""
+    """Predicted time until the requests have ended; None until rates have been measured."""
 
     def beside(self, other: Remaining) -> Remaining:
-        """Return the sum of both, which run at the same time on different replicas."""
+        """Return the combined remaining work of both, which run at the same time on different replicas."""
         unknown = self.seconds is None or other.seconds is None
         return Remaining(
             self.running + other.running,
@@ -35,12 +36,12 @@ class Remaining(NamedTuple):
 
 
 class Outstanding:
-    """The unfinished requests of one model. Waiting requests are kept as sums, so that the cost of
+    """The unfinished requests of one model. Waiting requests are kept as totals, so that the cost of
     `remaining` does not depend on their number."""
 
     def __init__(self) -> None:
         self._begun: dict[str, Request] = {}
-        """Requests that started and have not ended."""
+        """Requests that have started and not ended."""
         self._waiting: dict[str, _Work] = {}
         self._prompts = 0
         self._outputs = 0.0
@@ -49,7 +50,7 @@ class Outstanding:
         void."""
 
     def wait(self, request: Request) -> None:
-        """Count a request that begins to wait, for its first turn or for the next attempt."""
+        """Count a request that begins to wait, for its first dispatch or for the next attempt."""
         self._begun.pop(request.request_id, None)
         outputs = request.expected_tokens
         work = _Work(request.admit.prompt_tokens, outputs, outputs / max(1, request.admit.num_seqs))
@@ -66,7 +67,7 @@ class Outstanding:
         work = self._waiting.pop(request.request_id)
         self._begun[request.request_id] = request
         self._prompts -= work.prompt_tokens
-        # Reset the sums when no request waits, which removes rounding errors.
+        # Reset the totals when no request waits, which removes rounding errors.
         self._outputs = self._outputs - work.outputs if self._waiting else 0.0
 
     def end(self, request: Request) -> None:
@@ -74,8 +75,8 @@ class Outstanding:
         self._begun.pop(request.request_id, None)
 
     def remaining(self, forecast: Forecast, now: float) -> Remaining:
-        """Return the remaining work of all requests at `now`: running requests end first, then all replicas
-        together serve the waiting ones."""
+        """Return the remaining work of all requests at `now`. The running requests are assumed to end before
+        all replicas together serve the waiting ones."""
         tokens = seconds = 0.0
         for request in self._begun.values():
             seqs = max(1, request.admit.num_seqs)
@@ -89,7 +90,7 @@ class Outstanding:
         return Remaining(running, queued, round(tokens + self._outputs), seconds if known else None)
 
     def _most_each(self) -> float:
-        """Return the longest expected sample of the waiting requests."""
+        """Return the expected length of the longest sample among the waiting requests."""
         while self._longest:
             each, name = -self._longest[0][0], self._longest[0][1]
             if (work := self._waiting.get(name)) is not None and work.each == each:
@@ -99,9 +100,9 @@ class Outstanding:
 
 
 def _left_each(request: Request, step_s: float, now: float) -> float:
-    """Return the output tokens that each sample of a running request is still expected to generate.
+    """Return how many more output tokens each sample of a running request is expected to generate.
 
-    A request that is longer than expected is expected to become twice as long as it is, up to its limit.
+    A request that exceeds its expected length is expected to double its current length, up to its limit.
     """
     made = request.generated_each
     if not made and request.began_at is not None and step_s > 0:

@@ -26,10 +26,10 @@ class OnReplica:
 
     def __init__(self, admit: Admit, charged_each: float, level: int) -> None:
         self.began_each = self.charged_each = charged_each
-        """Value of `CreditAccount.generated_each` up to which the request was charged; at first, its value at
-        the start."""
+        """Value of `CreditAccount.generated_each` up to which the request has been charged, initially the
+        value when the request started."""
         self.level = level
-        """The level of service whose credit the request uses."""
+        """Service level whose credit the request uses."""
         self.submissions = admit.submissions
         self.seqs = admit.num_seqs
         self.tokens = admit.prompt_tokens
@@ -42,7 +42,7 @@ class OnReplica:
 
 
 class Request:
-    """One request in flight. Only the request manager and `ModelTraffic` change it. Times are of the request
+    """One request in flight, changed only by the request manager and `ModelTraffic`. Times are on the request
     manager's clock, except `Admit.arrived_at`."""
 
     def __init__(
@@ -55,50 +55,51 @@ class Request:
         self.version = version
         self.tenant = admit.identity.tenant
         self.key_id = key_id
-        """The key whose limits apply: the request's key, or the key that replaced it; empty without a key."""
+        """Key whose limits apply: the request's own key, or the key that replaced it. Empty for a request
+        without a key."""
         self.request_class = service_class(admit.asked_class, admit.identity)
         self.deadline_at = deadline_at
         self.reservation: Reservation | None = None
-        """The request's reservation in its quotas, from acceptance to its end."""
+        """The request's reservation in its quotas, held from acceptance to the end of the request."""
         self.most_tokens: int | None = None
-        """The same as `Admitted.most_tokens`."""
+        """The value for `Admitted.most_tokens`."""
         self.front_died = False
-        """Whether it is unknown what the client received."""
+        """Whether the front died, so that it is unknown what the client received."""
 
         self.queued_at: float | None = None
-        """Set while the request waits for its turn."""
+        """Time when the request was queued; None unless it is waiting."""
         self.queue_ms: float | None = None
         self.ticket: Ticket[Request] | None = None
         """The request's entry in the queue."""
         self.due = 0.0
-        """The order within the tenant, the same as `Ticket.due`."""
+        """Sort key within the tenant, the same as `Ticket.due`."""
         self.begin_by: float | None = None
-        """When the request must start to meet its deadline, as promised on admission."""
+        """Time by which the request must start to meet its deadline, as promised on admission."""
         self.promised_s = 0.0
-        """The time by which this promise delays other promises."""
+        """How long this promise delays other promises, in seconds."""
 
         self.dispatched: dict[CreditAccount, OnReplica] = {}
         self.tried: set[CreditAccount] = set()
         self.latest: CreditAccount | None = None
         self.began_at: float | None = None
         self.ends_at = 0.0
-        """The expected end."""
+        """Expected end of the request."""
         self.keeps_place = False
         """Whether the request lost its replica but still counts against the limits of its tenant and key."""
         self.running_seqs = 0
         self.kv_tokens = 0
-        """Maximum number of cache tokens that the request may hold. Counted in the tenant's use while it
-        runs, like `running_seqs`."""
+        """Maximum number of cache tokens that the request may hold. Like `running_seqs`, it counts toward the
+        tenant's use while the request runs."""
         self.expected_tokens = 0.0
         """Expected output tokens of all samples."""
         self.charged = 0.0
-        """Service that the tenant has been charged for this request so far."""
+        """Service charged to the tenant for this request so far."""
 
         self.settled: Settle | None = None
         self.lost_counts = False
-        """Whether a replica died before it reported its generated tokens."""
+        """Whether a replica died before it reported the request's generated tokens."""
         self.counted = False
-        """Whether a replica has reported its generated tokens."""
+        """Whether a replica has reported the request's generated tokens."""
         self.generated_tokens = 0
         self.cached_tokens = 0
         self.preemptions = 0
@@ -112,13 +113,13 @@ class Request:
             self.first = self.admit = msgspec.structs.replace(self.first, max_tokens=reservation.max_tokens)
 
     def count_against(self, key_id: str) -> None:
-        """Count the request against the limits of this key from now on, because its own key was replaced."""
+        """Count the request against the limits of this key instead of its own key, which was replaced."""
         self.key_id = key_id
         if self.ticket is not None:
             self.ticket.key_id = key_id
 
     def count(self, finished: Finished) -> None:
-        """Add a replica's counts for one of the request's submissions."""
+        """Add the token counts that a replica reported for one of the request's submissions."""
         self.counted = True
         self.generated_tokens += finished.generated_tokens
         self.cached_tokens += finished.cached_tokens
@@ -128,9 +129,9 @@ class Request:
 
     @property
     def taken_tokens(self) -> int:
-        """The tokens with which the quotas are charged at the end: the prompt and the delivered tokens. If
-        the front died, the generated tokens count; if they are unknown too, the whole reservation. 0 if the
-        request never ran."""
+        """The tokens charged to the quotas at the end: the prompt and the delivered tokens. If the front
+        died, the generated tokens are charged instead of the delivered ones; if their number is unknown as
+        well, the whole reservation is charged. 0 if the request never ran."""
         if self.reservation is None or self.settled is None:
             return 0
         reserved = self.reservation.tokens
@@ -148,7 +149,8 @@ class Request:
 
     @property
     def generated_each(self) -> float:
-        """Estimated tokens that each sample has generated since its start; 0 if unknown."""
+        """Estimated number of tokens that each sample has generated since the request started; 0 if
+        unknown."""
         return max(
             (account.generated_each - left.began_each for account, left in self.dispatched.items()),
             default=0.0,
@@ -160,7 +162,7 @@ class Request:
         return self.first.max_tokens / max(1, self.first.num_seqs)
 
     def service(self, output_weight: float) -> float:
-        """Return the weighted tokens that replicas are known to have computed for it."""
+        """Return the weighted tokens that replicas are known to have computed for this request."""
         if not (self.counted or self.lost_counts):
             return 0.0
         prompt_tokens = max(0, self.first.prompt_tokens - self.cached_tokens)
@@ -168,8 +170,8 @@ class Request:
 
     @property
     def known_tokens(self) -> int:
-        """Output tokens that were certainly generated. The count of a dead replica is lost, but the number of
-        delivered tokens is known."""
+        """Number of output tokens that were certainly generated. A dead replica's count is lost, but the
+        number of delivered tokens is known."""
         delivered = self.settled.delivered_tokens if self.settled is not None else 0
         return max(self.generated_tokens, delivered) if self.lost_counts else self.generated_tokens
 
@@ -189,7 +191,7 @@ class Request:
 
 
 def own_settle(request: Request, status: int, finish_reason: str, error: str, now: float) -> Settle:
-    """Return the settlement that the core makes in place of the front, at unix time `now`. Nothing is billed,
+    """Return the settlement that the core makes on behalf of a front, at unix time `now`. Nothing is billed,
     because it is unknown what the client received."""
     return Settle(
         request_id=request.request_id,
@@ -203,7 +205,7 @@ def own_settle(request: Request, status: int, finish_reason: str, error: str, no
 
 
 def row_of(request: Request, now: float) -> RequestRow:
-    """Return the request's row as of unix time `now`."""
+    """Return the request's log row as of unix time `now`."""
     first, end = request.first, request.settled
     delivered = end.delivered_tokens if end else 0
     generated = request.known_tokens
@@ -245,7 +247,7 @@ def row_of(request: Request, now: float) -> RequestRow:
 
 
 def retried_row(retried: Retried, version: str | None, now: float) -> RequestRow:
-    """Return the row of a retry that was answered with the result of an earlier request."""
+    """Return the log row of a retry that was answered with the result of an earlier request."""
     return RequestRow(
         **_head(retried),
         finished_at=now,
@@ -262,7 +264,8 @@ def retried_row(retried: Retried, version: str | None, now: float) -> RequestRow
 
 
 def rejected_row(rejected: Rejected, version: str | None, now: float) -> RequestRow:
-    """Return the row of a request that its front refused; `version` is that of the model's files."""
+    """Return the log row of a request that its front refused. `version` is the version of the model's
+    files."""
     return RequestRow(
         **_head(rejected),
         finished_at=now,

@@ -1,14 +1,16 @@
 """Admits requests, dispatches them to replicas, and ends each of them exactly once in the request log.
 
-The request manager handles the messages of fronts, the reports of replicas and the changes of operators.
-`TrafficState` has its data, `RequestLifecycle` the states of a request. `appliance.traffic.admission` decides
-whether a new request may wait, `queue` the order, and `model` how soon.
+The request manager handles messages from fronts, reports from replicas and changes by operators.
+`TrafficState` holds its data and `RequestLifecycle` implements the states of a request.
+`appliance.traffic.admission` decides whether a new request may wait, `queue` decides the order, and `model`
+predicts how long requests will wait.
 
-The most that a request may need is reserved of its quotas when it is accepted, before it waits. A waiting
-request is therefore never refused for a quota, and any number of concurrent requests stays within the quota.
-What a request did not use is returned once, when it ends.
+When a request is accepted, and before it waits, the maximum that it may need is reserved in its quotas. A
+waiting request is therefore never refused because of a quota, and any number of concurrent requests stays
+within the quota. What a request did not use is returned once, when the request ends.
 
-The request manager does no I/O and has no clock and no event loop. Its methods may be called in any order.
+The request manager does no I/O, and has no clock of its own and no event loop. Its methods may be called in
+any order.
 """
 
 from __future__ import annotations
@@ -45,12 +47,13 @@ log = logging.getLogger(__name__)
 
 _DROPPED_RETRY_S = 30.0
 MAX_DROPPED = 500
-"""Background requests that one `expire` refuses under overload: thousands at once would delay all others."""
+"""Maximum number of background requests that one call of `expire` refuses during overload, because refusing
+thousands at once would delay all other requests."""
 _TIDY_EVERY_S = 10.0
 
 
 class RequestManager:
-    """Manages every request from its `Admit` to its end.
+    """Manages every request from its `Admit` message to its end.
 
     `salt(tenant)` returns the tenant's salt for the prefix cache. `clock` never jumps and measures waiting
     times; `unix` is the time of day, for the log.
@@ -79,7 +82,7 @@ class RequestManager:
     # ── changes by operators ──
 
     def set_policies(self, policies: Policies) -> None:
-        """Apply these tenants and keys from now on, also to requests that wait."""
+        """Apply new tenants and keys, including to requests that already wait."""
         state, tenants = self.state, self.state.tenants
         state.quotas.set_policies(policies)
         changed = {tenant.name: tenant for tenant in tenants.set_policies(policies)}
@@ -96,25 +99,25 @@ class RequestManager:
         self._lifecycle.dispatch_all()
 
     def set_rules(self, rules: QueueRules) -> None:
-        """Apply these rules of the queue from now on."""
+        """Apply new queue rules."""
         for model in self.state.models.values():
             model.set_rules(rules)
         self._lifecycle.set_rules(rules)
         self._lifecycle.dispatch_all()
 
     def pause_admission(self, model: str | None, why: str, *, hold: bool = False) -> None:
-        """Admit no new request to `model` (None: to any): refuse new requests, or hold them until
-        `resume_admission`. Requests that wait or run are not affected."""
+        """Stop admitting new requests to `model` (None: to any model). They are refused, or held until
+        `resume_admission`. Requests that are already waiting or running are not affected."""
         self.state.pauses.begin(model, AdmissionPause(why, hold))
         self._release_held()
 
     def resume_admission(self, model: str | None) -> None:
-        """End a pause; the requests that it held are queued."""
+        """End a pause and queue the requests that it held."""
         self.state.pauses.end(model)
         self._release_held()
 
     def _release_held(self) -> None:
-        """Queue or refuse the held requests that no pause holds any more."""
+        """Queue or refuse the held requests that no pause holds any longer."""
         for request, pause in self.state.pauses.released():
             model = self.state.models[request.first.model]
             if pause is not None:
@@ -126,7 +129,8 @@ class RequestManager:
                 self._lifecycle.queue(request, model)
 
     def abort(self, request_id: str, message: str) -> bool:
-        """Tell the front of a request to end it. Returns False if it is not in flight or ends already."""
+        """Tell a request's front to end it. Returns False if the request is not in flight or is already
+        ending."""
         request = self.state.in_flight.get(request_id)
         if request is None or request.settled is not None:
             return False
@@ -134,7 +138,8 @@ class RequestManager:
         return True
 
     def abort_all(self, message: str, model: str | None = None) -> int:
-        """Abort every request in flight (of `model`, None: of all) that is not held, and return how many."""
+        """Abort every request in flight that is not held: those for `model`, or all if it is None. Returns
+        their number."""
         return sum(
             [self.abort(request.request_id, message) for request in list(self.state.unfinished(model))]
         )
@@ -142,11 +147,12 @@ class RequestManager:
     # ── models and replicas ──
 
     def add_model(self, name: str, version: str) -> None:
-        """Accept requests for this model from now on."""
+        """Accept requests for this model."""
         self.state.models[name] = ModelTraffic(name, version, self._lifecycle.rules, self.state.tenants)
 
     def remove_model(self, name: str) -> None:
-        """Accept no more requests for this model and refuse those that wait. It must have no replicas."""
+        """Stop accepting requests for this model and refuse those that wait. The model must have no
+        replicas."""
         state = self.state
         waiting = [*state.models[name].waiting(), *state.pauses.held(name)]
         for request in waiting:
@@ -158,37 +164,38 @@ class RequestManager:
             self._lifecycle.refuse(request, unknown_model(request.first.model, state.models))
 
     def set_version(self, name: str, version: str) -> None:
-        """Log this version of the model's files for requests that arrive from now on."""
+        """Log this version of the model's files for requests that arrive after this call."""
         self.state.models[name].version = version
 
     def recover_model(self, name: str) -> None:
-        """Queue requests for the model again: one of its replicas is starting."""
+        """Resume queueing requests for the model, because one of its replicas is starting."""
         self.state.models[name].failure = None
 
     def fail_model(self, name: str, why: str) -> None:
-        """Refuse the model's waiting and new requests: none of its replicas can start until the operator has
-        fixed the cause."""
+        """Refuse the model's waiting and new requests, because none of its replicas can start until the
+        operator has fixed the cause."""
         model = self.state.models[name]
         model.failure = why
         for request in model.waiting():
             self._lifecycle.refuse(request, failed_model(request.first.model, why))
 
     def add_replica(self, account: CreditAccount) -> None:
-        """Dispatch requests to this replica: it is ready, and every front has its channel to it."""
+        """Start dispatching requests to this replica, which is ready and connected to every front."""
         model = self.state.models[account.model]
         model.accounts.append(account)
         model.learned()
         self._lifecycle.dispatch(model)
 
     def retire_replica(self, account: CreditAccount) -> None:
-        """Dispatch nothing more to the replica. Its requests continue: see `TrafficState.occupied`."""
+        """Dispatch nothing more to the replica. Its running requests continue: see
+        `TrafficState.occupied`."""
         model = self.state.models[account.model]
         if account in model.accounts:
             model.accounts.remove(account)
             model.learned()
 
     def lose_replica(self, account: CreditAccount) -> None:
-        """Handle the death of a replica. Its requests continue on other replicas when their fronts send the
+        """Handle the death of a replica. Its requests continue on other replicas once their fronts send the
         next attempt."""
         self.retire_replica(account)
         for request in list(self.state.in_flight.values()):
@@ -199,7 +206,7 @@ class RequestManager:
         self._lifecycle.dispatch_all()
 
     def report(self, account: CreditAccount, report: Report) -> None:
-        """Handle a replica's report: finished submissions, returned credits and fronts that disconnected."""
+        """Handle a replica's report: finished submissions, returned credits and disconnected fronts."""
         for finished in report.finished:
             self._lifecycle.finish(account, finished)
         for front in report.fronts_gone:
@@ -211,9 +218,10 @@ class RequestManager:
         self._lifecycle.dispatch(model)
 
     def _lose_channel(self, front: str, account: CreditAccount) -> None:
-        """Take back a front's requests that did not reach the replica before the front's channel closed."""
+        """Take back the front's requests that had not reached the replica when the front's channel closed."""
         if front in self.state.fronts:
-            # Replicas report a dead front later than the core notices it.
+            # A replica may report a dead front before the core notices its death, so the front is marked as
+            # broken.
             self.state.broken_fronts.add(front)
         for request in [one for one in self.state.in_flight.values() if one.front == front]:
             if request.queued_at is not None and request not in self.state.pauses:
@@ -228,15 +236,15 @@ class RequestManager:
         self.state.fronts.add(front)
 
     def lose_front(self, front: str) -> None:
-        """Handle the death of a front. Replicas cancel its submissions, and report when they are
-        cancelled."""
+        """Handle the death of a front. Replicas cancel its submissions and report the cancellations."""
         for request in [one for one in self.state.in_flight.values() if one.front == front]:
             self._lifecycle.end_without_front(request)
         self.state.fronts.discard(front)
         self.state.broken_fronts.discard(front)
 
     def admit(self, front: str, admit: Admit) -> None:
-        """Handle a front's request for admission: the first attempt, or the next one after a replica died."""
+        """Handle a front's request for admission, either the first attempt or the next one after a replica
+        died."""
         state = self.state
         known = state.in_flight.get(admit.request_id)
         if known is not None:
@@ -259,8 +267,8 @@ class RequestManager:
             self._lifecycle.refuse(request, why)
 
     def _refusal(self, request: Request, model: ModelTraffic, pause: AdmissionPause | None) -> Refusal | None:
-        """Return why a new request is refused. None: the request waits or is held, and its quotas are
-        reserved."""
+        """Return the reason why a new request is refused. None means that the request waits or is held, and
+        its quotas are reserved."""
         if pause is not None and not pause.hold:
             return paused(pause)
         if model.failure is not None:
@@ -292,14 +300,14 @@ class RequestManager:
             self._lifecycle.resume(request, model)
 
     def _deadline_at(self, admit: Admit) -> float | None:
-        """Return the deadline by `clock`. The time of day is only used to compute how long ago the request
+        """Return the deadline on `clock`. The time of day is used only to compute how long ago the request
         arrived."""
         if admit.deadline_ms is None:
             return None
         return self.state.clock() - max(0.0, self._unix() - admit.arrived_at) + admit.deadline_ms / 1e3
 
     def settle(self, front: str, settle: Settle) -> None:
-        """Handle the end of a request as its front reports it."""
+        """Handle the end of a request as reported by its front."""
         request = self.state.in_flight.get(settle.request_id)
         if request is None or request.front != front or request.settled is not None:
             # The request was refused, or its channel to the replica broke, before this message arrived.
@@ -313,13 +321,13 @@ class RequestManager:
         self._lifecycle.end_if_complete(request)
 
     def reject(self, rejected: Rejected) -> None:
-        """Log a request that its front refused, and charge the work that this took."""
+        """Log a request that its front refused, and charge the work that the refusal took."""
         if rejected.work_tokens:
             self._charge_for_work(rejected.identity, rejected.work_tokens, requests=1)
         self._rows.end(rejected_row(rejected, self._version(rejected.model), self._unix()))
 
     def charge_work(self, worked: Worked) -> None:
-        """Charge work of a front that belongs to no request."""
+        """Charge front work that belongs to no request."""
         self._charge_for_work(worked.identity, worked.tokens, requests=0)
 
     def log_retry(self, retried: Retried) -> None:
@@ -337,7 +345,8 @@ class RequestManager:
     # ── time ──
 
     def expire(self) -> None:
-        """Refuse requests that waited for too long and adapt to the load. Called a few times a second."""
+        """Refuse requests that have waited too long, and adapt to the load. Call this a few times per
+        second."""
         now = self.state.clock()
         self._lifecycle.refuse_late(now)
         for model in self.state.models.values():

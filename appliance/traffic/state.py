@@ -1,5 +1,5 @@
-"""The data of the request manager: requests in flight, served models, counters. Drains, the status, metrics
-and the console read it; only the request manager and `RequestLifecycle` change it."""
+"""The request manager's data: requests in flight, served models and counters. Drains, the status, metrics and
+the console read it; only the request manager and `RequestLifecycle` change it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from appliance.traffic.tenants import Tenants
 
 
 class TrafficState:
-    """`clock` returns seconds and never jumps."""
+    """The state shared by the request manager and its readers. `clock` returns seconds and never jumps."""
 
     def __init__(self, clock: Callable[[], float], quotas: Quotas) -> None:
         self.clock = clock
@@ -29,10 +29,10 @@ class TrafficState:
         """The requests in flight by id."""
         self.pauses = AdmissionPauses()
         self.fronts: set[str] = set()
-        """The names of the live fronts."""
+        """Names of the live fronts."""
         self.broken_fronts: set[str] = set()
-        """Live fronts that closed a channel to a replica, because they are dying or faulty. A request that is
-        dispatched for such a front may not reach its replica."""
+        """Live fronts that closed a channel to a replica, because they are dying or faulty. A request
+        dispatched for one of these fronts may not reach its replica."""
         self.running = 0
         self.waiting_tokens = 0
         """Prompt tokens of all requests that wait or are held."""
@@ -49,18 +49,18 @@ class TrafficState:
         return sum(model.queued for model in self.models.values()) + len(self.pauses)
 
     def unfinished(self, model: str | None = None) -> Iterator[Request]:
-        """Yield the requests in flight (of `model`, None: of all) that are not held: a drain waits for these.
-        No request may be added or removed during the iteration."""
+        """Yield the requests in flight that are not held, which a drain waits for: those for `model`, or all
+        if it is None. No request may be added or removed during the iteration."""
         for request in self.in_flight.values():
             if request not in self.pauses and model in (None, request.first.model):
                 yield request
 
     def finished(self, model: str | None = None) -> bool:
-        """Return whether no request is `unfinished`. Stops at the first one."""
+        """Return whether there are no `unfinished` requests. Stops at the first one."""
         return next(self.unfinished(model), None) is None
 
     def remaining(self, model: str | None = None) -> Remaining:
-        """Return the work that is left of the unfinished requests (of `model`, None: of all)."""
+        """Return the remaining work of the unfinished requests: those for `model`, or all if it is None."""
         now, total = self.clock(), Remaining()
         for name, traffic in self.models.items():
             if model in (None, name):
@@ -68,11 +68,11 @@ class TrafficState:
         return total
 
     def held(self, model: str | None = None) -> int:
-        """Return how many requests are held (for `model`, None: for all)."""
+        """Return the number of held requests: those for `model`, or all if it is None."""
         return len(self.pauses) if model is None else len(self.pauses.held(model))
 
     def accounts_of(self, request_id: str) -> list[CreditAccount]:
-        """Return the accounts of the replicas on which a request runs."""
+        """Return the accounts of the replicas that a request runs on."""
         request = self.in_flight.get(request_id)
         return list(request.dispatched) if request else []
 
@@ -83,7 +83,7 @@ class TrafficState:
     # ── statistics ──
 
     def queue_stats(self) -> QueueStats:
-        """Return the statistics of all queues together."""
+        """Return the combined statistics of all queues."""
         now, models = self.clock(), self.models.values()
         overload, step = stats.overload(models)
         waits = [model.oldest_wait_s(now) for model in models]

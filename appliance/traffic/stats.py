@@ -13,11 +13,11 @@ from store.policies import CLASSES
 
 
 class ModelStats(NamedTuple):
-    """Statistics of one model. Lists are by class, from P0 on."""
+    """Statistics of one model. Lists are indexed by class, starting with P0."""
 
     name: str
     waiting: list[int]
-    """Requests that wait for their first turn."""
+    """Requests that wait for their first dispatch."""
     oldest_wait_s: list[float]
     resuming: int
     """Requests that lost their replica and wait to continue."""
@@ -35,7 +35,7 @@ class TenantStats(NamedTuple):
     waiting_tokens: int
     running: int
     service: float
-    """Weighted tokens of requests that have ended since the start."""
+    """Weighted tokens of the requests that have ended since startup."""
 
 
 def model(one: ModelTraffic, now: float) -> ModelStats:
@@ -59,7 +59,7 @@ def overload(models: Iterable[ModelTraffic]) -> tuple[str, int]:
 
 
 def classes(models: Iterable[ModelTraffic], now: float) -> list[ClassStatus]:
-    """Return the status of each class over all models, with the longest waits of any model."""
+    """Return the status of each class over all models, with the longest wait of any model."""
     known = list(models)
     waits_s = [model.waits_s(now) for model in known]
     statuses = []
@@ -85,7 +85,7 @@ def tenant(one: TenantTraffic) -> TenantStats:
 
 
 def usage(tenants: Tenants, scope: str, name: str, kv_tokens: Mapping[str, int]) -> list[LimitUsage]:
-    """Return how much a tenant or key uses of its limits on waiting and running requests. `kv_tokens` is the
+    """Return how much of its limits on waiting and running requests a tenant or key uses. `kv_tokens` is the
     capacity of the KV caches by model."""
     quota, use = tenants.quota_of(scope, name)
     found = [

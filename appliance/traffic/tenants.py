@@ -12,7 +12,7 @@ from store.policies import KeyRecord, Policies, Quota, TenantRecord
 Record = TypeVar("Record", TenantRecord, KeyRecord)
 
 _SEEN_S = 60.0
-"""A tenant that sent a request this recently is expected to send more."""
+"""A tenant that sent a request within this time is expected to send more."""
 _NO_LIMITS = Quota()
 
 
@@ -36,7 +36,7 @@ class Use:
         return not (self.queued or self.running)
 
     def queue(self, tokens: int, sign: int) -> None:
-        """Count a request that begins (sign 1) or stops (sign -1) waiting."""
+        """Count a request that begins to wait (`sign` 1) or stops waiting (`sign` -1)."""
         self.queued += sign
         self.queued_tokens += sign * tokens
 
@@ -55,7 +55,7 @@ class Use:
             del self.seqs[model], self.kv_tokens[model]
 
     def add(self, other: Use) -> None:
-        """Add the use of another key."""
+        """Add the use of another key to this one."""
         self.queued += other.queued
         self.queued_tokens += other.queued_tokens
         self.running += other.running
@@ -64,8 +64,9 @@ class Use:
             self.kv_tokens[model] = self.kv_tokens.get(model, 0) + other.kv_tokens[model]
 
     def may_run(self, quota: Quota, model: str, kv_tokens: int, kv_total: int) -> bool:
-        """Return whether a request that may hold `kv_tokens` may run. All replicas of the model together hold
-        `kv_total` tokens (0: unknown). Without a running request of the model, any request may run."""
+        """Return whether a request that may hold up to `kv_tokens` cache tokens may run. `kv_total` is the
+        capacity of all the model's replicas in tokens (0: unknown). If none of the model's requests is
+        running, any request may run."""
         if quota.concurrent_requests is not None and self.running >= quota.concurrent_requests:
             return False
         if quota.kv_share is None or not kv_total or not self.seqs.get(model):
@@ -86,10 +87,10 @@ class TenantTraffic:
         """Use of the keys that have waiting or running requests."""
         self.outputs = OutputLengths()
         self.service = 0.0
-        """Weighted tokens since the service started, corrected at the end of each request."""
+        """Weighted tokens since the service started, corrected when each request ends."""
         self.held_at: set[tuple[str, str]] = set()
-        """Model and key id (empty: the tenant) where the tenant or key is at its limit of running
-        requests."""
+        """Pairs of model and key id where the tenant or key is at its limit of running requests. An empty key
+        id means the tenant itself."""
 
     def key(self, key_id: str) -> Use:
         """Return the use of one of the tenant's keys."""
@@ -99,11 +100,12 @@ class TenantTraffic:
         return use
 
     def uses(self, key_id: str) -> tuple[Use, ...]:
-        """Return the uses in which a request with this key counts: the tenant's and the key's."""
+        """Return the uses that a request with this key counts toward: the tenant's and the key's."""
         return (self.use, self.key(key_id)) if key_id else (self.use,)
 
     def leave(self, model: str, key_id: str, seqs: int, kv_tokens: int) -> set[str]:
-        """Stop counting a request that ran. Returns the models whose waiting requests may run now."""
+        """Stop counting a request that ran. Returns the models whose waiting requests may be able to run
+        after this."""
         for use in self.uses(key_id):
             use.leave(model, seqs, kv_tokens)
         freed = {held for held in self.held_at if held[1] in ("", key_id)}
@@ -111,13 +113,14 @@ class TenantTraffic:
         return {model, *(name for name, _ in freed)}
 
     def follow_rotations(self, latest: Callable[[str], str]) -> None:
-        """Move the use of replaced keys to their successors; `latest` returns a key's successor."""
+        """Move the use of replaced keys to the keys that replaced them. `latest` returns a key's
+        replacement."""
         for key_id in list(self.keys):
             if (successor := latest(key_id)) != key_id:
                 self.key(successor).add(self.keys.pop(key_id))
 
     def forget_idle_keys(self) -> None:
-        """Remove keys without waiting or running requests. To be called from time to time."""
+        """Remove keys without waiting or running requests. Call this periodically."""
         self.keys = {key_id: use for key_id, use in self.keys.items() if not use.idle}
 
 
@@ -129,14 +132,14 @@ class Tenants:
         self._tenants: dict[str, TenantTraffic] = {}
         self._seen: OrderedDict[str, float] = OrderedDict()
         self.outputs = OutputLengths()
-        """Lengths of the answers to all tenants."""
+        """Lengths of all tenants' answers."""
 
     def __iter__(self) -> Iterator[TenantTraffic]:
         return iter(self._tenants.values())
 
     def set_policies(self, policies: Policies) -> list[TenantTraffic]:
-        """Apply these records. A tenant without a record has weight 1 and no limits. Returns the tenants
-        whose own record, or whose keys, changed."""
+        """Apply new records. A tenant without a record has weight 1 and no limits. Returns the tenants whose
+        own record or key records changed."""
         before, self._policies = self._policies, policies
         names = {record.name for record in _different(before.tenants, policies.tenants)}
         names |= {record.tenant for record in _different(before.keys, policies.keys)}
@@ -154,7 +157,7 @@ class Tenants:
         return tenant
 
     def limits_key(self, key_id: str) -> str:
-        """Return the id of the key whose limits apply: after a rotation, the new key's."""
+        """Return the id of the key whose limits apply. After a rotation, this is the new key."""
         key = self._policies.keys.get(key_id)
         return self._policies.latest(key).id if key is not None else key_id
 
@@ -174,17 +177,17 @@ class Tenants:
         return key.quota if key is not None else _NO_LIMITS
 
     def learn_output(self, name: str, tokens: int, most: float) -> None:
-        """Learn from an answer to this tenant that ended; `most` was its token limit."""
+        """Learn from an answer to this tenant that ended. `most` was its token limit."""
         for outputs in (self.of(name).outputs, self.outputs):
             outputs.learn(tokens, most)
 
     def count_answer(self, name: str, sign: int) -> None:
-        """Count an answer to this tenant that begins (sign 1) or ends (sign -1)."""
+        """Count an answer to this tenant that begins (`sign` 1) or ends (`sign` -1)."""
         for outputs in (self.of(name).outputs, self.outputs):
             outputs.running += sign
 
     def saw(self, name: str, now: float) -> None:
-        """Note that a request of this tenant arrived."""
+        """Record that a request from this tenant arrived."""
         self._seen[name] = now
         self._seen.move_to_end(name)
         self.forget_unseen(now)
@@ -195,7 +198,7 @@ class Tenants:
         return len(self._seen) > 1
 
     def forget_unseen(self, now: float) -> None:
-        """Remove tenants that sent no request recently. To be called from time to time."""
+        """Remove tenants that have sent no request recently. Call this periodically."""
         while self._seen:
             name, seen_at = next(iter(self._seen.items()))
             if seen_at > now - _SEEN_S:

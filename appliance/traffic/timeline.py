@@ -1,11 +1,13 @@
-"""Keeps waiting requests in order of a time, with sums over the requests before a given time. Times are
-seconds of one clock.
+"""Keeps waiting requests in time order, with totals over the requests before a given time. All times are in
+seconds on one clock.
 
-`Timeline` holds the requests of one tenant in plain lists: an operation costs up to the length of the queue,
-in C. Most new requests are due after those that wait, so their sums are the totals less a few items.
-`Promises` holds all requests of a model that have a deadline, and needs a running sum over those after a
-time. It keeps them in blocks with a summary each, so that an operation costs about the square root of their
-number. `scripts/bench_admission` measures both.
+`Timeline` holds the requests of one tenant in plain lists. An operation costs at most the length of the
+queue, in C. Most new requests are due after those already waiting, so their totals are the overall totals
+minus a few items.
+
+`Promises` holds all of a model's requests that have a deadline, and needs a running sum over those after a
+given time. It keeps the requests in blocks with a summary each, so that an operation costs about the square
+root of their number. `scripts/bench_admission` measures both classes.
 """
 
 from __future__ import annotations
@@ -21,10 +23,10 @@ Item = TypeVar("Item")
 _MAX_BLOCK = 64
 """Maximum number of entries in a block of promises; a larger block is split in half."""
 _AFTER_ALL = float("inf")
-"""A value greater than every serial."""
+"""A value greater than every serial number."""
 
 _Promise = tuple[Any, ...]
-"""(time, serial, work in seconds, item). Serials are unique, so that items are never compared."""
+"""(time, serial, work in seconds, item). Serial numbers are unique, so items are never compared."""
 
 
 class Timeline(Generic[Item]):
@@ -48,7 +50,7 @@ class Timeline(Generic[Item]):
         return iter(self._items)
 
     def add(self, time: float, serial: int, prompt: float, output: float, item: Item) -> None:
-        """Add an item. `serial` orders equal times and must be unique."""
+        """Add an item. `serial` breaks ties between equal times and must be unique."""
         at = bisect_left(self._keys, (time, serial))
         self._keys.insert(at, (time, serial))
         self._prompts.insert(at, prompt)
@@ -58,14 +60,14 @@ class Timeline(Generic[Item]):
         self._total_output += output
 
     def remove(self, time: float, serial: int) -> None:
-        """Remove an item. Raises KeyError if it is not there."""
+        """Remove an item. Raises KeyError if it is not in the timeline."""
         at = bisect_left(self._keys, (time, serial))
         if at == len(self._keys) or self._keys[at] != (time, serial):
             raise KeyError(serial)
         self._total_prompt -= self._prompts[at]
         self._total_output -= self._outputs[at]
         del self._keys[at], self._prompts[at], self._outputs[at], self._items[at]
-        if not self._keys:  # Reset the sums, which removes rounding errors.
+        if not self._keys:  # Reset the totals, which removes rounding errors.
             self._total_prompt = self._total_output = 0.0
 
     def first(self) -> Item | None:
@@ -73,7 +75,8 @@ class Timeline(Generic[Item]):
         return self._items[0] if self._items else None
 
     def before(self, time: float) -> tuple[float, float]:
-        """Return the sums of prompt and of output tokens over the items up to and including this time."""
+        """Return the total prompt tokens and the total output tokens of the items up to and including this
+        time."""
         end = bisect_right(self._keys, (time, _AFTER_ALL))
         if 2 * end < len(self._keys):
             return sum(self._prompts[:end]), sum(self._outputs[:end])
@@ -82,9 +85,11 @@ class Timeline(Generic[Item]):
 
 
 class Promises(Generic[Item]):
-    """Items that each must begin by a given time, and the check whether all of them can. They are served one
-    after another, earliest time first, and the work of each is in seconds. An item begins in time if the work
-    of the items before it is done by then (the processor demand test of EDF scheduling, Baruah et al. 1990).
+    """Items that must each begin by a given time, with a check whether all of them can.
+
+    The items are served one after another, earliest time first, and each takes its work in seconds. An item
+    begins in time if the work of the items before it is done by its time (the processor demand test of EDF
+    scheduling, Baruah et al. 1990).
     """
 
     def __init__(self) -> None:
@@ -93,9 +98,10 @@ class Promises(Generic[Item]):
         self._lasts: list[tuple[float, int]] = [(0.0, 0)]
         """The greatest key (time and serial) of each block."""
         self._works = [0.0]
-        """The work of each block."""
+        """The total work of each block."""
         self._slacks = [float("inf")]
-        """The minimum, for each block, of an item's time minus the work before it in the block."""
+        """For each block, the minimum over its items of the item's time minus the work before the item in the
+        block."""
 
     def __iter__(self) -> Iterator[Item]:
         """Iterate in order. The promises must not change during the iteration."""
@@ -119,7 +125,7 @@ class Promises(Generic[Item]):
         self._summarize(at)
 
     def remove(self, time: float, serial: int) -> None:
-        """Remove an item. Raises KeyError if it is not there."""
+        """Remove an item. Raises KeyError if it is not among the promises."""
         at = self._block_of((time, serial))
         block = self._blocks[at]
         index = bisect_left(block, (time, serial))
@@ -132,13 +138,14 @@ class Promises(Generic[Item]):
             del self._blocks[at], self._lasts[at], self._works[at], self._slacks[at]
 
     def latest_begin(self) -> float:
-        """Return the latest time at which serving must begin, so that every item begins in time; infinite if
-        there is none."""
+        """Return the latest time at which serving must begin for every item to begin in time; infinite if
+        there are no items."""
         return self._latest(0, 0.0)
 
     def latest_begin_with(self, time: float, work_s: float) -> float:
-        """Return the same for one more item, which must begin by `time` and takes `work_s`, and the items
-        after it: the new item does not delay the items before it."""
+        """Return the latest time at which serving must begin if one more item is added, which must begin by
+        `time` and takes `work_s` seconds. Only the new item and those after it are considered, because it
+        does not delay the items before it."""
         at = self._block_of((time, _AFTER_ALL))
         block = self._blocks[at]
         index = bisect_left(block, (time, _AFTER_ALL))
@@ -147,11 +154,12 @@ class Promises(Generic[Item]):
         return min(min(slack, self._latest(at + 1, work)) - work_s, time - before)
 
     def _block_of(self, key: tuple[float, float]) -> int:
-        """Return the index of the block in which the key is, or belongs."""
+        """Return the index of the block that contains the key, or where it belongs."""
         return min(bisect_left(self._lasts, key), len(self._blocks) - 1)
 
     def _latest(self, start: int, before: float) -> float:
-        """Return the latest begin for the blocks from `start` on, which follow the work `before`."""
+        """Return the latest begin for the blocks from index `start` on, which follow `before` seconds of
+        work."""
         works = accumulate(self._works[start:], initial=before)
         return min(map(sub, self._slacks[start:], works), default=float("inf"))
 
@@ -163,8 +171,8 @@ class Promises(Generic[Item]):
 
 
 def _demand(promises: Iterable[_Promise], work: float) -> tuple[float, float]:
-    """Return the work up to the end of these promises, which follow `work`, and their least (time − work
-    before)."""
+    """Return the total work up to the end of these promises, which follow `work` seconds of work, and the
+    minimum of time minus preceding work."""
     slack = float("inf")
     for time, _, work_s, _ in promises:
         if time - work < slack:

@@ -1,4 +1,4 @@
-"""Counts requests as their rows end, so that the counters and the request log agree."""
+"""Counts requests when their log rows end, so that the counters and the request log agree."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class CountedRows:
 
     def _count(self, row: RequestRow) -> None:
         families = self.families
-        # A row without a version names no known model: a client may have invented the name.
+        # A row without a version belongs to no known model, because a client may have invented the name.
         model = row.model if row.model and row.version else OTHERS
         families.rows.count(row, model, row.request_class)
         families.retries.count(row, model)

@@ -1,10 +1,10 @@
 """Metric families, and their exposition in Prometheus' text format 0.0.4.
 
-The library prometheus-client takes 15 ms (its counters) or 10 ms (a custom collector) for the 3,600 samples
-of 200 tenants (docs/performance.md), because it sorts, copies and escapes the labels of each sample at each
-scrape. The core's event loop is blocked during a scrape, for which 5 ms are allowed. Here a series keeps its
-name and labels as text and a scrape adds the value, which takes 0.9 ms (`scripts/bench_metrics`). The tests
-parse the result with prometheus-client.
+A scrape blocks the core's event loop and may take at most 5 ms. For the 3,600 samples of 200 tenants, the
+library prometheus-client takes 15 ms with its counters or 10 ms with a custom collector
+(docs/performance.md), because each scrape sorts, copies and escapes every sample's labels. Here, each series
+keeps its name and labels as text, and a scrape only adds the value, which takes 0.9 ms
+(`scripts/bench_metrics`). The tests parse the result with prometheus-client.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Series = TypeVar("Series")
 
 
 class Family(Generic[Series]):
-    """A metric's name and meaning, and its series by the values of their labels."""
+    """A metric's name and meaning, and its series by label values."""
 
     def __init__(
         self, kind: Kind, name: str, help_text: str, labels: Sequence[str], make: Callable[[str, str], Series]
@@ -34,7 +34,7 @@ class Family(Generic[Series]):
         self._series: dict[tuple[str, ...], Series] = {}
 
     def of(self, *values: str) -> Series:
-        """Return the series with these label values, and create it if it does not exist. Raises ValueError if
+        """Return the series with these label values, creating it if it does not exist. Raises ValueError if
         the number of values differs from the number of labels."""
         series = self._series.get(values)
         if series is None:
@@ -50,18 +50,18 @@ class Family(Generic[Series]):
         self._series.clear()
 
     def keep(self, label: str, values: Iterable[str]) -> None:
-        """Remove the series whose `label` has none of these values."""
+        """Remove the series whose value of `label` is not in `values`."""
         at, kept = self.labels.index(label), frozenset(values)
         for key in [key for key in self._series if key[at] not in kept]:
             del self._series[key]
 
     def samples(self) -> Iterable[str]:
-        """Return one line for each sample."""
+        """Yield one line per sample."""
         raise NotImplementedError
 
 
 class Value:
-    """One number. Callers may set `value` or add to it."""
+    """A single number. Callers may set `value` or add to it."""
 
     __slots__ = ("_head", "value")
 
@@ -75,7 +75,7 @@ class Value:
 
 
 class Numbers(Family[Value]):
-    """Counters or gauges. A counter's name ends with `_total`."""
+    """Counters or gauges. Counter names end in `_total`."""
 
     def __init__(self, kind: Literal["counter", "gauge"], name: str, help_text: str, *labels: str) -> None:
         super().__init__(kind, name, help_text, labels, Value)
@@ -93,7 +93,8 @@ class Numbers(Family[Value]):
 
 
 class Distribution:
-    """One histogram: the number of observations up to each bound, their total number, and their sum."""
+    """One histogram: the number of observations up to each bound, the total number of observations, and their
+    sum."""
 
     __slots__ = ("_bounds", "_counts", "_heads", "_sum", "_tails")
 
@@ -107,7 +108,7 @@ class Distribution:
         self._tails = (f"{name}_count{both}", f"{name}_sum{both}")
 
     def observe(self, value: float) -> None:
-        """Count an observation."""
+        """Add an observation."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
@@ -141,7 +142,7 @@ class Histograms(Family[Distribution]):
 
 
 class Mean:
-    """The number of observations, and their sum."""
+    """The number and the sum of all observations."""
 
     __slots__ = ("_count_head", "_sum_head", "count", "total")
 
@@ -156,7 +157,7 @@ class Mean:
 
 
 class Summaries(Family[Mean]):
-    """Summaries without quantiles: the count and the sum of observations, from which a mean can be
+    """Summaries without quantiles: the number and the sum of observations, from which a mean can be
     computed."""
 
     def __init__(self, name: str, help_text: str, *labels: str) -> None:
@@ -172,7 +173,7 @@ class Summaries(Family[Mean]):
 
 
 def render(families: Iterable[Family[object]]) -> bytes:
-    """Return the exposition text of these families, in order."""
+    """Render these families in order as exposition text."""
     parts: list[str] = []
     for family in families:
         parts.append(f"# HELP {family.name} {family.help}\n# TYPE {family.name} {family.kind}\n")

@@ -1,8 +1,8 @@
-"""The table of all metrics: name, meaning, unit, labels and how each is read. `docs/metrics.md` is derived
-from it.
+"""The table of all metrics: name, meaning, unit, labels and the function that reads the value.
+`docs/metrics.md` is derived from it.
 
-Metrics with the same source are in one group. A group's labels name its source; a metric with labels of its
-own reads a mapping from their values to numbers."""
+Metrics with the same source form a group. The group's labels identify the source; a metric with additional
+labels reads a mapping from label values to numbers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class ServiceSource(NamedTuple):
-    """The source of the metrics of the whole service."""
+    """The source of service-wide metrics."""
 
     ready: bool
     draining: bool
@@ -64,20 +64,20 @@ class GatewaySource(NamedTuple):
 
     model: ModelStats
     ready: list[ReplicaStatus]
-    """The status of each ready replica of the model."""
+    """Status of each ready replica of the model."""
 
     def blocks(self) -> int:
         """Return the number of KV blocks."""
         return sum(status.blocks_total for status in self.ready)
 
     def kv_usage(self) -> float:
-        """Return the used fraction of the KV blocks; without a ready replica, all of them."""
+        """Return the used fraction of the KV blocks. Without a ready replica, this is 1."""
         blocks = self.blocks()
         return sum(status.blocks_used for status in self.ready) / blocks if blocks else 1.0
 
 
 class Families:
-    """All metrics, in the order in which they are shown."""
+    """All metrics, in display order."""
 
     def __init__(self) -> None:
         self.service: Group[ServiceSource] = Group((), *SERVICE)
@@ -104,7 +104,7 @@ class Families:
         return (family for group in self.groups() for family in group.families)
 
     def by(self, label: str) -> list[Family[Any]]:
-        """Return the metrics with this label."""
+        """Return the metrics that have this label."""
         return [family for family in self if label in family.labels]
 
 
@@ -112,7 +112,7 @@ def outcome(row: RequestRow) -> str:
     """Return how a request ended: "ok", "cancelled", "refused", "rejected" or "failed"."""
     status = row.status or 500
     if status < 400:
-        # A stream's status is sent before the stream fails.
+        # A stream's status code is sent before the stream can fail.
         return "failed" if row.error else "ok"
     if status == 499:
         return "cancelled"

@@ -19,12 +19,12 @@ class Metric(NamedTuple):
     unit: Unit
     help: str
     read: Callable[[Any], Any]
-    """Returns the value from the group's source: a number, of a summary count and sum, or None for no value.
-    With `labels` it returns values by label value, or by a tuple of label values."""
+    """Returns the value from the group's source: a number, or the count and sum of a summary; None if there
+    is no value. With `labels`, it returns values by label value, or by tuple of label values."""
     labels: tuple[str, ...] = ()
-    """Labels in addition to the group's."""
+    """Labels in addition to those of the group."""
     bounds: tuple[float, ...] = ()
-    """The bounds of a histogram."""
+    """Bucket bounds of a histogram."""
 
 
 class Group(Generic[Source]):
@@ -48,7 +48,7 @@ class Group(Generic[Source]):
         ]
 
     def set(self, source: Source, *labels: str) -> None:
-        """Set the series of this source to their current values."""
+        """Set this source's series to their current values."""
         for read, labelled, set_to in self._series:
             found = read(source)
             if labelled:
@@ -83,7 +83,7 @@ def _family(metric: Metric, labels: tuple[str, ...]) -> Family[Any]:
 
 
 def _setter(family: Family[Any]) -> Callable[..., None]:
-    """Return the function that sets a series, given the value and the label values."""
+    """Return a function that sets a series, given the value and the label values."""
     if isinstance(family, Summaries):
         return lambda value, *labels: family.set(*value, *labels)
     if isinstance(family, Numbers):

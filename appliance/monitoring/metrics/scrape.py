@@ -1,7 +1,7 @@
-"""Answers scrapes: returns the counters, and the gauges as read at that moment.
+"""Answers scrapes with the counters and with the gauges' current values.
 
-Its cost depends only on the number of series: it reads no requests, and sends nothing to fronts or replicas.
-Reports of busy replicas are at most 100 ms or one step old."""
+The cost depends only on the number of series: a scrape reads no requests and sends nothing to fronts or
+replicas. Reports from busy replicas are at most 100 ms or one step old."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _KEPT_S = 0.05
 
 
 class Scraper:
-    """Returns the metrics of one service."""
+    """Returns the metrics of the service."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Scraper:
         control: ControlStore,
         writers: Sequence[Writer],
     ) -> None:
-        """`service` returns the source of the metrics of the whole service."""
+        """Store the sources to read. `service` returns the source of service-wide metrics."""
         self._families = counted.families
         self._tenants = counted.tenants
         self._service = service
@@ -52,8 +52,8 @@ class Scraper:
         self._text, self._made_at = b"", -math.inf
 
     def __call__(self) -> bytes:
-        """Return every metric in Prometheus' text format, at most 50 ms old, so that frequent scrapes do not
-        keep the core busy."""
+        """Return every metric in Prometheus' text format. The result is at most 50 ms old; sharing it keeps
+        frequent scrapes from loading the core."""
         now = time.monotonic()
         if now >= self._made_at + _KEPT_S:
             self._text, self._made_at = self.make(), now

@@ -1,8 +1,8 @@
 """Serves the metrics on a separate TCP address, without a key, to every client that can connect.
 
-This listener is inside the core, so its clients must not cost the core much. It allows few connections, with
-short time limits, and closes the oldest one for a new one. It answers one request at a time on each
-connection, and requests that arrive together share a scrape.
+This listener runs inside the core, so its clients must be cheap to serve. It accepts few connections with
+short time limits, and closes the oldest connection to accept a new one. It answers one request at a time on
+each connection, and requests that arrive together share a scrape.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ log = logging.getLogger(__name__)
 
 _LIMITS = Limits(max_body_bytes=1024, max_unauthenticated_connections=16)
 SHARED_S = 0.1
-"""Requests within this time get the same scrape. Gateways call metrics older than 0.2 s stale."""
+"""Requests within this time get the same scrape. Gateways treat metrics older than 0.2 s as stale."""
 _STOP_S = 1.0
 
 
 class SharedScrape:
-    """Scrapes at most once within `SHARED_S`."""
+    """Scrapes at most once per `SHARED_S`."""
 
     def __init__(self, scrape: Callable[[], bytes]) -> None:
         self._scrape = scrape
@@ -61,7 +61,7 @@ def metrics_app(scrape: Callable[[], bytes]) -> Starlette:
 
 
 class MetricsServer:
-    """Listens on the address in `metrics.listen`, if it is set."""
+    """Listens on the address in `metrics.listen`, if one is set."""
 
     def __init__(self, scrape: Callable[[], bytes]) -> None:
         self._app = metrics_app(SharedScrape(scrape))
@@ -70,15 +70,15 @@ class MetricsServer:
         self._background = Background()
 
     def prepare(self, settings: Settings) -> socket.socket | None:
-        """Open the address in `settings` if it has changed; `change` then uses it. Raises ListenError, and
-        then nothing has changed."""
+        """Open the address in `settings` if it has changed, for a later call of `change`. Raises ListenError,
+        which leaves everything unchanged."""
         wanted = settings.metrics.address()
         if wanted is None or (self._server is not None and listens_on(self._address, wanted)):
             return None
         return bind_tcp(*wanted, setting="metrics.listen")
 
     def change(self, settings: Settings, opened: socket.socket | None) -> None:
-        """Listen on the address in `settings`."""
+        """Start listening on the address in `settings`."""
         if self._server is not None and (opened is not None or settings.metrics.listen is None):
             self._background.run(self._server.stop(_STOP_S))
             self._server = None

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator
 
 OTHERS = "_other"
-"""The label value for all tenants without their own metrics, and for names of unknown models. No tenant or
+"""Label value for all tenants without their own metrics and for the names of unknown models. No tenant or
 model can have this name."""
 
 
 class ShownTenants:
-    """Holds the first `most` tenants with a finished request, until they are deleted. No other
-    tenant takes the place of an existing one: counters that disappear and return would show wrong rates.
+    """Holds the first `most` tenants with a finished request until they are deleted. Existing tenants are
+    never displaced, because counters that disappear and return would show wrong rates.
     """
 
     def __init__(self, most: int, known: Callable[[], Container[str]]) -> None:
-        """`known` are the tenants that operators created."""
+        """Create an empty set. `known` contains the tenants that operators created."""
         self.most = most
         self._known = known
         self._shown: dict[str, None] = {}
-        """In order of arrival."""
+        """The tenants with their own metrics, in order of arrival."""
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._shown)
@@ -35,7 +35,7 @@ class ShownTenants:
         return tenant
 
     def forget_deleted(self) -> bool:
-        """Remove deleted tenants, and return whether there were any."""
+        """Remove deleted tenants. Returns whether there were any."""
         known, before = self._known(), len(self._shown)
         self._shown = {tenant: None for tenant in self._shown if tenant in known}
         return len(self._shown) < before
