@@ -55,10 +55,7 @@ def _find(
         run = Path(run_dir or default_run_dir()).absolute()
     try:
         return run, find_state_dir(state_dir, run, config), settings
-    except (
-        Failure,
-        UntrustedError,
-    ):  # as above, or the run directory is untrusted, which the findings report
+    except (Failure, UntrustedError):  # as above, or an untrusted run directory, which the findings report
         return run, Path(state_dir or default_state_dir()).absolute(), settings
 
 

@@ -1,6 +1,6 @@
-"""Asks over HTTP as another user: `python -I -S asker.py UID GID GROUP,GROUP…`, then a line of JSON for each
-request, `[address, method, path, headers]`, answered by `[status, body]`. An address is a socket's path or
-`[host, port]`."""
+"""Sends HTTP requests as another user. `python -I -S asker.py UID GID GROUP,GROUP…` reads one line of JSON
+per request, `[address, method, path, headers]`, and answers it with `[status, body]`. An address is a socket
+path or `[host, port]`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 
 
 def become(uid: int, gid: int, groups: list[int]) -> None:
-    """Be this user from now on, for good."""
+    """Switch to this user permanently."""
     os.setgroups(groups)
     os.setgid(gid)
     os.setuid(uid)
 
 
 def ask(address: Any, method: str, path: str, headers: list[list[str]]) -> tuple[int, str]:
-    """Status (0 where the connection closed without one) and body."""
+    """Return the status (0 if the connection closed without one) and the body."""
     unix = isinstance(address, str)
     with socket.socket(socket.AF_UNIX if unix else socket.AF_INET) as sock:
         sock.settimeout(60)
@@ -42,7 +42,7 @@ def ask(address: Any, method: str, path: str, headers: list[list[str]]) -> tuple
 
 
 def main() -> None:
-    """Serve until standard input ends."""
+    """Handle requests until standard input ends."""
     uid, gid, groups = sys.argv[1:]
     become(int(uid), int(gid), [int(group) for group in groups.split(",") if group])
     for line in sys.stdin:

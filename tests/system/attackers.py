@@ -1,8 +1,8 @@
 """One process of a flood: `python -I attackers.py` reads its orders, a JSON object, from standard input.
 
-It uses the standard library only, so that it starts quickly. It attacks one address until its time is over,
-and then prints what it did as JSON: counts of connections, requests and bytes, and the statuses of the
-answers. It ends early when standard input ends, because its parent has ended.
+It uses only the standard library, so that it starts quickly. It attacks one address for the given time, and
+then prints a report as JSON: the numbers of connections, requests and bytes, and the statuses of the answers.
+It ends early when standard input ends, because that means its parent has ended.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from typing import Any
 
 RECEIVE_BUFFER_BYTES = 4096
 DRIP_S = 0.05
-"""Between two bytes of a slow sender or a slow reader."""
+"""Interval between two bytes of a slow sender or a slow reader."""
 HOLD_S = 1.0
-"""How long an unfinished body is held before its connection closes."""
+"""How long an unfinished body is held before its connection is closed."""
 
 
 @dataclass
 class Orders:
-    """What a process of a flood is told."""
+    """The orders for a process of a flood."""
 
     flood: str
     address: Any
-    """A Unix socket's path, or host and port."""
+    """Path of a Unix socket, or host and port."""
     seconds: float
     connections: int
     path: str = "/v1/completions"
     key: str = ""
-    """Empty: none is sent."""
+    """Key to send; empty: no key is sent."""
     max_body_bytes: int = 1 << 20
     source: str = ""
-    """The TCP address that connections come from; empty: as the kernel chooses."""
+    """TCP address from which to connect; empty: chosen by the kernel."""
     pause_s: float = 0.0
-    """Between the end of a connection and the next one."""
+    """Pause between the end of a connection and the next one."""
 
 
 @dataclass
 class Report:
-    """What a process of a flood did."""
+    """The report of a process of a flood."""
 
     connections: int = 0
     refused_connections: int = 0
@@ -66,31 +66,31 @@ class Wire:
         self._loop = asyncio.get_running_loop()
 
     def head(self, method: str, *headers: str) -> bytes:
-        """A request's head for the path of the orders, with their key."""
+        """Return a request head for the path in the orders, with their key."""
         lines = [f"{method} {self.orders.path} HTTP/1.1", "Host: x", *headers]
         if self.orders.key:
             lines.append(f"Authorization: Bearer {self.orders.key}")
         return "\r\n".join(lines).encode() + b"\r\n\r\n"
 
     def post(self, body: Any) -> bytes:
-        """A whole POST with this body as JSON."""
+        """Return a complete POST request with this body as JSON."""
         data = json.dumps(body).encode()
         return self.head("POST", "Content-Type: application/json", f"Content-Length: {len(data)}") + data
 
     async def send(self, data: bytes, requests: int = 1) -> None:
-        """Send everything; count it as so many requests."""
+        """Send all data, and count it as `requests` requests."""
         await self._loop.sock_sendall(self.sock, data)
         self.report.requests += requests
         self.report.sent_bytes += len(data)
 
     async def receive(self, size: int = 1 << 16) -> bytes:
-        """What has arrived; empty at the end of the connection."""
+        """Return the data that has arrived; empty at the end of the connection."""
         data = await self._loop.sock_recv(self.sock, size)
         self.report.received_bytes += len(data)
         return data
 
     async def answer(self) -> bool:
-        """Read one answer with a Content-Length to its end; whether the connection goes on."""
+        """Read one answer with a Content-Length to its end. Returns whether the connection stays open."""
         data = b""
         while b"\r\n\r\n" not in data:
             if not (piece := await self.receive()):
@@ -108,17 +108,17 @@ class Wire:
         return b"connection: close" not in fields
 
     async def until_closed(self) -> None:
-        """Drop what arrives until the connection ends."""
+        """Discard incoming data until the connection ends."""
         while await self.receive():
             pass
 
     def remaining_s(self) -> float:
-        """The time that is left to the flood."""
+        """Time left until the end of the flood."""
         return max(self.ends_at - time.monotonic(), 0.0)
 
 
 async def pipelining(wire: Wire) -> None:
-    """Send small requests without waiting for answers; answers are dropped."""
+    """Send small requests without waiting for answers, which are discarded."""
     data = wire.head("GET") * 2000
     reader = asyncio.ensure_future(wire.until_closed())
     try:
@@ -139,7 +139,7 @@ async def bad_keys(wire: Wire) -> None:
 
 
 async def huge_prompts(wire: Wire) -> None:
-    """Send prompts that are as long as a body may be, one after another."""
+    """Send prompts of the maximum body size, one after another."""
     prompt = "word " * ((wire.orders.max_body_bytes - 1000) // 5)
     request = wire.post({"model": "demo", "prompt": prompt, "max_tokens": 1})
     await wire.send(request)
@@ -149,7 +149,7 @@ async def huge_prompts(wire: Wire) -> None:
 
 
 async def huge_bodies(wire: Wire) -> None:
-    """Send a body that lacks its last byte, and hold it."""
+    """Send a body without its last byte, and hold the connection."""
     size = wire.orders.max_body_bytes
     await wire.send(wire.head("POST", f"Content-Length: {size}"))
     await wire.send(b" " * (size - 1), 0)
@@ -166,7 +166,8 @@ async def slow_bodies(wire: Wire) -> None:
 
 
 async def slow_heads(wire: Wire) -> None:
-    """Send a request, with the key if there is one, and then a large head without its end. Hold it."""
+    """Send a complete request, with the key if there is one, followed by a large head without its end. Hold
+    the connection."""
     await wire.send(wire.head("GET"))
     if await wire.answer():
         await wire.send(wire.head("GET")[:-2] + b"X-Filling: " + b"x" * 60_000)
@@ -179,7 +180,7 @@ async def idle_connections(wire: Wire) -> None:
 
 
 async def slow_streams(wire: Wire) -> None:
-    """Ask for a stream and read it byte by byte."""
+    """Request a stream and read it byte by byte."""
     body = {"model": "demo", "prompt": "x = ", "max_tokens": 100, "ignore_eos": True, "stream": True}
     await wire.send(wire.post(body))
     while await wire.receive(1):
@@ -187,7 +188,7 @@ async def slow_streams(wire: Wire) -> None:
 
 
 async def slow_answers(wire: Wire) -> None:
-    """Ask for a long answer and read it byte by byte."""
+    """Request a long answer and read it byte by byte."""
     if wire.orders.path == "/tokenize":
         text = "a b c " * (min(wire.orders.max_body_bytes, 1 << 20) // 6 - 100)
         await wire.send(wire.post({"model": "demo", "prompt": text}))
@@ -214,7 +215,7 @@ FLOODS: dict[str, Callable[[Wire], Awaitable[None]]] = {
 
 
 async def attack(orders: Orders, report: Report) -> None:
-    """Keep so many connections attacking until the time is over."""
+    """Keep the given number of connections attacking until the time is over."""
     ends_at = time.monotonic() + orders.seconds
     flood = FLOODS[orders.flood]
 
@@ -252,7 +253,7 @@ async def attack(orders: Orders, report: Report) -> None:
 
 
 def burn(orders: Orders) -> None:
-    """Use a processor until the time is over: the load beside which a flood is compared."""
+    """Use a processor until the time is over, as the baseline load for a flood."""
     ends_at = time.monotonic() + orders.seconds
     while time.monotonic() < ends_at:
         pass

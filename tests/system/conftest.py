@@ -1,4 +1,4 @@
-"""Services that tests share."""
+"""Services shared by tests."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ from tests.system.service import Service, service
 
 @pytest.fixture(scope="session")
 def demo() -> Iterator[Service]:
-    """The shipped model on both kinds of socket; shared by tests that leave it as it was."""
+    """Start the shipped model on both kinds of socket. Shared by tests that leave it unchanged."""
     with service("--listen", f"127.0.0.1:{free_port()}", "--fronts", "2") as running:
         yield running

@@ -22,14 +22,14 @@ from tests.core.simulated_clients import percentile
 from tests.system.service import Service, service
 
 OUTPUT_WEIGHT = 2.0
-"""The service's default."""
+"""The service's default value."""
 WEIGHTS = {"a": 1.0, "b": 2.0, "c": 4.0}
 ROWS, STEP_TOKENS = 16, 256
 FLAGS = ("--device", "cpu", "--max-num-seqs", str(ROWS), "--max-num-batched-tokens", str(STEP_TOKENS))
 
 Figures = dict[str, Any]
 Shape = Callable[[random.Random], tuple[int, int]]
-"""Prompt and output tokens."""
+"""Numbers of prompt and output tokens."""
 SHAPES: dict[str, Shape] = {
     "a": lambda draw: (150, 2),
     "b": lambda draw: (4, 40),
@@ -38,13 +38,13 @@ SHAPES: dict[str, Shape] = {
 
 
 def key_of(running: Service, tenant: str, weight: float = 1.0) -> str:
-    """A new tenant's key."""
+    """Create a tenant and return its key."""
     running.tenant(tenant, weight=weight)
     return running.key(tenant, tenant)
 
 
 class Client:
-    """One tenant's app on the Unix socket."""
+    """One tenant's application on the Unix socket."""
 
     def __init__(self, running: Service, key: str) -> None:
         self._http = httpx.AsyncClient(
@@ -57,7 +57,7 @@ class Client:
         )
 
     async def first_token_s(self, prompt: int, output: int) -> float:
-        """Asks, reads the answer to its end; the seconds to its first token."""
+        """Send a request and read the whole answer. Returns the time to the first token in seconds."""
         began, first = time.monotonic(), None
         async with self._http.stream(
             "POST", "/v1/completions", json=_body(prompt, output, stream=True)
@@ -70,7 +70,8 @@ class Client:
         return first
 
     async def ask(self, prompt: int, output: int) -> float:
-        """The service of one request in weighted tokens; 0 if it was refused, after the wait it was told."""
+        """Return the service of one request in weighted tokens. If the request was refused, wait as long as
+        the refusal says and return 0."""
         answer = await self._http.post("/v1/completions", json=_body(prompt, output))
         if answer.status_code in (429, 503):
             await asyncio.sleep(float(answer.headers.get("retry-after", "1")))
@@ -82,7 +83,7 @@ class Client:
 
 
 def _body(prompt: int, output: int, *, stream: bool = False) -> dict[str, Any]:
-    # Different from the first token on, so that nothing is found in the prefix cache.
+    # Prompts differ from the first token on, so that none is found in the prefix cache.
     tokens = [random.randrange(7, 5000) for _ in range(prompt)]
     return {
         "model": "demo",
@@ -97,7 +98,7 @@ def _body(prompt: int, output: int, *, stream: bool = False) -> dict[str, Any]:
 async def _keep_asking(
     client: Client, shape: Shape, outstanding: int, served: Callable[[float], None]
 ) -> None:
-    """Always has so many requests in the house, until it is cancelled."""
+    """Keep the given number of requests outstanding until cancelled."""
     draw = random.Random(1)
 
     async def one() -> None:
@@ -110,10 +111,11 @@ async def _keep_asking(
 def shares(
     running: Service, *, seconds: float = 0.0, least_service: float = 0.0, warm_up_service: float = 8000.0
 ) -> Figures:
-    """Tenants that always have more to ask, of very different shapes: what each was served, by its weight.
+    """Measure the service that each tenant received per weight, for tenants with very different shapes that
+    always have more requests.
 
-    After the warm-up it is measured for so many seconds, and until so many weighted tokens were served: a
-    slow machine takes longer, and the figures mean as much.
+    After the warm-up, the measurement lasts for the given number of seconds and until the given number of
+    weighted tokens has been served. A slow machine takes longer, but its results are as meaningful.
     """
     clients = {name: Client(running, key_of(running, name, weight)) for name, weight in WEIGHTS.items()}
     served = dict.fromkeys(WEIGHTS, 0.0)
@@ -156,8 +158,8 @@ def shares(
 
 
 def quiet(running: Service, requests: int, outstanding: int = 4 * ROWS) -> Figures:
-    """First tokens of a tenant that asks one short request after another, alone and beside a flood of prompts
-    that fill whole steps."""
+    """Measure the time to first token for a tenant that sends one short request after another, both alone and
+    during a flood of prompts that fill whole steps."""
     calm, wild = (Client(running, key_of(running, name)) for name in ("quiet", "flood"))
     alone: list[float] = []
     beside: list[float] = []
@@ -183,7 +185,8 @@ def quiet(running: Service, requests: int, outstanding: int = 4 * ROWS) -> Figur
         await asyncio.gather(flood, watch, return_exceptions=True)
 
     asyncio.run(measure())
-    # Some are short, for the quiet tenant. A step beside decodes has half of a full one's budget.
+    # Some of the steps are short because they serve the quiet tenant. A step with decodes has half of the
+    # budget of a full step.
     mixed_step_ms = percentile(steps_ms, 0.9)
     full_step_ms = 2 * mixed_step_ms
     p50 = [1e3 * statistics.median(times) for times in (alone, beside)]
@@ -200,7 +203,7 @@ def quiet(running: Service, requests: int, outstanding: int = 4 * ROWS) -> Figur
 
 
 async def _watch_steps(running: Service, steps_ms: list[float]) -> None:
-    """Notes what the latest step with prompts took, again and again, until it is cancelled."""
+    """Record the duration of the latest step with prompts repeatedly, until cancelled."""
     transport = httpx.AsyncHTTPTransport(uds=str(running.run_dir / "admin.sock"))
     async with httpx.AsyncClient(transport=transport, base_url="http://appliance") as http:
         while True:

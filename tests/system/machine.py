@@ -1,7 +1,7 @@
-"""A machine of its own with a real systemd: systemd-nspawn over an overlay of this one's root file system.
+"""A separate machine with a real systemd: systemd-nspawn over an overlay of this machine's root file system.
 
-What is written in it lies in memory and is gone with it, mounts included, however the tests end. It has a
-loopback interface and no other.
+Everything written in it is held in memory and disappears with it, including mounts, however the tests end.
+Its only network interface is loopback.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ NEEDED = ("systemd-nspawn", "unshare", "setpriv", "nsenter")
 _BOOT_S = 60
 _HIERARCHIES = [Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/systemd"), Path("/sys/fs/cgroup/unified")]
 _ALWAYS_NEW = ("tmp", "run", "dev", "proc", "sys")
-"""Directories at the root that nspawn mounts itself: what lies below must be bound to be seen."""
+"""Top-level directories that nspawn mounts itself, so that anything below them must be bound to be
+visible."""
 
 _FILES = {
     "/etc/systemd/journald.conf.d/test.conf": "[Journal]\nStorage=volatile\nRateLimitIntervalSec=0\n",
-    # Nothing is cleaned at boot: what is bound below /tmp is not the machine's.
+    # Nothing is cleaned up at boot, because what is bound below /tmp does not belong to the machine.
     "/etc/tmpfiles.d/tmp.conf": "",
 }
 
@@ -51,11 +52,11 @@ exec setpriv --pdeathsig KILL systemd-nspawn --quiet --register=no --link-journa
 
 
 class BootError(Exception):
-    """A machine did not come up; the message has its console."""
+    """A machine did not boot; the message contains its console output."""
 
 
 def why_not() -> str:
-    """Why a machine cannot be booted here; empty if it can."""
+    """Return the reason why a machine cannot be booted here; empty if it can."""
     if os.geteuid():
         return "only root may mount an overlay and boot a machine"
     if missing := [name for name in NEEDED if shutil.which(name) is None]:
@@ -71,19 +72,19 @@ def why_not() -> str:
 
 
 class Machine:
-    """A booted one."""
+    """A booted machine."""
 
     def __init__(self, process: subprocess.Popen[bytes], init: int, log: Path) -> None:
         self.process = process
         self.init = init
-        """Its process 1, as this machine numbers it."""
+        """Its process 1, by its process id on this machine."""
         self.log = log
         self.root = Path(f"/proc/{init}/root")
 
     def run(
         self, *command: str, check: bool = True, timeout_s: float = 90
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command in it, as root."""
+        """Run a command in the machine, as root."""
         done = subprocess.run(
             ["nsenter", f"--target={self.init}", "--all", *command],
             env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C.UTF-8"},
@@ -100,7 +101,7 @@ class Machine:
         return self.run("systemctl", *words, check=check)
 
     def show(self, unit: str, *names: str) -> dict[str, str]:
-        """Properties of a unit."""
+        """Return the properties of a unit."""
         lines = self.systemctl("show", unit, "--property", ",".join(names)).stdout.splitlines()
         return dict(line.partition("=")[::2] for line in lines)
 
@@ -108,11 +109,11 @@ class Machine:
         return self.run("journalctl", "--no-pager", "--output=cat", *words).stdout
 
     def appliance(self, *words: str) -> Any:
-        """The JSON that a command of the product prints."""
+        """Return the JSON that a command of the product prints."""
         return json.loads(self.run("/opt/appliance/bin/appliance", *words, "--json").stdout)
 
     def processes(self, user: str) -> list[psutil.Process]:
-        """Everything that a user of the machine runs."""
+        """Return all processes of a user of the machine."""
         uid = int(self.run("id", "--user", user).stdout)
         found = []
         for process in psutil.Process(self.init).children(recursive=True):
@@ -134,7 +135,8 @@ class Machine:
 
 @contextmanager
 def machine(folder: Path, files: dict[str, str]) -> Iterator[Machine]:
-    """Boot one with these files (by absolute path). The product's environment is in /opt/appliance there.
+    """Boot a machine with these files (by absolute path). The product's environment is in /opt/appliance
+    inside it.
 
     Raises BootError."""
     stage, log = folder / "stage", folder / "machine.log"
@@ -156,7 +158,8 @@ def machine(folder: Path, files: dict[str, str]) -> Iterator[Machine]:
     command = ["unshare", "--mount", "--propagation", "private", "bash", "-c", _MACHINE, "machine"]
     cgroups: list[Path] = []
     if not os.path.isdir("/run/systemd/system"):
-        # No systemd here gives it a scope. Two machines in one cgroup would kill each other's services.
+        # There is no systemd here that could give the machine a scope. Two machines in one cgroup would kill
+        # each other's services.
         command.append("--keep-unit")
         name = f"appliance-test-{os.getpid()}-{time.monotonic_ns()}"
         cgroups = [parent / name for parent in _HIERARCHIES if (parent / "cgroup.procs").exists()]
@@ -178,7 +181,7 @@ def machine(folder: Path, files: dict[str, str]) -> Iterator[Machine]:
     try:
         yield _booted(process, log)
     finally:
-        process.terminate()  # powers it off
+        process.terminate()  # powers the machine off
         try:
             process.wait(60)
         except subprocess.TimeoutExpired:
@@ -191,7 +194,7 @@ def machine(folder: Path, files: dict[str, str]) -> Iterator[Machine]:
 
 
 def _hidden(path: Path) -> bool:
-    """Whether the overlay of the root file system does not show it."""
+    """Return whether the overlay of the root file system hides this path."""
     return path.parts[1] in _ALWAYS_NEW or path.stat().st_dev != os.stat("/").st_dev
 
 

@@ -1,10 +1,10 @@
-"""Mixed traffic beside every attack at a low rate: `scripts/soak --mixed --minutes 30`.
+"""Mixed traffic together with every attack at a low rate: `scripts/soak --mixed --minutes 30`.
 
-No process is killed, so in the second half no process may use more and more memory, descriptors or threads.
-Afterwards every request that the clients sent has exactly one row in the request log.
+No process is killed, so in the second half no process may keep using more memory, descriptors or threads.
+Afterwards, every request that the clients sent must have exactly one row in the request log.
 
 A CPU replica's KV cache takes memory when a block is used for the first time, and unused blocks are taken
-first. The service runs with a KV cache that this traffic fills within the first minutes.
+first. The service therefore runs with a KV cache that this traffic fills within the first minutes.
 """
 
 from __future__ import annotations
@@ -30,29 +30,31 @@ from tests.system.trends import slope_of
 from tests.system.usage import Usage, processes_of, usage_of
 
 CLIENT = "clients"
-"""The tenant whose requests are accounted for."""
+"""The tenant whose requests are checked against the log."""
 ATTACK_PAUSE_S = 3.0
 ATTACK_CONNECTIONS = 2
 KV_BLOCKS = 400
-"""250 MiB for the demo model; the default of a CPU replica, 2 GiB, is full after 3 to 20 minutes."""
+"""Takes 250 MiB for the demo model. The default for a CPU replica, 2 GiB, is full only after 3 to 20
+minutes."""
 MEASUREMENTS: tuple[tuple[str, float, Callable[[list[float]], float]], ...] = (
     ("rss_mb", 0.1, min),
     ("descriptors", 0.0, statistics.fmean),
     ("threads", 0.0, statistics.fmean),
 )
-"""Fields of `Usage`, the accepted growth in a minute, and the level of a span of time. Of memory that is the
-smallest value: what the process keeps between the large bodies of attackers, which come at random times."""
+"""Fields of `Usage`, the accepted growth per minute, and the function that computes the level of a period.
+For memory, this is the minimum: what the process keeps between the attackers' large bodies, which arrive at
+random times."""
 
 
 @dataclass
 class Samples:
-    """What each process used at each time."""
+    """The resources that each process used at each sampling time."""
 
     times_s: list[float] = field(default_factory=list)
     usage: dict[str, list[Usage]] = field(default_factory=dict)
 
     def second_half(self, name: str) -> tuple[list[float], list[Usage]]:
-        """Times and samples of one process after the middle of the time."""
+        """Return the times and samples of one process in the second half of the run."""
         middle = (self.times_s[0] + self.times_s[-1]) / 2
         kept = [one for one in zip(self.times_s, self.usage[name], strict=True) if one[0] >= middle]
         return [time_s for time_s, _ in kept], [usage for _, usage in kept]
@@ -60,11 +62,11 @@ class Samples:
 
 @dataclass
 class Trend:
-    """The slope of one measurement of one process in the second half."""
+    """The slope of one measurement for one process in the second half."""
 
     process: str
     measurement: str
-    """A field of `Usage`."""
+    """Field of `Usage`."""
     first: float
     last: float
     per_minute: float
@@ -74,7 +76,7 @@ class Trend:
 
 
 def sample(attacked: Target, seconds: float, every_s: float) -> Samples:
-    """Look at the processes of the service regularly. Raises psutil.Error if one has ended."""
+    """Sample the processes of the service regularly. Raises psutil.Error if one has ended."""
     processes = processes_of(attacked.running)
     samples, start = Samples(usage={name: [] for name in processes}), time.monotonic()
     while (now := time.monotonic() - start) < seconds:
@@ -86,7 +88,7 @@ def sample(attacked: Target, seconds: float, every_s: float) -> Samples:
 
 
 def trends_of(samples: Samples) -> list[Trend]:
-    """The slope of each measurement in the second half, and whether it is a lasting growth."""
+    """Return the slope of each measurement in the second half, and whether it shows lasting growth."""
     trends = []
     for name in samples.usage:
         times_s, usage = samples.second_half(name)
@@ -99,7 +101,7 @@ def trends_of(samples: Samples) -> list[Trend]:
 
 
 def account(attacked: Target, tally: Tally) -> list[str]:
-    """What is wrong between the requests that the clients sent and the rows of their tenant."""
+    """Return the discrepancies between the requests that the clients sent and the rows of their tenant."""
     attacked.running.wait_until(
         lambda: not any(database["lag_rows"] for database in attacked.running.status()["databases"]),
         60,
@@ -123,7 +125,7 @@ def account(attacked: Target, tally: Tally) -> list[str]:
 
 
 def clients(attacked: Target, count: int, seconds: float, tally: Tally) -> list[threading.Thread]:
-    """Start clients that send one request after another, and end on their own."""
+    """Start clients that send one request after another and end by themselves."""
     attacked.running.tenant(CLIENT)
     key = attacked.running.key(CLIENT, CLIENT)
     ends_at = time.monotonic() + seconds
@@ -141,9 +143,10 @@ def clients(attacked: Target, count: int, seconds: float, tally: Tally) -> list[
 
 
 def run(attacked: Target, key: str, seconds: float, count: int, every_s: float) -> dict[str, Any]:
-    """Run all traffic; return the result, in which `failures` lists what should hold and does not.
+    """Run all traffic. Returns the result, in which `failures` lists the violated expectations.
 
-    key: of the attackers' tenant. count: of clients. every_s: the time between samples.
+    `key` belongs to the attackers' tenant, `count` is the number of clients, and `every_s` is the sampling
+    interval.
     """
     tally = Tally()
     orders = [

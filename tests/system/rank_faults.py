@@ -22,18 +22,18 @@ from tests.system.test_deaths import Stream, answer, wait_gone
 
 DEATH_LIMIT_S = 1.0
 STOP_LIMIT_S = 5.0
-"""Within these times of a rank's death or stop, every rank has exited."""
+"""Time limit within which every rank must exit after a rank's death or stop."""
 STATES = ("idle", "prompt", "decode")
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 FLAGS = ("--tensor-parallel-size", "2")
 _PROMPTS = 4
 _PROMPT_TOKENS = 1200
-"""Tokens of each prompt: together they take the engine several steps."""
+"""Number of tokens in each prompt, chosen so that all prompts together take the engine several steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Texts of streams that nothing interrupts."""
+    """The texts of uninterrupted streams."""
 
     decode: str
     prompts: list[str]
@@ -41,7 +41,7 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """What may not grow from one fault to the next."""
+    """Resources that must not grow from one fault to the next."""
 
     processes: int
     shared_memory: frozenset[str]
@@ -80,13 +80,13 @@ def undisturbed(running: Service) -> Expected:
 
 
 def left(running: Service) -> Left:
-    """Return what there is once the replica is idle."""
+    """Return the resources in use once the replica is idle."""
     running.wait_until(lambda: running.ready() and running.replica()["running"] == 0, 120, "an idle replica")
     assert running.replica()["blocks_used"] == 0
     core = psutil.Process(running.process.pid)
 
     def settled() -> int | None:
-        """Descriptors of the core, without those of connections that are being closed."""
+        """Return the number of the core's descriptors, without those of connections that are being closed."""
         count = core.num_fds()
         time.sleep(0.2)
         return count if core.num_fds() == count else None
@@ -100,8 +100,8 @@ def left(running: Service) -> Left:
 
 
 def inflict(running: Service, expected: Expected, fault: signal.Signals, state: str, victim: int) -> float:
-    """Kill or stop a rank in a state, check what follows, and return after how many seconds every rank had
-    exited."""
+    """Kill or stop a rank in a given state, check the consequences, and return how long it took until every
+    rank had exited, in seconds."""
     before = left(running)
     replica = running.replica()
     pids, restarts = replica["pids"], replica["restarts"]
@@ -123,7 +123,7 @@ def inflict(running: Service, expected: Expected, fault: signal.Signals, state: 
     assert answer(running)
     after = left(running)
     assert after.processes == before.processes and after.rendezvous_folders == before.rendezvous_folders
-    # Other programs of this machine have shared memory, too, which comes and goes.
+    # Other programs on this machine also have shared memory, which comes and goes.
     new = after.shared_memory - before.shared_memory
     running.wait_until(lambda: new.isdisjoint(os.listdir("/dev/shm")), 60, f"the end of {new}")
     assert after.descriptors <= before.descriptors
@@ -144,7 +144,7 @@ def main() -> int:
     rounds, ranks = arguments.rounds, arguments.ranks
     slowest: dict[tuple[str, str], float] = {}
     for number in range(rounds):
-        # A service for each round: the delay before a restart doubles with each fault.
+        # Each round has its own service, because the delay before a restart doubles with each fault.
         with service("--tensor-parallel-size", str(ranks)) as running:
             expected = undisturbed(running)
             for index, (fault, state) in enumerate(itertools.product(SIGNALS, STATES)):

@@ -1,5 +1,5 @@
-"""Loaded by schemathesis: generated requests name the served model, and the fields of most go together, so
-that they are answered."""
+"""Hooks loaded by schemathesis. They make generated requests name the served model and, mostly, combine
+compatible fields, so that the requests are answered."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import schemathesis
 
 @schemathesis.hook
 def map_body(context: Any, body: Any) -> Any:
-    """Most bodies are valid but for what no schema says: the model's name, and which fields go together."""
+    """Make most bodies valid in respects that no schema expresses: the model's name, and which fields are
+    compatible."""
     if not (isinstance(body, dict) and isinstance(body.get("model"), str)) or len(body["model"]) == 3:
         return body
     excluded = set()
@@ -21,11 +22,11 @@ def map_body(context: Any, body: Any) -> Any:
     if body.get("continue_final_message"):
         excluded.add("add_generation_prompt")
     if len(body["model"]) % 2:
-        # Most of these are no token ids of the model.
+        # Most of these are not token ids of the model.
         excluded |= {"allowed_token_ids", "stop_token_ids", "logit_bias"}
     fields = {name: value for name, value in body.items() if name not in excluded} | {"model": "demo"}
     if isinstance(fields.get("messages"), list):
-        # Only an assistant's message may have no content.
+        # Only an assistant message may have no content.
         fields["messages"] = [
             {**message, "content": "x"}
             if isinstance(message, dict) and message.get("content") is None
@@ -37,7 +38,7 @@ def map_body(context: Any, body: Any) -> Any:
 
 @schemathesis.hook
 def map_path_parameters(context: Any, path_parameters: Any) -> Any:
-    """The same in a path."""
+    """Set the model's name in a path in the same way."""
     if isinstance(path_parameters, dict) and path_parameters:
         return dict.fromkeys(path_parameters, "demo")
     return path_parameters

@@ -1,4 +1,4 @@
-"""A real service in real processes, as an operator starts it."""
+"""A real service in real processes, started as an operator would."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ APPLIANCE = str(Path(sys.executable).with_name("appliance"))
 
 
 class Service:
-    """`appliance serve` in a folder of its own (short, because socket paths are)."""
+    """`appliance serve` in a separate folder, with a short path because of the socket paths."""
 
     def __init__(self, folder: Path, *flags: str) -> None:
         self.folder = folder
@@ -75,13 +75,13 @@ class Service:
         return value
 
     def stop(self) -> int:
-        """SIGTERM, as systemd does; the exit code."""
+        """Send SIGTERM, as systemd does, and return the exit code."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         return self.process.wait(60)
 
     def command(self, *words: str) -> Any:
-        """The JSON that a client command prints."""
+        """Return the JSON that a client command prints."""
         done = subprocess.run(
             [APPLIANCE, *words, "--run-dir", str(self.run_dir), "--json"],
             capture_output=True,
@@ -93,7 +93,8 @@ class Service:
         return json.loads(done.stdout)
 
     def status(self) -> Any:
-        """As `appliance status --json` prints it, without a process for each look."""
+        """Return the status as `appliance status --json` prints it, without starting a process for each
+        call."""
         with AdminClient(self.run_dir) as client:
             return msgspec.to_builtins(client.status())
 
@@ -101,7 +102,7 @@ class Service:
         return self.status()["models"][0]["replicas"][0]
 
     def kill_front(self, pid: int) -> None:
-        """Kill a front, and wait until the core has noticed its death. Until then the core may give a new
+        """Kill a front, and wait until the core has noticed its death. Before that, the core may give a new
         connection to the dead front."""
         psutil.Process(pid).kill()
         self.wait_until(
@@ -111,32 +112,34 @@ class Service:
         )
 
     def act(self, action: msgspec.Struct) -> Any:
-        """Perform an operator's action as its command does, without a process for it; the result."""
+        """Perform an operator action in the same way as its command, without starting a process for it, and
+        return the result."""
         with AdminClient(self.run_dir) as client:
             return client.act(action)
 
     def key(self, name: str, tenant: str = "default", **fields: Any) -> str:
-        """The secret of a new key. `fields`: further ones of `CreateKey`."""
+        """Create a key and return its secret. `fields` are further fields of `CreateKey`."""
         return str(self.act(CreateKey(name=name, tenant=tenant, **fields)).key)
 
     def tenant(self, name: str, **fields: Any) -> None:
-        """Create a tenant. `fields`: of `CreateTenant`."""
+        """Create a tenant. `fields` are fields of `CreateTenant`."""
         self.act(CreateTenant(name=name, **fields))
 
     def rows(self, limit: int = 1000, **wanted: Any) -> list[dict[str, Any]]:
-        """As `appliance requests --json` prints them, without a process for each look. `wanted`: fields of
-        `RequestFilter`."""
+        """Return rows as `appliance requests --json` prints them, without starting a process for each call.
+        `wanted` contains fields of `RequestFilter`."""
         reader = RequestReader(self.state_dir / "history.db")
         rows: list[dict[str, Any]] = msgspec.to_builtins(reader.query(RequestFilter(**wanted), limit))
         return rows
 
     def descendants(self) -> list[psutil.Process]:
-        """Every front and rank, without the processes that render chat templates and end with their front."""
+        """Return every front and rank, without the processes that render chat templates and end with their
+        front."""
         children = psutil.Process(self.process.pid).children(recursive=True)
         return [child for child in children if not renders_templates(child)]
 
     def client(self, **options: Any) -> openai.OpenAI:
-        """The `openai` client on the Unix socket."""
+        """Return an `openai` client on the Unix socket."""
         transport = httpx2.HTTPTransport(uds=str(self.api_socket), verify=False)
         return openai.OpenAI(
             base_url="http://appliance/v1",
@@ -147,14 +150,15 @@ class Service:
         )
 
     def http(self) -> httpx.Client:
-        """A plain HTTP client on the Unix socket."""
-        # Without `verify=False` each client reads all CA certificates, which takes longer than a request.
+        """Return a plain HTTP client on the Unix socket."""
+        # Without `verify=False`, each client would read all CA certificates, which takes longer than a
+        # request.
         transport = httpx.HTTPTransport(uds=str(self.api_socket), verify=False)
         return httpx.Client(transport=transport, base_url="http://appliance", timeout=300)
 
 
 def renders_templates(process: psutil.Process) -> bool:
-    """Whether it is a process in which a front renders chat templates."""
+    """Return whether this is a process in which a front renders chat templates."""
     try:
         return "appliance.text.template_worker" in process.cmdline()
     except psutil.Error:
@@ -163,7 +167,7 @@ def renders_templates(process: psutil.Process) -> bool:
 
 @contextmanager
 def service(*flags: str) -> Iterator[Service]:
-    """A started service, which is stopped (or killed with all it started) at the end."""
+    """Start a service. At the end it is stopped, or killed together with all processes that it started."""
     folder = Path(tempfile.mkdtemp(prefix="appl-"))
     running = Service(folder, *flags)
     processes: list[psutil.Process] = []

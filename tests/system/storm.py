@@ -1,8 +1,8 @@
-"""Random traffic against a real service while its processes are killed: the engine of `scripts/soak`.
+"""Random traffic against a real service while its processes are killed, used by `scripts/soak`.
 
-Each client does what clients do: streams, leaves in the middle, asks for several samples, sends long or
-broken requests. Meanwhile fronts and ranks are killed. Afterwards the house must be in order: everything
-answered or closed, every row ended once, blocks, rows and credits where they were.
+The clients behave like real ones: they stream, disconnect during answers, request several samples, and send
+long or malformed requests. Meanwhile, fronts and ranks are killed. Afterwards the service must be in order:
+everything answered or closed, every row ended once, and all blocks, slots and credits free again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.system.service import Service, service
 
 @dataclass
 class Tally:
-    """What the clients met."""
+    """Counts of what the clients experienced."""
 
     outcomes: dict[str, int] = field(default_factory=dict)
     request_ids: list[str] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Tally:
 
 
 def random_request(draw: random.Random) -> dict[str, Any]:
-    """A body for /v1/completions; one in ten is wrong."""
+    """Return a body for /v1/completions; one in ten is invalid."""
     body: dict[str, Any] = {
         "model": "demo",
         "prompt": [draw.randrange(7, 5000) for _ in range(draw.choice([1, 10, 63, 64, 65, 200, 900]))],
@@ -60,8 +60,8 @@ def random_request(draw: random.Random) -> dict[str, Any]:
 
 
 def ask(running: Service, draw: random.Random, tally: Tally, key: str = "") -> None:
-    """Send one request, with the key if there is one, and read the answer to its end or leave in the middle;
-    count how it went."""
+    """Send one request, with the key if there is one. Read the whole answer or disconnect during it, and
+    count the outcome."""
     body = random_request(draw)
     leaves_after = draw.choice([None, None, None, 1, 4]) if body["stream"] else None
     request_id = None
@@ -93,7 +93,7 @@ def ask(running: Service, draw: random.Random, tally: Tally, key: str = "") -> N
 
 
 def storm(running: Service, seconds: float, seed: int, clients: int = 8, kill_every_s: float = 4.0) -> Tally:
-    """Traffic and kills for `seconds`; returns when every client has come to an end."""
+    """Generate traffic and kill processes for `seconds`. Returns when every client has finished."""
     tally = Tally()
     ends_at = time.monotonic() + seconds
 
@@ -122,7 +122,7 @@ def storm(running: Service, seconds: float, seed: int, clients: int = 8, kill_ev
 
 
 def check_house(running: Service, tally: Tally) -> None:
-    """Raise AssertionError unless everything is back where it was."""
+    """Raise AssertionError unless all resources are back at their initial state."""
 
     def calm() -> Any:
         status = running.status()

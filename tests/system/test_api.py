@@ -1,4 +1,4 @@
-"""The `openai` client against the real service, over the Unix socket and over TCP."""
+"""Tests of the `openai` client against the real service, over the Unix socket and over TCP."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_twenty_of_the_frozen_questions_are_answered_as_documented(demo: Service
 
 
 def test_sixty_four_streams_are_spread_over_both_fronts(demo: Service) -> None:
-    # Fronts report every half second: the second report from now on is of what was before.
+    # Fronts report every half second, so only the second report from now on covers everything before it.
     for _ in range(2):
         seen = {front["cpu_seconds"] for front in demo.status()["fronts"]}
         demo.wait_until(
@@ -257,7 +257,7 @@ def test_generated_requests_never_meet_a_server_error(tmp_path: Path) -> None:
                 "--checks=not_a_server_error",
                 "--max-examples=20",
                 "--seed=1",
-                "--workers=1",  # CPython 3.11 keeps one recursion count for ast.parse in all threads
+                "--workers=1",  # CPython 3.11 shares one recursion count for ast.parse between all threads
                 "--request-timeout=30",
             ],
             capture_output=True,

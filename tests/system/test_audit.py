@@ -1,5 +1,5 @@
-"""The audit trail and the request log of a real service: who tampers is found, who may only read can, and a
-full disk costs neither service nor record."""
+"""Tests of a real service's audit trail and request log: tampering is detected, auditors with read-only
+permission can read, and a full disk interrupts neither the service nor the record."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SQL = "SELECT request_id, status, generated_tokens FROM requests WHERE state = '
 
 
 class Record(NamedTuple):
-    """What a service that has stopped left, and what could be read while it ran."""
+    """The files left by a stopped service, and what could be read while it ran."""
 
     state_dir: Path
     log: Path
@@ -59,7 +59,7 @@ def record() -> Iterator[Record]:
 
 
 def operate(running: Service) -> None:
-    """Some actions of an operator: 12 rows."""
+    """Perform some operator actions, which leave 12 rows."""
     running.command("tenants", "create", "acme", "--weight", "2")
     running.command("tenants", "set", "acme", "--weight", "3")
     key = running.command("keys", "create", "--name", "ci", "--tenant", "acme")
@@ -69,7 +69,7 @@ def operate(running: Service) -> None:
 
 
 def let_auditors_read(running: Service) -> None:
-    """As an administrator does it: a group that may read the folder, and the group of the files."""
+    """Grant access as an administrator would: to a group that may read the folder and owns the files."""
     running.folder.chmod(0o755)
     running.state_dir.chmod(0o750)
     if os.geteuid() == 0:
@@ -78,7 +78,8 @@ def let_auditors_read(running: Service) -> None:
 
 
 def read_as_auditor(state_dir: Path, how: str) -> str:
-    """What plain SQLite reads for a user who may read only, by Python's module or SQLite's own program."""
+    """Return what plain SQLite reads for a user with read-only permission, through Python's module or
+    SQLite's own program."""
     become = f"os.setgroups([]); os.setgid({AUDITORS}); os.setuid({AUDITOR})" if os.geteuid() == 0 else "pass"
     if how == "program":
         program = shutil.which("sqlite3")
@@ -133,7 +134,7 @@ def test_every_action_is_there_with_who_what_and_the_old_and_new_value(record: R
     assert json.loads(drained["before"]) == "in service" and "drain" in json.loads(drained["after"])
 
 
-# ── who tampers ──
+# ── tampering ──
 
 
 def test_the_record_is_whole_while_the_service_runs_and_after(record: Record) -> None:
@@ -144,13 +145,13 @@ def test_the_record_is_whole_while_the_service_runs_and_after(record: Record) ->
 
 @pytest.fixture
 def copy(record: Record, tmp_path: Path) -> Path:
-    """Somebody's to tamper with."""
+    """Return a copy for a test to tamper with."""
     return Path(shutil.copytree(record.state_dir, tmp_path / "state"))
 
 
 @contextmanager
 def unlocked(state_dir: Path) -> Iterator[sqlite3.Connection]:
-    """The chain, for somebody who may write to the file and knows how to."""
+    """Open the chain as a user who can write to the file and knows its format."""
     with closing(sqlite3.connect(state_dir / "control.db", isolation_level=None)) as database:
         for trigger in ("audit_rows_do_not_change", "audit_rows_do_not_go"):
             database.execute(f"DROP TRIGGER {trigger}")
@@ -158,7 +159,7 @@ def unlocked(state_dir: Path) -> Iterator[sqlite3.Connection]:
 
 
 def rewrite(state_dir: Path, seq: int, **changes: str) -> list[AuditRow]:
-    """Change a row and make every hash after it right again; the new chain."""
+    """Change a row and recompute every later hash. Returns the new chain."""
     with unlocked(state_dir) as database:
         chain = list(audit.all_rows(database))
         database.execute("DELETE FROM audit")
@@ -207,8 +208,8 @@ def test_a_chain_rewritten_as_a_whole_is_found_by_the_heads_beside_it(copy: Path
 
 
 def test_a_rewrite_with_new_signed_heads_is_found_by_those_in_the_journal(copy: Path, record: Record) -> None:
-    """By somebody with the rights of the service itself: only what has left the machine speaks against
-    them."""
+    """The forger has the permissions of the service itself, so only heads that have left the machine reveal
+    the change."""
     forged = rewrite(copy, 6, after='{"name":"somebody else"}')
     key: SigningKey = read_key(copy / "audit.key")
     line = key.sign_head(audit.Head(forged[-1].seq, forged[-1].hash), forged[-1].at).line
@@ -243,7 +244,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(folder: Path) -> Path:
-    """Leave not a byte."""
+    """Fill the disk completely."""
     path = folder / "filler"
     with path.open("wb", buffering=0) as file:
         for size in (1 << 16, 1 << 12, 1):
@@ -256,7 +257,7 @@ def fill(folder: Path) -> Path:
 
 
 def refused(running: Service, *words: str) -> str:
-    """What a command says that fails."""
+    """Return the error message of a failing command."""
     command = [APPLIANCE, *words, "--run-dir", str(running.run_dir)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1, done
@@ -277,7 +278,8 @@ def test_a_full_disk_costs_neither_service_nor_record(small_disk: Path) -> None:
         failing = running.wait_until(lambda: sick(running), 60, "the databases to say that they fail")
         assert "full" in failing["last_error"]
 
-        # It serves, does what it can, refuses with the reason what it cannot, and writes it all down.
+        # The service answers requests, does what it can, refuses everything else with the reason, and records
+        # all of it.
         served = len(load.request_ids)
         running.wait_until(lambda: len(load.request_ids) > served + 3, 60, "requests to be served")
         assert "full" in refused(running, "keys", "create", "--name", "k", "--tenant", "acme")
@@ -297,7 +299,7 @@ def test_a_full_disk_costs_neither_service_nor_record(small_disk: Path) -> None:
         assert refusal[0] == "keys.create" and refusal[1].startswith("failed: ") and "full" in refusal[1]
         assert (drained, resumed) == (("drain", "ok"), ("resume", "ok"))
 
-        # Room again: nothing is lost.
+        # Once there is space again, nothing has been lost.
         filler.unlink()
         running.wait_until(lambda: well(running), 60, "the databases to catch up")
         load.end()
@@ -341,7 +343,7 @@ def test_what_waits_when_the_service_is_killed_is_in_the_chain_after_the_next_st
 
 
 def sick(running: Service) -> Any:
-    """A database that fails, if one does."""
+    """Return a failing database; None if there is none."""
     return next((one for one in running.status()["databases"] if one["failing_s"] > 0), None)
 
 

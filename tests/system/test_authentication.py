@@ -1,7 +1,7 @@
-"""The authentication matrix: every route of the fronts and of the admin API, from their own route tables, as
-everybody who may and may not call it, on every socket and in every spelling.
+"""The authentication matrix: every route of the fronts and of the admin API, taken from their own route
+tables, with permitted and denied callers, on every socket and in every spelling.
 
-A new route fails `test_every_route_has_a_rule` until it is written down here who may call it, and cannot even
+A new route fails `test_every_route_has_a_rule` until its permitted callers are listed here, and cannot even
 be built without a scope (`appliance.scopes`).
 """
 
@@ -81,7 +81,7 @@ SERVERS = {
     "appliance/admin/server.py",
     "appliance/monitoring/metrics/server.py",
 }
-"""Whoever serves HTTP is in the matrix."""
+"""All HTTP servers, each of which must be in the matrix."""
 
 METHODS = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE", "TRACE", "PROPFIND")
 NOWHERE = ("/", "/nothing", "/v1", "/v1/", "/docs", "/redoc", "/metrics", "/health", "/admin", "/status", "*")
@@ -124,7 +124,7 @@ def concrete(path: str) -> str:
 
 
 def spellings(path: str) -> list[str]:
-    """Other ways to write a path, of which some servers take some for the same."""
+    """Return other ways to write a path, some of which some servers treat as equal."""
     first, _, rest = path[1:].partition("/")
     escaped = "/" + "".join(f"%{ord(letter):02x}" for letter in first) + ("/" + rest if rest else "")
     return [
@@ -152,28 +152,28 @@ def spellings(path: str) -> list[str]:
 
 
 class Caller(NamedTuple):
-    """Somebody who asks somewhere in some way."""
+    """A caller, with the socket and the credentials it uses."""
 
     name: str
     address: Any
     headers: list[list[str]]
     user: int | None = None
-    """Asked as this uid and gid, by the process of the test's own without it."""
+    """The uid and gid to use; without them, the request is sent by the test's own process."""
 
 
 class Matrix(NamedTuple):
-    """A running service, and everybody who may ask it something."""
+    """A running service, and all callers that may send requests to it."""
 
     running: Service
     callers: dict[str, list[Caller]]
-    """By what they may, on the fronts."""
+    """Callers of the fronts, by their permissions."""
     operators: dict[str, list[Caller]]
-    """By what they may, on the admin socket."""
+    """Callers of the admin socket, by their permissions."""
     metrics_port: int
 
 
 class Askers:
-    """Processes of other users."""
+    """Processes that run as other users."""
 
     def __init__(self) -> None:
         self._processes: dict[int, subprocess.Popen[str]] = {}
@@ -344,13 +344,13 @@ def test_the_running_processes_have_the_routes_of_the_tables(box: Matrix) -> Non
             (method.upper(), path) for path, item in json.loads(body)["paths"].items() for method in item
         }
         known = {(route.method, route.path.replace(":path", "")) for route in found}
-        # Azure's paths are further names of routes that the document has.
+        # Azure's paths are aliases of documented routes.
         aliases = {(method, path) for method, path in known if path.startswith("/openai/")}
         assert described == known - aliases - {("GET", "/openapi.json")}
 
 
 def test_nobody_else_serves_http() -> None:
-    """Whoever makes an `HttpServer`, or another server, belongs into this matrix."""
+    """Any code that creates an `HttpServer`, or another server, must be added to this matrix."""
     serving = set()
     for path in sorted((ROOT / "appliance").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -408,7 +408,7 @@ def test_on_the_fronts_no_spelling_and_no_method_gets_round_the_gate(box: Matrix
         status, body = askers.ask(caller, method, path)
         asked = unquote(path.removeprefix("http://box").partition("?")[0].partition("#")[0])
         if status == 400 and "invalid_http" in body:
-            sound = True  # refused before anybody is asked who he is
+            sound = True  # refused before the caller's identity is checked
         elif asked.rstrip("/") in open_paths:
             sound = status in (200, 405)
         else:
@@ -444,7 +444,7 @@ def test_on_the_admin_socket_each_route_is_open_to_those_who_may_and_to_nobody_e
                     found.append(f"{caller.name}: {route.method} {route.path}: {status} {body[:100]}")
     print(f"{asked} requests over {len(admin_table())} routes")
     assert not found, holes(found)
-    # None of it has done anything.
+    # None of the requests has changed anything.
     with AdminClient(box.running.run_dir) as admin:
         assert len(admin.tenants()) == 4
 
@@ -454,7 +454,8 @@ def expected_of_admin(route: Route, who: str, status: int) -> bool:
         return status in (401, 403)
     if who == "read" and route.wanted == "admin":
         return status == 403
-    # What those send who may is no action's parameters: 400 says that they got there.
+    # The requests of permitted callers contain no valid action parameters, so a 400 shows that they reached
+    # the route.
     return status == (200 if route.method == "GET" else 400)
 
 
@@ -513,7 +514,7 @@ def test_the_admin_api_is_on_no_other_socket(box: Matrix) -> None:
 
 
 def test_what_an_operator_decides_holds_for_the_next_connection(box: Matrix) -> None:
-    """Without waiting: connections reach a front behind the news."""
+    """No waiting is needed, because a front receives the change before any later connection."""
     address = box.callers["inference"][0].address
 
     def status(key: str) -> int:

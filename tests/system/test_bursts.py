@@ -1,4 +1,4 @@
-"""A few rounds of `tests.system.bursts`; `scripts/soak` has a thousand."""
+"""Tests a few rounds of `tests.system.bursts`; `scripts/soak` runs a thousand."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def test_no_burst_oversteps_a_quota_whoever_leaves_or_dies() -> None:
 
 
 def a_round(**changes: Any) -> tuple[Round, dict[str, dict[str, Any]]]:
-    """Two requests at a quota of 20 tokens, 16 of which were used; their rows."""
+    """Return a round with two requests at a quota of 20 tokens, of which 16 were used, and the rows of
+    both."""
     usage = LimitUsage(limit="tokens_per_day", capacity=20, used=16, held=0, resets_in_s=1.0)
     got = [Got(5, name, 200, whole=True, tokens=3) for name in ("a", "b")]
     this = Round(0, "key", "tokens_per_day", 20.0, 0.0, "burst-0", seconds=1.0, got=got, usage=[usage])

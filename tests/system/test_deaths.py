@@ -1,4 +1,5 @@
-"""kill -9 of each role in the middle of requests: nothing hangs, nothing is lost, nothing is left behind."""
+"""Tests of kill -9 for each kind of process during requests: nothing hangs, nothing is lost, nothing is left
+behind."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ LONG = {
 
 
 class Stream(threading.Thread):
-    """A client that reads one stream to its end, whatever that is."""
+    """A client that reads one stream to its end, successful or not."""
 
     def __init__(self, running: Service, **options: Any) -> None:
         super().__init__(daemon=True)
@@ -57,7 +58,7 @@ class Stream(threading.Thread):
 
 
 def runs(pid: int) -> bool:
-    """Whether the process does anything still; one that only waits to be reaped by init does not."""
+    """Return whether the process is still running. A process that only waits to be reaped by init is not."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -72,7 +73,7 @@ def wait_gone(pids: list[int], timeout_s: float) -> None:
 
 
 def opened(running: Service) -> int:
-    """So many rows of the request log have no end."""
+    """Return how many rows of the request log have no end."""
     with closing(sqlite3.connect(f"file:{running.state_dir}/history.db?mode=ro", uri=True)) as database:
         return int(database.execute("SELECT count(*) FROM requests WHERE state = 'open'").fetchone()[0])
 
@@ -87,7 +88,7 @@ def answer(running: Service) -> str:
 
 
 TOKENS_OF_RANKS = 150
-"""Of a stream in a test with two ranks, which share this machine's cores."""
+"""Length of a stream in a test with two ranks, which share this machine's cores."""
 
 
 def test_a_killed_rank_takes_its_group_along_and_the_streams_go_on() -> None:
@@ -112,19 +113,19 @@ def test_a_killed_rank_takes_its_group_along_and_the_streams_go_on() -> None:
             assert running.replica()["pids"] != pids
             assert answer(running)
             everybody = running.descendants()
-            assert len(everybody) == 3  # two ranks and a front: no orphan, no double
+            assert len(everybody) == 3  # two ranks and a front: no orphan, no duplicate
             rows = running.wait_until(
                 lambda deaths=deaths: resubmitted_rows(running, 3 * deaths), 60, "rows that tell of it"
             )
             assert {row["billed_tokens"] for row in rows} == {TOKENS_OF_RANKS}
-            assert len(list(running.run_dir.glob("ranks-*"))) == 1  # where the new ranks met
+            assert len(list(running.run_dir.glob("ranks-*"))) == 1  # the directory in which the new ranks met
         running.stop()
         wait_gone([process.pid for process in everybody], 60.0)
         assert [path.name for path in running.run_dir.iterdir()] == ["service.lock"]
 
 
 def resubmitted_rows(running: Service, count: int) -> list[dict[str, Any]]:
-    """Return the rows of requests that were resubmitted once; none before there are `count` of them."""
+    """Return the rows of requests that were resubmitted once, or none until there are `count` of them."""
     rows = [row for row in running.rows() if row["resubmissions"]]
     assert len(rows) <= count and all(row["resubmissions"] == 1 for row in rows)
     return rows if len(rows) == count else []
@@ -136,7 +137,7 @@ def test_a_killed_front_closes_its_connections_and_no_others() -> None:
         for stream in streams:
             assert stream.begun.wait(60)
         fronts, accepted = running.status()["fronts"], running.status()["sockets"][0]["accepted"]
-        # The front gets some of these connections, and reads none of their bytes.
+        # The front gets some of these connections, but reads none of their bytes.
         psutil.Process(fronts[0]["pid"]).suspend()
         unread = [Stream(running, max_tokens=5) for _ in range(6)]
         running.wait_until(
@@ -172,7 +173,7 @@ def test_a_killed_core_takes_everyone_along_and_the_rows_survive() -> None:
             answer(running)
         running.wait_until(lambda: len(ended(running)) == 3, 60, "their rows")
         finished = ended(running)
-        with ThreadPoolExecutor(60) as pool:  # of 64 rows one is kept for others
+        with ThreadPoolExecutor(60) as pool:  # one of the 64 slots is reserved for other tenants
             streams = list(pool.map(lambda _: Stream(running), range(60)))
         for stream in streams:
             assert stream.begun.wait(60)

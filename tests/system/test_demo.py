@@ -1,4 +1,4 @@
-"""`scripts/demo`, from a terminal and without one."""
+"""Tests of `scripts/demo`, with and without a terminal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_without_a_terminal_the_demo_shows_answer_and_row_and_stops_the_service(
 
 
 class Terminal:
-    """A program in a terminal of its own."""
+    """A program in its own terminal."""
 
     def __init__(self, command: list[str]) -> None:
         self.text = ""
@@ -38,12 +38,13 @@ class Terminal:
             os.execv(command[0], command)
 
     def expect(self, words: str, timeout_s: float = 60) -> None:
-        """Read until `words` have come, after what was expected before."""
+        """Read until `words` have appeared, after the text that was expected before."""
         assert self._comes(words, timeout_s), f"{words!r} did not come within {timeout_s} s: {self.text}"
         self.text = self.text.partition(words)[2]
 
     def press(self, keys: str, words: str) -> None:
-        """Type until `words` come: a signal that a program gets just before it reads wakes nobody."""
+        """Type repeatedly until `words` appear, because a signal that arrives just before the program reads
+        does not interrupt the read."""
         for _ in range(10):
             self.type(keys)
             if self._comes(words, 6):

@@ -1,4 +1,5 @@
-"""Drains under load: nothing that was accepted is lost, and nobody is refused before readiness said so."""
+"""Tests of drains under load: no accepted request is lost, and no request is refused before readiness has
+reported it."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ FRONTS = 2
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two models."""
+    """Write settings with two models."""
     path = tmp_path_factory.mktemp("drain") / "appliance.toml"
     model = f'folder = "{demo_model_folder()}"\nthreads = 1\nkv_blocks = 400\nmax_num_seqs = 8\n'
     path.write_text(
@@ -48,7 +49,7 @@ def box(settings: Path) -> Iterator[Service]:
 
 
 class Answer:
-    """What a client got, and when."""
+    """What a client received, and when."""
 
     def __init__(self, model: str, status: int, code: str, retry_after: str | None, tokens: int) -> None:
         self.model, self.status, self.code = model, status, code
@@ -61,7 +62,8 @@ class Answer:
 
 
 def ask(http: httpx.Client, model: str, *, stream: bool = False, tokens: int = TOKENS) -> Answer:
-    """One request to its end. Of a stream that ends with an error the status is the error's."""
+    """Send one request and read the whole answer. The status of a stream that ends with an error is that of
+    the error."""
     body = {"model": model, "prompt": "import ", "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
     if not stream:
         answer = http.post("/v1/completions", json=body)
@@ -84,8 +86,8 @@ def ask(http: httpx.Client, model: str, *, stream: bool = False, tokens: int = T
 
 
 class Load:
-    """Clients that ask one request after the other, and probes that look at readiness on connections of
-    their own."""
+    """Clients that send one request after another, and probes that check readiness on separate
+    connections."""
 
     def __init__(self, running: Service, models: tuple[str, ...] = ("demo",)) -> None:
         self.running, self.models = running, models
@@ -98,7 +100,7 @@ class Load:
         self._threads = [threading.Thread(target=self._client, args=(number,)) for number in range(6)]
 
     def probe(self, model: str) -> None:
-        """Look at the readiness of this model on every front. Connections go to the fronts in turn."""
+        """Check the readiness of this model on every front. Connections go to the fronts in rotation."""
         self._probed = f"?model={model}" if model else ""
         probes = [threading.Thread(target=self._probe, args=(number,)) for number in range(2 * FRONTS)]
         self._threads += probes
@@ -113,7 +115,7 @@ class Load:
         self.stop()
 
     def stop(self) -> None:
-        """Until every client has had its last answer."""
+        """Wait until every client has received its last answer."""
         self._stop.set()
         for thread in self._threads:
             thread.join(90)
@@ -156,7 +158,8 @@ class Load:
 
 
 def check(load: Load, *, lost_connections: bool = False) -> None:
-    """Everything that was accepted was answered in full; everything else was told when to come back."""
+    """Check that every accepted request was answered in full, and that every other client was told when to
+    retry."""
     assert {answer.status for answer in load.answers} <= {200, 503}
     assert {answer.tokens for answer in load.answers if not answer.refused} == {TOKENS}
     assert {answer.code for answer in load.refusals} <= {"draining"}
@@ -165,7 +168,8 @@ def check(load: Load, *, lost_connections: bool = False) -> None:
 
 
 def check_order(load: Load) -> None:
-    """Every front said that it is not ready before anybody was refused, and served who came after that."""
+    """Check that every front reported that it is not ready before any request was refused, and served the
+    requests that arrived in between."""
     assert len(load.not_ready) == 2 * FRONTS
     announced = max(load.not_ready.values())
     first = min(load.refusals, key=lambda answer: answer.at)
@@ -176,7 +180,7 @@ def check_order(load: Load) -> None:
 
 @contextmanager
 def draining(running: Service, *options: str) -> Iterator[subprocess.Popen[str]]:
-    """`appliance drain` with its output."""
+    """Run `appliance drain` and capture its output."""
     command = [APPLIANCE, "drain", "--yes", "--run-dir", str(running.run_dir), *options]
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -189,7 +193,7 @@ def draining(running: Service, *options: str) -> Iterator[subprocess.Popen[str]]
 
 @pytest.fixture
 def patient(box: Service, settings: Path) -> Iterator[Service]:
-    """The box, with time for probes on a slow machine as well."""
+    """Return the service with longer notice, so that probes are in time even on a slow machine."""
     text = settings.read_text()
     settings.write_text(text.replace("drain_notice_s = 0.8", f"drain_notice_s = {NOTICE_S}"))
     box.command("config", "reload")
@@ -314,7 +318,8 @@ def test_sigterm_under_load_drains_as_well_and_leaves_nothing_behind(settings: P
             assert running.process.wait(60) == 0
         check(load, lost_connections=True)
         check_order(load)
-        # A client that was cut off had not been accepted: the log knows of no answer that nobody got.
+        # A client that was cut off had not been accepted, because the log contains no answer that no client
+        # received.
         answered = sum(not answer.refused for answer in load.answers)
         found = outcomes(running)
         assert found.pop(("ended", 200)) == answered

@@ -1,4 +1,5 @@
-"""What tenants get of a real service. `python -m tests.system.fairness` is the long form, with its bounds."""
+"""Tests that a real service is shared fairly between tenants. `python -m tests.system.fairness` is the long
+version, with its bounds."""
 
 from __future__ import annotations
 
@@ -18,13 +19,13 @@ def running() -> Iterator[Service]:
 
 def test_tenants_of_a_real_service_are_served_by_their_weights(running: Service) -> None:
     figures = shares(running, least_service=10_000.0, warm_up_service=4000.0)
-    # Some 90 requests. If turns went by arrival it were 0.6: all three keep as many waiting, or nearly so,
-    # where others use this machine.
+    # About 90 requests. In order of arrival, the index would be 0.6. All three tenants keep the same number
+    # of requests waiting, or nearly the same if other processes use this machine.
     assert figures["jain"] >= 0.85, figures
 
 
 def test_a_flood_leaves_a_quiet_tenant_of_a_real_service_its_first_tokens(running: Service) -> None:
     running.wait_until(lambda: not running.rows(state="open"), 60, "the former requests to end")
     figures = quiet(running, requests=15)
-    # In the order of arrival it would wait for some 250: 64 prompts of 512 tokens, 128 to a step.
+    # In order of arrival, the delay would be about 250 steps: 64 prompts of 512 tokens, 128 per step.
     assert figures["delay_in_full_steps"] <= 4.0, figures

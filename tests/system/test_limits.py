@@ -1,5 +1,5 @@
-"""Each limit of a quota, of tenants and of keys, through a real service; changed while it runs, and carried
-over its restart and its death."""
+"""Tests of each quota limit, for tenants and keys, through a real service. Limits are changed while it runs,
+and must survive its restart and its death."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCOPES = ["tenant", "key"]
 
 
 class Caller:
-    """A tenant of its own with one key; limits are of one of the two."""
+    """A separate tenant with one key. The limits are set on one of the two."""
 
     made = 0
 
@@ -59,7 +59,7 @@ class Caller:
         return {usage.limit: usage for usage in found}
 
     def in_flight(self) -> list[str]:
-        """States of its requests."""
+        """Return the states of its requests."""
         with self.admin() as admin:
             return sorted(one.state for one in admin.in_flight() if one.tenant == self.name)
 
@@ -68,14 +68,14 @@ class Caller:
         return asked if max_tokens is None else {**asked, "max_tokens": max_tokens}
 
     def ask(self, prompt: int = 5, max_tokens: int | None = 5, **fields: Any) -> httpx.Response:
-        """One request to its end."""
+        """Send one request and return the whole answer."""
         with self.running.http() as http:
             body = self.body(prompt, max_tokens, **fields)
             return http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {self.key}"})
 
     @contextmanager
     def long_answer(self, prompt: int = 5, max_tokens: int = 1900) -> Iterator[None]:
-        """A stream that runs meanwhile; then its client leaves."""
+        """Run a stream during the block, after which its client disconnects."""
         with (
             self.running.http() as http,
             http.stream(
@@ -101,7 +101,7 @@ def running() -> Iterator[Service]:
 
 
 def refused(answer: httpx.Response, kind: str, code: str = "rate_limit_exceeded") -> dict[str, Any]:
-    """The error of a 429 in OpenAI's shape."""
+    """Check a 429 and return its error in OpenAI's format."""
     assert answer.status_code == 429, answer.text
     error: dict[str, Any] = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -110,7 +110,7 @@ def refused(answer: httpx.Response, kind: str, code: str = "rate_limit_exceeded"
 
 
 def tokens(answer: httpx.Response) -> int:
-    """How many were produced."""
+    """Return the number of generated tokens."""
     assert answer.status_code == 200, answer.text
     return int(answer.json()["usage"]["completion_tokens"])
 
@@ -137,10 +137,10 @@ def test_tokens(running: Service, scope: str, limit: str) -> None:
     caller = Caller(running, scope, **{limit: 60.0})
     began = time.monotonic()
     assert tokens(caller.ask(10, 20)) == 20
-    # The front tells the core of the end after its client has the answer.
+    # The front reports the end to the core only after its client has received the answer.
     running.wait_until(lambda: caller.usage()[limit].held == 0, 30, "the request's end in the core")
     used = caller.usage()[limit]
-    # Of a minute's 60 one comes back each second.
+    # With 60 per minute, one is refilled each second.
     assert 29 - (time.monotonic() - began) <= used.used <= 30 and (used.held, used.capacity) == (0, 60)
     answer = caller.ask(10, 40)
     error = refused(answer, "tokens")
@@ -187,7 +187,7 @@ def test_context_length(running: Service, scope: str) -> None:
 
 @pytest.mark.parametrize("scope", SCOPES)
 def test_share_of_the_kv_blocks(running: Service, scope: str) -> None:
-    caller = Caller(running, scope, kv_share=0.15)  # of 200 blocks: 1,920 tokens
+    caller = Caller(running, scope, kv_share=0.15)  # 15 % of 200 blocks: 1,920 tokens
     answers: list[httpx.Response] = []
     waiting = threading.Thread(target=lambda: answers.append(caller.ask()))
     with caller.long_answer(5, 1800):
@@ -218,7 +218,7 @@ def test_a_limit_is_changed_and_lifted_at_once(running: Service, scope: str) -> 
     assert caller.ask(5, 20).status_code == 200
     refused(caller.ask(5, 5), "tokens")
     caller.set(tokens_per_day=1000.0)
-    refused(caller.ask(5, 20), "tokens")  # raising it gives nothing at once
+    refused(caller.ask(5, 20), "tokens")  # raising the limit adds nothing immediately
     caller.set(tokens_per_day=None)
     answer = caller.ask(5, 30)
     assert tokens(answer) == 30 and not [name for name in answer.headers if "ratelimit" in name]
@@ -235,7 +235,7 @@ def test_what_is_used_survives_a_restart_and_the_death_of_the_core(running: Serv
         assert used.used in (118, 119, 120) and used.held == 0
         refused(caller.ask(100, 850), "tokens")
         assert tokens(caller.ask(80, 20)) == 20
-    # What ended, and what runs, when the core is killed: the log has rows of both.
+    # One request has ended and one is running when the core is killed; the log has rows for both.
     streams = [threading.Thread(target=stream_until_cut, args=(caller,)) for caller in callers]
     for thread in streams:
         thread.start()
@@ -247,14 +247,15 @@ def test_what_is_used_survives_a_restart_and_the_death_of_the_core(running: Serv
     running.start()
     for caller in callers:
         used = caller.usage()["tokens_per_day"]
-        # All that the stream had reserved: what it produced is not known.
+        # The whole reservation of the stream counts as used, because the number of its generated tokens is
+        # unknown.
         assert used.used in (918, 919, 920) and used.held == 0
         refused(caller.ask(40, 50), "tokens")
         assert tokens(caller.ask(40, 20)) == 20
 
 
 def states(callers: list[Caller]) -> list[str]:
-    """Of the rows of their requests that ran."""
+    """Return the states of those rows whose requests ran."""
     rows = RequestReader(callers[0].running.state_dir / "history.db").query(RequestFilter(), 100)
     names = {caller.name for caller in callers}
     return sorted(row.state for row in rows if row.quota_tokens and row.tenant in names)

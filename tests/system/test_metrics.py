@@ -1,4 +1,5 @@
-"""The metrics of a real service: they agree with the request log whatever happened, and follow what runs."""
+"""Tests of a real service's metrics: they agree with the request log whatever happened, and reflect the
+current state."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ Values = dict[tuple[str, ...], float]
 
 
 class Box:
-    """A service whose metrics are on TCP too."""
+    """A service that also serves its metrics on TCP."""
 
     def __init__(self, running: Service, port: int, metrics_port: int) -> None:
         self.running = running
@@ -43,7 +44,7 @@ class Box:
         return answer.text
 
     def values(self, name: str, text: str | None = None) -> Values:
-        """Of one scrape; without `text` of a new one."""
+        """Return the values of one scrape: `text`, or a new scrape without it."""
         return {
             tuple(sample.labels.values()): sample.value
             for family in text_string_to_metric_families(text or self.text())
@@ -55,7 +56,7 @@ class Box:
         self.running.wait_until(lambda: good(self.values(name)), 60, name)
 
     def logged(self, *columns: str) -> Values:
-        """The rows that have ended, by the first columns; the last one is summed."""
+        """Return sums over the ended rows: the last column is summed, grouped by the others."""
         *by, what = columns
         names = ", ".join(by)
         query = f"SELECT {names}, {what} FROM requests WHERE finished_at IS NOT NULL GROUP BY {names}"
@@ -124,9 +125,9 @@ def test_the_counters_agree_with_the_request_log_after_all_that_can_happen(box: 
     assert box.values("appliance_tenant_limit")["acme", "tokens_per_day"] == 1000
     used = box.logged("tenant", "sum(quota_tokens)")["acme",]
     left = box.values("appliance_tenant_limit_left")["acme", "tokens_per_day"]
-    # A day's worth refills by 0.7 a minute.
+    # A daily limit of this size refills by 0.7 per minute.
     assert 1000 - used <= left <= 1005 - used < 1000
-    # What the engine counted, step by step, is what was logged.
+    # The engine's count, step by step, equals what was logged.
     generated = sum(box.logged("tenant", "sum(generated_tokens)").values())
     assert sum(box.values("appliance_engine_generated_tokens_total").values()) == generated
 
@@ -147,7 +148,7 @@ def test_levels_follow_what_runs_and_gateways_find_the_names_that_they_know(box:
         return box.values("vllm:num_requests_running", scrapes[-1]) == {("demo",): 3} and 0 < usage < 1
 
     box.running.wait_until(three_run, 60, "a scrape while three run")
-    # All of that scrape: by the next one they may have ended.
+    # All values must be from one scrape, because the requests may have ended by the next one.
     values = partial(box.values, text=scrapes[-1])
     blocks = box.running.replica()["blocks_total"]
     assert values("vllm:cache_config_info") == {("demo", "64", str(blocks)): 1}

@@ -1,4 +1,5 @@
-"""Settings reloaded under a running service with its real engine: loaded models keep their processes."""
+"""Tests that settings can be reloaded in a running service with its real engine, and that loaded models keep
+their processes."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ MODEL = f'folder = "{demo_model_folder()}"\nthreads = 1\nkv_blocks = 100\n'
 
 
 class Box:
-    """A service, and the file with its settings."""
+    """A service and its settings file."""
 
     def __init__(self, path: Path, running: Service) -> None:
         self.path, self.running = path, running
@@ -47,7 +48,7 @@ class Box:
         return [pid for replica in found if replica.state == "ready" for pid in replica.pids]
 
     def completes(self, model: str) -> int:
-        """The status of a request's answer."""
+        """Return the status of the answer to a request."""
         with self.running.http() as http:
             body = {"model": model, "prompt": "import ", "max_tokens": 4}
             return http.post("/v1/completions", json=body).status_code
@@ -56,7 +57,7 @@ class Box:
 @pytest.fixture(scope="module")
 def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
     path = tmp_path_factory.mktemp("reload") / "appliance.toml"
-    # Settings of the service come first: the tests insert tables after `fronts`.
+    # The settings of the service come first, because the tests insert tables after `fronts`.
     path.write_text(
         f'drain_grace_s = 120\nlisten = "127.0.0.1:{free_port()}"\nfronts = 2\n'
         f"[models.demo]\n{MODEL}[models.other]\n{MODEL}"

@@ -1,4 +1,4 @@
-"""The short forms of `scripts/soak --attacks` and `scripts/soak --mixed`."""
+"""Short versions of `scripts/soak --attacks` and `scripts/soak --mixed`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ pytestmark = pytest.mark.system
 
 @pytest.fixture(scope="module")
 def attacked() -> Iterator[tuple[Target, str]]:
-    """A service, and the key of the attackers' tenant."""
+    """Start a service, and return it with the key of the attackers' tenant."""
     with attacked_service("--kv-blocks", str(KV_BLOCKS)) as made:
         yield made
 
 
 def test_floods_neither_stall_another_tenants_requests_nor_keep_memory(attacked: tuple[Target, str]) -> None:
-    # The bounds on time are for slow machines: before connections were bounded, requests stalled for 20 s
-    # beside pipelining, and the fronts grew to 2.3 GB.
+    # The time limits allow for slow machines. Before connections were limited, requests stalled for 20 s
+    # during pipelining, and the fronts grew to 2.3 GB.
     plan = Plan(
         requests=20,
         rate=10.0,
@@ -44,7 +44,7 @@ def test_floods_neither_stall_another_tenants_requests_nor_keep_memory(attacked:
 
 def test_mixed_traffic_with_attacks_loses_no_request(attacked: tuple[Target, str]) -> None:
     result = run(*attacked, seconds=10.0, count=3, every_s=0.2)
-    # Memory still grows after the start: only the long form judges it.
+    # Memory is still growing after the start, so only the long version checks it.
     assert [failure for failure in result["failures"] if "grows by" not in failure] == []
     assert result["requests"] > 3
     assert result["attackers"]["requests"] > 100

@@ -1,4 +1,4 @@
-"""The short form of `scripts/soak`."""
+"""A short version of `scripts/soak`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.system
 def test_after_a_storm_of_requests_and_kills_the_house_is_in_order() -> None:
     with service("--fronts", "2", "--tensor-parallel-size", "2") as running:
         kills = streamed = 0
-        for seed in range(7, 15):  # on a slow machine few streams come to their end between two deaths
+        for seed in range(7, 15):  # on a slow machine, few streams finish between two deaths
             tally = storm(running, seconds=10, seed=seed, kill_every_s=3.0)
             check_house(running, tally)
             kills, streamed = kills + tally.kills, streamed + tally.outcomes.get("streamed", 0)

@@ -1,4 +1,5 @@
-"""The service under a real systemd, in a machine of its own: start, restart, reload, watchdog, stop."""
+"""Tests of the service under a real systemd, in a separate machine: start, restart, reload, watchdog and
+stop."""
 
 from __future__ import annotations
 
@@ -31,14 +32,14 @@ LONG = {"model": "demo", "prompt": "import ", "temperature": 0, "max_tokens": 30
 
 
 class Box:
-    """The service in the machine, and its clients outside, which reach its socket through /proc."""
+    """The service in the machine, and clients outside, which reach its socket through /proc."""
 
     def __init__(self, inside: Machine) -> None:
         self.inside = inside
         self.api_socket = inside.root / "run/appliance/api.sock"
 
     def http(self) -> httpx.Client:
-        """A client on a connection of its own."""
+        """Return a client with a new connection."""
         transport = httpx.HTTPTransport(uds=str(self.api_socket), verify=False)
         return httpx.Client(transport=transport, base_url="http://appliance", timeout=60)
 
@@ -47,7 +48,7 @@ class Box:
             return client.get("/health/ready").status_code
 
     def complete(self, **options: Any) -> int:
-        """Ask for a few tokens; the status of the answer."""
+        """Request a few tokens and return the status of the answer."""
         body = {**LONG, "max_tokens": 8, **options}
         with self.http() as client:
             return client.post("/v1/completions", json=body).status_code
@@ -60,20 +61,20 @@ class Box:
         return self.inside.appliance("status")["models"][0]["replicas"][0]
 
     def children(self) -> list[int]:
-        """Every front and rank."""
+        """Return the process ids of every front and rank."""
         status = self.inside.appliance("status")
         ranks = [pid for model in status["models"] for one in model["replicas"] for pid in one["pids"]]
         return ranks + [front["pid"] for front in status["fronts"]]
 
     def rows(self, state: str, **wanted: str) -> int:
-        """So many rows of the request log are in this state, with these values."""
+        """Return how many rows of the request log are in this state, with these values."""
         rows = self.inside.appliance("requests", "--limit", "100")
         return sum(
             all(row[name] == value for name, value in (("state", state), *wanted.items())) for row in rows
         )
 
     def write(self, text: str) -> None:
-        """Settings, besides those of the main file."""
+        """Write settings in addition to those in the main file."""
         path = self.inside.root / DROP_IN.lstrip("/")
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
@@ -82,7 +83,7 @@ class Box:
         (self.inside.root / DROP_IN.lstrip("/")).unlink(missing_ok=True)
 
     def wait_active(self, *, but: str = "") -> None:
-        """Until the unit is active, with another main process than `but`."""
+        """Wait until the unit is active with a main process other than `but`."""
 
         def active() -> bool:
             unit = self.unit()
@@ -121,7 +122,7 @@ class Stream(threading.Thread):
 
 
 def shown_to_the_sandbox() -> str:
-    """Return lines for the unit that show it this checkout and its Python, where the sandbox hides their
+    """Return unit lines that make this checkout and its Python visible where the sandbox would hide their
     folder."""
     needed = {Path(path).resolve() for path in (ROOT, sys.prefix, sys.base_prefix)}
     hidden = [path for path in sorted(needed) if path.parts[1] in ("home", "root", "tmp")]
@@ -141,7 +142,7 @@ def booted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
         f"{socket}.d/tcp.conf": (UNITS / "examples/appliance.socket.d/tcp.conf").read_text(),
         f"{unit}.d/test.conf": "[Service]\n"
         f'Environment="PYTHONPATH={ROOT}" OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1\nWatchdogSec={WATCHDOG_S}s\n'
-        "TimeoutStopSec=2s\n"  # shorter than a drain: the service asks for more
+        "TimeoutStopSec=2s\n"  # shorter than a drain, so the service must ask for more time
         f"{shown_to_the_sandbox()}",
         "/usr/lib/sysusers.d/appliance.conf": (UNITS / "sysusers.d/appliance.conf").read_text(),
         "/etc/appliance/appliance.toml": f"hang_timeout_s = {HANG_S}\ndrain_grace_s = 120\n",
@@ -176,7 +177,7 @@ def test_the_units_pass_systemds_own_check(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
     )
-    # What else is installed on this machine is not ours to judge.
+    # Messages about other software on this machine are ignored.
     said = [line for line in (done.stdout + done.stderr).splitlines() if "appliance" in line]
     assert (done.returncode, said) == (0, []), done.stderr
 
@@ -209,7 +210,7 @@ def test_start_returns_when_the_models_answer(booted: Machine) -> None:
     assert box.unit()["StatusText"].startswith("ready: 1 model, ")
     over_tcp = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:8080/health/ready').status)"
     assert booted.run("/opt/appliance/bin/python", "-c", over_tcp).stdout.strip() == "200"
-    # The core, a front, the front's renderer of chat templates and a rank.
+    # The core, a front, the front's chat template renderer and a rank.
     assert len(booted.processes("appliance")) == 4
     cache = booted.root / "var/cache/appliance"  # for kernels that are compiled at run time
     assert cache.stat().st_uid == booted.processes("appliance")[0].uids().real
@@ -247,7 +248,7 @@ def test_a_killed_core_is_back_and_who_connected_meanwhile_is_served(box: Box) -
     for stream in under_way:
         stream.join(60)
         assert not stream.is_alive()
-        assert stream.error is not None  # it did not end as if it were whole
+        assert stream.error is not None  # the stream must not end as if it were complete
     box.wait_active(but=before["MainPID"])
     assert int(box.unit()["NRestarts"]) == int(before["NRestarts"]) + 1
     assert not any(process.is_running() for process in killed)
@@ -257,7 +258,7 @@ def test_a_killed_core_is_back_and_who_connected_meanwhile_is_served(box: Box) -
 def test_a_stalled_rank_is_the_cores_to_kill(box: Box) -> None:
     before, ranks = box.unit(), box.replica()["pids"]
     box.inside.run("kill", "-STOP", *map(str, ranks))
-    assert box.complete() == 200  # once the core has noticed, and another rank has loaded
+    assert box.complete() == 200  # after the core has noticed and another rank has loaded
     assert box.replica()["pids"] != ranks
     assert "did not report for" in box.replica()["last_error"]
     now = box.unit()
@@ -272,14 +273,14 @@ def test_a_core_that_hangs_is_killed_by_the_watchdog_and_started_again(box: Box)
     before = box.unit()
     box.inside.run("kill", "-STOP", before["MainPID"])
     try:
-        answer = box.complete()  # waits in the backlog until the next life
-    except httpx.RemoteProtocolError:  # systemd continues a stopped process to abort it: it may accept before
+        answer = box.complete()  # waits in the backlog until the service has restarted
+    except httpx.RemoteProtocolError:  # systemd continues a stopped process in order to abort it, so the process may accept a connection before it ends
         answer = box.complete()
     assert answer == 200
     box.wait_active(but=before["MainPID"])
     journal = box.inside.journal("--unit", SERVICE, "--lines", "200")
     assert "Watchdog timeout" in journal
-    assert "Fatal Python error: Aborted" in journal  # and where each thread was
+    assert "Fatal Python error: Aborted" in journal  # followed by each thread's stack
     assert int(box.unit()["NRestarts"]) == int(before["NRestarts"]) + 1
 
 
@@ -322,14 +323,14 @@ def test_stop_drains_and_leaves_nothing(box: Box) -> None:
     assert not list(state.glob("*-wal"))
     assert [path.name for path in (box.inside.root / "run/appliance").iterdir() if path.is_dir()] == []
 
-    # Settings that cannot be used are told, and not tried again and again.
+    # Settings that cannot be used are reported, and the start is not repeated.
     box.write("fronts = 0\n")
     assert box.inside.systemctl("start", SERVICE, check=False).returncode != 0
     assert f"{DROP_IN}:1" in box.inside.journal("--unit", SERVICE, "--lines", "10")
     failed = box.inside.show(SERVICE, "ActiveState", "ExecMainStatus", "NRestarts")
     assert failed == {"ActiveState": "failed", "ExecMainStatus": "78", "NRestarts": "0"}
 
-    # The socket is still there: who connects starts the service.
+    # The socket still exists, so a client that connects starts the service.
     box.forget()
     assert box.complete() == 200
     box.wait_active()

@@ -1,4 +1,4 @@
-"""What several tests of a running service need: steady traffic, and a look at the audit trail."""
+"""Helpers shared by tests of a running service: steady traffic, and a check of the audit trail."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.system.service import APPLIANCE, Service
 
 
 class Load(threading.Thread):
-    """Asks one request after the other until it is told to stop."""
+    """Sends one request after another until told to stop."""
 
     def __init__(self, running: Service, key: str = "placeholder") -> None:
         super().__init__(daemon=True)
@@ -33,14 +33,14 @@ class Load(threading.Thread):
                     return
 
     def end(self) -> None:
-        """Every one was answered."""
+        """Stop, and check that every request was answered."""
         self._told.set()
         self.join(60)
         assert not self.is_alive() and self.errors == []
 
 
 def verify(state_dir: Path, *words: str) -> Any:
-    """What `appliance audit verify` reports, with its exit code."""
+    """Return the report of `appliance audit verify`, with its exit code."""
     command = [APPLIANCE, "audit", "verify", "--state-dir", str(state_dir), "--json", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode in (0, 1), done.stderr
@@ -48,6 +48,6 @@ def verify(state_dir: Path, *words: str) -> Any:
 
 
 def ended(running: Service) -> set[str]:
-    """The ids of all requests whose rows have their end."""
+    """Return the ids of all requests whose rows have ended."""
     reader = RequestReader(running.state_dir / "history.db")
     return {row.request_id for row in reader.query(RequestFilter(state="ended"), 100_000)}

@@ -1,4 +1,4 @@
-"""What the processes of a service use: resident memory, descriptors and threads, by process."""
+"""Resource use of a service's processes: resident memory, descriptors and threads, by process."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ MEGABYTE = 1 << 20
 
 @dataclass(frozen=True)
 class Usage:
-    """One process at one time."""
+    """The resource use of one process at one time."""
 
     rss_mb: float
-    """Resident set size in MiB (`/proc/PID/statm`): shared pages count in each process."""
+    """Resident set size in MiB (`/proc/PID/statm`). Shared pages are counted for each process."""
     descriptors: int
     threads: int
 
 
 def processes_of(running: Service) -> dict[str, psutil.Process]:
-    """Core, fronts and ranks by a name that says which one each is."""
+    """Return the core, fronts and ranks by descriptive names."""
     status = running.status()
     found = {"core": running.process.pid}
     for number, front in enumerate(status["fronts"]):
@@ -38,7 +38,7 @@ def processes_of(running: Service) -> dict[str, psutil.Process]:
 
 
 def usage_of(process: psutil.Process) -> Usage:
-    """What the process uses now. Raises psutil.Error if it has ended."""
+    """Return the current resource use of the process. Raises psutil.Error if it has ended."""
     with process.oneshot():
         return Usage(process.memory_info().rss / MEGABYTE, process.num_fds(), process.num_threads())
 
@@ -54,7 +54,7 @@ class PeakMemory(threading.Thread):
         self._stopped = threading.Event()
 
     def now_mb(self) -> dict[str, float]:
-        """The resident memory of each process in MiB, of those that run."""
+        """Return the resident memory of each running process in MiB."""
         found = {}
         for name, process in self._processes.items():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -70,17 +70,17 @@ class PeakMemory(threading.Thread):
             self.peak_mb[name] = max(self.peak_mb[name], size)
 
     def stop(self) -> None:
-        """End the thread after one more look."""
+        """Take one more sample and end the thread."""
         self._stopped.set()
         self.join()
         self._note()
 
     def peak_growth_mb(self) -> dict[str, float]:
-        """By how much each process exceeded its first size at most."""
+        """Return the maximum growth of each process since its first sample."""
         return {name: self.peak_mb[name] - size for name, size in self.before_mb.items()}
 
     def growth_after_mb(self, seconds: float) -> dict[str, float]:
-        """By how much each process exceeds its first size after so many seconds."""
+        """Return how much each process exceeds its first sample after the given number of seconds."""
         time.sleep(seconds)
         now = self.now_mb()
         return {name: size - self.before_mb[name] for name, size in now.items()}

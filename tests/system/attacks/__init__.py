@@ -1,1 +1,1 @@
-"""Attacks on a running service, one file per class of defect."""
+"""Attacks on a running service, with one file per class of defect."""

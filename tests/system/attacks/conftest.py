@@ -1,4 +1,4 @@
-"""Services that the tests of one kind of attack share."""
+"""Services shared by the tests of one kind of attack."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.system.service import Service, service
 
 
 class Target(NamedTuple):
-    """A service under attack, with the key of a tenant of its own."""
+    """A service under attack, with the key of a separate tenant."""
 
     running: Service
     tcp: Address
@@ -36,19 +36,19 @@ class Target(NamedTuple):
         return f"Authorization: Bearer {self.key}"
 
     def doctor(self) -> list[str]:
-        """The texts of everything that the doctor finds."""
+        """Return the texts of all findings of the doctor."""
         return [finding.text for finding in findings(self.running)]
 
     def answers_local_users(self) -> bool:
-        """Whether a request on the Unix socket is answered."""
+        """Return whether a request on the Unix socket is answered."""
         with self.running.http() as client:
             return client.get("/v1/models").status_code == 200
 
 
 @contextmanager
 def target(folder: Path, limits: str = "", fronts: int = 1, flags: Sequence[str] = ()) -> Iterator[Target]:
-    """A service with TCP, metrics, these lines in the table [limits] of its settings, and these options of
-    `appliance serve`."""
+    """Start a service with TCP and metrics, with these lines in the [limits] table of its settings, and with
+    these options of `appliance serve`."""
     settings = folder / "appliance.toml"
     settings.write_text(
         f'listen = "127.0.0.1:{free_port()}"\nfronts = {fronts}\n[metrics]\n'
@@ -61,6 +61,6 @@ def target(folder: Path, limits: str = "", fronts: int = 1, flags: Sequence[str]
 
 @pytest.fixture(scope="session")
 def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
-    """A service with the default limits, shared by tests of all files."""
+    """Start a service with the default limits, shared by tests in all files."""
     with target(tmp_path_factory.mktemp("attacked"), fronts=2) as made:
         yield made

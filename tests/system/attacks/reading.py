@@ -1,4 +1,4 @@
-"""What `status` and `doctor` say about a service in trouble."""
+"""Helpers that read what `status` and `doctor` report about a service in trouble."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.system.service import Service, service
 
 @contextmanager
 def configured(settings: str, *flags: str) -> Iterator[Service]:
-    """A service with these lines in its settings file."""
+    """Start a service with these lines in its settings file."""
     with TemporaryDirectory(prefix="appl-") as folder:
         path = Path(folder) / "appliance.toml"
         path.write_text(settings)
@@ -25,7 +25,7 @@ def configured(settings: str, *flags: str) -> Iterator[Service]:
 
 
 def problem(running: Service, where: str, text: str, timeout_s: float = 60) -> dict[str, Any]:
-    """Wait until the status lists a current problem of `where` with this text; return it."""
+    """Wait until the status lists a current problem in `where` that contains this text, and return it."""
 
     def look() -> Any:
         found = running.status()["current_problems"]
@@ -47,12 +47,12 @@ def no_problem(running: Service, timeout_s: float = 60) -> None:
 
 
 def doctor(running: Service, *levels: str) -> list[str]:
-    """What `doctor` finds of these levels, with the remedies; without levels, the problems."""
+    """Return the doctor's findings of these levels with their remedies; without levels, its problems."""
     found = findings(running)
     return [f"{one.text} → {one.remedy}" for one in found if one.level in (levels or ("problem",))]
 
 
 def findings(running: Service) -> list[Finding]:
-    """Everything that `appliance doctor` finds, without a process for it."""
+    """Return all findings of `appliance doctor`, without starting a process for it."""
     settings = load_settings(Flags(run_dir=str(running.run_dir), state_dir=str(running.state_dir)))
     return examine(running.run_dir, running.state_dir, settings).findings

@@ -1,4 +1,4 @@
-"""A checkpoint whose files cannot be read makes its own model unusable, and no other one."""
+"""Tests that a checkpoint with unreadable files makes only its own model unusable."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "surrogate": ({"chat_template": "\ud800"}, "lone surrogate"),
     "deep": ({"bos_token": "\ud800"}, "its files cannot be read"),
 }
-"""What is written into `tokenizer_config.json`, and the cause that is reported."""
+"""Content of `tokenizer_config.json`, and the cause that is reported for it."""
 
 
 def has_started(running: Service) -> bool:
-    """Whether the service answers operators."""
+    """Return whether the service answers operators."""
     try:
         return bool(running.status())
     except ServiceNotRunningError:
@@ -31,7 +31,7 @@ def has_started(running: Service) -> bool:
 
 
 def status_of(running: Service, model: str) -> tuple[int, str]:
-    """Status code and text of a request to the model."""
+    """Return the status code and text of a request to the model."""
     body = {"model": model, "prompt": "hi", "max_tokens": 1}
     with running.http() as http:
         answer = http.post("/v1/completions", json=body)
@@ -47,7 +47,7 @@ def test_models_with_bad_files_are_reported_and_the_others_go_on(
         shutil.copytree(demo_model_folder(), tmp_path / name)
         (tmp_path / name / "tokenizer_config.json").write_text(json.dumps(json.loads(good) | change))
         flags += ["--model", f"{name}={tmp_path / name}"]
-    # The service does not become ready as a whole: some of its models cannot be used.
+    # The service as a whole does not become ready, because some of its models cannot be used.
     monkeypatch.setattr(Service, "ready", has_started)
     with service(*flags, "--fronts", "1") as running:
         for name, (_, cause) in BROKEN.items():
@@ -58,7 +58,7 @@ def test_models_with_bad_files_are_reported_and_the_others_go_on(
         for name, (_, cause) in BROKEN.items():
             code, text = status_of(running, name)
             assert code == 503 and cause in text, text
-        # Later configurations are applied: the repaired models are served.
+        # Later configurations are still applied: the repaired models are served.
         for name in BROKEN:
             (tmp_path / name / "tokenizer_config.json").write_text(good)
         no_problem(running, 120)

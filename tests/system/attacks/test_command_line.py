@@ -1,7 +1,7 @@
-"""Another user's directory in /tmp, and another user's process behind a socket: no command sends anything
-there, or shows what is there.
+"""Tests that no command sends anything to, or shows anything from, another user's directory in /tmp or
+another user's process behind a socket.
 
-The commands run as one user without rights, the attacker as another; only root can start both.
+The commands run as one unprivileged user and the attacker as another; only root can start both.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ while True:
 
 
 class Commands:
-    """Runs commands as `CALLER`, without a terminal. One process imports everything that commands need; a
-    fork of it runs the commands of each call."""
+    """Runs commands as `CALLER`, without a terminal. One process imports everything that commands need; each
+    call forks it to run its commands."""
 
     def __init__(self) -> None:
         kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
@@ -121,7 +121,7 @@ class Commands:
         )
 
     def __call__(self, folder: Path, *each: tuple[str, ...], **environ: str) -> list[Any]:
-        """Run commands whose home is the folder; [exit code, output, errors] of each."""
+        """Run commands with the folder as their home. Returns [exit code, output, errors] for each."""
         assert self._process.stdin is not None and self._process.stdout is not None
         home = {name: str(folder) for name in ("HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME")}
         self._process.stdin.write(json.dumps([home | environ, each]) + "\n")
@@ -144,7 +144,7 @@ def commands() -> Iterator[Commands]:
 
 
 class Listener:
-    """A process of the attacker that listens on a Unix socket and keeps what is sent to it."""
+    """An attacker's process that listens on a Unix socket and records what it receives."""
 
     def __init__(self, path: Path) -> None:
         self._process = subprocess.Popen(
@@ -155,7 +155,7 @@ class Listener:
         assert self._process.stdout.readline() == b"\n"
 
     def stop(self) -> bytes:
-        """End the process; what it received."""
+        """End the process and return what it received."""
         self._process.send_signal(signal.SIGKILL)
         received, _ = self._process.communicate()
         return received
@@ -163,7 +163,7 @@ class Listener:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A folder in /tmp that everybody can enter."""
+    """Yield a folder in /tmp that every user can enter."""
     path = Path(tempfile.mkdtemp(prefix="attack-", dir="/tmp"))
     path.chmod(0o755)
     yield path
@@ -172,10 +172,10 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture
 def trap() -> Iterator[Path]:
-    """The run directory that the caller's commands look for in /tmp, made by the attacker, with a lock file
-    that names a forged request log."""
+    """Yield the run directory in /tmp that the caller's commands look for, created by the attacker, with a
+    lock file that names a forged request log."""
     path = Path(f"/tmp/appliance-{CALLER}")
-    shutil.rmtree(path, ignore_errors=True)  # of a run that was killed
+    shutil.rmtree(path, ignore_errors=True)  # left over from a run that was killed
     path.mkdir()
     try:
         forge_run_dir(path, path / "state")
@@ -185,7 +185,7 @@ def trap() -> Iterator[Path]:
 
 
 def forge_run_dir(path: Path, state: Path) -> None:
-    """Make `path` the attacker's, with a lock file that names a state directory with a request log."""
+    """Create `path` as the attacker, with a lock file that names a state directory with a request log."""
     state.mkdir()
     writer = Writer(state / "history.db", HISTORY, synchronous="NORMAL")
     writer.start()
@@ -231,7 +231,8 @@ def test_the_owner_of_a_directory_is_trusted_by_name_only(
 
 
 def test_another_users_process_behind_a_socket_of_ours_gets_nothing(commands: Commands, folder: Path) -> None:
-    """As when a socket was passed on, or moved by somebody who could write there once."""
+    """This happens if a socket was passed on, or moved by a user who once had write access to the
+    directory."""
     run, elsewhere = folder / "run", folder / "elsewhere"
     for path, uid in ((run, CALLER), (elsewhere, ATTACKER)):
         path.mkdir()
@@ -275,7 +276,7 @@ def test_a_database_of_another_user_is_not_read(commands: Commands, folder: Path
 
 
 def test_a_directory_that_root_gave_to_the_services_user_is_trusted(commands: Commands, folder: Path) -> None:
-    """As systemd does with /run/appliance: the service has a user of its own, the operator another."""
+    """systemd does this with /run/appliance: the service and the operator are different users."""
     place = Path(tempfile.mkdtemp(prefix="appl-", dir="/run"))
     place.chmod(0o755)
     run = place / "run"

@@ -1,4 +1,5 @@
-"""Many connections, and many requests on one: the attacker's are bounded, and other clients keep theirs."""
+"""Tests of many connections, and of many requests on one connection: the attacker's are limited, and other
+clients keep theirs."""
 
 from __future__ import annotations
 
@@ -35,12 +36,14 @@ from tests.system.attacks.wire import (
 pytestmark = pytest.mark.system
 GET = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
 MAX_GROWTH = 60 * MEGABYTE
-"""Before there were bounds, each of these floods took a process by more than 150 MB."""
+"""Maximum growth of a process in bytes. Before there were limits, each of these floods made a process grow by
+more than 150 MB."""
 
 
 @contextmanager
 def slowest_answer(attacked: Target) -> Iterator[Callable[[], float]]:
-    """Ask on the Unix socket again and again; the longest time that an answer took, in seconds."""
+    """Send requests on the Unix socket repeatedly. Yields a function that returns the longest time an answer
+    took, in seconds."""
     slowest, ended = [0.0], threading.Event()
 
     def ask() -> None:
@@ -133,7 +136,7 @@ def test_wrong_keys_leave_one_line_and_are_visible(attacked: Target) -> None:
         assert exchange(attacked.tcp, request).startswith(b"HTTP/1.1 401 ")
     wait_for(lambda: denied() >= before + 400, "the report")
     wait_for(lambda: len(logged()) > lines, "the log line")
-    # Two fronts, each of which writes at most one line in 5 s.
+    # There are two fronts, each of which writes at most one line in 5 s.
     assert len(logged()) - lines <= 2 * (2 + (time.monotonic() - started) / 5)
     problems = attacked.running.status()["problems"]
     assert any("had no valid key" in problem["what"] for problem in problems)
@@ -142,7 +145,7 @@ def test_wrong_keys_leave_one_line_and_are_visible(attacked: Target) -> None:
 
 @pytest.mark.parametrize("kind", ["tcp", "admin"])
 def test_bad_keys_by_the_thousand_delay_and_cost_nobody_else(attacked: Target, kind: str) -> None:
-    """As many a second as the machine can try: 1,000 and more on two free cores."""
+    """Sends as many requests per second as the machine can handle: 1,000 and more on two free cores."""
     memory, seconds = Memory(attacked.running), 3.0
     path = "/status" if kind == "admin" else "/v1/models"
     slowest_status = 0.0
@@ -164,7 +167,7 @@ def test_bad_keys_by_the_thousand_delay_and_cost_nobody_else(attacked: Target, k
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
-    """A service with few places for connections."""
+    """Start a service that accepts few connections."""
     limits = "max_connections = 40\nmax_unauthenticated_connections = 10\nunauthenticated_timeout_s = 5.0"
     with target(tmp_path_factory.mktemp("small"), limits) as made:
         yield made
@@ -184,7 +187,7 @@ def test_connections_without_a_key_take_no_place_of_others(small: Target) -> Non
 
 
 def test_a_connect_flood_from_one_address_closes_no_connection_of_another(small: Target) -> None:
-    """A client that is far away sends its request a second after it has connected."""
+    """A client with a long round-trip time sends its request a second after it has connected."""
     flood = Orders("idle_connections", small.tcp, 6.0, 100, source="127.0.0.2")
     ask = post("/v1/chat/completions", chat(), small.authorization, "Connection: close")
     with attackers([flood]) as processes:
@@ -206,7 +209,7 @@ def test_a_full_front_refuses_with_503_and_says_so(small: Target) -> None:
     body = chat(max_tokens=500, ignore_eos=True, stream=True)
     streams = [connect(small.unix) for _ in range(40)]
     try:
-        # One tenant may have 35 of 40 places.
+        # One tenant may have 35 of the 40 connections.
         for sock in streams[:35]:
             sock.sendall(post("/v1/chat/completions", body))
         for sock in streams[35:]:

@@ -1,6 +1,7 @@
-"""Databases that are deleted, locked or damaged, and disks that are full or read-only, under load.
+"""Tests of databases that are deleted, locked or damaged, and of disks that are full or read-only, under
+load.
 
-No request fails for it, no row is lost, and `status` and `doctor` say what is wrong.
+No request may fail because of it, no row may be lost, and `status` and `doctor` must report the cause.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ PAGE_BYTES = 4096
 
 @pytest.fixture(scope="module")
 def disk() -> Iterator[Path]:
-    """A small disk of its own for the state directory: an image with ext4, beside the mount point."""
+    """Yield a small separate disk for the state directory: an ext4 image next to its mount point."""
     folder = Path(tempfile.mkdtemp(prefix="appl-"))
     mounted, image = folder / "state", folder / "image"
     mounted.mkdir()
@@ -54,7 +55,7 @@ def running(disk: Path) -> Iterator[Service]:
 
 @contextmanager
 def load(running: Service) -> Iterator[None]:
-    """Requests that must all be answered, and whose rows must all be in the log afterwards."""
+    """Send requests, all of which must be answered, and whose rows must all be in the log afterwards."""
     clients = [Load(running) for _ in range(2)]
     for client in clients:
         client.start()
@@ -150,7 +151,7 @@ def test_with_damaged_logs_the_service_starts_serves_and_says_so(running: Servic
 
 
 def test_a_disk_that_becomes_read_only_stops_no_request(running: Service, disk: Path) -> None:
-    # What ext4 does after an error of the disk: nothing can be written, not even through open files.
+    # ext4 does this after a disk error: nothing can be written any more, not even through open files.
     subprocess.run(["mount", "-o", "remount,abort", disk], check=True)
     assert all(answer(running) for _ in range(3))
     problem(running, "history.db", "has refused writes")
@@ -160,7 +161,7 @@ def test_a_disk_that_becomes_read_only_stops_no_request(running: Service, disk: 
 
 
 def damage(path: Path) -> bytes:
-    """Overwrite all pages but the first, as a failing disk would; return what was there."""
+    """Overwrite all pages except the first, as a failing disk would. Returns the original content."""
     before = path.read_bytes()
     assert len(before) > 4 * PAGE_BYTES
     with path.open("r+b") as file:

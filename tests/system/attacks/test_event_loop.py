@@ -1,4 +1,5 @@
-"""No request blocks a front's event loop, its parsing included. A new attack is one line in `ATTACKS`."""
+"""Tests that no request blocks a front's event loop, including while it is parsed. To add an attack, add a
+line to `ATTACKS`."""
 
 from __future__ import annotations
 
@@ -15,9 +16,10 @@ from tests.front.harness import MODEL, Harness, write_model
 from tests.system.attacks.watched_front import FIGURES
 
 MAX_BLOCKED_S = 0.05
-"""Of CPU time, so that the machine's load does not count."""
+"""Maximum time that the loop may be blocked, in CPU time, so that the load of the machine does not matter."""
 TRIES = 5
-"""Other work of the loop may fall between the same two beats: the best of these counts."""
+"""Number of attempts, of which the best counts, because other work of the loop may fall between the same two
+beats."""
 BODY = Limits().max_body_bytes
 
 Figures = mmap.mmap
@@ -50,7 +52,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Harness,
 
 
 def raw(field: str, value: bytes) -> bytes:
-    """A chat with one more field."""
+    """Return a chat request with one more field."""
     head = b'{"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "%b": '
     return head % field.encode() + value + b"}"
 
@@ -222,5 +224,5 @@ def test_the_watch_notices_a_blocked_loop(watched: tuple[Harness, Figures]) -> N
     body = completion(prompt=[100] * 250_000)
     with httpx.Client(transport=httpx.HTTPTransport(uds=front.api_sock, verify=False), timeout=120) as client:
         client.post("http://front" + COMPLETIONS, content=body, headers={"content-type": "application/json"})
-    # A quarter of a million Python objects take any machine this long.
+    # Handling a quarter of a million Python objects takes at least this long on any machine.
     assert min(FIGURES.unpack_from(figures)) > 0.002

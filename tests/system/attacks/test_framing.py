@@ -1,4 +1,5 @@
-"""Requests with unusual framing: each one is answered once, or refused; none hides another one."""
+"""Tests that each request with unusual framing is answered once or refused, and cannot smuggle in another
+request."""
 
 from __future__ import annotations
 
@@ -20,12 +21,12 @@ HIDDEN = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 def statuses(answer: bytes) -> list[int]:
-    """The statuses of all responses in `answer`."""
+    """Return the statuses of all responses in `answer`."""
     return [int(status) for status in re.findall(rb"HTTP/1.1 (\d{3}) ", answer)]
 
 
 def chunked(path: str, body: bytes, *headers: str) -> bytes:
-    """A POST with this body in one chunk."""
+    """Return a POST request with this body in one chunk."""
     lines = [f"POST {path} HTTP/1.1", "Host: x", "Transfer-Encoding: chunked", *headers]
     return "\r\n".join(lines).encode() + b"\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
 

@@ -1,4 +1,4 @@
-"""A reader of standard error that stops reading stops no process of the service."""
+"""Tests that no process of the service stops if the reader of its standard error stops reading."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.system
 
 
 class Piped(Service):
-    """A service whose standard error is a pipe that this process reads, or does not."""
+    """A service whose standard error is a pipe that this process can read or leave unread."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -47,9 +47,9 @@ class Piped(Service):
             self.reading.wait()
 
     def stall(self) -> None:
-        """Read no more, and fill the pipe."""
+        """Stop reading, and fill the pipe."""
         self.reading.clear()
-        os.write(self.writer, b"(filled by the test)\n")  # the reader takes this, then it waits
+        os.write(self.writer, b"(filled by the test)\n")  # the reader takes this, and then waits
         self.wait_until(lambda: "filled by the test" in self.text, 60, "the reader to stop")
         filler = os.open(f"/proc/self/fd/{self.writer}", os.O_WRONLY | os.O_NONBLOCK)
         try:
@@ -79,7 +79,7 @@ def test_a_stalled_reader_of_the_log_stops_nobody(running: Piped) -> None:
     running.stall()
     front, rank = running.status()["fronts"][0]["pid"], running.replica()["pids"][0]
     running.command("keys", "create", "--name", "logged")  # the core logs this
-    psutil.Process(front).kill()  # the core logs the death, the new front its start
+    psutil.Process(front).kill()  # the core logs the death, and the new front logs its start
     psutil.Process(rank).kill()
     running.wait_until(
         lambda: running.replica()["restarts"] == 1 and running.ready(), 60, "new processes, ready to serve"

@@ -1,7 +1,7 @@
-"""What the machine and its users can do to a service.
+"""Tests of what the machine and its users can do to a service.
 
 The clock is set, 1,000 queued requests are cancelled at once, a connection is passed to another user, and one
-tenant measures whether the prefix cache holds prompts of another.
+tenant measures whether the prefix cache contains another tenant's prompts.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def running() -> Iterator[Service]:
 
 
 def key_of(running: Service, tenant: str, **limits: Any) -> str:
-    """A key of a new tenant."""
+    """Return the key of a new tenant."""
     with AdminClient(running.run_dir) as admin:
         admin.act(CreateTenant(name=tenant, **limits))
         made = admin.act(CreateKey(name="app", tenant=tenant))
@@ -50,7 +50,7 @@ def key_of(running: Service, tenant: str, **limits: Any) -> str:
 
 
 def ask(http: httpx.Client, key: str, prompt: list[int]) -> tuple[float, httpx.Response]:
-    """Seconds and answer of a request for one token."""
+    """Send a request for one token. Returns its duration in seconds and the answer."""
     body = {"model": "demo", "prompt": prompt, "max_tokens": 1}
     began = time.perf_counter()
     answered = http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
@@ -62,14 +62,15 @@ def ask(http: httpx.Client, key: str, prompt: list[int]) -> tuple[float, httpx.R
 
 @contextmanager
 def clock_that_can_be_set(monkeypatch: pytest.MonkeyPatch, setting: Path) -> Iterator[Service]:
-    """A service whose time of day is as the file says, e.g. "+1h"."""
+    """Start a service whose time of day is set by the file, for example to "+1h"."""
     if not FAKETIME.exists():
         pytest.skip("needs libfaketime (Debian: apt-get install libfaketime)")
     setting.write_text("+0")
     with monkeypatch.context() as patched:
         patched.setenv("LD_PRELOAD", str(FAKETIME))
         patched.setenv("FAKETIME_TIMESTAMP_FILE", str(setting))
-        # Without a cache, every look at the clock reads the file, which makes the service ten times slower.
+        # Without a cache, every reading of the clock reads the file, which makes the service ten times
+        # slower.
         patched.setenv("FAKETIME_CACHE_DURATION", "1")
         patched.setenv("FAKETIME_DONT_FAKE_MONOTONIC", "1")
         context = service()
@@ -85,7 +86,7 @@ def test_jumps_of_the_clock_change_no_quota_and_remove_no_row(
 ) -> None:
     setting = tmp_path / "clock"
     with clock_that_can_be_set(monkeypatch, setting) as running, running.http() as http:
-        # Two requests, and one more after 50 minutes.
+        # The quota permits two requests, and one more after 50 minutes.
         key = key_of(running, "limited", requests_per_minute=0.02, burst_s=6000)
         assert [ask(http, key, [7])[1].status_code for _ in range(3)] == [200, 200, 429]
         running.wait_until(lambda: len(running.rows(state="ended")) >= 3, 60, "the rows")
@@ -139,7 +140,7 @@ def test_a_thousand_queued_requests_cancelled_at_once_leave_nothing_behind(runni
     assert cancelled() == 1000
 
 
-# ── a socket in other hands ──
+# ── a connection passed to another user ──
 
 CONNECTS = """
 import os, socket, sys
@@ -152,8 +153,9 @@ socket.send_fds(to_test, [b"x"], [connection.fileno()])
 
 
 def test_a_connection_keeps_the_rights_of_the_user_who_made_it(running: Service) -> None:
-    """The kernel tells who connected, not who writes: root gains nothing for a stranger's connection, and
-    whoever passes a connection on passes on its own rights, as with every open file."""
+    """The kernel reports who connected, not who writes. Root therefore gains no rights on another user's
+    connection, and a user who passes a connection on also passes on the associated rights, as with every open
+    file."""
     if os.geteuid():
         pytest.skip("needs root, to become somebody else")
     running.folder.chmod(0o755)
@@ -190,7 +192,8 @@ def test_a_tenant_cannot_tell_which_prompts_another_has_in_the_prefix_cache(runn
 
 
 def timed(http: httpx.Client, key: str, prompt: list[int], *, cached: bool) -> float:
-    """Seconds of a request whose prompt is in the caller's part of the cache, or is not."""
+    """Return the duration of a request in seconds. `cached` tells whether its prompt must be in the caller's
+    part of the cache."""
     seconds, answered = ask(http, key, prompt)
     details = answered.json()["usage"].get("prompt_tokens_details") or {}
     assert bool(details.get("cached_tokens")) == cached, answered.text

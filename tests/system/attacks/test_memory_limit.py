@@ -1,4 +1,4 @@
-"""A control group with a memory limit: the kernel kills a process of the service at the limit."""
+"""Tests of a control group with a memory limit, at which the kernel kills a process of the service."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ while counters.read_text() == before and len(taken) < 300:
     time.sleep(0.05)
 pathlib.Path(sys.argv[2]).write_text(sys.argv[3])
 """
-"""Takes memory until the counters of the control group change, because a process was killed; then ends the
-limit."""
+"""A program that takes memory until the counters of the control group change because a process was killed,
+and then lifts the limit."""
 
 
 class Group:
-    """A control group, of cgroup v1 or v2."""
+    """A control group (cgroup v1 or v2)."""
 
     def __init__(self) -> None:
         v1 = V1.exists()
@@ -48,8 +48,8 @@ class Group:
             raise OSError(f"{self.folder.parent} offers no memory limits")
 
     def kill(self, pid: int, spared: list[int]) -> None:
-        """Have the kernel kill this process, for the memory that another process takes. `spared` leave the
-        group, so that the kernel cannot choose them."""
+        """Make the kernel kill this process while another process takes memory. The processes in `spared`
+        leave the group, so that the kernel cannot choose them."""
         for one in spared:
             (self.folder.parent / "cgroup.procs").write_text(str(one))
         Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
@@ -63,7 +63,8 @@ class Group:
             str(self.limit),
             self.unlimited,
         ]
-        # If memory is short again before the process has ended, the one that takes it is killed.
+        # If memory runs short again before the killed process has ended, the kernel kills the process that
+        # takes the memory.
         self.limit.write_text(str(int(self.usage.read_text()) + (20 << 20)))
         try:
             subprocess.run(["sh", "-c", enter + '"$@"', "sh", *words], check=False, timeout=120)
@@ -84,7 +85,7 @@ def group() -> Iterator[Group]:
 
 @pytest.fixture
 def limited(group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
-    """A service in the control group."""
+    """Start a service in the control group."""
     command = tmp_path / "appliance"
     enter = f"echo $$ >{group.folder}/cgroup.procs"
     command.write_text(f'#!/bin/sh\n{enter}\nexec {tests.system.service.APPLIANCE} "$@"\n')

@@ -1,4 +1,4 @@
-"""Huge prompts delay, fill and cost only the tenant that sends them."""
+"""Tests that only the tenant that sends huge prompts pays for them, in time, memory and cost."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ pytestmark = pytest.mark.system
 HUGE = "word " * ((Limits().max_body_bytes - 1000) // 5)
 WORD = "some words " * 10 + "x" * (Limits().max_body_bytes - 1000)
 MAX_DELAY_S = 2.0
-"""Of a small request beside the attack, at any time; 64 s before prompts were encoded in turns."""
+"""Maximum delay of a small request during the attack. It was 64 s before fronts took turns at encoding
+prompts."""
 
 
 def small_request_s(http: httpx.Client) -> float:
-    """Seconds of the local user's request with a prompt of 720 characters."""
+    """Return the duration of the local user's request with a prompt of 720 characters, in seconds."""
     began = time.monotonic()
     message = {"role": "user", "content": "some text " * 72}
     answer = http.post("/v1/chat/completions", json={"model": "demo", "messages": [message], "max_tokens": 1})
@@ -39,8 +40,8 @@ def small_request_s(http: httpx.Client) -> float:
 def flood(
     caller: Caller, path: str, connections: int, refusals: list[str] | None = None, **body: Any
 ) -> Iterator[Counter[int]]:
-    """Send the body again and again on so many connections; count the answers' status codes, and add the
-    messages of answers with 503 to `refusals`."""
+    """Send the body repeatedly on the given number of connections. Yields the count of each status code, and
+    adds the messages of answers with 503 to `refusals`."""
     statuses: Counter[int] = Counter()
     over = threading.Event()
     headers = {"authorization": f"Bearer {caller.key}"}
@@ -67,7 +68,7 @@ def flood(
 
 
 def front_bytes(running: Service) -> int:
-    """Memory of the fronts."""
+    """Return the memory of the fronts in bytes."""
     fronts = [one for one in running.descendants() if "appliance.front" in one.cmdline()]
     assert fronts
     return sum(front.memory_info().rss for front in map(psutil.Process, (one.pid for one in fronts)))
@@ -192,7 +193,7 @@ def test_a_front_keeps_nothing_of_the_prompts_that_it_refuses(demo: Service) -> 
     send(10)
     before = front_bytes(demo)
     send(100)
-    # Each of the prompts has 2 MB, and all of them stayed.
+    # Each prompt has 2 MB; before the fix, all of them stayed in memory.
     demo.wait_until(lambda: front_bytes(demo) - before < 60e6, 30, "the memory to be free")
 
 

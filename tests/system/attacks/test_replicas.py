@@ -1,4 +1,5 @@
-"""Replicas that die or stop answering: noticed within seconds, replaced, their requests continued."""
+"""Tests that replicas which die or stop answering are detected within seconds and replaced, and that their
+requests continue."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ TOKENS = 120
 
 
 def begun(running: Service) -> Stream:
-    """A stream that has delivered its first tokens."""
+    """Return a stream that has delivered its first tokens."""
     stream = Stream(running, max_tokens=TOKENS)
     assert stream.begun.wait(60)
     return stream
@@ -34,7 +35,7 @@ def test_a_stopped_rank_is_noticed_and_replaced_and_its_streams_go_on() -> None:
         assert undisturbed.finish_reason == "length", undisturbed.error
         stream, pids = begun(running), running.replica()["pids"]
         stopped_at = time.monotonic()
-        os.kill(pids[1], signal.SIGSTOP)  # rank 0 waits for it inside a collective operation
+        os.kill(pids[1], signal.SIGSTOP)  # rank 0 waits for this rank inside a collective operation
         problem(running, "demo-0", f"rank 1 (pid {pids[1]}) was stopped by a signal")
         assert time.monotonic() - stopped_at < 30
         stream.join(120)

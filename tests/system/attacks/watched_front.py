@@ -1,8 +1,9 @@
-"""A front whose event loop is watched: writes how long it was blocked at most into `$BLOCKED_FILE`.
+"""A front that measures how long its event loop is blocked, and writes the maximum to `$BLOCKED_FILE`.
 
-The file holds two doubles, each the most between two beats: CPU seconds of the loop's thread, and CPU seconds
-of the whole process, or seconds of the clock if these are fewer. The second includes what another thread
-computes while it holds the GIL; neither includes the time of other processes. The test sets them to zero.
+The file contains two doubles, each the maximum between two beats. The first is the CPU time of the loop's
+thread. The second is the CPU time of the whole process, or the elapsed time if that is shorter; it includes
+what another thread computes while it holds the GIL. Neither includes the time of other processes. The test
+resets both to zero.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ async def _beat(figures: mmap.mmap) -> None:
 
 
 def main() -> int:
-    """As `python -m appliance.front`, watched."""
+    """Run `python -m appliance.front` with the measurement."""
     run_front = appliance.front.process.run_front
 
     async def watched(sock: socket.socket) -> None:

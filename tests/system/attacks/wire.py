@@ -1,4 +1,4 @@
-"""Attackers' connections and what they cost: raw sockets, and the memory of the service's processes."""
+"""Raw sockets for attackers' connections, and measurements of the memory that the service's processes use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Address = tuple[str, int] | str
 
 
 def connect(address: Address, timeout_s: float = 60.0) -> socket.socket:
-    """A connection to a TCP address or a Unix socket."""
+    """Connect to a TCP address or a Unix socket."""
     if isinstance(address, tuple):
         return socket.create_connection(address, timeout_s)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -30,14 +30,14 @@ def connect(address: Address, timeout_s: float = 60.0) -> socket.socket:
 
 
 def tcp_address(running: Service, name: str = "tcp") -> tuple[str, int]:
-    """Where the service listens on TCP for the API ("tcp") or the metrics."""
+    """Return the TCP address on which the service listens for the API ("tcp") or the metrics."""
     address = next(one["address"] for one in running.status()["sockets"] if one["name"] == name)
     host, _, port = address.rpartition(":")
     return host, int(port)
 
 
 def read_all(sock: socket.socket) -> bytes:
-    """Everything until the connection ends."""
+    """Read until the connection ends."""
     data = b""
     with contextlib.suppress(ConnectionResetError):
         while piece := sock.recv(1 << 16):
@@ -46,27 +46,28 @@ def read_all(sock: socket.socket) -> bytes:
 
 
 def exchange(address: Address, request: bytes) -> bytes:
-    """The bytes that a connection answers to `request` until it ends; the client sends nothing further."""
+    """Return the bytes received in response to `request` until the connection ends. The client sends nothing
+    further."""
     with connect(address) as sock:
         sock.sendall(request)
         return read_all(sock)
 
 
 def post(path: str, body: dict[str, Any], *headers: str, version: str = "1.1") -> bytes:
-    """A POST with a JSON body."""
+    """Return a POST request with a JSON body."""
     data = json.dumps(body).encode()
     lines = [f"POST {path} HTTP/{version}", "Host: x", f"Content-Length: {len(data)}", *headers]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + data
 
 
 def chat(**fields: Any) -> dict[str, Any]:
-    """A short chat request."""
+    """Return a short chat request."""
     return {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, **fields}
 
 
 def flood(address: Address, data: bytes, connections: int, seconds: float) -> list[bytes]:
-    """Send `data` on many connections at once, as fast as it is taken; return what each was answered before
-    it closed, or by the time that is over."""
+    """Send `data` on many connections at once, as fast as it is accepted. Returns what each connection
+    received before it closed or the time was over."""
     sockets = [connect(address) for _ in range(connections)]
     left = {sock: memoryview(data) for sock in sockets}
     answers = dict.fromkeys(sockets, b"")
@@ -109,19 +110,19 @@ class Memory:
         return [process.memory_info().rss for process in self._processes]
 
     def growth(self) -> int:
-        """The most that a process has grown by."""
+        """Return the largest growth of any process, in bytes."""
         return max(now - before for now, before in zip(self._sizes(), self.before, strict=True))
 
 
 @contextmanager
 def idle(address: Address, count: int) -> Iterator[list[socket.socket]]:
-    """Connections that send nothing."""
+    """Yield connections that send nothing."""
     with contextlib.ExitStack() as stack:
         yield [stack.enter_context(connect(address)) for _ in range(count)]
 
 
 def is_closed(sock: socket.socket) -> bool:
-    """Whether the service has closed the connection."""
+    """Return whether the service has closed the connection."""
     sock.setblocking(False)
     try:
         return sock.recv(1) == b""
