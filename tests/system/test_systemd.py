@@ -274,7 +274,7 @@ def test_a_core_that_hangs_is_killed_by_the_watchdog_and_started_again(box: Box)
     box.inside.run("kill", "-STOP", before["MainPID"])
     try:
         answer = box.complete()  # waits in the backlog until the service has restarted
-    except httpx.RemoteProtocolError:  # systemd continues a stopped process in order to abort it, so the process may accept a connection before it ends
+    except httpx.RemoteProtocolError:  # systemd resumes a stopped process to abort it: it may still accept
         answer = box.complete()
     assert answer == 200
     box.wait_active(but=before["MainPID"])
