@@ -1,6 +1,6 @@
 """Prints, as JSON, how many kernels a build and a tuning search compile for Ampere and for Hopper, and how
-many of them use programmatic dependent launch. Also prints which kernels of the build do not compile for
-Ampere; of kernels with the same name, one is tried. Runs in a separate process, like
+many of them use programmatic dependent launch. Also prints which of the build's kernels do not compile for
+Ampere, trying one of those that share a name. Runs in a separate process, like
 `tests.engine.launches_of_serving`."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Prints how many kernels of collectives a build enumerates for a model on several ranks, in a line for each
-kind of passes: `whole` or in `halves`. Runs in a separate process, like `launches_of_serving`."""
+"""Prints how many collective kernels a build enumerates for a model on several ranks, one line per kind of
+pass: `whole` or in `halves`. Runs in a separate process, like `launches_of_serving`."""
 
 from __future__ import annotations
 

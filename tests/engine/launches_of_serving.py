@@ -1,6 +1,6 @@
-"""Prints the kernels that a replica on a GPU launches while serving although its warm-up has not launched
-them, one per line. The list must be empty, because a build compiles, and a start loads, only the kernels that
-warm-up launches.
+"""Prints the kernels that a replica on a GPU launches while serving but did not launch during warm-up, one
+per line. The list must be empty, because only kernels launched by warm-up are compiled by a build and loaded
+at startup.
 
 Runs in a separate process, because Triton decides once per process whether it interprets kernels: `python -m
 tests.engine.launches_of_serving FOLDER FP8 KV_FP8 RANKS`. The engine's own steps run on meta tensors, and
@@ -77,7 +77,7 @@ def serve(steps: StepExecutor) -> None:
             rows = list(range(decodes + 2))
             setups = [SlotSetup(row, params, 0, 1, [0]) for row in rows]
             sampled = ([], [decodes], [decodes, decodes + 1])
-            # Every number of samples with the first parameters, one of them with the others.
+            # Every number of samples with the first parameters, and one number with each of the others.
             for samples in sampled if number == 0 else (sampled[(number + index) % 3],):
                 prompt = Chunk(decodes, 0, [0] * chunk, samples)
                 steps.run(StepPlan(0, setups, [], [], rows[:decodes], [prompt]))

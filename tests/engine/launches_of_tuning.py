@@ -1,5 +1,5 @@
-"""Runs both searches of `python -m engine.tune` on a simulated GPU. Prints, as JSON, the kernels that they
-launched without having compiled them, and their changes to the table. Runs in a separate process, like
+"""Runs both searches of `python -m engine.tune` on a simulated GPU. Prints, as JSON, the kernels that were
+launched without having been compiled, and the changes to the table. Runs in a separate process, like
 `tests.engine.launches_of_serving`.
 
 Layers run on meta tensors. The first search chooses the library for every linear. In the descent, a layer
@@ -46,7 +46,7 @@ class Graphs:
     """Runs the functions that it should capture, and records their simulated duration."""
 
     table: Table
-    """The plans that the layers use now."""
+    """The plans that the layers currently use."""
 
     def capture(self, run: Callable[[], object], before: Callable[[], object]) -> float:
         before()
@@ -60,7 +60,8 @@ class Graphs:
 
 
 def run(*options: str) -> tuple[list[compiling.CompileJob], set[tuple[str, str]], str]:
-    """Run the command. Returns what it launched, what it had compiled, and what it printed."""
+    """Run the command. Returns the kernels that it launched, the kernels that it had compiled, and its
+    output."""
     compiled: list[compiling.CompileJob] = []
     use = chain.LayerChain.use
 

@@ -1,5 +1,5 @@
-"""The bookkeeping of the soak test: requests and their outputs, and the check that every request ends once
-with the right result."""
+"""The bookkeeping of the soak test, which checks that every request ends exactly once with the right
+result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.engine.soak_traffic import FORBIDDEN
 
 @dataclass(slots=True)
 class Told:
-    """The outputs of one sample as its front received them."""
+    """The outputs of one sample as received by its front."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -34,16 +34,17 @@ class Entry:
     cancelled: set[int] = field(default_factory=set)
     """Samples that were cancelled."""
     deaf: bool = False
-    """Whether its front has disconnected, after which no output may arrive."""
+    """Whether its front has disconnected, after which no output may be sent to it."""
 
 
 class OutputChecker:
-    """Checks the outputs of the engine, and raises AssertionError with the request if one is wrong. Entries
-    are dropped when their submission closes, so later outputs are detected and a long run needs no more
-    memory than a short one."""
+    """Checks the engine's outputs, and raises AssertionError with the request if one is wrong. Entries are
+    dropped when their submission closes, so later outputs are detected, and a long run needs no more memory
+    than a short one."""
 
     def __init__(self, max_model_len: int, vocab: int, poison: int | None) -> None:
-        """poison: a token whose embedding is sometimes NaN; it may end sequences that contain it."""
+        """Prepare an empty checker. `poison` is a token whose embedding is sometimes NaN, so sequences that
+        contain it may end with an error."""
         self._max_model_len, self._vocab, self._poison = max_model_len, vocab, poison
         self.open: dict[int, Entry] = {}
         self.counts: Counter[str] = Counter()

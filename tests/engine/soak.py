@@ -48,15 +48,16 @@ FILL_SIZES = {"max_num_seqs": 1024, "max_num_batched_tokens": 8192, "kv_blocks":
 """A pool sized from the available memory."""
 
 GROWTH = {"objects": 200, "host_bytes": 32 << 20, "device_bytes": 1 << 20, "device_used_bytes": 512 << 20}
-"""Limits of growth from the second to the last quarter of a run, by medians. In order: Python objects; bytes
-of the process (libraries keep code for each new shape: 150 MiB in the first minutes, then less and less);
-bytes of tensors on the device; and all used device memory (torch's allocator keeps memory that it has used).
+"""Maximum growth from the second to the last quarter of a run, by medians. In order: Python objects; the
+process's memory in bytes (libraries keep code for each new shape: 150 MiB in the first minutes, then less and
+less); the size of tensors on the device; and all used device memory (torch's allocator keeps memory that it
+has used).
 """
 HOST_FROM_S = 600
-"""Seconds after which the bytes of the process are checked."""
+"""Seconds after which the process's memory is checked."""
 
 STALLED_S = 300
-"""A round that takes longer counts as a hang, and the test prints the stack of each thread."""
+"""A round that takes longer counts as hanging, and the test prints the stack of each thread."""
 
 
 @dataclass(slots=True)
@@ -68,9 +69,9 @@ class Calm:
     """Python objects known to the garbage collector."""
     host_bytes: int
     device_bytes: int
-    """Bytes of tensors on the device."""
+    """Size of the tensors on the device, in bytes."""
     device_used_bytes: int
-    """Used bytes of the whole device."""
+    """Used memory of the whole device, in bytes."""
 
 
 @dataclass(slots=True)
@@ -93,7 +94,7 @@ class Soak:
     handles: int = 0
     fronts: list[int] = field(default_factory=lambda: [0, 1])
     credit_tokens: int = 0
-    """Return the memory use of the idle engine."""
+    """Credit in tokens that the engine has granted."""
     credits_spent: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
@@ -111,7 +112,7 @@ class Soak:
     # ── a round ──────────────────────────────────────────────────────────────────────────────────
 
     def round(self, steps: int) -> None:
-        """Run a round: random traffic for some steps, the end of all open requests, then the checks."""
+        """Run a round: random traffic for some steps, the end of all open requests, and the checks."""
         faulthandler.dump_traceback_later(STALLED_S, exit=True)
         # With tied embeddings, a NaN in the embedding would make every logit NaN.
         armed = self.draw.random() < 0.2 and not self.engine.runner.config.tie_word_embeddings
@@ -263,7 +264,7 @@ class Soak:
 
 
 class Poison:
-    """Context manager that, if armed, sets a token's embedding to NaN; yields whether it did."""
+    """Context manager that sets a token's embedding to NaN if armed, and yields whether it did."""
 
     def __init__(self, engine: LocalEngine, token: int, armed: bool) -> None:
         self._row = engine.runner.decoder.embedding[token]

@@ -1,9 +1,9 @@
-"""One wave of long sequences that takes every block of the pool, in all slots, with every kind of sampling.
+"""A wave of long sequences that takes every block of the pool, in all slots, with every kind of sampling.
 
-Every slot has a prompt; together these nearly fill the pool. Then all sequences decode until no block is left
-and sequences are preempted, and for some more steps; the remaining sequences are cancelled. This shows that
-the pool can be used to its last block without running out of memory, and how well `engine.sizing` predicted
-the memory use.
+Every slot has a prompt, and all prompts together nearly fill the pool. After that, all sequences decode until
+no block is left and sequences are preempted, and for some steps more; the remaining sequences are cancelled.
+This shows that the pool can be used to its last block without running out of memory, and how well
+`engine.sizing` predicted the memory use.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SAMPLING: list[dict[str, Any]] = [
 
 
 def fill(engine: LocalEngine, seed: int = 0) -> dict[str, Any]:
-    """The statistics of filling the pool once, in bytes. `wrong` describes a failure, or is None."""
+    """Fill the pool once and return the statistics, in bytes. `wrong` describes a failure, or is None."""
     info, draw = engine.info, random.Random(seed)
     checker = OutputChecker(info.max_model_len, info.vocab_size, None)
     before = _used_bytes(engine)
@@ -76,8 +76,8 @@ def fill(engine: LocalEngine, seed: int = 0) -> dict[str, Any]:
 
 
 def _submits(engine: LocalEngine, draw: random.Random) -> list[Submit]:
-    """Return a prompt length for each slot. While the last prompts are computed, the first slots decode, so
-    the prompts leave free blocks for them; afterwards all sequences together need more than the pool has."""
+    """Return one submission per slot. While the last prompts are computed, the first slots decode, so the
+    prompts leave free blocks for them. Afterwards, all sequences together need more than the pool has."""
     info, scheduler = engine.info, engine.scheduler
     rows = info.max_num_seqs
     # The last block of a sequence is half full on average, and the watermark stays free for decodes.
@@ -103,8 +103,8 @@ def _submits(engine: LocalEngine, draw: random.Random) -> list[Submit]:
 
 
 def _memory(engine: LocalEngine, before: int, most: int) -> dict[str, Any]:
-    """Return the predicted memory, the memory after the start and the maximum; on a GPU also the parts of
-    weights and KV cache."""
+    """Return the predicted memory, the memory after startup and the maximum; on a GPU, also the sizes of the
+    weights and the KV cache."""
     info = engine.info
     stats: dict[str, Any] = {
         "weight_bytes": info.weight_bytes,
@@ -125,7 +125,7 @@ def _memory(engine: LocalEngine, before: int, most: int) -> dict[str, Any]:
 
 
 def _used_bytes(engine: LocalEngine) -> int:
-    """Return the used bytes of the whole device, or of this process on a CPU."""
+    """Return the used memory of the whole device, or of this process on a CPU, in bytes."""
     if engine.runner.device.type == "cuda":
         free, total = torch.cuda.mem_get_info()
         return int(total - free)

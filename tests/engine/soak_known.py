@@ -1,8 +1,8 @@
-"""Requests with known outputs: each runs alone in an empty engine first, and then repeatedly in traffic.
+"""Requests with known outputs. Each runs alone in an empty engine first, and then repeatedly within traffic.
 
-Sums of tensors of other shapes differ in their last bits, so an output may diverge from its reference at a
-near-tie: the generated token must be the one that `kernels.sampling` chooses for log probabilities within
-`Known.near_tie` of the reference's. After a divergence the outputs are no longer compared.
+The last bits of sums depend on the shapes of tensors, so an output may diverge from its reference at a
+near-tie. The generated token must then be the one that `kernels.sampling` chooses for log probabilities
+within `Known.near_tie` of the reference's. After a divergence, the outputs are no longer compared.
 """
 
 from __future__ import annotations
@@ -34,9 +34,12 @@ class Answer:
 
 
 class Known:
-    """A few requests of every kind, with their reference outputs. near_tie: nats by which log probabilities
-    may differ between runs. listed: number of alternatives in the references; all tokens, or enough of them
-    to include the sampled one. kinds: number of requests."""
+    """A few requests of every kind, with their reference outputs.
+
+    - near_tie: maximum difference between log probabilities of different runs, in nats.
+    - listed: number of alternatives in the references: all tokens, or enough of them to include the sampled
+      one.
+    - kinds: number of requests."""
 
     def __init__(
         self, engine: LocalEngine, limits: Limits, draw: random.Random, near_tie: float, kinds: int = KINDS
@@ -44,8 +47,7 @@ class Known:
         self._vocab, self._near_tie, self._draw = limits.vocab, near_tie, draw
         self.counts: Counter[str] = Counter()
         self.largest_error = 0.0
-        """The largest difference in nats between log probabilities of the same token after the same
-        tokens."""
+        """Largest difference between log probabilities of the same token after the same tokens, in nats."""
         self._poison = limits.poison
         self._asks: list[tuple[list[int], SamplingParams]] = []
         self._answers: list[Answer] = []
@@ -107,7 +109,7 @@ class Known:
         self.counts["equal"] += 1
 
     def _close(self, submit: Submit, reference: Answer, place: int, token: int) -> bool:
-        """Return whether small changes of the reference's log probabilities make `token` the choice."""
+        """Return whether small changes to the reference's log probabilities make `token` the choice."""
         top = reference.logprobs[place].top
         ids = torch.tensor([each for each, _ in top])
         logprobs = torch.tensor([value for _, value in top])
@@ -159,9 +161,9 @@ def _choose(ids: torch.Tensor, logprobs: torch.Tensor, submit: Submit, history: 
 
 
 def _ask(draw: random.Random, limits: Limits, kind: int) -> tuple[list[int], SamplingParams]:
-    """Return a prompt and sampling parameters: greedy, plain and filtered, in turn. If references list only
-    some of the tokens, the sampled token must be one of them. Therefore filtering then uses a small top-k and
-    nothing that promotes unlisted tokens."""
+    """Return a prompt and sampling parameters, which are greedy, plain and filtered in rotation. If
+    references list only some of the tokens, the sampled token must be among them, so filtering then uses a
+    small top-k and nothing that promotes unlisted tokens."""
     length = draw.choice([1, 40, 64, 65, 130, limits.longest_prompt])
     prompt = [draw.randrange(3, limits.poison) for _ in range(min(length, limits.longest_prompt))]
     most = draw.choice([10, 30, 64, 80])

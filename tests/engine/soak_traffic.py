@@ -16,7 +16,7 @@ FORBIDDEN = -math.inf
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The properties of the engine for which requests are drawn."""
+    """The properties of the engine that requests are drawn for."""
 
     vocab: int
     rows: int
@@ -27,13 +27,14 @@ class Limits:
 
     @property
     def poison(self) -> int:
-        """The last token of the first part of the vocabulary, which rank 0 holds. Prompts contain only
-        smaller token ids, so no prompt contains it by chance."""
+        """The last token of the first vocabulary shard, which rank 0 holds. Prompts are drawn from smaller
+        token ids, so no prompt contains it by chance."""
         return self.vocab // self.ranks - 1
 
     @classmethod
     def of(cls, info: ReplicaInfo) -> Limits:
-        """Maximum length of a prompt: it may take several steps and leaves room for some output tokens."""
+        """Return the limits of an engine. A prompt may take several steps, but leaves space for some output
+        tokens."""
         longest = min(info.max_model_len - 40, 5 * info.max_num_batched_tokens // 2)
         return cls(
             info.vocab_size,
@@ -49,7 +50,7 @@ def draw_submit(
     draw: random.Random, handle: int, limits: Limits, poison: int | None = None
 ) -> tuple[Submit, str]:
     """Return a request and its defect: "" (none), "refused" (an invalid field) or "banned" (no token is
-    allowed). poison: a token that some prompts then contain."""
+    allowed). `poison` is a token that some prompts then contain."""
     submit = _sound(draw, handle, limits)
     chance = draw.random()
     if poison is not None and chance > 0.9:
@@ -160,8 +161,8 @@ def _fields(submit: Submit) -> dict[str, object]:
 
 @dataclass(slots=True)
 class Rhythm:
-    """Yield the number of requests that arrive before each step: a burst, a trickle or a lull, for a while
-    each."""
+    """Yields the number of requests that arrive before each step, alternating between bursts, trickles and
+    lulls."""
 
     draw: random.Random
     rows: int

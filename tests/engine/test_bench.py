@@ -60,7 +60,7 @@ def test_fp8_weights_do_not_change_the_limits_of_cache_and_attention(tmp_path: P
     assert half / wide == pytest.approx(1.13, abs=0.02)
     alone = limit(config, at_one, H200, "bfloat16", "fp8")
     assert alone == pytest.approx(limit(config, at_one, H200, "bfloat16", "bfloat16"), rel=0.01)
-    # A single pass of a prompt reads no cache and has the same attention.
+    # A prompt computed in a single pass reads no cache, and its attention is the same.
     prompts = [limit(config, WORKLOADS["prefill"], H200, "fp8", kv) for kv in ("bfloat16", "fp8")]
     assert prompts[0] == prompts[1]
 

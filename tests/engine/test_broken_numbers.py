@@ -1,4 +1,4 @@
-"""Tests of non-finite values, with a real engine on the CPU: the sequence ends with an error, and neither its
+"""Tests of non-finite values, with a real engine on the CPU. The sequence ends with an error, and neither its
 neighbours in the batch nor the next owners of its blocks are affected."""
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def engine(tmp_path: Path) -> LocalEngine:
 
 def test_a_non_finite_sequence_ends_with_an_error_and_no_other_is_affected(engine: LocalEngine) -> None:
     expected = [engine.generate([prompt], GREEDY)[0][0].token_ids for prompt in PROMPTS]
-    # The non-finite value is late in the second block, because the next owner of the block reads past its own
-    # end there before it writes.
+    # The non-finite value is late in the second block, because the block's next owner reads past its own end
+    # there before it writes.
     poisoned = [*PROMPTS[0], *PROMPTS[3][:50], POISON, 4]
     for _ in range(5):
         answers = engine.generate([PROMPTS[1], poisoned, PROMPTS[2]], GREEDY)

@@ -1,5 +1,5 @@
-"""Tests that a build compiles every kernel that serving launches. No GPU is needed: Triton records what it
-would compile."""
+"""Tests that a build compiles every kernel that serving launches. No GPU is needed, because Triton records
+what it would compile."""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ from tests.engine.streaming_client import ReplicaLost, StreamingClient
 
 
 class Played:
-    """The replica's end of the channel: answers each sample with one token at once, unless `silent`."""
+    """The replica's end of the channel, which answers each sample with one token immediately, unless
+    `silent`."""
 
     def __init__(self) -> None:
         ours, theirs = socketpair()

@@ -1,9 +1,9 @@
 """Tests, with the real engine on the CPU, that greedy tokens do not depend on other requests or on how a
 request is split: batch, chunk size, prefix hits, preemption, samples, overlap.
 
-Sums of tensors of different shapes differ in their last bits, so a sequence may diverge from its reference
-where the two best tokens are closer than NEAR_TIE, and only there. Log probabilities are compared too: they
-reveal a wrong key or value long before it changes a token.
+The last bits of sums depend on the shapes of tensors, so a sequence may diverge from its reference only where
+the two best tokens are closer than NEAR_TIE. Log probabilities are compared too, because they reveal a wrong
+key or value long before it changes a token.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from engine.messages import Output, ReplicaSpec, SamplingParams, Submit, TokenLo
 from tests.engine.tiny import TINY
 
 NEAR_TIE = 1e-4
-"""Largest difference of the two best log probabilities, in nats, that counts as a near-tie."""
+"""Largest difference between the two best log probabilities that counts as a near-tie, in nats."""
 LOGPROB_ERROR = 1e-3
 VOCAB = TINY["vocab_size"]
 
@@ -80,8 +80,8 @@ def build(model: Path) -> Iterator[Build]:
 
 
 class Alone:
-    """Reference outputs: each request alone in an empty engine, unsplit and without cached blocks; kept for
-    later tests."""
+    """Reference outputs, for which each request runs alone in an empty engine, unsplit and without cached
+    blocks. They are kept for later tests."""
 
     def __init__(self, model: Path, **changes: str) -> None:
         self._engine = LocalEngine(
@@ -185,7 +185,7 @@ def expect_all_equal(answers: list[list[Answer]], asks: list[Ask], alone: Alone)
 
 
 def prompt(length: int, family: int = 0) -> list[int]:
-    """Prompts of one family have the same first tokens."""
+    """Return a prompt. Prompts of one family have the same first tokens."""
     draw = random.Random(family)
     return [draw.randrange(3, VOCAB) for _ in range(length)]
 

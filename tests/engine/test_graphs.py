@@ -1,5 +1,5 @@
 """Tests of the captured batch sizes, and of steps through captured code. The code runs eagerly here;
-tests/gpu compares real replays."""
+tests/gpu compares actual replays."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def test_the_capture_sizes_reach_the_largest_batch_with_little_padding(most: int
     assert sizes[-1] == most
     assert len(sizes) <= 32
     for low, high in itertools.pairwise(sizes):
-        # A batch that is one larger than a captured size is padded to the next: by at most a quarter, or a
-        # few slots.
+        # A batch that is one larger than a captured size is padded to the next size, by at most a quarter or
+        # a few slots.
         assert high - (low + 1) <= max(8, (low + 1) / 4)
 
 
@@ -92,7 +92,7 @@ def test_a_step_replays_the_cheapest_sufficient_variant_and_samples_the_same_tok
     params: list[SamplingParams], replayed: list[Variant], made: Callable[[], LocalEngine]
 ) -> None:
     """Each sequence has 12 tokens, the first from the prompt's step. Prompts end before, at and after a block
-    boundary. Slots with logits processors are sampled outside of the graphs while they have any."""
+    boundary. Slots that use logits processors are sampled outside the graphs."""
     prompts = [[(7 * place + i) % 90 + 3 for place in range(62 + 2 * i)] for i in range(len(params))]
     reference, engine = made(), made()
     expected = reference.generate(prompts, params)
@@ -199,7 +199,7 @@ def windowed(tmp_path: Path, made: Callable[[], LocalEngine]) -> Callable[[], Lo
 def test_a_captured_prompt_pass_reads_the_cache_and_has_tiles_for_each_window(
     windowed: Callable[[], LocalEngine],
 ) -> None:
-    """The second request finds a block of 64 tokens, so 60 of 124 tokens are left."""
+    """The second request finds a cached block of 64 tokens, so 60 of its 124 tokens are left."""
     tokens = [(5 * place) % 90 + 3 for place in range(124)]
     reference, engine = windowed(), windowed()
     runner = engine.runner

@@ -1,4 +1,4 @@
-"""Tests of which messages go through peer memory, without GPUs: calls of the kernels are recorded."""
+"""Tests which messages go through peer memory, without GPUs: calls to the kernels are recorded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of recordings: only steps of the chosen kind, as many as requested or available."""
+"""Tests of recordings, which contain only steps of the chosen kind, as many as requested or available."""
 
 from __future__ import annotations
 

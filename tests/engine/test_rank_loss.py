@@ -1,5 +1,5 @@
-"""Tests that rank 0 stops waiting for a lost rank although the process of that rank goes on, so that gloo
-does not detect the loss by itself."""
+"""Tests that rank 0 stops waiting for a lost rank even if that rank's process continues, so that gloo does
+not detect the loss by itself."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def spec_of(folder: Path, **changes: Any) -> ReplicaSpec:
 def lose_rank_1(
     member: Member, spec: ReplicaSpec, serve: Callable[[Member, RankEngine], None]
 ) -> tuple[str, float] | None:
-    """Run `serve` on rank 0, and return its error and how long it took. Rank 1 loads the model, reads one
-    byte of a plan if steps do not overlap, closes its channel in that case, and then only waits."""
+    """Run `serve` on rank 0, and return its error and how long it took. Rank 1 loads the model. If steps do
+    not overlap, it reads one byte of a plan and closes its channel. After that, it only waits."""
     runner = member.runner(spec)
     ended = member.folder / "ended"
     if member.rank == 0:

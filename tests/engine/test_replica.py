@@ -80,7 +80,7 @@ class Watched:
         return [entry for report in self.reports for entry in report.finished]
 
     async def settled(self, submissions: int) -> Report:
-        """Wait for the report in which all credit is granted back."""
+        """Wait for the report in which all credit has been returned."""
         async with asyncio.timeout(60):
             while not self.reports or len(self.finished()) < submissions or self.reports[-1].running:
                 await asyncio.sleep(0.01)

@@ -143,7 +143,7 @@ def test_rank_0_does_not_wait_for_a_peer_that_reads_slowly() -> None:
     sending = Outcome(lambda: [sender.send(plan) for plan in (large_plan(1), large_plan(2), small)])
     sending.thread.join(WAIT_S)
     assert not sending.thread.is_alive() and sending.error is None
-    # The peer reads only now. All plans arrive whole and in order.
+    # The peer starts reading only now. All plans arrive complete and in order.
     received = all_received(Channel(right, StepPlan), 3)
     assert received == [large_plan(1), large_plan(2), small]
 
@@ -286,7 +286,7 @@ def submit(handle: int, most: int, prompt: int = 3) -> Submit:
 
 
 def receive(front: Channel[Any], enough: Callable[[list[Output]], bool]) -> list[Output]:
-    """Return the received outputs as soon as there are enough of them."""
+    """Return the received outputs once there are enough of them."""
     outputs: list[Output] = []
     deadline = time.monotonic() + WAIT_S
     while not enough(outputs):
@@ -311,7 +311,7 @@ def test_a_front_that_never_reads_is_disconnected_and_its_requests_are_cancelled
     # Submissions still unread in the channel never arrived; the core reclaims their credit itself.
     assert 1 <= len(finished) <= 3
     assert all(entry.finish_reason == ["cancelled"] for entry in finished)
-    # The descriptor's number is free again; the next front gets it and must be served.
+    # The descriptor's number is free again, so the next front gets it and must be served.
     follower: Channel[Any] = Channel(served.attach("front-1"), StepFrame)
     follower.send(submit(1, 5))
     outputs = receive(follower, lambda outputs: bool(outputs and outputs[-1].finish_reason))
@@ -328,10 +328,11 @@ def test_a_backlog_for_a_front_is_sent_while_no_step_runs(
     asked = submit(1, 0, prompt=1900)
     front.send(msgspec.structs.replace(asked, sampling=SamplingParams(max_tokens=0, prompt_logprobs=0)))
     served.wait_for(lambda report: report.finished)
-    # The last output: the prompt logprobs of the whole prompt, several times the socket buffer.
+    # The last output contains the prompt logprobs of the whole prompt, several times the size of the socket
+    # buffer.
     (output,) = receive(front, lambda outputs: bool(outputs))
     assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == 1900
-    # No work is left: the loop sleeps and is not woken by a writable socket.
+    # No work is left, so the loop sleeps and is not woken by a writable socket.
     deadline = time.monotonic() + WAIT_S
     watched = served.replica._selector.get_map()
     while any(key.events != selectors.EVENT_READ for key in watched.values()):
@@ -349,7 +350,7 @@ def test_a_new_front_may_reuse_the_descriptor_number_of_a_closed_one() -> None:
     theirs.close()
     number = loop._fronts["front-0"].fileno()
     loop._read_messages()
-    # Both events are handled in one turn, the end of file first, and no lower descriptor number is free.
+    # Both events are handled in one iteration, the end of file first, and no lower descriptor number is free.
     first.shutdown(socket.SHUT_RDWR)
     core.send(Attach("front-1"), (its.fileno(),))
     fillers = [second.dup()]
@@ -381,7 +382,7 @@ def test_while_steps_run_reports_are_more_frequent_than_gateways_require(
     served = Served()
     front: Channel[Any] = Channel(served.attach("front-0"), StepFrame)
     front.send(submit(1, 1900))
-    # Only time triggers reports: one sequence decodes, and no credit changes.
+    # Reports are triggered only by time here, because one sequence decodes and no credit changes.
     seen = served.wait_for(lambda report: report.generated_tokens > 200)
     assert (seen.running, seen.finished) == (1, [])
     assert seen.blocks_used > 3

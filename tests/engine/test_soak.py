@@ -1,5 +1,5 @@
-"""Tests of the soak test: a short run, and the detection of defects. `scripts/soak` runs it for half an
-hour."""
+"""Tests of the soak test: a short run, and the defects that it must detect. `scripts/soak` runs it for half
+an hour."""
 
 from __future__ import annotations
 

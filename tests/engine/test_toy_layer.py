@@ -1,5 +1,5 @@
-"""Tests that a new kind of layer needs only one class and, if necessary, one operation: building, loading and
-tuning kernels find it."""
+"""Tests that a new kind of layer needs only one class and, if necessary, one operation, and that building,
+loading and tuning find its kernels."""
 
 from __future__ import annotations
 

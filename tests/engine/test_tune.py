@@ -1,4 +1,4 @@
-"""Tests that the tuner finds the linears that a decoder runs, and compares them with the reference
+"""Tests that the tuner finds the linears that a decoder runs and compares them with the reference
 implementation. Times are measured only on a GPU."""
 
 from __future__ import annotations

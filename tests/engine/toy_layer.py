@@ -1,9 +1,9 @@
-"""Prints, as JSON, the kernels that the commands for compiling, loading and tuning find: first in the
-unchanged product, then after a new kind of layer with its own operation and kernel is added. Runs in a
+"""Prints, as JSON, the kernels that the commands for compiling, loading and tuning find, first in the
+unchanged product, and then after a new kind of layer with its own operation and kernel is added. Runs in a
 separate process, like `tests.engine.launches_of_serving`: `python -m tests.engine.toy_layer FOLDER`.
 
-A developer would write one class and one operation (`ToyLayer`, `gated_add`), and enter the kind's name in
-the family. Nothing else of the product changes.
+A developer would write one class and one operation (`ToyLayer`, `gated_add`), and add the kind's name to the
+family. Nothing else in the product changes.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def quantise(folder: Path, how: Fp8) -> dict[str, torch.Tensor]:
             continue
         largest = meant[name].abs().amax(dim=1, keepdim=True) if how.per_channel else meant[name].abs().max()
         scale = (largest / _LARGEST).to(how.scale_dtype)
-        # The scale may have been rounded down, so values may exceed the range.
+        # The scale may have been rounded down, so values may exceed the range of e4m3.
         quotient = (meant[name] / scale.float()).clamp(-_LARGEST, _LARGEST)
         tensors[name] = quotient.to(torch.float8_e4m3fn)
         meant[name] = tensors[name].float() * scale.float()

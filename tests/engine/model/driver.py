@@ -1,4 +1,5 @@
-"""Runs a decoder without a scheduler: sequences in shuffled blocks, passes that mix decodes and chunks."""
+"""Runs a decoder without a scheduler, on sequences in shuffled blocks and passes that mix decodes and
+chunks."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ class Driver:
     def __init__(self, decoder: Decoder, blocks: int, seed: int = 0) -> None:
         self.decoder = decoder
         self.kv = decoder.allocate_kv(blocks)
-        # Unwritten positions hold garbage, because values past a sequence's end must not be read.
+        # Unwritten positions contain garbage, because values past the end of a sequence must not be read.
         for index, pool in enumerate(self.kv):
             generator = torch.Generator().manual_seed(index)
             for tensor in (pool.keys, pool.values, pool.k_scales, pool.v_scales):

@@ -31,7 +31,8 @@ def logits_of(
     fp8: bool = False,
     kv_fp8: bool = False,
 ) -> list[torch.Tensor]:
-    """Return the logits of PROMPTS of `tokens`, and of DECODES more tokens. Every rank must call it."""
+    """Return the logits of PROMPTS made of `tokens`, and of DECODES further tokens. Every rank must call
+    this."""
     config = read_config(folder)
     decoder = Decoder(
         config,
@@ -51,10 +52,10 @@ def logits_of(
 
 def logits_of_all(folders: list[Path], ranks: Ranks, tokens: list[int]) -> dict[str, list[torch.Tensor]]:
     """Return the logits of every checkpoint, and of quantised variants of the first one. Every rank must call
-    it."""
+    this."""
     found = {folder.name: logits_of(folder, ranks, tokens) for folder in folders}
     for folder in folders:
-        # If the ranks exchange columns, the loader must load the same weights.
+        # With column exchange between ranks, the loader must load the same weights.
         again = logits_of(folder, ranks, tokens, exchange=True)
         assert all(torch.equal(one, other) for one, other in zip(again, found[folder.name], strict=True))
     found["dummy"] = logits_of(folders[0], ranks, tokens, dummy=True)

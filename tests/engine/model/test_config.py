@@ -1,5 +1,5 @@
-"""Tests of reading `config.json` in the formats of all supported versions. Errors name file, field, value and
-remedy."""
+"""Tests of reading `config.json` in the formats of all supported versions. Errors must name the file, field,
+value and remedy."""
 
 from __future__ import annotations
 
@@ -151,7 +151,8 @@ def test_lengths_follow_from_the_scaling(
         (_compressed(), True),
         (_compressed(strategy="tensor"), True),
         (_compressed(symmetric=True, dynamic=False, observer="minmax"), True),
-        # Only the checkpoint's cache is quantised. The dtype of our cache comes from the settings.
+        # Only the checkpoint's cache is quantised, which is ignored because the dtype of our cache comes from
+        # the settings.
         ({"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {}}, False),
     ],
 )

@@ -30,8 +30,8 @@ FAMILIES = {
 
 
 def plan(step: int, decodes: list[int], chunks: list[tuple[int, int, int, bool]]) -> StepPlan:
-    """Chunks: slot, start, tokens, whether the chunk ends the prompt. Slot s has blocks 3s, 3s + 1 and 3s +
-    2."""
+    """Return a plan. Each chunk is a tuple of slot, start, number of tokens, and whether the chunk ends the
+    prompt. Slot s has blocks 3s, 3s + 1 and 3s + 2."""
     rows = {row for row, start, _, _ in chunks if not start}
     return StepPlan(
         step,
@@ -53,7 +53,7 @@ def passes(
     decodes: list[int],
     chunks: list[tuple[int, int, int, bool]],
 ) -> ForwardInput:
-    """Run a pass of `decodes` and `chunks`, after one in which two prompts were computed."""
+    """Run a pass of `decodes` and `chunks`, following a pass in which two prompts were computed."""
     tables = SlotTables(5, 3, decoder.config.vocab_size, CPU, padding)
     before = plan(1, [], [(0, 0, 70, True), (1, 0, 127, True)])
     tables.apply(before)
@@ -84,7 +84,7 @@ def test_restricting_the_last_layer_gives_the_same_rows_as_the_whole_pass(
     padding: Padding | None,
     tmp_path: Path,
 ) -> None:
-    """Padding, if there is any, must not be written to the cache."""
+    """Padding, if any, must not be written to the cache."""
     (tmp_path / "config.json").write_text(json.dumps(TINY | FAMILIES[family]))
     decoder = Decoder(read_config(tmp_path), single(), reference, torch.float32, CPU)  # type: ignore[arg-type]
     load_dummy(decoder, seed=4)

@@ -132,7 +132,7 @@ def test_a_read_error_is_raised_after_all_other_pieces_are_done(
         if first == failing:
             failed.set()
             raise error
-        if first == last:  # long enough after the failure that the waiting thread cannot have been told yet
+        if first == last:  # read after the failure, but before the waiting thread can be notified
             assert failed.wait(30)
             time.sleep(0.05)
         done.append(first)

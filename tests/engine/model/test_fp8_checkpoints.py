@@ -37,11 +37,12 @@ FORMS = [
     Fp8("the output matrix as well", per_channel=True, quantised=(*PROJECTIONS, "lm_head", "embed_tokens")),
 ]
 TOLERANCE = 1e-4
-"""The same tolerance as without quantisation: the same GEMMs with sums in another order."""
+"""The same tolerance as without quantisation, because the GEMMs are the same and only the order of summation
+differs."""
 EQUAL = 0.5
-"""Minimum fraction of short sequences within the tolerance. In the other sequences (2 to 11 of 100) a sum
-lies on the boundary of two e4m3 values, so its last bits decide which value is used. A wrong load shows in
-every sequence."""
+"""Minimum fraction of short sequences within the tolerance. In the other sequences (2 to 11 of 100), a sum
+lies on the boundary between two e4m3 values, so its last bits decide which value is used. Incorrect loading
+would affect every sequence."""
 SEQUENCES = torch.randint(3, 157, (16, 12), generator=torch.Generator().manual_seed(7)).tolist()
 
 
@@ -60,8 +61,8 @@ def _load(folder: Path, quantised: bool = False) -> Decoder:
 
 
 def _equal(decoder: Decoder, model: Any) -> float:
-    """Return the fraction of SEQUENCES whose logits equal those of a transformers model: prompts of 7 tokens
-    in two chunks, and 5 more tokens."""
+    """Return the fraction of SEQUENCES whose logits equal those of a transformers model. Each sequence has a
+    prompt of 7 tokens in two chunks, followed by 5 more tokens."""
     with torch.no_grad():
         expected = model(torch.tensor(SEQUENCES)).logits
     assert expected.std() > 0.3, "the logits are too small for a meaningful comparison"
@@ -168,7 +169,7 @@ def _refused(folder: Path, change: Callable[[dict[str, torch.Tensor]], object], 
             f"{{folder}}: tensor {SCALE} is missing; an FP8 weight needs one scale, or one per output",
         ),
         (
-            # This is the state of a block-wise quantised checkpoint whose config.json was replaced.
+            # This simulates a block-wise quantised checkpoint whose config.json was replaced.
             lambda tensors: tensors.update({f"{SCALE}_inv": tensors.pop(SCALE)}),
             f"{{folder}}: tensor {SCALE} is missing; an FP8 weight needs one scale",
         ),

@@ -1,4 +1,4 @@
-"""Tests that passes in two halves give the same results as whole passes, and that sums by copies are
+"""Tests that passes in two halves give the same results as whole passes, and that all-reduces by copies are
 exact."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CASES = [
 
 
 class LateOverlap:
-    """Computes sums only in `finish`, which is as late as an implementation may."""
+    """Computes all-reduces only in `finish`, which is as late as an implementation may."""
 
     def __init__(self, ranks: ThreadRank, split: int) -> None:
         self.split = split
@@ -122,7 +122,7 @@ def test_a_split_keeps_every_token_of_every_chunk_at_its_position() -> None:
 
 
 def test_sums_by_copies_are_exact_and_equal_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank is a thread. The copies of a rank are visible to the other ranks after the next barrier."""
+    """Each rank is a thread. A rank's copies become visible to the other ranks after the next barrier."""
     size, rows, hidden = 4, 16, 8
     barrier = threading.Barrier(size, timeout=60)
     shapes = OverlapMemory.shapes(size, rows, hidden)
@@ -152,7 +152,7 @@ def test_sums_by_copies_are_exact_and_equal_on_every_rank(monkeypatch: pytest.Mo
             for half in range(2):
                 overlap.start(half, Residual(residual[half].clone()), part[rank.rank, half])
             once = [overlap.finish(half) for half in range(2)]
-            for half in range(2):  # the second sum reads the result of the first
+            for half in range(2):  # the second all-reduce reads the result of the first
                 overlap.start(half, once[half], part[rank.rank, half])
             found += [overlap.finish(half).values.clone() for half in range(2)]
         return found

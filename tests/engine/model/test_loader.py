@@ -1,4 +1,4 @@
-"""Tests that the loader reads the tensors of the model and refuses everything else by name."""
+"""Tests that the loader reads the model's tensors and refuses everything else by name."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def check_weights(pieces: Iterable[WeightShard], tensors: dict[str, torch.Tensor]) -> None:
-    """Check that each weight holds its part of the checkpoint's tensor, quantised if the weight has
+    """Check that each weight contains its shard of the checkpoint's tensor, quantised if the weight has
     scales."""
     for piece in pieces:
         assert piece.target is not None

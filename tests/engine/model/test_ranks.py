@@ -1,4 +1,4 @@
-"""Tests that several ranks compute the same as one, with real processes."""
+"""Tests, with real processes, that several ranks compute the same results as one."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ def _run_group(size: int, folders: list[Path], tokens: list[int], folder: Path) 
 
 
 FP8 = {"quantised": "meant", "FP8 KV": "biased", "FP8 weights and KV": "biased"}
-"""Quantised variants, and the checkpoints to whose logits they are compared."""
+"""Quantised variants, and the checkpoints that their logits are compared with."""
 DIFFERENT_SCALES = 1.5
-"""Allowed distance of the FP8 logits of several ranks from those of one rank, in units of the latter's
-distance from the unquantised model (root mean squares). The scales of o and down, and of their inputs, belong
-to each rank's part, so roundings differ but have the same size. If all roundings were independent, the
-distance would be the square root of 2."""
+"""Allowed distance between the FP8 logits of several ranks and those of one rank, in units of the latter's
+distance from the unquantised model (root mean squares). The scales of o and down, and of their inputs, differ
+between shards, so roundings differ but are of the same size. If all roundings were independent, the distance
+would be the square root of 2."""
 SAME_SCALES = 0.25
-"""The same limit if all scales are equal on several ranks: only sums on the boundary of two e4m3 values then
-differ."""
+"""The same limit if all scales are equal on several ranks, so that only sums on the boundary between two e4m3
+values differ."""
 NO_WORSE = 1.25
 """Allowed distance from the unquantised model, in the same units."""
 
 
 def _quantised(folder: Path) -> list[Path]:
-    """A quantised checkpoint, and its intended values."""
+    """Create a quantised checkpoint, and one with its intended values."""
     quantised, meant = folder / "quantised", folder / "meant"
     tensors = quantise(make(GROUPS[0], quantised), Fp8("per output", per_channel=True, scales_apart=True))
     save_file(tensors, make(GROUPS[0], meant) / "model.safetensors")
@@ -104,7 +104,7 @@ def test_several_ranks_compute_the_logits_of_one_and_detect_a_death(
 
     assert f"rank 0 of {size}" in result["lost"]
     assert "restart the whole replica" in result["lost"]
-    assert result["seconds"] < 30  # the rank was told, and did not wait for the 60 s timeout of the group
+    assert result["seconds"] < 30  # the rank was notified, and did not wait for the group's timeout of 60 s
 
 
 def test_one_rank_needs_no_group() -> None:

@@ -1,6 +1,6 @@
-"""Tests, in Triton's interpreter, of a decoder whose GEMMs fuse norms against the reference implementation:
-each norm must use its own gain, residual and squares, whichever GEMMs fuse it. Attention is the reference in
-both."""
+"""Compares, in Triton's interpreter, a decoder whose GEMMs fuse norms with the reference implementation. Each
+norm must use its own gain, residual and squares, whichever GEMMs fuse it. Both use the reference
+attention."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_gemms_with_fused_norms_compute_the_same_model(
 
 
 def logits(folder: Path, ops: object) -> list[torch.Tensor]:
-    """Compares a pass with prompts and a decode pass."""
+    """Return the logits of a pass with prompts and of a decode pass."""
     decoder = Decoder(read_config(folder), single(), ops, torch.float32, torch.device("cpu"))  # type: ignore[arg-type]
     load_dummy(decoder, seed=1)
     generator = torch.Generator().manual_seed(2)

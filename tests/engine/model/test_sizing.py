@@ -1,4 +1,4 @@
-"""Tests that sizes predicted from the config equal the real ones."""
+"""Tests that sizes predicted from the config equal the actual ones."""
 
 from __future__ import annotations
 
@@ -97,5 +97,5 @@ def test_a_known_model_has_its_known_size(tmp_path: Path) -> None:
     assert sizing.kv_bytes_per_block(config, "bfloat16", 1) == 64 * 128 * 1024
     assert sizing.kv_bytes_per_block(config, "bfloat16", 8) == 64 * 16 * 1024
     assert sizing.kv_bytes_per_block(config, "bfloat16", 16) == 64 * 16 * 1024
-    # One byte per element, and 4 bytes for each token, head and layer's key and value: 33/64 of bfloat16.
+    # One byte per element, and 4 bytes per token and head for each layer's key and value: 33/64 of bfloat16.
     assert sizing.kv_bytes_per_block(config, "fp8", 1) == 64 * 66 * 1024

@@ -1,4 +1,5 @@
-"""Tests that streamed data equals the files for all sizes, and that unreadable data is refused by name."""
+"""Tests that streamed data equals the contents of the files for all sizes, and that unreadable data is
+refused by name."""
 
 from __future__ import annotations
 
@@ -68,7 +69,7 @@ def _drain(slices: list[TensorSlice], **sizes: int) -> None:
 
 @pytest.fixture(params=[False, True], ids=["filled in", "as it is"])
 def placed(request: pytest.FixtureRequest) -> bool:
-    """Whether blocks are copied directly to their final place."""
+    """Whether blocks are copied directly to their final location."""
     return request.param
 
 
@@ -213,7 +214,7 @@ def test_all_readers_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_file_that_was_shorter_when_it_was_opened_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Simulates a download that starts again."""
+    """Simulates a download that is restarted."""
     whole = _whole("matrix", read_entries(folder)["matrix"])
     size = whole.entry.file.stat().st_size
     os.truncate(whole.entry.file, whole.entry.offset)

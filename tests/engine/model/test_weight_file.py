@@ -1,4 +1,4 @@
-"""Tests that both ways of reading return the bytes of the file, and that the right way is chosen."""
+"""Tests that both ways of reading return the file's bytes, and that the right one is chosen."""
 
 from __future__ import annotations
 
@@ -86,7 +86,8 @@ def test_uncached_ranges_are_read_past_the_page_cache(
     drop(path)
     first, nbytes = asked
     assert _read(path, first, nbytes) == CONTENT[first : first + nbytes]
-    # A single page may occasionally appear cached, because the disk delivers it before the kernel checks.
+    # A single page may occasionally appear to be cached, because the disk delivers it before the kernel
+    # checks.
     assert reads == [True] or (nbytes <= PAGE and reads == [False])
     assert cached_pages(path) <= 2  # the pages that the probe loaded
 
@@ -105,9 +106,9 @@ def test_shared_rows_are_read_through_the_page_cache(path: Path, reads: list[boo
 
 
 def test_probing_the_page_cache_does_not_make_a_file_look_cached(path: Path, reads: list[bool]) -> None:
-    """Simulates repeated starts that do not load the file into the cache."""
+    """Simulates repeated startups that do not load the file into the cache."""
     drop(path)
-    random.seed(1)  # pages that differ
+    random.seed(1)  # pages with different contents
     for _ in range(5):
         _read(path, 0, SIZE)
     assert reads == [True] * 5
@@ -248,7 +249,7 @@ def test_keep_cached_loads_files_into_the_page_cache(path: Path) -> None:
     drop(path)
     keep_cached([path]).join()
     limit = time.monotonic() + 30
-    while cached_pages(path) < 101:  # the disk reads were requested, but their end is not reported
+    while cached_pages(path) < 101:  # the disk reads were requested, but their completion is not reported
         assert time.monotonic() < limit
         time.sleep(0.001)
 

@@ -1,4 +1,4 @@
-"""Tests of the runner with a real decoder, against full passes over whole sequences."""
+"""Tests of the runner with a real decoder, compared with full passes over whole sequences."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ def check_greedy(runner: ModelRunner, prompt: list[int], tokens: list[int]) -> N
 def check_sampled(
     runner: ModelRunner, prompt: list[int], tokens: list[int], params: SamplingParams, sample: int
 ) -> None:
-    """Check that each token has the largest logit / temperature + noise, for the logits of a full pass."""
+    """Check that each token is the one with the largest logit / temperature + noise, based on the logits of a
+    full pass."""
     count, first = len(tokens), len(prompt)
     logits = full_logits(runner, prompt + tokens)[first - 1 : first - 1 + count]
     base = torch.full((count,), sampling.noise_base(params.seed, sample))
@@ -84,7 +85,7 @@ LENGTHS = [1, 2, 63, 64, 65, 95, 97, 130, 200]
 
 
 def test_greedy_tokens_are_those_of_a_full_pass(engine: LocalEngine) -> None:
-    """Runs prompts with lengths around block and chunk boundaries, all at once. There are more prompts than
+    """Runs prompts with lengths around block and chunk boundaries, all at once. There are more of them than
     slots."""
     prompts = [prompt_of(length) for length in LENGTHS]
     answers = engine.generate(prompts, SamplingParams(max_tokens=20))
@@ -95,7 +96,7 @@ def test_greedy_tokens_are_those_of_a_full_pass(engine: LocalEngine) -> None:
 
 
 def test_samples_of_one_prompt_share_blocks_and_then_diverge(engine: LocalEngine) -> None:
-    """With n > 1, copy-on-write must copy the actual values."""
+    """With n > 1, copy-on-write must copy the real values."""
     params = SamplingParams(max_tokens=40, temperature=0.9, seed=77)
     for length in (5, 64, 100):
         [samples] = engine.generate([prompt_of(length, seed=1)], params, n=4)
@@ -257,7 +258,7 @@ def test_steps_run_asynchronously_in_order_and_gaps_are_measured(folder: Path) -
     check_greedy(runner, prompt_of(60), tokens)
     assert all(step.ready() for step in launched)
     assert launched[0].host_gap_us == 0.0
-    # Waiting for the previous step does not count as a gap caused by the host.
+    # Time spent waiting for the previous step is not counted as a gap caused by the host.
     assert all(0.0 <= step.host_gap_us < 1_900_000 for step in launched)
     threading.Event().wait(0.03)
     late = runner.launch(StepPlan(9, [], [], [], [0], []))
@@ -314,8 +315,8 @@ def test_only_allowed_tokens_are_sampled(engine: LocalEngine) -> None:
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_bad_word_is_banned_in_steps_launched_before_tokens_are_read(folder: Path, overlap: bool) -> None:
-    """Every three consecutive tokens of an answer are banned in later answers. These contain none of the
-    banned sequences, but the first tokens of some."""
+    """Every three consecutive tokens of an answer are banned in later answers. Those must contain none of the
+    banned sequences, but do contain the beginnings of some."""
     engine = LocalEngine(spec_of(folder, overlap=overlap))
     prompt, seed = prompt_of(70, seed=4), 0
     words: set[tuple[int, ...]] = set()

@@ -1,6 +1,6 @@
 """Tests of the sampler: exact distributions, order of operations, independence of the batch, ranks, and log
-probabilities; and that the kernels without sorting (interpreted if there is no GPU) sample the same tokens as
-torch."""
+probabilities. They also check that the kernels without sorting (interpreted if there is no GPU) sample the
+same tokens as torch."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ CASES = {
         SamplingParams(
             max_tokens=9,
             temperature=2.0,
-            # The output ends with 5, 9, 9, 20; the prompt's tokens do not count. Two bad words have the same
+            # The output ends with 5, 9, 9, 20; the prompt's tokens are ignored. Two bad words have the same
             # last token.
             bad_words=(
                 (4,),
@@ -354,7 +354,7 @@ def test_a_variant_also_serves_slots_of_cheaper_variants_and_skips_padding(
 
 
 def test_the_engine_and_the_kernels_define_the_same_bad_token() -> None:
-    # The messages must not load torch, so each side defines the constant.
+    # The message structs must not load torch, so each side defines the constant.
     assert seam.BAD_TOKEN == BAD_TOKEN
 
 

@@ -1,4 +1,4 @@
-"""Tests that warm-up runs every linear and every attention for closely spaced numbers of rows."""
+"""Tests that warm-up runs every linear and every attention with closely spaced numbers of rows."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class RecordingOps:
         self.rows: dict[int, list[int]] = defaultdict(list)
         """Numbers of rows by the id of the weight."""
         self.attended: list[tuple[int, int, bool]] = []
-        """For each attention: tokens of the pass, rows of the result, and whether the pass has chunks."""
+        """For each attention: number of tokens in the pass, number of rows in the result, and whether the
+        pass has chunks."""
 
     def __getattr__(self, name: str) -> Any:
         operation = getattr(self._ops, name)
@@ -85,8 +86,8 @@ def test_every_linear_and_every_attention_is_run_for_every_number_of_rows(folder
     # The last layer computes only a few rows of passes with prompts.
     for linear in (last.attention.o, last.mlp.gate_up, last.mlp.down):
         assert set(ops.rows[id(linear.weight)]) == few
-    # The maximum number of prompt tokens that are scored at once. It runs first, so that later passes find
-    # enough memory.
+    # The largest number of prompt tokens scored at once. It runs first, so that later passes find enough
+    # memory.
     logits = ops.rows[id(decoder.head)]
     assert logits == sorted({*few, *gemm_sizes(128)}, reverse=True)
     passes = set(ops.attended)

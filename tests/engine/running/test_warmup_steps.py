@@ -1,5 +1,5 @@
-"""Tests of the warm-up steps: any model can run them with any budget, they take as much memory as any step,
-and they cover every kind of step."""
+"""Tests that any model can run the warm-up steps with any budget, that they take as much memory as any step,
+and that they cover every kind of step."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class StepCost:
     apply_ms: float
     collect_ms: float
     entries: int
-    """Numbers of blocks and slots in the plan's block table changes."""
+    """Number of blocks and slots in the changes to the plan's block tables."""
     plan_bytes: int
 
     @property
@@ -46,7 +46,8 @@ def entries(plan: StepPlan) -> int:
 
 
 def measure(*, prompt: int, samples: int, slots: int, output: int = 70) -> tuple[float, list[StepCost]]:
-    """Run the submission to its end; return the milliseconds of its intake, and the cost of each step."""
+    """Run the submission to its end. Returns the duration of its intake in milliseconds, and the cost of each
+    step."""
     blocks = 2 * (prompt + output) // BLOCK_TOKENS + 4 * samples
     scheduler = Scheduler(
         max_num_seqs=slots,

@@ -17,7 +17,7 @@ FRONT = "front-0"
 
 
 class SimulatedEngine:
-    """An engine on the simulated runner, with all of its outputs."""
+    """An engine on the simulated runner, which records all of its outputs."""
 
     def __init__(self, *, overlap: bool = True, runner: Any = None, **sizes: Any) -> None:
         sizes = {
@@ -53,7 +53,7 @@ class SimulatedEngine:
         return submit
 
     def step(self) -> StepPlan | None:
-        """Run one turn of the loop, and return the plan that it launched."""
+        """Run one iteration of the loop, and return the plan that it launched."""
         before = len(self.runner.plans)
         result = self.core.step()
         for outputs in result.outputs.values():
@@ -63,7 +63,7 @@ class SimulatedEngine:
         return self.runner.plans[-1] if len(self.runner.plans) > before else None
 
     def waited_for(self) -> bool:
-        """Run one turn of the loop, and return whether its idle time was counted."""
+        """Run one iteration of the loop, and return whether its idle time was counted."""
         self.runner.gap_us = 7.0
         timing = self.core.step().timing
         assert timing is not None and timing.idle_us in (0.0, 7.0)
@@ -77,7 +77,7 @@ class SimulatedEngine:
         raise AssertionError("the engine did not finish within the limit of turns")
 
     def told(self, submit: Submit, sample: int = 0) -> tuple[list[int], str]:
-        """Return the tokens and the finish reason of a sample."""
+        """Return the tokens and the finish reason of a sample, as sent to its front."""
         mine = [o for o in self.outputs if (o.handle, o.sample) == (submit.handle, sample)]
         return [token for o in mine for token in o.token_ids], mine[-1].finish_reason
 

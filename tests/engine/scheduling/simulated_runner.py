@@ -1,10 +1,10 @@
-"""A runner that simulates the device with Python lists, and the output that each request should get from it.
+"""A runner that simulates the device with Python lists, and the expected output of each request on it.
 
-The state of the runner is built only from plans. An entry of the simulated KV cache holds a token and a
-digest of the prefix before it, as real keys and values depend on all tokens before. Each read goes through
-the slot's block table and raises if the entry was computed for another prefix. This detects wrong block
-tables, blocks reused too early, missing copies and gaps: a sampled token depends on everything on which a
-real one depends.
+The runner's state is built only from plans. An entry of the simulated KV cache holds a token and a digest of
+the preceding prefix, because real keys and values depend on all earlier tokens. Each read goes through the
+slot's block table and raises if the entry was computed for a different prefix. This detects wrong block
+tables, blocks that are reused too early, missing copies and gaps, because a sampled token depends on
+everything that a real one depends on.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class Expected:
 
 
 def alone(submit: Submit, sample: int, max_model_len: int) -> Expected:
-    """Return the tokens, finish reason and prompt logprobs of one sample that runs alone."""
+    """Return the tokens, finish reason and prompt logprobs of one sample when it runs alone."""
     sampling, prompt = submit.sampling, submit.prompt_token_ids
     known = prompt + submit.output_token_ids
     digest, scores = 0, None

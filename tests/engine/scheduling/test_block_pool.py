@@ -1,4 +1,4 @@
-"""Tests of the block pool and its prefix cache: one claim at a time, and random operations."""
+"""Tests of the block pool and its prefix cache, with one claim per test and with random operations."""
 
 from __future__ import annotations
 

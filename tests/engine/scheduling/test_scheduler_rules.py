@@ -1,4 +1,4 @@
-"""Tests of the scheduler's rules, one claim at a time: order, preemption, and samples of one prompt."""
+"""Tests of the scheduler's rules, one claim per test: order, preemption, and samples of one prompt."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Property tests of scheduler, block pool and step loop under random traffic: invariants hold after every
+"""Property tests of the scheduler, block pool and step loop under random traffic. Invariants hold after every
 step, every sample ends exactly once with the tokens that it gets when it runs alone, and all credit is
-granted back."""
+returned."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ CHOICES: dict[str, list[Any]] = {
     "urgency": [0, 0, 1, 2],
     "spare": [0, 0, 1, 2],
 }
-"""Lengths around the boundaries of blocks and chunks, long enough to fill tiny pools. Hypothesis shrinks a
-failing example to the first values."""
+"""Lengths around block and chunk boundaries, long enough to fill tiny pools. Hypothesis shrinks a failing
+example to the first values."""
 
 ASKS = st.builds(Ask, **{name: st.sampled_from(choices) for name, choices in CHOICES.items()})
 
@@ -171,7 +171,7 @@ class Traffic(RuleBasedStateMachine):
             spare_slots=min(ask.spare, self.initial[0] - 1),
         )
         if ask.resumed and ask.n == 1 and prompt:
-            # As after the death of a replica, a resubmitted sample continues from its emitted tokens.
+            # As after the death of a replica, the resubmitted sample continues after its emitted tokens.
             emitted = alone(submit, submit.first_sample, self.max_model_len).tokens[: ask.resumed]
             if not (STOP in emitted and ask.stops and not ask.ignore_eos):
                 submit = msgspec.structs.replace(submit, output_token_ids=emitted)
@@ -315,7 +315,8 @@ TestTraffic.settings = examples(
 
 @pytest.mark.parametrize("seed", range(60))
 def test_in_heavy_traffic_every_sample_ends_once_with_the_tokens_that_it_gets_alone(seed: int) -> None:
-    # Denser traffic than hypothesis generates: most of it preempts, forks and hits the prefix cache.
+    # Traffic that is denser than what hypothesis generates: most of it preempts, forks and hits the prefix
+    # cache.
     draw = random.Random(seed)
     traffic = Traffic()
     traffic.start(

@@ -1,4 +1,4 @@
-"""Tests of the step loop: failures of the runner, overlap, steady decodes, release of sequences."""
+"""Tests of the step loop: runner failures, overlap, steady decodes, and the release of sequences."""
 
 from __future__ import annotations
 

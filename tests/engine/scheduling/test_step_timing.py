@@ -47,8 +47,8 @@ class Device(SimulatedRunner):
 def test_a_step_of_an_idle_engine_is_timed_from_the_start_of_its_launch(
     overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step that starts while another runs is timed from the end of the other, so that the times add up to
-    the working time of the device."""
+    """A step that starts while another one runs is timed from the end of the other step, so that the times
+    add up to the device's working time."""
     clock = Clock()
     monkeypatch.setattr(core, "time", SimpleNamespace(perf_counter=clock.perf_counter))
     engine = SimulatedEngine(overlap=overlap, runner=Device(clock))

@@ -1,4 +1,4 @@
-"""Tests that the cost of one more sample of a long prompt does not depend on the prompt's length."""
+"""Tests that the cost of an additional sample of a long prompt does not depend on the prompt's length."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def pool_calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 def test_samples_share_their_prompts_blocks_in_plans_and_reference_counts(pool_calls: Counter[str]) -> None:
     _, costs = measure(prompt=PROMPT, samples=SAMPLES, slots=64)
-    # The prompt counts once; each sample counts its use of the shared part, its copy of the last block, and
-    # its later blocks.
+    # The prompt is counted once. Each sample adds its use of the shared blocks, its copy of the last block,
+    # and its later blocks.
     assert max(cost.entries for cost in costs) <= PROMPT_BLOCKS + 3 * SAMPLES
     assert sum(cost.entries for cost in costs) <= PROMPT_BLOCKS + 6 * SAMPLES
     assert pool_calls["share"] <= SAMPLES
