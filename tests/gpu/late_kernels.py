@@ -1,9 +1,9 @@
-"""Starts an engine, serves random traffic, and prints as JSON the names of the kernels that were launched by
-the traffic and not before the engine was ready: `python -m tests.gpu.late_kernels SHAPE [--fp8]`.
+"""Starts an engine, serves random traffic, and prints as JSON the names of kernels launched by the traffic
+but not before the engine was ready: `python -m tests.gpu.late_kernels SHAPE [--fp8]`.
 
 Runs in a separate process, because a kernel that one engine has loaded stays loaded for the next. Two layers
-of a public shape suffice, because they launch the same kernels as all layers. Compiled variants of one of our
-kernels share a name; `tests.engine.launches_of_serving` distinguishes them without a GPU.
+of a public shape are enough, because they launch the same kernels as all layers. Compiled variants of one of
+our kernels share a name; `tests.engine.launches_of_serving` distinguishes them without a GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests of building and profiling on a real GPU, for what a dry run cannot show."""
+"""Tests of building and profiling on a real GPU, covering what a dry run cannot show."""
 
 from __future__ import annotations
 

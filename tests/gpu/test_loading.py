@@ -107,7 +107,7 @@ def test_a_matrix_of_many_blocks_is_loaded_bitwise_equal(tmp_path: Path, placed:
 @pytest.mark.usefixtures("where")
 @pytest.mark.parametrize("fails", [False, True], ids=["stops", "fails"])
 def test_a_stream_that_is_closed_early_releases_its_memory(tmp_path: Path, fails: bool) -> None:
-    """Closes a stream while blocks are in flight. All memory must be unlocked, and a second stream must
+    """Closes a stream while blocks are in flight. All memory must be unlocked, and another stream must still
     work."""
     expected = torch.arange(64 << 10, dtype=torch.float32).view(64, 1024)
     save_file({"matrix": expected}, tmp_path / "model.safetensors")

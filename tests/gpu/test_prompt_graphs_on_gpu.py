@@ -18,13 +18,14 @@ from tests.demo_model.asking import engine
 pytestmark = pytest.mark.gpu
 
 ALLOWED = 0.03
-"""Allowed relative difference. Padding changes which GEMM kernels run, and therefore the order of sums."""
+"""Allowed relative difference. Padding changes which GEMM kernels run, and therefore the order of
+summation."""
 
 QUANTISED_APART = 2
-"""Allowed difference of an FP8 cache, as a multiple of the difference between eager passes with and without
+"""Allowed difference with an FP8 cache, as a multiple of the difference between eager passes with and without
 FP8. Passes that differ by ALLOWED may round keys and values to different neighbouring e4m3 values, which have
-the same error. Errors other than rounding (order, positions, attention masks) are the same for every cache,
-and are tested with ALLOWED without FP8."""
+the same error. Other errors (order, positions, attention masks) are the same for every cache and are tested
+without FP8, using ALLOWED."""
 
 
 @pytest.fixture(params=["auto", "fp8"])

@@ -1,5 +1,5 @@
-"""Tests that two GPUs compute the same as one GPU, captured and eager, with the same bits on both ranks, and
-that the death of a rank ends the other rank's waiting."""
+"""Tests that two GPUs compute the same results as one, captured and eager, with the same bits on both ranks,
+and that the death of a rank ends the other rank's wait."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ pytestmark = [
 ]
 
 NEAR_TIE = 0.125
-"""How far the score of a token may be below the best one for another number of GPUs to choose it. Logits of
-these models have magnitudes below 8, where bfloat16 numbers are 1/32 apart; sums in another order move a
-logit by a few such steps."""
+"""Maximum amount by which a token's score may be below the best score for a different number of GPUs to
+choose that token. Logits of these models have magnitudes below 8, where bfloat16 numbers are 1/32 apart; a
+different order of summation moves a logit by a few such steps."""
 DEMO_NEAR_TIE = 0.25
 """The same for the demo model, see `tests.demo_model.parity.NEAR_TIE`."""
 ALLOWED = 0.03
@@ -170,8 +170,7 @@ def behind(runner: ModelRunner, sequence: list[int], token: int, params: Samplin
 
 
 def _lowest_kept(scores: torch.Tensor, params: SamplingParams) -> float:
-    """Return the score from which top-k and top-p keep tokens, and would keep them if scores moved by
-    NEAR_TIE."""
+    """Return the score above which top-k and top-p keep tokens even if scores moved by NEAR_TIE."""
     if not params.top_k:
         return -torch.inf
     best = scores.topk(params.top_k).values
@@ -311,7 +310,7 @@ def generate_until_lost(member: Member, spec: ReplicaSpec) -> dict[str, Any]:
 def test_the_death_of_a_rank_is_reported_within_a_second_and_leaves_the_gpu_usable(
     kv_heads: int | None, tmp_path: Path
 ) -> None:
-    """Rows of the demo model do not divide into items of peer memory, so its sums use NCCL."""
+    """Rows of the demo model cannot be divided into items of peer memory, so its all-reduces use NCCL."""
     spec = spec_of(tmp_path, kv_heads, tensor_parallel_size=2)
     processes = start_ranks(2, tmp_path / "ranks", "cuda", generate_until_lost, spec)
     deadline = time.monotonic() + 180

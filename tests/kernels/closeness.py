@@ -12,8 +12,8 @@ def error(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def worst_error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """Return the largest error of a vector (the last dimension: a head of a token, or a token's outputs),
-    relative to the vector's norm. Where that norm is zero, any difference is an infinite error."""
+    """Return the largest relative error of any vector (the last dimension: a head of a token, or a token's
+    outputs). If a vector's norm is zero, any difference is an infinite error."""
     off, size = (found.double() - exact).norm(dim=-1), exact.double().norm(dim=-1)
     return float(torch.where(off == 0, 0.0, off / size).max())
 
@@ -33,8 +33,8 @@ def check_as_torch(
 def check_worst(
     found: torch.Tensor, torchs: torch.Tensor, exact: torch.Tensor, roundings: float = 0.5
 ) -> None:
-    """Assert the bound of `check_as_torch`, but only for the worst vector. torch's worst vector may be a
-    different one, because the error of a vector that sums few terms varies by chance."""
+    """Assert the bound of `check_as_torch` for the worst vector only. torch's worst vector may be a different
+    one, because the error of a vector that sums few terms varies by chance."""
     more = roundings * torch.finfo(found.dtype).eps / 4
     off, bound = worst_error(found, exact), 2 * worst_error(torchs, exact) + more
     if not off <= bound:

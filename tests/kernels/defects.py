@@ -1,6 +1,6 @@
-"""Defects to seed into the kernels, one at a time. Each must make the kernel's tests fail, in the
-interpreter and on a GPU. `scripts/seed_defects` tries them; `test_defects.py` checks that each still matches
-the source."""
+"""Defects to seed into the kernels, one at a time. Each must make the kernel's tests fail, in the interpreter
+and on a GPU. `scripts/seed_defects` tries them; `test_defects.py` checks that each still matches the source
+code."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Runs each kernel once or a few times at small odd shapes. `scripts/sanitize` runs this program under
+"""Runs each kernel once or a few times with small odd shapes. `scripts/sanitize` runs this program under
 compute-sanitizer.
 
     python -m tests.kernels.exercise decode prefill
 
-Tensors are exactly as large as needed, block tables name blocks that do not exist after the end of a
-sequence, and results must be finite. Other tests check that results are correct. Without a GPU the kernels
-run in the interpreter, in float32, without the features that it does not support.
+Tensors are exactly as large as needed, block tables contain nonexistent blocks after the end of a sequence,
+and results must be finite. Other tests check that results are correct. Without a GPU, the kernels run in the
+interpreter, in float32 and without the features that it does not support.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def prefill() -> None:
 
 
 def prefill_hopper() -> None:
-    """Prefill on Hopper with chunks whose context crosses the borders of blocks and of 128 keys, and with
-    more tiles than programs; from pages and from the scratch pool."""
+    """Prefill on Hopper with chunks whose context crosses block boundaries and boundaries of 128 keys, and
+    with more tiles than programs, both from pages and from the scratch pool."""
     if not HOPPER:
         return
     for chunks, heads, kv_heads in (("several chunks", 4, 2), ("across blocks of keys", 3, 3)):
@@ -99,7 +99,7 @@ def fuse() -> None:
 
 
 def multiply() -> None:
-    """Run GEMMs of few rows with every kernel variant and all fused operations."""
+    """Run GEMMs with few rows using every kernel variant and all fused operations."""
     everything = ("norm", "bias", "residual")
     plans = [(case[0], case[4]) for case in linear_cases.CASES]
     plans += [(1, GemmPlan("stream", 1, 16, 64, warps=2, stages=2)), (9, replace(linear_cases.DOT, split=2))]
@@ -127,8 +127,8 @@ def multiply() -> None:
 
 
 def ship(dtype: torch.dtype) -> None:
-    """Run every shipped plan for weights of `dtype` with all fused operations. The interpreter ignores stages
-    and warps, so one plan of each form is enough there."""
+    """Run every shipped plan for weights of type `dtype` with all fused operations. The interpreter ignores
+    stages and warps, so one plan per form is enough there."""
     plans = [one for one in shipped_plans() if one.dtype == dtype]
     if not ON_GPU:
         plans = list(
@@ -184,8 +184,8 @@ def embed() -> None:
 
 
 def exchange() -> None:
-    """Run the collectives over peer memory on one GPU, which acts as one rank after the other. All words of
-    the rank's arena have arrived before each call, so that no call waits."""
+    """Run the collectives over peer memory on one GPU, which acts as each rank in rotation. All words of the
+    rank's arena have arrived before each call, so no call has to wait."""
     if not HOPPER:
         return
     # Imported here because Gluon has no CPU interpreter.

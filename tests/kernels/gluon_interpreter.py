@@ -1,11 +1,17 @@
 """Runs the Python source of a Gluon kernel on the CPU and reports accesses that would be a race or a deadlock
 on a GPU.
 
-Triton's interpreter does not support Gluon. Here torch operations on a `gluon_machine.Program` replace `gl`,
-`mbarrier`, `tma` and the warpgroup products. Not modelled: register layouts (the compiler checks them), the
-lifetime of registers that a product reads, fences between plain and asynchronous accesses, clusters, the
-width of scalar integers, which Python does not bound, and `//` and `%` of negative integers, which Python
-rounds down. Unsupported features raise an error that names them.
+Triton's interpreter does not support Gluon. Here, torch operations on a `gluon_machine.Program` replace `gl`,
+`mbarrier`, `tma` and the warpgroup products. The following are not modelled:
+
+- register layouts, which the compiler checks,
+- the lifetime of registers that a product reads,
+- fences between plain and asynchronous accesses,
+- clusters,
+- the width of scalar integers, which is unbounded in Python,
+- `//` and `%` of negative integers, which Python rounds down.
+
+Unsupported features raise an error that names them.
 """
 
 from __future__ import annotations
@@ -213,8 +219,8 @@ class _Language:
         barrier.init(count)
 
     def arrive(self, barrier: Barrier, *, count: int = 1, pred: Any = True) -> None:
-        """Arrive at a barrier from one thread, which knows only what a barrier among the warps has
-        established about the other warps."""
+        """Arrive at a barrier from one thread. About the other warps, this thread knows only what a barrier
+        among them has established."""
         if pred:
             self.program.pause()
             barrier.arrive(count, self.program.current.known)

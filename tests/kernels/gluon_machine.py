@@ -1,11 +1,12 @@
 """A model of one GPU program's execution order: partitions of warps, barriers, asynchronous copies and
 products.
 
-Each partition is a Python thread, and one thread runs at a time. At every asynchronous operation, a seed
-selects the next thread; the copy engine is one of them. But races are proved, not sampled: every copy and
-product is an event, each partition tracks the events that happened before its current point, and arrivals and
-waits at barriers pass that knowledge on (happens-before, Lamport 1978). A read of memory that is not known to
-be written, or a write of memory that is not known to be read, is a fault in any thread order.
+Each partition is a Python thread, and the copy engine is one of them. Only one thread runs at a time, and at
+every asynchronous operation a seed selects the next one. Races are nevertheless proved, not sampled. Every
+copy and product is an event, each partition tracks the events that happened before its current point, and
+arrivals and waits at barriers pass that knowledge on (happens-before, Lamport 1978). A read of memory that is
+not known to be written, or a write to memory that is not known to have been read, is a fault whatever the
+thread order.
 """
 
 from __future__ import annotations
@@ -216,7 +217,8 @@ def flat(base: torch.Tensor) -> torch.Tensor:
 
 
 class Program:
-    """A running GPU program: its partitions, the partition that runs now, and the copies in flight."""
+    """A running GPU program: its partitions, the partition that is currently running, and the copies in
+    flight."""
 
     def __init__(self, number: int, warps: int, random_: random.Random) -> None:
         self.number = number
@@ -285,7 +287,7 @@ class Program:
         return me.products[-1]
 
     def retire(self, outstanding: int) -> None:
-        """Retire products in their order. Each warp knows only about its own part of a product."""
+        """Retire products in order. Each warp learns only about its own share of a product."""
         me = self.current
         while len(me.products) > outstanding:
             product = me.products.pop(0)

@@ -336,7 +336,7 @@ class PeerMachine:
                 self._fault = Fault("every program waits, and no word is in flight")
 
     def _deliver(self) -> None:
-        """Put words of a message in flight: some of them, or all."""
+        """Perform every call on every rank, in order. Raises Fault."""
         at = self._random.randrange(len(self._flying))
         rank, places, words = self._flying.pop(at)
         some = self._random.choice((1, len(places) // 2, len(places)))
@@ -347,7 +347,7 @@ class PeerMachine:
         if len(places) > some:
             self._flying.append((rank, places[later], words[later]))
 
-    # ── functions that the kernels call ──
+    # Deliver words of a message in flight, either some of them or all.
 
     def _send(self, address: np.ndarray, words: np.ndarray) -> None:
         rank = int(address[0] >> _BASE) - 1

@@ -1,5 +1,5 @@
-"""Compiles for Hopper, for each form, the shipped plan with the largest shared memory and all fused
-operations, and prints, as JSON, how much shared memory each takes. Runs in a separate process, like
+"""For each form, compiles the shipped plan with the largest shared memory and all fused operations for
+Hopper, and prints the shared memory of each as JSON. Runs in a separate process, like
 `launches_of_serving`."""
 
 from __future__ import annotations

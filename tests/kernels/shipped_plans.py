@@ -1,8 +1,8 @@
-"""The plans of all shipped tables, each once, and GEMMs that use them. The parity and PDL tests and the
-sanitizer's exercise iterate over these plans, so that a newly tuned table is tested as shipped.
+"""The plans of all shipped tables, each listed once, and GEMMs that use them. The parity and PDL tests and
+the sanitizer's exercise iterate over these plans, so that a newly tuned table is tested as shipped.
 
-A GEMM here has a shipped plan with its numbers of rows and its K, but few outputs: two and a half tiles. It
-fuses every operation that its form can fuse at once.
+A GEMM here has the row counts and K of a shipped plan, but few outputs: two and a half tiles. It fuses every
+operation that its form can fuse at once.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Shipped:
 
     @property
     def cases(self) -> list[tuple[int, int]]:
-        """Return pairs of rows and K: for each use the largest number of rows, and the smallest number that
-        the next smaller plan does not serve."""
+        """Return pairs of row count and K. For each use, these are the largest number of rows and the
+        smallest number that the next smaller plan does not serve."""
         return sorted({(rows, k) for most, k in self.uses for rows in (most, most // 2 + 1)})
 
     @property

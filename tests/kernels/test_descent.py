@@ -1,4 +1,4 @@
-"""Tests of the descent over a layer's linears, with simulated times. Real times can only be measured on a
+"""Tests of the descent over a layer's linears, with simulated times. Actual times can only be measured on a
 GPU."""
 
 from __future__ import annotations

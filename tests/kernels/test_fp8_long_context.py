@@ -116,8 +116,8 @@ Change = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Generator], N
 
 
 def _needle(value: float) -> Change:
-    """Return a sequence with one key that the first head of each group weighs e⁶ times as much as all other
-    keys together."""
+    """Return a sequence with one key to which the first head of each group gives e⁶ times the weight of all
+    other keys together."""
 
     def change(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, draw: torch.Generator) -> None:
         heads, kv_heads = q.shape[1], keys.shape[1]

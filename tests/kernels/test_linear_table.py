@@ -1,4 +1,4 @@
-"""Tests of the selection of a GEMM's kernel: a table's entries, rules for shapes without entries, and invalid
+"""Tests of how a GEMM's kernel is selected: a table's entries, rules for shapes without entries, and invalid
 tables."""
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def test_sequences_may_share_blocks_and_rows() -> None:
 @needs_cpu
 @pytest.mark.parametrize("lens", [[0], [0, 70, 0]], ids=str)
 def test_padding_gives_zeros_and_writes_nothing_else(lens: list[int]) -> None:
-    """There are more programs than sequences. The new tokens either are in the cache or are not."""
+    """There are more programs than sequences. The new tokens may or may not be in the cache already."""
     case, made, config = make(lens), new(make(lens), True), kernel.DecodeConfig(len(lens) + 4, 3)
     for run, expected in ((case.run, case.expected()), (made.run, made.expected_case().expected())):
         out = torch.full((len(lens) + 8, *case.q.shape[1:]), 7.0)

@@ -264,7 +264,7 @@ def test_a_deferred_norm_is_written_beside_the_result(case: tuple, dtype: torch.
 
 
 AFTER = [
-    # Fields: rows, outputs, K, extras, plan, number of parts of the squares.
+    # Fields: rows, outputs, K, extras, plan, number of partial sums of the squares.
     (5, 160, 384, ALL, DOT, 3),
     (16, 160, 384, ("norm", "bias", "silu"), HIGH_DOT, 6),
     (3, 160, 384, ("norm",), SPLIT_DOT, 1),
@@ -396,7 +396,7 @@ def test_the_librarys_gemm_has_the_models_dtype(extras: tuple[str, ...], library
 
 
 def test_a_gemm_of_a_sharded_model_has_its_dtype(library: list[torch.dtype]) -> None:
-    """A GEMM of a sharded model has no residual from which the dtype of the result could be taken."""
+    """A GEMM in a sharded model has no residual that could determine the dtype of the result."""
     case = Fp8Case(130, 96, 192, ("bias",), torch.float16, torch.float8_e4m3fn)
     quantised = Fp8Activation(*reference.quantise_fp8(case.x), torch.float16)
     weight = Fp8Weight(case.quantised, case.weight_scale)

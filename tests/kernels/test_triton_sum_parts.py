@@ -1,4 +1,4 @@
-"""Tests of the sum of the ranks' parts and the residual, in Triton's interpreter or on a GPU."""
+"""Tests of adding up the ranks' partial results and the residual, in Triton's interpreter or on a GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_parts_are_added_in_rank_order_with_one_rounding(
 
     for rank in (0, world - 1):
         parts, own, residual = random(world, rows + 2, hidden), random(rows, hidden), random(rows, hidden)
-        parts[rank] = torch.nan  # this rank's own part is not copied
+        parts[rank] = torch.nan  # this rank's own partial result is not copied
         total = torch.zeros(rows, hidden, device=DEVICE)
         for source in range(world):
             total += (own if source == rank else parts[source, :rows]).float()

@@ -1,4 +1,4 @@
-"""Tests that the search chooses the fastest correct plan, with simulated times. Real times can only be
+"""Tests that the search chooses the fastest correct plan, with simulated times. Actual times can only be
 measured on a GPU."""
 
 from __future__ import annotations
