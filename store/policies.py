@@ -1,7 +1,9 @@
-"""The records of `control.db`: tenants, keys and Unix peers, as operators set them. Plain data.
+"""The records in `control.db`: tenants, keys and Unix peers, as configured by operators. They contain only
+data.
 
-This is the only place that declares a field of a tenant, a key or a quota (`store.fields`). A new field of
-`TenantRecord` or `KeyFields` goes to the end of its class and has a default; the next start adds its column.
+This is the only place where fields of tenants, keys and quotas are declared (`store.fields`). A new field of
+`TenantRecord` or `KeyFields` goes to the end of its class and has a default; the next startup adds its
+column.
 
 A quota limits a tenant, or a key within its tenant. Both limits apply; None means no limit.
 """
@@ -177,8 +179,8 @@ class KeyRecord(KeyFields, frozen=True, kw_only=True):
 
 
 class Policies:
-    """All tenants, keys and peers at one moment. Immutable: a change makes a new object. So any thread may
-    read it, and comparing two objects with `is` shows whether anything has changed."""
+    """All tenants, keys and peers at one moment. The object is immutable, and a change creates a new one. Any
+    thread may therefore read it, and comparing two objects with `is` shows whether anything has changed."""
 
     def __init__(
         self,

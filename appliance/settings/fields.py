@@ -136,7 +136,7 @@ class MetricsSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, k
     other tenants are summed up."""
 
     def address(self) -> tuple[str, int] | None:
-        """Return `listen` as host and port."""
+        """Return `listen` as host and port; None if it is not set."""
         return None if self.listen is None else parse_address(self.listen)
 
 
@@ -194,7 +194,7 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         return Path(self.run_dir) / "admin.sock"
 
     def address(self) -> tuple[str, int] | None:
-        """Return `listen` as host and port."""
+        """Return `listen` as host and port; None if it is not set."""
         return None if self.listen is None else parse_address(self.listen)
 
 
@@ -223,8 +223,8 @@ class Flags(msgspec.Struct, kw_only=True):
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Parse HOST:PORT, with IPv6 addresses in brackets. Raises ValueError. Names are refused, because a DNS
-    lookup would block the service."""
+    """Parse HOST:PORT, with IPv6 addresses in brackets. Raises ValueError. Host names are refused, because a
+    DNS lookup would block the service."""
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not host or not port.isdecimal() or not 0 <= int(port) <= 65535:

@@ -50,5 +50,6 @@ class QueueRules(msgspec.Struct, frozen=True, kw_only=True):
         return float("inf")
 
     def late_s(self, request_class: int) -> float:
-        """Return the waiting time from which a request counts as late; P3 has the same as P2."""
+        """Return the waiting time from which a request counts as late, in seconds. P3 has the same value as
+        P2."""
         return self.ageing * self.targets_ms[min(request_class, len(self.targets_ms) - 1)] / 1e3
