@@ -31,6 +31,8 @@ from tests.core.simulated_replica import FRONT, HOP_S, MODEL, Replica, Speed
 RESUBMIT_S = 0.05
 """Time from a replica's death until its fronts send the next attempts."""
 TICK_S = 0.25
+PREDICTED = 0.8
+"""The fraction of the real times that the engine predicts, as a lower bound."""
 _PROMPT = [1] * 131_072
 _EPOCH = 1000.0
 
@@ -153,8 +155,10 @@ class SimulatedServer:
         max_mixed_tokens: int | None = None,
         blocks: int = 20_000,
         speed: Speed = Speed(),  # noqa: B008
+        predicted: bool = True,
     ) -> Replica:
-        """Add a replica that is ready at once."""
+        """Add a replica that is ready at once. `predicted`: whether the engine predicts its rates, as it does
+        on GPUs."""
         self._replicas_made += 1
         name = f"{MODEL}-{self._replicas_made}"
         replica = Replica(
@@ -166,6 +170,8 @@ class SimulatedServer:
             blocks=blocks,
             speed=speed,
         )
+        if predicted:
+            replica.account.rates.predict(PREDICTED * speed.step_s, PREDICTED * speed.prompt_token_s)
         self.replicas.append(replica)
         self.requests.add_replica(replica.account)
         replica._report([])

@@ -35,7 +35,7 @@ def test_slow_first_steps_refuse_no_request_of_a_first_burst(
     streams: int, gap_s: float, predicted: bool
 ) -> None:
     served = server()
-    replica = served.add_replica(slots=16, max_num_batched_tokens=2048, speed=SLOW_FIRST)
+    replica = served.add_replica(slots=16, max_num_batched_tokens=2048, speed=SLOW_FIRST, predicted=False)
     if predicted:
         replica.account.rates.predict(0.010, 1 / 50_000)
     asked = burst(served, streams, gap_s)
@@ -50,7 +50,7 @@ def test_slow_first_steps_refuse_no_request_of_a_first_burst(
 
 def test_a_device_that_stays_slow_refuses_what_would_wait_too_long() -> None:
     served = server()
-    served.add_replica(slots=16, max_num_batched_tokens=2048, speed=Speed(step_s=1.0))
+    served.add_replica(slots=16, max_num_batched_tokens=2048, speed=Speed(step_s=1.0), predicted=False)
     asked = burst(served, 256, gap_s=0.5)
     served.run(130.0)
     refused = [one for one in asked if one.refused is not None and "would wait" in one.refused.message]
