@@ -111,7 +111,7 @@ class Keeper:
 
 
 def _in_memory(transcript: Transcript, rules: KeepRules) -> int:
-    """Return a memfd with the texts, as msgpack."""
+    """Return a memfd that contains the texts as msgpack."""
     return new_memory("kept", msgspec.msgpack.encode(list(_parts(transcript, rules))))
 
 

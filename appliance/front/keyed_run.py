@@ -58,7 +58,9 @@ class KeyedRun:
         grew: Callable[[KeyedRun, int], None],
         orphaned: Callable[[KeyedRun], None],
     ) -> None:
-        """- `scope` is a hash of the caller, the endpoint and the key.
+        """Create a run that has not been claimed yet.
+
+        - `scope` is a hash of the caller, the endpoint and the key.
         - `fingerprint` is a hash of the body.
         - `grew` is called with the size of each addition.
         - `orphaned` is called when the last follower leaves before the run has ended.
