@@ -4,12 +4,12 @@ In a chat template, `<|end|>` ends a message. The same characters inside a messa
 end the message. In the rendered string, the two cases look the same. Therefore:
 
 1. Before rendering, a `Shield` replaces each special token's text in the client's texts with a placeholder.
-Placeholders are random digits, drawn for each request. No template filter changes digits.
+   Placeholders are random digits, drawn for each request. No template filter changes digits.
 2. Any special tokens in the rendered text now come from the template. They are given secret names, and the
-placeholders are replaced with the client's text.
+   placeholders are replaced with the client's text.
 3. A copy of the tokenizer, in which the special tokens have these secret names, encodes the text in one pass.
-  All
-other text is therefore encoded as by the original tokenizer, whatever its normalizer and pre-tokenizer.
+   All other text is therefore encoded as by the original tokenizer, whatever its normalizer and
+   pre-tokenizer.
 
 Conversations that do not contain the text of a special token skip these steps. They are encoded as in
 transformers.

@@ -19,7 +19,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 _MIN_BYTES = 4096
-"""Minimum size for which a text is counted, because a request takes memory in addition to its text."""
+"""Minimum number of bytes counted for a text, because a request takes memory in addition to its text."""
 
 MAX_SHARE = 1 / 3
 """Maximum share of a thread's time that one tenant's texts take in the long run."""
@@ -175,10 +175,10 @@ class _Lane:
 
 
 class WorkPool:
-    """Runs work on texts in two threads: one for short work, one for long. Belongs to one event loop.
+    """Runs work on texts in two threads, one for short work and one for long work. Belongs to one event loop.
 
-    Work is a generator that yields after each step and returns its result. The steps of several tenants
-    alternate. So short work waits for at most one short step of each tenant, however much long work there is.
+    Work is a generator that yields after each step and returns its result. The steps of different tenants
+    alternate, so short work waits for at most one short step of each tenant, however much long work there is.
     """
 
     def __init__(self, max_wait_s: float) -> None:

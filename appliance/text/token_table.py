@@ -18,12 +18,10 @@ class TokenTable:
 
     - `raw[id]` holds the token's bytes (empty if the vocabulary has a gap there).
     - `shown` and `shown_with_special` hold what a detokenizer needs: a `str` if the bytes are whole
-      characters, otherwise
-    the `bytes`. Special tokens are "" in `shown`.
+      characters, otherwise the `bytes`. Special tokens are "" in `shown`.
     - `leading_strip` is the number of spaces dropped at the beginning of a text.
     - `bad_byte_each` says whether each invalid byte becomes one U+FFFD (as in ByteFallback), rather than each
-      maximal
-    ill-formed subsequence.
+      maximal ill-formed subsequence.
 
     All streams of a tokenizer share the table, which is never changed.
     """
