@@ -65,7 +65,9 @@ class Drain:
         hurry: asyncio.Event | None = None,
         abort_within_s: float = float("inf"),
     ) -> None:
-        """- `model` is the model to drain, or None for the whole service.
+        """Create a drain, which `run` then performs.
+
+        - `model` is the model to drain, or None for the whole service.
         - `why` is the message for clients.
         - `notice_s` is the time for gateways to notice.
         - `hold` holds new requests instead of refusing them.

@@ -40,7 +40,9 @@ class ChatTemplate:
         special_tokens: Mapping[str, str],
         max_characters: int = MAX_RENDERED_CHARACTERS,
     ) -> None:
-        """- `sources`: template texts by name. Empty for a model without templates.
+        """Compile the templates.
+
+        - `sources`: template texts by name. Empty for a model without templates.
         - `special_tokens`: texts by name, as templates use them (`bos_token`).
 
         Raises `ChatTemplateError` for a template that does not compile.

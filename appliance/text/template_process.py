@@ -74,7 +74,9 @@ class TemplateProcess:
         special_tokens: Mapping[str, str],
         max_render_s: float = MAX_RENDER_S,
     ) -> None:
-        """- `sources`: template texts by name. Empty for a model without templates.
+        """Prepare the templates. The process is started later.
+
+        - `sources`: template texts by name. Empty for a model without templates.
         - `special_tokens`: texts by name, as templates use them (`bos_token`).
         """
         self._compile = Compile(dict(sources), dict(special_tokens))
