@@ -4,7 +4,7 @@ behind a socket.
 Clients check both before they send a key, a prompt or a command, because any user can create a directory in
 /tmp. Three users are trusted: root, the caller, and the service's user. The service's user is the one that
 $APPLIANCE_SERVICE_USER names, or the owner of a run directory that only root or the caller can have created
-in its place (as systemd does with /run/appliance).
+at that path (as systemd does with /run/appliance).
 """
 
 from __future__ import annotations
