@@ -72,7 +72,9 @@ class ModelManager:
         note: Callable[[str, str], None],
         launch: Launch,
     ) -> None:
-        """- `settings` returns the settings in effect.
+        """Create the manager without starting any replicas.
+
+        - `settings` returns the settings in effect.
         - `publish` is called when the served models, or whether they can answer requests, may have changed.
         - `note` reports a problem (its location and description) to the operator.
         """
