@@ -104,8 +104,8 @@ class ReplicaEvents(Protocol):
         """Handle the end of a ready replica. `replica.account` is no longer valid."""
 
     def replica_changed(self, replica: Replica) -> None:
-        """Handle a replica that has ended. It will be restarted, unless `replica.failure` is set, in which
-        case the operator must correct something before its next start succeeds."""
+        """Handle a replica that has ended and will be started again. If `replica.failure` is set, the
+        operator must correct something before a start can succeed."""
 
     def replica_problem(self, replica: Replica, what: str) -> None:
         """Report a problem to the operator."""
