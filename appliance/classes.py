@@ -5,7 +5,7 @@ from __future__ import annotations
 from appliance.messages import Identity
 
 CLASS_NAMES = ("P0", "P1", "P2", "P3")
-"""Real-time, interactive, batch, background."""
+"""Names of the real-time, interactive, batch and background classes."""
 
 _ASKED = {name: number for number, name in enumerate(CLASS_NAMES)} | {"priority": 0, "flex": 2}
 """Class names and OpenAI's service tiers. OpenAI's tiers "auto", "default" and "scale" select the default

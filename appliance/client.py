@@ -58,7 +58,8 @@ class AdminClient:
     """Calls the service of one run directory. Use as a context manager. Not thread-safe.
 
     Every call raises ServiceNotRunningError if no service answers, AdminError if the service refuses the
-    call, and UntrustedError if the socket belongs to a user who is not trusted (`appliance.ownership`).
+    call, and UntrustedError if a user who is not trusted might answer in place of the service
+    (`appliance.ownership`).
     """
 
     def __init__(self, run_dir: str | Path, timeout_s: float = 10.0, key: str | None = None) -> None:

@@ -41,12 +41,14 @@ _SAFE_ALTERNATIVES = frozenset(
         *(r"\s*[\r\n]+", r"\s*[\r\n]", r"\s+(?!\S)", r"\s+"),
     ]
 )
-"""Alternatives of the regular expressions of GPT-2, Llama 3, Qwen 2, o200k and Tekken; C is a contraction.
+"""The alternatives in the regular expressions of GPT-2, Llama 3, Qwen 2, o200k and Tekken. C represents a
+contraction.
 
-No match of any of them contains a character that is not white space followed by a space, or a letter or digit
-followed by one of the other characters of `_CUT`. None has a lookbehind, and the only one with a lookahead
-(`\\s+(?!\\S)`) ends in white space, which no part before a cut does. So a match begins at every cut, and the
-matches on one side of a cut do not depend on the other side. """
+No match of these alternatives contains a non-space character followed by a space, or a letter or digit
+followed by one of the other characters in `_CUT`. None of them has a lookbehind. Only one has a lookahead
+(`\\s+(?!\\S)`), and its matches end in white space, whereas the text before a cut never does. A match
+therefore begins at every cut, and the matches on one side of a cut do not depend on the other side.
+"""
 
 _MAX_NFC_SHRINKING = 4
 """NFC shrinks UTF-8 by at most a factor of 3.5 (U+1FBE U+0308 U+0301 becomes U+0390), found by searching

@@ -136,7 +136,7 @@ class FakeFront:
             first, self.name, self.models = not self.name, message.front, message.models
             self.configured = message.serial
             while first and any((Path(model.folder) / "hang").exists() for model in self.models):
-                time.sleep(0.05)  # Reads no messages from anyone.
+                time.sleep(0.05)  # It reads no messages.
             if first:
                 self.channel.send(FrontReady())
         elif isinstance(message, AttachReplica):

@@ -129,12 +129,15 @@ REPLICAS = 2
 
 
 def deadlines(*, mix: str, event: str, seconds: float, load: float = 3.0, seed: int = 0) -> Figures:
-    """Four tenants ask for `load` times what the server can serve. Three of them set deadlines.
+    """Run four tenants whose requests exceed what the server can serve by a factor of `load`. Three of them
+    set deadlines.
+
+    `event` is "steady" or one of these:
 
     - "cold": the load begins at once, before anything has been measured. Otherwise it follows a light load.
-    - "surge": the load comes a second time.
-    - "mix": long prompts are added.
-    - "death": a replica dies and comes back 5 s later.
+    - "surge": the load pauses in the middle and then comes a second time.
+    - "mix": long prompts are added in the middle.
+    - "death": a replica dies in the middle and comes back 5 s later.
     """
     server = SimulatedServer(tenants=[tenant(name) for name in "abcd"], seed=seed)
     for _ in range(REPLICAS):

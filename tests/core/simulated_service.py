@@ -129,7 +129,7 @@ class SimulatedService:
     def __init__(self, queue_limit: int = 7, queue_timeout_s: float = 50.0) -> None:
         self.now = 1000.0
         self.time_of_day = 0.0
-        """Time of day at `now`. It is separate because the clock may be set."""
+        """Difference between the system clock and `now`. Tests change it to set the clock."""
         self.rows = Rows()
         self.fronts: dict[str, FakeFront] = {}
         self.replicas: list[FakeReplica] = []
