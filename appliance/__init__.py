@@ -1,1 +1,2 @@
-"""The service: fronts speak HTTP and text, the core decides, replicas compute (docs/architecture.md)."""
+"""The service: fronts handle HTTP and text, the core makes the decisions, and replicas run the models
+(docs/architecture.md)."""

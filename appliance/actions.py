@@ -1,9 +1,9 @@
-"""The registry of operator actions: each action is declared here, and only here.
+"""The registry of operator actions. Each action is declared here and nowhere else.
 
-Commands of the CLI, key bindings, confirmation dialogs and audit rows are derived from these entries. An
-action is called by `POST /actions/NAME` on the admin socket, with its parameters as JSON.
-`appliance.admin.handlers` maps each action to the code that performs it; this module stays importable without
-the service's modules."""
+CLI commands, key bindings, confirmation dialogs and audit rows are derived from these entries. An action is
+called with `POST /actions/NAME` on the admin socket, with its parameters as JSON. `appliance.admin.handlers`
+maps each action to the code that performs it, so this module can be imported without the service's modules.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from store.fields import Declared, declared
 from store.policies import KeyFields, Quota, TenantRecord
 
 MAX_GRACE_S = 7 * 86400.0
-"""Maximum grace period of a drain: a week."""
+"""Maximum grace period of a drain: one week."""
 
 Danger = Literal["none", "confirm", "typed"]
-"""The confirmation that is required: none, yes or no, or the typed name of the target."""
+"""Required confirmation: none, yes or no, or typing the target's name."""
 TargetKind = Literal["service", "model", "tenant", "key", "peer", "request"]
 Visibility = Literal["shown", "internal"]
-"""Whether the action is offered to people, or only called by a command as one of its steps."""
+"""Whether the action is offered to people, or is only called by a command as one of its steps."""
 
 
 def _changes(record: type[msgspec.Struct]) -> Any:
-    """Return a struct of the declared fields of `record` and of `Quota`, none of which has to be given."""
+    """Return a struct with the declared fields of `record` and of `Quota`, all of them optional."""
     fields = [*declared(record).values(), *declared(Quota).values()]
     return msgspec.defstruct(
         f"{record.__name__}Changes",
@@ -39,8 +39,8 @@ def _changes(record: type[msgspec.Struct]) -> Any:
 
 
 def _parameter(field: Declared) -> Any:
-    """Return the type of a field that may be left out. `store.rules` checks values, with messages that name
-    the remedy; here they are in the schema only."""
+    """Return the type of an optional field. Values are checked by `store.rules`, whose messages name the
+    remedy; the type only describes them in the schema."""
     plain: dict[str, Any] = {"choice": str, "list": tuple[str, ...]}
     kind = plain.get(field.kind, field.type)
     if field.optional:
@@ -213,29 +213,29 @@ class EndBackup(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Action(NamedTuple):
-    """One thing that an operator can do."""
+    """An operation that an operator can perform."""
 
     name: str
-    """The name in the URL and in the audit chain."""
+    """Name in the URL and in the audit chain."""
     title: str
-    """The title for people, in the imperative. With the target it is the question of the confirmation:
-    "Revoke key X?"."""
+    """Title for people, in the imperative. With the target, it becomes the question of the confirmation
+    dialog: "Revoke key X?"."""
     danger: Danger
     target: TargetKind
     parameters: type[msgspec.Struct]
-    """Its fields are the parameters; its docstring explains the action."""
+    """Struct whose fields are the parameters and whose docstring describes the action."""
     result: type[msgspec.Struct]
     named_by: str = ""
-    """The parameter that names the target; empty: the action has one target only."""
+    """Parameter that names the target, or empty if the action has only one target."""
     visibility: Visibility = "shown"
 
     @property
     def description(self) -> str:
-        """What the action does, in sentences."""
+        """Description of the action, in sentences."""
         return " ".join((inspect.getdoc(self.parameters) or "").split())
 
     def target_name(self, parameters: msgspec.Struct) -> str:
-        """Return what the action is applied to, as a person calls it."""
+        """Return the display name of the action's target."""
         name = getattr(parameters, self.named_by) if self.named_by else None
         if self.target == "model":
             return "the service" if name is None else f"model {name}"
@@ -273,7 +273,7 @@ ACTIONS: tuple[Action, ...] = (
 
 
 def action_named(name: str) -> Action:
-    """Return the action of this name. Raises LookupError if there is none."""
+    """Return the action with this name. Raises LookupError if there is none."""
     for action in ACTIONS:
         if action.name == name:
             return action
@@ -281,7 +281,7 @@ def action_named(name: str) -> Action:
 
 
 def action_of(parameters: msgspec.Struct) -> Action:
-    """Return the action that these parameters belong to. Raises LookupError."""
+    """Return the action that these parameters belong to. Raises LookupError if there is none."""
     for action in ACTIONS:
         if isinstance(parameters, action.parameters):
             return action

@@ -1,5 +1,5 @@
-"""Tasks that run in the background of the event loop, the delay before a process is restarted, and budgets of
-processing time."""
+"""Background tasks of the event loop, the delay before a process is restarted, and budgets of processing
+time."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _HEALTHY_S = 30.0
 
 
 class Background:
-    """Keeps a reference to each task until it ends, because the event loop keeps none. Logs tasks that
-    fail."""
+    """Keeps a reference to each task until it ends, because the event loop keeps none. Failed tasks are
+    logged."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
@@ -30,7 +30,7 @@ class Background:
         task.add_done_callback(self._done)
 
     async def ended(self) -> None:
-        """Wait until all tasks that have been started so far have ended."""
+        """Wait until all tasks started so far have ended."""
         if self._tasks:
             await asyncio.wait(set(self._tasks))
 
@@ -42,16 +42,16 @@ class Background:
 
 
 class Backoff:
-    """Returns the delay before each restart of a process: it doubles up to a limit, and starts again at the
-    first one after the process has been in service for 30 s."""
+    """Determines the delay before each restart of a process. The delay doubles up to a limit, and is reset
+    after the process has been in service for 30 s."""
 
     def __init__(self, first_s: float = _FIRST_DELAY_S, max_s: float = _MAX_DELAY_S) -> None:
         self._first_s = self._next_s = first_s
         self._max_s = max_s
 
     def delay_s(self, served_s: float) -> float:
-        """Return the delay before the next restart. `served_s`: for how long the process was in service
-        before it ended; 0 if it never was."""
+        """Return the delay before the next restart. `served_s` is how long the process was in service before
+        it ended, or 0 if it never was."""
         if served_s >= _HEALTHY_S:
             self._next_s = self._first_s
         delay, self._next_s = self._next_s, min(self._next_s * 2, self._max_s)
@@ -59,27 +59,27 @@ class Backoff:
 
 
 class TimeBudgets:
-    """Limits the time that each user of a thread takes to a share of it in the long run. Times are in seconds
-    of one clock."""
+    """Limits each user of a thread to a share of its time in the long run. All times are in seconds on one
+    clock."""
 
     def __init__(self, max_share: float, burst_s: float) -> None:
-        """`max_share`: between 0 and 1. A user that took nothing for `burst_s` may take its share of this
+        """`max_share` is between 0 and 1. A user that has been idle for `burst_s` may use its share of that
         time at once."""
         self._max_share = max_share
         self._burst_s = burst_s
         self._rests_until: dict[str, float] = {}
-        """When each user that took time lately is within its share again."""
+        """For each user that has recently used time: when its use falls back within its share."""
 
     def rest_s(self, user: str, now: float) -> float:
-        """Return for how long the user must take no more time; 0 if it is within its share."""
+        """Return how long the user must pause, in seconds, or 0 if it is within its share."""
         return max(0.0, self._rests_until.get(user, 0.0) - now)
 
     def charge(self, user: str, taken_s: float, now: float) -> None:
-        """Charge the user with time that it has taken."""
+        """Charge the user for time that it has used."""
         since = max(self._rests_until.get(user, 0.0), now - self._burst_s)
         self._rests_until[user] = since + taken_s / self._max_share
 
     def forget_unused(self, now: float) -> None:
-        """Forget the users who may take their whole burst again."""
+        """Remove the users that may use their whole burst again."""
         earliest = now - self._burst_s
         self._rests_until = {user: until for user, until in self._rests_until.items() if until > earliest}

@@ -1,18 +1,18 @@
-"""Classes of service, from P0 to P3."""
+"""Service classes, from P0 to P3."""
 
 from __future__ import annotations
 
 from appliance.messages import Identity
 
 CLASS_NAMES = ("P0", "P1", "P2", "P3")
-"""Real-time, interactive, batch, background."""
+"""Names of the real-time, interactive, batch and background classes."""
 
 _ASKED = {name: number for number, name in enumerate(CLASS_NAMES)} | {"priority": 0, "flex": 2}
-"""The names of the classes, and OpenAI's service tiers. Its tiers "auto", "default" and "scale" select the
-default class."""
+"""Class names and OpenAI's service tiers. OpenAI's tiers "auto", "default" and "scale" select the default
+class."""
 
 
 def service_class(asked: str, identity: Identity) -> int:
-    """Return the class of a request: the one that its client asked for, or the tenant's default, but never a
-    better one than tenant and key allow."""
+    """Return the class of a request: the class that its client asked for, or the tenant's default, but never
+    a higher priority than the tenant and the key allow."""
     return max(_ASKED.get(asked, identity.default_class), identity.highest_class)

@@ -1,5 +1,5 @@
-"""Clients of the running service: the admin client of the CLI and the console, and the connection that every
-client of a Unix socket of the service uses."""
+"""Clients of the running service: the admin client of the CLI and the console, and the connection used by all
+clients of the service's Unix sockets."""
 
 from __future__ import annotations
 
@@ -34,19 +34,20 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 
 _ACTION_TIMEOUT_S = 30.0
-"""The service answers every action that waits for its database within 25 s, with success or failure."""
+"""Time limit for an action. The service answers every action that waits for its database within 25 s, with
+success or failure."""
 
 
 class ServiceNotRunningError(Exception):
-    """No service answers on the socket; the message says why, and how to start it."""
+    """Raised if no service answers on the socket. The message says why, and how to start the service."""
 
 
 class NotAllowedError(ServiceNotRunningError):
-    """This user may not open the socket, so it is unknown whether a service answers there."""
+    """Raised if this user may not open the socket, so that it is unknown whether a service answers there."""
 
 
 class AdminError(Exception):
-    """The service refused the call; `status` is the HTTP status code."""
+    """Raised if the service refuses the call. `status` is the HTTP status code."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -54,14 +55,15 @@ class AdminError(Exception):
 
 
 class AdminClient:
-    """Calls the service of one run directory. Use as a context manager; not thread-safe.
+    """Calls the service of one run directory. Use as a context manager. Not thread-safe.
 
-    Every call raises ServiceNotRunningError when no service answers there, AdminError when the service
-    refuses, and UntrustedError when a user who is not trusted answers in its place (`appliance.ownership`).
+    Every call raises ServiceNotRunningError if no service answers, AdminError if the service refuses the
+    call, and UntrustedError if a user who is not trusted might answer in place of the service
+    (`appliance.ownership`).
     """
 
     def __init__(self, run_dir: str | Path, timeout_s: float = 10.0, key: str | None = None) -> None:
-        """`key`, of scope admin or read, is for users who are not operators."""
+        """`key` has the `admin` or `read` scope. It is for users who are not operators."""
         self.socket = Path(run_dir) / "admin.sock"
         self._timeout_s = timeout_s
         self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
@@ -72,7 +74,7 @@ class AdminClient:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Do nothing: no connection stays open between calls."""
+        """Do nothing, because no connection stays open between calls."""
 
     def status(self) -> Status:
         """Return the state of the service."""
@@ -83,7 +85,7 @@ class AdminClient:
         return self._call("GET", "/requests", list[InFlight])
 
     def keys(self) -> list[Key]:
-        """Return all keys, revoked ones included."""
+        """Return all keys, including revoked ones."""
         return self._call("GET", "/keys", list[Key])
 
     def tenants(self) -> list[Tenant]:
@@ -95,11 +97,11 @@ class AdminClient:
         return self._call("GET", "/peers", list[PeerMapping])
 
     def configuration(self) -> Configuration:
-        """Return the settings in effect, and where each was set."""
+        """Return the settings in effect and where each was set."""
         return self._call("GET", "/config", Configuration)
 
     def create_key(self, name: str, tenant: str = "default", expires_at: float | None = None) -> NewKey:
-        """Create a bearer key. Only this answer contains its secret."""
+        """Create a bearer key. Its secret is returned only here."""
         return self._expect(CreateKey(name=name, tenant=tenant, expires_at=expires_at), NewKey)
 
     def revoke_key(self, key_id: str) -> Done:
@@ -107,7 +109,7 @@ class AdminClient:
         return self._expect(RevokeKey(id=key_id), Done)
 
     def drain(self, drain: DrainService) -> DrainStatus:
-        """Begin a drain; `status().drains` has its progress."""
+        """Begin a drain. `status().drains` reports its progress."""
         return self._expect(drain, DrainStatus)
 
     def resume(self, resume: ResumeService) -> Done:
@@ -127,17 +129,18 @@ class AdminClient:
         try:
             body = msgspec.json.encode(parameters)
         except UnicodeEncodeError as error:
-            # The bytes of a command line need not be UTF-8.
+            # The bytes of a command line are not necessarily UTF-8.
             raise AdminError(400, f"{name}: {error.object!r} is not UTF-8 text: write it in UTF-8") from error
         return self._call("POST", f"/actions/{name}", result, body)
 
     def _call(self, method: str, path: str, result: Any, body: bytes | None = None) -> Any:
-        import http.client  # imported here because it takes 20 ms, and some callers need only the types
+        import http.client  # Imported here because it takes 20 ms, and some callers need only the types.
 
         headers = dict(self._headers)
         if body is not None:
             headers["content-type"] = "application/json"
-        # Each call opens a connection: the service closes idle ones, possibly while a request is on its way.
+        # Each call opens a new connection, because the service closes idle ones, possibly while a request is
+        # on its way.
         timeout_s = self._timeout_s
         if body is not None and timeout_s is not None:
             timeout_s = max(timeout_s, _ACTION_TIMEOUT_S)
@@ -175,11 +178,11 @@ class AdminClient:
 
 
 def unix_connection(path: Path, timeout_s: float | None, connect_timeout_s: float = 10.0) -> HTTPConnection:
-    """Return an HTTP connection to the service's socket at `path`, not yet connected.
+    """Return an HTTP connection to the service's socket at `path`. The connection is not yet open.
 
     `connect` raises UntrustedError unless the run directory and the process behind the socket belong to users
-    whom the caller trusts (`appliance.ownership`), and OSError if nothing listens. `timeout_s` bounds each
-    wait for the answer; None is no bound.
+    whom the caller trusts (`appliance.ownership`), and OSError if nothing is listening. `timeout_s` limits
+    each wait for the answer; None means no limit.
     """
     import http.client
 
@@ -188,7 +191,8 @@ def unix_connection(path: Path, timeout_s: float | None, connect_timeout_s: floa
             uids = trusted_directory(path.parent, "--run-dir")
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
-                # A blocking connect waits while the backlog is full; with settimeout() it would fail at once.
+                # A blocking connect waits while the backlog is full. With settimeout(), it would fail at
+                # once.
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(connect_timeout_s))
                 sock.connect(os.fspath(path))
                 check_peer(sock, uids)
@@ -202,7 +206,7 @@ def unix_connection(path: Path, timeout_s: float | None, connect_timeout_s: floa
 
 
 def not_running(path: Path, error: OSError) -> ServiceNotRunningError:
-    """Return the error that explains why nothing can be sent to the socket at `path`, with the remedy."""
+    """Return an error that explains why nothing can be sent to the socket at `path`, with the remedy."""
     if isinstance(error, PermissionError):
         return NotAllowedError(
             f"permission denied for uid {os.geteuid()} on {path}: run as root, the service's user or an "

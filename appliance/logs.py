@@ -12,8 +12,8 @@ from engine import logs
 
 
 class LineFormatter(logs.UtcFormatter):
-    """Formats UTC time with milliseconds, level, the name of a process that is not the core, the last part of
-    the logger's name, and the message."""
+    """Formats a record as UTC time with milliseconds, level, process name (unless the process is the core),
+    last component of the logger's name, and message."""
 
     def __init__(self, process: str = "") -> None:
         self._process = f"{process} " if process else ""
@@ -25,11 +25,12 @@ class LineFormatter(logs.UtcFormatter):
 
 
 def configure_logging(level: str, process: str = "") -> None:
-    """Write the process's log to standard error from `level` ("debug", "info", …) on, without waiting for its
-    reader. `process` is the name of a process that is not the core."""
+    """Write the process's log records of at least `level` ("debug", "info", …) to standard error, without
+    waiting for the reader. `process` is the process name, unless the process is the core."""
     logs.log_to_stderr(LineFormatter(process))
     root = logging.getLogger()
     root.setLevel(level.upper())
-    # Heads of the audit chain are logged at every level: the copy in the journal proves that it is complete.
+    # Heads of the audit chain are logged at every level, because their copy in the journal proves that the
+    # chain is complete.
     logging.getLogger("store.heads").setLevel(logging.INFO)
     logging.getLogger("asyncio").setLevel(max(logging.WARNING, root.level))

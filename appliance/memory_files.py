@@ -1,4 +1,5 @@
-"""Anonymous memory files (memfd), whose descriptors take large byte strings to another process."""
+"""Anonymous memory files (memfd). Passing their descriptors transfers large byte strings to another
+process."""
 
 from __future__ import annotations
 
@@ -6,8 +7,8 @@ import os
 
 
 def new_memory(name: str, data: bytes) -> int:
-    """Return the descriptor of a memory file with these bytes, which the caller closes. `name` is shown in
-    /proc only. Raises OSError."""
+    """Create a memory file with these bytes and return its descriptor, which the caller closes. `name` is
+    shown only in /proc. Raises OSError."""
     descriptor = os.memfd_create(name)
     try:
         view = memoryview(data)
@@ -20,7 +21,7 @@ def new_memory(name: str, data: bytes) -> int:
 
 
 def read_memory(descriptor: int, max_bytes: int = -1) -> bytes:
-    """Return the contents of a memory file, at most `max_bytes` (-1: all), and close the descriptor."""
+    """Return the contents of a memory file, at most `max_bytes` (-1 for all), and close its descriptor."""
     with open(descriptor, "rb", buffering=0) as memory:
         memory.seek(0)
         return memory.read(max_bytes) or b""

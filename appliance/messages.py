@@ -1,4 +1,4 @@
-"""The structs between the core and a front. Plain data, msgpack on the wire (`engine.wire`)."""
+"""The messages between the core and a front: plain structs, sent as msgpack (`engine.wire`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from store.policies import INTERACTIVE, LogPolicy
 
 SocketKind = Literal["unix", "tcp"]
 ExceededLimit = Literal["", "requests", "tokens"]
-"""What the exceeded limit counts: OpenAI's `type` of the error; "" if the status determines the type."""
+"""Which kind of limit was exceeded, sent as OpenAI's `type` of the error. "" means that the status determines
+the type."""
 SecretKind = Literal["keys", "bearer_tokens", "passwords", "private_keys", "emails", "cards"]
 
 # ── core to front ────────────────────────────────────────────────────────────────────────────────
@@ -22,57 +23,58 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     folder: str
-    """The folder with the tokenizer and the chat template."""
+    """Folder with the tokenizer and the chat template."""
     version: str
-    """Identifies the model's files: a fingerprint of the folder."""
+    """Identifier of the model's files: a fingerprint of the folder."""
     created: int
     """When the model's files were created, in unix seconds."""
     max_model_len: int
-    """The limit of prompt and output together, in tokens."""
+    """Maximum total length of prompt and output, in tokens."""
     vocab_size: int
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The tenant to which a request is billed, and the request's rights: those of the tenant, restricted by
-    its key.
+    """The tenant to which a request is billed, and the request's rights: the tenant's rights, restricted by
+    the key.
 
-    The core looks the rights up by `tenant` and `key_id`; a front's copy serves to refuse requests early.
+    The core looks up the rights by `tenant` and `key_id`. A front uses its copy only to refuse requests
+    early.
     """
 
     tenant: str
     key_id: str = ""
-    """The id of the key; empty for a Unix peer."""
+    """Id of the key, or empty for a Unix peer."""
     scopes: tuple[str, ...] = ("inference",)
     """Scopes from `store.policies.SCOPES`."""
     models: tuple[str, ...] | None = None
-    """The models that the request may name; None: all."""
+    """Models that the request may name, or None for all."""
     highest_class: int = INTERACTIVE
-    """The best class that the request can get; 0 is P0."""
+    """Highest-priority class that the request can get. 0 is P0."""
     default_class: int = INTERACTIVE
-    """The class of a request that names none."""
+    """Class of a request that does not name one."""
     context_tokens: int | None = None
-    """The limit of prompt and output together; None: that of the model."""
+    """Maximum total length of prompt and output, or None for the model's limit."""
     default_max_tokens: int | None = None
-    """The output limit of a request without `max_tokens`; None: up to the length limit."""
+    """Output limit of a request without `max_tokens`, or None for the remaining context length."""
     log_policy: LogPolicy = "metadata"
     expires_at: float | None = None
-    """When the key expires, in Unix seconds."""
+    """When the key expires, in unix seconds."""
     suspended: bool = False
-    """Whether the tenant is suspended: all its requests are refused."""
+    """Whether the tenant is suspended, in which case all its requests are refused."""
 
 
 class Identities(msgspec.Struct, tag="identities", frozen=True, kw_only=True):
-    """The table with which a front authenticates callers: the whole table (`whole`), which replaces the
-    former one, or the changes since then."""
+    """The table with which a front authenticates callers: either the whole table (if `whole` is set), which
+    replaces the previous table, or the changes since the previous message."""
 
     keys: dict[str, Identity | None] = {}
-    """Identities by the SHA-256 (hex) of the bearer key; None: the key is no longer valid."""
+    """Identities by SHA-256 (hex) of the bearer key. None means that the key is no longer valid."""
     uids: dict[int, Identity] = {}
-    """Identities by the uid of a Unix socket's peer. Uids and gids are always complete."""
+    """Identities by the uid of a Unix socket's peer. `uids` and `gids` are always complete."""
     gids: dict[int, Identity] = {}
-    """Identities by a group of the peer, for peers whose uid is not in `uids`."""
+    """Identities by the peer's groups, for peers whose uid is not in `uids`."""
     any_uid: Identity | None = None
-    """The identity of all other uids that the socket's file mode admits; None: they are refused."""
+    """Identity of all other uids that the socket's file mode admits. None means that they are refused."""
     whole: bool = True
 
 
@@ -150,70 +152,72 @@ class KeepRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Configure(msgspec.Struct, tag="configure", frozen=True, kw_only=True):
-    """What the front serves. This is the first message to a front, and is sent again when something in it
-    changes."""
+    """The configuration that the front serves. This is the first message to a front, and it is sent again
+    whenever something in it changes."""
 
     front: str
     serial: int = 0
-    """Increases with each message; the front reports the last one that it has applied."""
+    """Serial number, which increases with each message. The front reports the last one that it has
+    applied."""
     models: list[ServedModel]
     limits: Limits
     ready: bool
-    """Whether every model that is not drained answers: the result of `/health/ready`."""
+    """Whether every model that is not drained can answer requests. This is the result of `/health/ready`."""
     reason: str = ""
-    """Why the service is not ready."""
+    """Reason why the service is not ready."""
     silent: dict[str, str] = {}
-    """The models that do not answer, and why: the result of `/health/ready?model=NAME`."""
+    """Models that cannot answer requests, each with the reason. This is the result of
+    `/health/ready?model=NAME`."""
     log_level: LogLevel = "info"
     retries: RetryRules = RetryRules()
     keeping: KeepRules = KeepRules()
 
 
 class AttachReplica(msgspec.Struct, tag="attach_replica", frozen=True):
-    """A channel to a replica. One file descriptor is sent with the message."""
+    """A channel to a replica. The message carries one file descriptor."""
 
     replica: str
     model: str
 
 
 class ClientConnection(msgspec.Struct, tag="connection", frozen=True):
-    """A client's connection, accepted by the core. One file descriptor is sent with the message."""
+    """A client connection that the core has accepted. The message carries one file descriptor."""
 
     kind: SocketKind
     peer: str
-    """The address of a TCP peer; empty for a Unix socket (the front reads SO_PEERCRED)."""
+    """Address of a TCP peer, or empty for a Unix socket (the front reads SO_PEERCRED)."""
     has_request: bool = False
-    """Whether another front has read a request from the connection: a second descriptor (a memfd) then holds
-    its bytes."""
+    """Whether another front has already read a request from the connection. If so, the message carries a
+    second descriptor, a memfd that holds the request's bytes."""
     number: int = 0
-    """Unique for the front; `Taken` repeats it."""
+    """Number of the connection, unique per front. `Taken` repeats it."""
 
 
 class Claimed(msgspec.Struct, tag="claimed", frozen=True):
-    """The answer to a `Claim`."""
+    """The reply to a `Claim`."""
 
     scope: bytes
     is_elsewhere: bool
-    """Another front runs the request or keeps its answer: send it the connection (`HandOver`). Otherwise this
-    front runs the request."""
+    """Whether another front runs the request or keeps its answer. If so, send the connection to that front
+    (`HandOver`). Otherwise this front runs the request."""
     retry_of: str = ""
-    """The request id of an earlier run, whose answer is lost."""
+    """Request id of an earlier run whose answer is lost."""
 
 
 class RateLimits(msgspec.Struct, array_like=True, frozen=True):
-    """The levels of the tightest limits that apply to a request; None where there is no limit."""
+    """Levels of the tightest limits that apply to a request. None means that there is no limit."""
 
     limit_requests: int | None
     remaining_requests: int | None
     reset_requests_s: float | None
-    """Seconds until the limit is full again, if nothing is used."""
+    """Seconds until the limit is fully available again if nothing more is used."""
     limit_tokens: int | None
     remaining_tokens: int | None
     reset_tokens_s: float | None
 
 
 class Admitted(msgspec.Struct, tag="admitted", frozen=True):
-    """It is the request's turn: submit it to `replica` now."""
+    """The request has been admitted and must be submitted to `replica` at once."""
 
     request_id: str
     attempt: int
@@ -221,18 +225,18 @@ class Admitted(msgspec.Struct, tag="admitted", frozen=True):
     cache_salt: str
     priority: int
     urgency: int = 0
-    """The same as `Submit.urgency`."""
+    """Same as `Submit.urgency`."""
     spare_slots: int = 0
-    """The same as `Submit.spare_slots`."""
+    """Same as `Submit.spare_slots`."""
     most_tokens: int | None = None
-    """The output limit of each sample; None: as requested."""
+    """Output limit of each sample, or None for the requested limit."""
     rate_limits: RateLimits | None = None
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
-    """The request will not run, or not continue. After the refusal of a first attempt the core has ended the
-    row, and no `Settle` follows. After that of a later attempt `Settle` follows, because the client may have
-    received a part of the answer."""
+    """The request will not run, or will not continue. If the first attempt is refused, the core has already
+    closed the request's row in the log, and no `Settle` follows. If a later attempt is refused, `Settle`
+    follows, because the client may have received part of the answer."""
 
     request_id: str
     attempt: int
@@ -242,19 +246,19 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
     retry_after_s: float | None = None
     kind: ExceededLimit = ""
     useless: bool = False
-    """Whether an automatic retry, as OpenAI's clients make it, would be useless."""
+    """Whether an automatic retry, such as OpenAI's clients make, would be useless."""
     rate_limits: RateLimits | None = None
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
-    """End this request now, for an operator or after a drain's grace period: the client gets an error."""
+    """End this request at once, for an operator or after a drain's grace period. The client gets an error."""
 
     request_id: str
     message: str
 
 
 class StopFront(msgspec.Struct, tag="stop_front", frozen=True):
-    """Take no more connections, finish the running answers within `grace_s`, and end."""
+    """Accept no more connections, finish the running answers within `grace_s`, and end."""
 
     grace_s: float
 
@@ -263,11 +267,11 @@ class StopFront(msgspec.Struct, tag="stop_front", frozen=True):
 
 
 class FrontReady(msgspec.Struct, tag="front_ready", frozen=True):
-    """The front has loaded its tokenizers and takes connections."""
+    """The front has loaded its tokenizers and accepts connections."""
 
 
 class LoggedFields(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of a request that all messages about its row in the log have."""
+    """Request fields that are common to all messages about the request's row in the log."""
 
     request_id: str
     identity: Identity
@@ -277,40 +281,41 @@ class LoggedFields(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     stream: bool
     arrived_at: float
-    """Unix seconds at which the request was read."""
+    """When the request was read, in unix seconds."""
     user: str = ""
-    """The field `user` of the body; "" if there is none."""
+    """The `user` field of the body, or "" if there is none."""
 
 
 class Admit(LoggedFields, tag="admit", frozen=True, kw_only=True):
-    """Asks to run a request. Answered by exactly one `Admitted`, when it is the request's turn, or `Refused`
-    with the same attempt, unless the front withdraws the request with `Settle` first."""
+    """Asks for permission to run a request. The reply is exactly one `Admitted`, when it is the request's
+    turn, or one `Refused` with the same attempt number, unless the front withdraws the request with `Settle`
+    first."""
 
     attempt: int = 0
-    """0 at first; increased with each resubmission after a replica was lost."""
+    """0 for the first attempt, and one more for each resubmission after a replica was lost."""
     submissions: int
-    """Number of `Submit` messages that follow the admission: one for each prompt; when resuming, one for each
-    unfinished sample."""
+    """Number of `Submit` messages that follow the admission: one for each prompt, or one for each unfinished
+    sample when resuming."""
     num_seqs: int
-    """Number of sequences of all submissions."""
+    """Total number of sequences in all submissions."""
     prompt_tokens: int
-    """Prompt tokens of all submissions, when resuming with the output so far: the token credit that it
-    uses."""
+    """Number of prompt tokens in all submissions, including the output so far when resuming. The request uses
+    this much of the token credit."""
     max_tokens: int
-    """The limit of generated tokens over all samples."""
+    """Maximum number of tokens to generate, over all samples."""
     may_lower: bool = False
-    """Whether the core may lower the limit (`Admitted.most_tokens`), because the client gave none."""
+    """Whether the core may lower the limit (`Admitted.most_tokens`) because the client set none."""
     asked_class: str = ""
-    """The class that the client asked for; "" for the default."""
+    """Class that the client asked for, or "" for the default."""
     retry_of: str = ""
-    """The request id of an earlier run with the same `Idempotency-Key`, whose answer is lost."""
+    """Request id of an earlier run with the same `Idempotency-Key` whose answer is lost."""
     deadline_ms: float | None = None
-    """The time after `arrived_at` within which the whole answer is needed; None: no deadline."""
+    """Time after `arrived_at` within which the whole answer is needed, or None for no deadline."""
 
 
 class Claim(msgspec.Struct, tag="claim", frozen=True):
-    """Asks which front runs a request with an `Idempotency-Key`. Answered by `Claimed`. If this front runs
-    it, the claim lasts until `Release`."""
+    """Asks which front runs a request with an `Idempotency-Key`. The reply is `Claimed`. If this front runs
+    the request, the claim lasts until `Release`."""
 
     scope: bytes
     """SHA-256 of the caller, the endpoint and the key."""
@@ -318,32 +323,32 @@ class Claim(msgspec.Struct, tag="claim", frozen=True):
 
 
 class Release(msgspec.Struct, tag="release", frozen=True):
-    """The front no longer has an answer for this scope: the next request runs."""
+    """The front no longer has an answer for this scope, so the next request will run."""
 
     scope: bytes
     request_id: str
-    """The request id of the run."""
+    """Request id of the run."""
     void: bool
-    """Whether the run failed, was given up, or was dropped early: the next request is a retry that runs
-    anew."""
+    """Whether the run failed, was given up, or was dropped early. If so, the next request is a retry that
+    runs from the beginning."""
 
 
 class HandOver(msgspec.Struct, tag="hand_over", frozen=True):
-    """Passes a client's connection to the front that has claimed this scope. Two file descriptors are sent
-    with the message: the connection, and a memfd with the request that was read from it."""
+    """Passes a client's connection to the front that has claimed this scope. The message carries two file
+    descriptors: the connection, and a memfd with the request that was read from it."""
 
     scope: bytes
     kind: SocketKind
-    """The same as `ClientConnection.kind` and `ClientConnection.peer`."""
+    """Same as `ClientConnection.kind` and `ClientConnection.peer`."""
     peer: str
 
 
 class Taken(msgspec.Struct, tag="taken", frozen=True):
-    """The front is about to read from a connection. Until then no byte of the connection is lost if the front
-    ends, and the core gives the connection to another front."""
+    """The front is about to read from a connection. If the front ends before sending this message, no byte of
+    the connection is lost, and the core gives the connection to another front."""
 
     number: int
-    """The same as `ClientConnection.number`."""
+    """Same as `ClientConnection.number`."""
 
 
 class Settle(msgspec.Struct, tag="settle", frozen=True, kw_only=True):
@@ -351,53 +356,52 @@ class Settle(msgspec.Struct, tag="settle", frozen=True, kw_only=True):
 
     request_id: str
     submitted: bool
-    """Whether the latest attempt was submitted to its replica (false: withdrawn)."""
+    """Whether the latest attempt was submitted to its replica. If not, the request was withdrawn."""
     status: int
-    """HTTP status code; 499 if the client disconnected."""
+    """HTTP status code, or 499 if the client disconnected."""
     finish_reason: str
-    """The finish reasons of the samples, joined by "," if they differ: "stop", "length", "cancelled",
-    "error"."""
+    """Finish reasons of the samples, joined by "," if they differ: "stop", "length", "cancelled", "error"."""
     error: str = ""
     delivered_tokens: int
-    """Output tokens in the answer: what is billed."""
+    """Number of output tokens in the answer, which is the number billed."""
     ttft_ms: float | None = None
-    """Time from arrival until the first token's bytes are handed to the socket."""
+    """Time from arrival until the first token's bytes are passed to the socket."""
     itl_ms: float | None = None
-    """Mean time between tokens after the first."""
+    """Mean time between tokens after the first token."""
     e2e_ms: float
     """Time from arrival to the end of the answer."""
 
 
 class Rejected(LoggedFields, tag="rejected", frozen=True, kw_only=True):
-    """A request of a known caller that the front refused (4xx), for the log. If the refusal took much work,
-    it counts against the caller's rate limits.
+    """Log record of a request that the front refused (4xx) although its caller is known. If the refusal took
+    much work, the work is charged against the caller's rate limits.
 
-    Requests of unknown callers are only counted, so that a flood of them cannot fill the disk.
+    Requests from unknown callers are only counted, so that a flood of them cannot fill the disk.
     """
 
     status: int
     error: str
     prompt_tokens: int
     work_tokens: int = 0
-    """The cost of parsing and encoding the request, in tokens; 0: negligible."""
+    """Cost of parsing and encoding the request, in tokens. 0 means negligible."""
     e2e_ms: float
 
 
 class Worked(msgspec.Struct, tag="worked", frozen=True):
-    """Tokens that a front encoded or decoded and that are part of no request, such as those that
-    `truncate_prompt_tokens` removed. They count against the caller's token limits."""
+    """Tokens that a front encoded or decoded outside any request, such as those that `truncate_prompt_tokens`
+    removed. They are charged against the caller's token limits."""
 
     identity: Identity
     tokens: int
 
 
 class Retried(LoggedFields, tag="retried", frozen=True, kw_only=True):
-    """A retry that was answered with the result of an earlier request, for the log."""
+    """Log record of a retry that was answered with the result of an earlier request."""
 
     retry: Literal["joined", "repeated"]
-    """"joined": the run had not ended."""
+    """"joined" means that the run had not yet ended."""
     retry_of: str
-    """The id of the earlier request."""
+    """Request id of the earlier request."""
     request_class: int
     status: int
     finish_reason: str
@@ -407,24 +411,24 @@ class Retried(LoggedFields, tag="retried", frozen=True, kw_only=True):
 
 
 class Keep(msgspec.Struct, tag="keep", frozen=True, kw_only=True):
-    """Prompts and answers of a request, to be stored as the tenant's log policy says. One file descriptor is
-    sent with the message: a memfd with a list of `store.structs.KeptText` in msgpack, which the core's event
-    loop does not read."""
+    """A request's prompts and answers, to be stored according to the tenant's log policy. The message carries
+    one file descriptor: a memfd with a list of `store.structs.KeptText` in msgpack, which is not read on the
+    core's event loop."""
 
     request_id: str
     identity: Identity
     created_at: float
-    """When the request arrived, in Unix seconds."""
+    """When the request arrived, in unix seconds."""
 
 
 class FrontReport(FrontStats, tag="front_report", frozen=True, kw_only=True):
     """The state of a front, sent every half second and before `FrontReady`."""
 
     template_problems: dict[str, tuple[int, str]] = msgspec.field(default_factory=dict)
-    """Models whose chat templates exceeded their limits since the start: how often, and the latest limit that
-    was exceeded. Such a model is still served."""
+    """For each model whose chat templates have exceeded their limits since startup: how often, and which
+    limit was exceeded last. Such a model is still served."""
     configured: int = 0
-    """`serial` of the last `Configure` that was applied."""
+    """`serial` of the last `Configure` message that was applied."""
 
 
 CoreToFront = (
@@ -439,5 +443,5 @@ CoreToFront = (
     | StopFront
 )
 AboutRequest = Admit | Settle | Rejected | Worked | Retried
-"""Messages of a front about a request."""
+"""Messages from a front about a request."""
 FrontToCore = FrontReady | AboutRequest | Claim | Release | HandOver | Keep | Taken | FrontReport

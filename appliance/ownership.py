@@ -1,8 +1,10 @@
 """Checks whom clients can trust: the owners of the service's directories and databases, and the process
-behind a socket. Clients check both before they send a key, a prompt or a command, because any user can create
-a directory in /tmp. Three users are trusted: root, the caller, and the service's user. The service's user is
-the one that $APPLIANCE_SERVICE_USER names, or the owner of a run directory that only root or the caller can
-have put where it is (as systemd does with /run/appliance).
+behind a socket.
+
+Clients check both before they send a key, a prompt or a command, because any user can create a directory in
+/tmp. Three users are trusted: root, the caller, and the service's user. The service's user is the one that
+$APPLIANCE_SERVICE_USER names, or the owner of a run directory that only root or the caller can have created
+at that path (as systemd does with /run/appliance).
 """
 
 from __future__ import annotations
@@ -15,22 +17,23 @@ import struct
 from pathlib import Path
 
 SERVICE_USER = "APPLIANCE_SERVICE_USER"
-"""The environment variable that names the service's user, where neither root nor the caller runs it."""
+"""Environment variable that names the service's user if neither root nor the caller runs the service."""
 _UCRED = struct.Struct("3i")
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class UntrustedError(Exception):
-    """A directory, a file or a process belongs to a user who is not trusted; nothing was sent or read."""
+    """Raised if a directory, a file or a process belongs to a user who is not trusted. Nothing was sent or
+    read."""
 
 
 def trusted_directory(path: Path, option: str, service: frozenset[int] = frozenset()) -> frozenset[int]:
-    """Return the users who are trusted to answer in this directory: root, the caller, the service's user.
+    """Return the users who are trusted to answer in this directory: root, the caller, and the service's user.
 
-    `option` is the command-line option that names another directory; `service` are users whom another
-    directory of the service has shown to be trusted. Raises UntrustedError for a symbolic
-    link, a directory that other users can write, and an owner who is not trusted. No process can listen
-    in a directory that does not exist: then root and the caller are trusted.
+    `option` is the command-line option for choosing a different directory. `service` holds users whom another
+    directory of the service has shown to be trusted. Raises UntrustedError for a symbolic link, for a
+    directory that other users can write to, and for an owner who is not trusted. No process can listen in a
+    directory that does not exist, so in that case root and the caller are trusted.
     """
     uids = _given_uids() | service
     try:
@@ -57,15 +60,15 @@ def trusted_directory(path: Path, option: str, service: frozenset[int] = frozens
 
 
 def trusted_state(state_dir: Path, run_dir: Path | None) -> frozenset[int]:
-    """Return the users who may own the files of a state directory: root, the caller, and the owner of
+    """Return the users who may own the files in a state directory: root, the caller, and the owner of
     `run_dir`, where the service runs. Raises UntrustedError as `trusted_directory` does."""
     service = frozenset[int]() if run_dir is None else trusted_directory(run_dir, "--run-dir")
     return trusted_directory(state_dir, "--state-dir", service)
 
 
 def check_file(path: Path, uids: frozenset[int]) -> None:
-    """Raise UntrustedError if `path` exists and is not a regular file of one of these users that only its
-    owner can write."""
+    """Raise UntrustedError if `path` exists, unless it is a regular file that belongs to one of these users
+    and that only its owner can write to."""
     try:
         found = path.lstat()
     except OSError:
@@ -85,13 +88,13 @@ def check_file(path: Path, uids: frozenset[int]) -> None:
 
 
 def check_database(path: Path, uids: frozenset[int]) -> None:
-    """Check a database as `check_file` does, with the files that SQLite reads beside it."""
+    """Check a database like `check_file`, together with the files beside it that SQLite reads."""
     for suffix in ("", "-wal", "-shm", "-journal"):
         check_file(path.with_name(path.name + suffix), uids)
 
 
 def check_peer(sock: socket.socket, uids: frozenset[int]) -> None:
-    """Raise UntrustedError unless the process that listens on a connected Unix socket runs as one of these
+    """Raise UntrustedError unless the process listening on a connected Unix socket runs as one of these
     users."""
     _, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     if uid not in uids:
@@ -103,7 +106,7 @@ def check_peer(sock: socket.socket, uids: frozenset[int]) -> None:
 
 
 def user_name(uid: int) -> str:
-    """Return a user's name and number, as messages show them."""
+    """Return a user's name and number, as shown in messages."""
     try:
         return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
     except KeyError:
@@ -111,7 +114,7 @@ def user_name(uid: int) -> str:
 
 
 def _given_uids() -> frozenset[int]:
-    """Return root, the caller, and the user that $APPLIANCE_SERVICE_USER names."""
+    """Return root, the caller, and the user named by $APPLIANCE_SERVICE_USER."""
     uids = {0, os.geteuid()}
     if named := os.environ.get(SERVICE_USER):
         uids.add(_uid_of(named))
@@ -128,9 +131,9 @@ def _uid_of(name: str) -> int:
 
 
 def _placed_by(path: Path, uids: frozenset[int]) -> bool:
-    """Return whether only these users can have created `path` at its place: every directory above belongs to
-    one of them, and no other user can write there. /tmp is not such a directory: its sticky bit protects
-    existing entries, but any user may have created them."""
+    """Return whether only these users can have created `path`: every parent directory belongs to one of them,
+    and no other user can write to it. /tmp does not qualify, because its sticky bit protects existing
+    entries, but any user may have created them."""
     for parent in Path(os.path.realpath(path.parent)), *Path(os.path.realpath(path.parent)).parents:
         try:
             found = parent.stat()

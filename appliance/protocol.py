@@ -1,4 +1,4 @@
-"""The types of the admin API, which the CLI and the console use. JSON on the wire."""
+"""The types of the admin API, which the CLI and the console use. They are sent as JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from store.structs import KeptText, WriterState
 
 
 def precision(dtype: str, weights: str, kv_cache_dtype: str) -> str:
-    """Return a model's dtype and the dtypes that differ from it, e.g. "bfloat16, weights fp8, KV fp8"."""
+    """Return a model's dtype and the dtypes that differ from it, such as "bfloat16, weights fp8, KV fp8"."""
     held = (("weights", weights), ("KV", kv_cache_dtype))
     return ", ".join([dtype, *(f"{what} {name}" for what, name in held if name != dtype)])
 
@@ -22,43 +22,44 @@ ProcessState = Literal["starting", "ready", "restarting", "stopping", "stopped"]
 
 
 class FrontStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters and measurements of a front. Totals are since its start."""
+    """Counters and measurements of a front. Totals are counted from the front's start."""
 
     connections: int = 0
     busy_connections: int = 0
-    """Connections of known clients (local users, or a valid key) whose request is being answered."""
+    """Number of connections of known clients (local users, or clients with a valid key) whose request is
+    being answered."""
     max_connections: int = 0
-    """Connections of known clients that the front can hold: the configured limit, or fewer if file
-    descriptors are scarce."""
+    """Maximum number of connections of known clients: the configured limit, or fewer if file descriptors are
+    scarce."""
     unauthenticated_connections: int = 0
-    """Connections that have not yet sent a request with a valid key."""
+    """Number of connections that have not yet sent a request with a valid key."""
     refused_connections: int = 0
-    """Connections that were closed, or answered 503, because the limit was reached."""
+    """Number of connections that were closed or answered with 503 because the limit was reached."""
     evicted_connections: int = 0
-    """Connections without a valid key that were closed to make room for others."""
+    """Number of connections without a valid key that were closed to make room for others."""
     cut_off_connections: int = 0
-    """Connections that were closed because their clients did not read the answers."""
+    """Number of connections that were closed because their clients did not read the answers."""
     refused_bodies: int = 0
-    """Requests that were refused because the bodies in progress had too many bytes."""
+    """Number of requests refused because the bodies in progress had too many bytes."""
     refused_heads: int = 0
-    """Requests that were refused because the headers in progress had too many bytes."""
+    """Number of requests refused because the headers in progress had too many bytes."""
     streams: int = 0
     requests: int = 0
     tokens: int = 0
     """Number of streamed tokens."""
     unauthenticated: int = 0
-    """Requests that were denied because they had no valid key or user."""
+    """Number of requests denied because they had no valid key or user."""
     cpu_seconds: float = 0.0
     kept_answers: int = 0
-    """Runs with an `Idempotency-Key`, in progress or kept for retries."""
+    """Number of runs with an `Idempotency-Key` that are in progress or kept for retries."""
     kept_bytes: int = 0
-    """Memory that these answers occupy."""
+    """Memory that these runs' answers occupy, in bytes."""
     dropped_texts: int = 0
-    """Requests whose texts were not kept because too many waited."""
+    """Number of requests whose texts were not kept because too many were waiting."""
     log_dropped_lines: int = 0
-    """Lines of the front's log that were dropped because standard error was not read."""
+    """Number of lines of the front's log that were dropped because standard error was not being read."""
     problems: dict[str, str] = {}
-    """Why the front cannot serve a model, by the model's name: for example, an unreadable tokenizer."""
+    """Reason why the front cannot serve a model, such as an unreadable tokenizer, by model name."""
 
 
 class FrontStatus(FrontStats, frozen=True, kw_only=True):
@@ -67,7 +68,7 @@ class FrontStatus(FrontStats, frozen=True, kw_only=True):
     name: str
     state: ProcessState
     detail: str = ""
-    """Explains the state, for example "restarting in 2 s"."""
+    """Explanation of the state, such as "restarting in 2 s"."""
     pid: int | None = None
     cpu_us_per_token: float | None = None
     restarts: int = 0
@@ -77,8 +78,8 @@ class FrontStatus(FrontStats, frozen=True, kw_only=True):
 ReplicaState = Literal[
     "starting", "loading", "ready", "silent", "draining", "restarting", "failed", "stopped"
 ]
-"""A silent replica has not reported for 3 seconds and gets no new requests; a draining one finishes what it
-has."""
+"""A "silent" replica has not reported for 3 seconds and gets no new requests. A "draining" replica finishes
+the requests that it has."""
 
 
 class ReplicaStatus(ReplicaStats, frozen=True, kw_only=True):
@@ -87,25 +88,26 @@ class ReplicaStatus(ReplicaStats, frozen=True, kw_only=True):
     name: str
     state: ReplicaState
     detail: str = ""
-    """Explains the state, for example "loading weights 43%"."""
+    """Explanation of the state, such as "loading weights 43%"."""
     fraction: float | None = None
-    """Progress of loading, 0 to 1."""
+    """Loading progress, from 0 to 1."""
     pids: list[int] = msgspec.field(default_factory=list)
     """One entry for each rank."""
     devices: list[str] = msgspec.field(default_factory=list)
     """One entry for each rank."""
     backend: str = ""
     dtype: str = ""
-    """The dtype of computations."""
+    """Dtype used for computation."""
     weights: str = ""
-    """The dtype of the layers' matrices: the same as `dtype`, or "fp8"."""
+    """Dtype of the layers' matrices: the same as `dtype`, or "fp8"."""
     kv_cache_dtype: str = ""
-    """The dtype of the KV cache: the same as `dtype`, or "fp8"."""
+    """Dtype of the KV cache: the same as `dtype`, or "fp8"."""
     tensor_parallel_size: int = 1
     links: str = ""
-    """What links the GPUs of the ranks, e.g. "NVLink (18 links)"; empty for one GPU or if not known."""
+    """Links between the ranks' GPUs, such as "NVLink (18 links)". Empty for one GPU or if the links are not
+    known."""
     collectives: str = ""
-    """What exchanges data between the ranks, e.g. "NCCL"; empty for one rank."""
+    """Library that exchanges data between the ranks, such as "NCCL". Empty for one rank."""
     parameters: int = 0
     weight_bytes: int = 0
     kv_bytes: int = 0
@@ -116,7 +118,7 @@ class ReplicaStatus(ReplicaStats, frozen=True, kw_only=True):
     max_num_batched_tokens: int = 0
     step: int = 0
     credit_seqs: int = 0
-    """Number of sequences that the replica can start now."""
+    """Number of sequences that the replica can start at the moment."""
     credit_tokens: int = 0
     last_report_s: float | None = None
     """Seconds since the last report."""
@@ -125,7 +127,7 @@ class ReplicaStatus(ReplicaStats, frozen=True, kw_only=True):
 
 
 ModelState = Literal["ready", "loading", "silent", "restarting", "failed", "draining", "drained", "stopped"]
-"""Clients get answers from a ready model. Requests for a failed, draining or drained one are refused at
+"""A "ready" model answers requests. Requests for a "failed", "draining" or "drained" model are refused at
 once."""
 
 
@@ -135,108 +137,111 @@ class ModelStatus(msgspec.Struct, kw_only=True):
     name: str
     folder: str
     version: str
-    """A fingerprint of the folder's files."""
+    """Fingerprint of the folder's files."""
     created: int
     """When the model's files were created, in unix seconds."""
     state: ModelState
     detail: str = ""
-    """Explains the state; of a failed model, the reason."""
+    """Explanation of the state. For a failed model, the reason for the failure."""
     max_model_len: int = 0
     queued: int = 0
     replicas: list[ReplicaStatus] = []
 
 
 class Configuration(msgspec.Struct, kw_only=True):
-    """The settings in effect, and the source of each."""
+    """The settings in effect and the source of each."""
 
     files: list[str]
-    """The files that were read, in order."""
+    """Files that were read, in order."""
     settings: dict[str, Any]
-    """The complete settings, in the form of the files."""
+    """All settings, in the format of the settings files."""
     places: dict[str, str]
-    """The source of each setting: FILE:LINE, a flag of the command line, or "default"."""
+    """Source of each setting: FILE:LINE, a command-line flag, or "default"."""
 
 
 class Reloaded(msgspec.Struct, kw_only=True):
-    """What a reload of the settings did."""
+    """The result of a settings reload."""
 
     changed: list[str]
-    """Changed settings, with the old and the new value."""
+    """Changed settings with their old and new values."""
     models: list[str]
-    """The resulting changes of models: loaded, replaced or removed."""
+    """Resulting changes to models: loaded, replaced or removed."""
     at_restart: list[str]
-    """Changed settings that take effect after a restart only."""
+    """Changed settings that take effect only after a restart."""
 
 
 DrainState = Literal["announced", "draining", "drained"]
-"""An announced drain reports not ready but still accepts requests; when it is drained, nothing runs."""
+"""An announced drain reports "not ready" but still accepts requests. After a completed drain, nothing is
+running."""
 
 
 class DrainStatus(msgspec.Struct, kw_only=True):
     """One drain, from its beginning until service is resumed."""
 
     model: str | None
-    """The drained model; null: the whole service."""
+    """The drained model, or null for the whole service."""
     state: DrainState
     grace_s: float
-    """Requests that still run so many seconds after the drain began to refuse requests are ended."""
+    """Requests still running this many seconds after the drain began to refuse requests are ended."""
     grace_left_s: float
-    """Seconds until these requests are ended."""
+    """Seconds until the remaining requests are ended."""
     queue: bool
-    """New requests wait until service is resumed, instead of being refused."""
+    """Whether new requests wait until service is resumed, instead of being refused."""
     started_at: float
     """When the drain began, in unix seconds."""
     elapsed_s: float
     """Seconds from the beginning of the drain until now, or until it was complete."""
     running: int
     queued: int
-    """Requests that the drain waits for: those that run, and those that waited when it began."""
+    """Number of requests that the drain is waiting for: those running, and those that were waiting when it
+    began."""
     held: int
-    """New requests that wait until service is resumed."""
+    """Number of new requests that are waiting until service is resumed."""
     tokens_left: int
-    """Output tokens that these requests are expected to need, according to recent answers."""
+    """Number of output tokens that the remaining requests are expected to need, judging by recent answers."""
     eta_s: float | None = None
-    """Predicted seconds until these requests have ended, by the measured rates; null without measurements."""
+    """Predicted time until the remaining requests have ended, in seconds, based on measured rates. Null
+    without measurements."""
     ended: int = 0
-    """Requests that were ended after the grace period."""
+    """Number of requests that were ended after the grace period."""
 
 
 class ClassStatus(msgspec.Struct, kw_only=True):
-    """A class of requests, over all models."""
+    """A service class, over all models."""
 
     name: str
-    """The class, from "P0" to "P3"."""
+    """Name of the class, from "P0" to "P3"."""
     waiting: int
     oldest_wait_s: float
     expected_wait_s: float
-    """Predicted wait of a request that arrives now, by the measured rates; 0 without measurements."""
+    """Predicted wait of a request that arrives now, based on measured rates. 0 without measurements."""
     target_s: float | None
-    """The target for the wait; None for P3."""
+    """Target for the wait, or None for P3."""
 
 
 class QueueStats(msgspec.Struct, kw_only=True):
-    """Counters and measurements of the request queue. Totals are since the start of the service."""
+    """Counters and measurements of the request queue. Totals are counted from the start of the service."""
 
     waiting: int
-    """Requests that wait for dispatch."""
+    """Number of requests waiting for dispatch."""
     running: int
-    """Requests on a replica."""
+    """Number of requests on a replica."""
     oldest_wait_s: float
     admitted: int
     refused: int
-    """Requests that the core refused."""
+    """Number of requests that the core refused."""
     ended: int
-    """Requests whose rows in the log have ended."""
+    """Number of requests whose rows in the log have been closed."""
     waiting_tokens: int = 0
-    """Prompt tokens of waiting requests."""
+    """Number of prompt tokens in waiting requests."""
     preemptions: int = 0
-    """Preemptions of requests that have ended."""
+    """Number of preemptions, over all requests that have ended."""
     overload: str = ""
-    """The overloaded models and which requests they refuse; empty without overload."""
+    """Overloaded models and the requests that they refuse. Empty without overload."""
     overload_step: int = 0
-    """The step of the load shedder; 0 without overload."""
+    """Step of the load shedder. 0 without overload."""
     classes: list[ClassStatus] = []
-    """One entry for each class, from P0 on."""
+    """One entry per class, beginning with P0."""
 
 
 class QueueStatus(QueueStats, kw_only=True):
@@ -251,35 +256,37 @@ class DatabaseStatus(WriterState, frozen=True, kw_only=True):
 
     path: str
     stalled_s: float = 0.0
-    """How long the writer has worked on one operation: long if the disk does not answer."""
+    """How long the writer has been working on its current operation, in seconds. A high value means that the
+    disk does not respond."""
 
 
 class AuditStatus(msgspec.Struct, kw_only=True):
     """The audit trail of operators' actions."""
 
     rows: int = 0
-    """Number of rows in the chain: the newest row's seq."""
+    """Number of rows in the chain, which is also the newest row's seq."""
     head: str = ""
-    """The newest row's hash."""
+    """Hash of the newest row."""
     recorded_rows: int = 0
-    """Up to this row, recorded heads outside the database prove that the chain is unchanged."""
+    """Number of rows that are proven unchanged by heads recorded outside the database."""
     spooled: int = 0
-    """Rows that the database has not accepted yet. They are added to the chain when it does."""
+    """Number of rows that the database has not accepted yet. They are added to the chain as soon as it
+    accepts them."""
     spooled_since: float | None = None
     """When the oldest of these rows was spooled, in unix seconds."""
     places: list[str] = []
-    """Files in which these rows wait."""
+    """Files in which these rows are waiting."""
     in_memory: int = 0
-    """Number of these rows that no file accepts either. If the service ends, only its log has them."""
+    """Number of these rows that no file accepts either. If the service ends, they remain only in its log."""
     lost: int = 0
-    """Rows that could be stored nowhere; only the service's log has them."""
+    """Number of rows that could not be stored anywhere. They are only in the service's log."""
     last_error: str | None = None
-    """The present error; None if there is none."""
+    """The current error, or None if there is none."""
 
 
 SocketName = Literal["api", "tcp", "admin", "metrics"]
 SocketState = Literal["accepting", "waiting", "closed"]
-"""While a socket is "waiting", no front is ready, and connections wait in its backlog."""
+"""While a socket is "waiting", no front is ready, and connections wait in the socket's backlog."""
 
 
 class SocketStatus(msgspec.Struct, kw_only=True):
@@ -295,24 +302,24 @@ class Problem(msgspec.Struct, kw_only=True):
     """A past problem."""
 
     at: float
-    """When the problem occurred last, in Unix seconds."""
+    """When the problem last occurred, in unix seconds."""
     where: str
-    """A front, replica, database or socket."""
+    """Location of the problem: a front, replica, database or socket."""
     what: str
     count: int = 1
 
 
 class CurrentProblem(msgspec.Struct, kw_only=True):
-    """A present problem, and its remedy."""
+    """A current problem and its remedy."""
 
     where: str
-    """A model, replica, front, database, "audit" or "log"."""
+    """Location of the problem: a model, replica, front, database, "audit" or "log"."""
     what: str
     remedy: str
 
 
 ServiceState = Literal["starting", "ready", "degraded", "draining", "drained"]
-"""A degraded service has current problems."""
+"""A "degraded" service has current problems."""
 
 
 class Status(msgspec.Struct, kw_only=True):
@@ -328,7 +335,7 @@ class Status(msgspec.Struct, kw_only=True):
     uptime_s: float
     state: ServiceState
     reason: str = ""
-    """Why the service is not ready."""
+    """Reason why the service is not ready."""
     config_file: str
     run_dir: str
     state_dir: str
@@ -339,16 +346,16 @@ class Status(msgspec.Struct, kw_only=True):
     databases: list[DatabaseStatus]
     audit: AuditStatus = msgspec.field(default_factory=AuditStatus)
     log_dropped_lines: int = 0
-    """Lines of the core's log that were dropped since the start because standard error was not read."""
+    """Number of lines of the core's log dropped since startup because standard error was not being read."""
     current_problems: list[CurrentProblem] = []
-    """The same list as `doctor` reports."""
+    """The same list that `doctor` reports."""
     problems: list[Problem]
-    """Recent problems, the most recent first."""
+    """Recent problems, most recent first."""
     drains: list[DrainStatus] = []
 
 
 RequestState = Literal["queued", "running", "lost", "ending"]
-"""The replica of a lost request died; its front resubmits it."""
+"""The replica of a "lost" request has died; its front resubmits the request."""
 
 
 class InFlight(msgspec.Struct, kw_only=True):
@@ -369,34 +376,34 @@ class InFlight(msgspec.Struct, kw_only=True):
 
 
 class LimitUsage(msgspec.Struct, kw_only=True):
-    """How much of one limit a tenant or key uses."""
+    """A tenant's or key's usage of one limit."""
 
     limit: str
     """"requests_per_minute", "tokens_per_minute", "tokens_per_day", "concurrent_requests", "queued_requests",
-    or "kv_share": tokens in the KV cache of the model where it has the greatest part."""
+    or "kv_share": tokens in the KV cache of the model in which the share is greatest."""
     capacity: int
-    """The amount that can be used at once: `burst_s` seconds' worth of a rate per minute, or a day's worth of
-    a rate per day."""
+    """Amount that can be used at once: `burst_s` seconds' worth of a per-minute rate, or one day's worth of a
+    per-day rate."""
     used: int
-    """The part of the capacity that has not refilled yet. Running requests count with the most that they may
-    use."""
+    """Amount of the capacity that has not been refilled yet. Running requests are counted at the maximum that
+    they may use."""
     held: int
-    """The amount held by requests that have not ended. What they do not use is returned, except for what has
-    refilled since. Therefore this can exceed `used`."""
+    """Amount held by requests that have not ended. What they do not use is returned, except for the amount
+    refilled since it was reserved. `held` can therefore exceed `used`."""
     resets_in_s: float | None
-    """Time until the limit is full again if nothing is used. None: the limit is free again when requests
-    end."""
+    """Time until the limit is fully available again if nothing more is used. None means that the limit
+    becomes available when requests end."""
 
 
 class Key(KeyFields, frozen=True, kw_only=True):
     """A bearer key, without its secret."""
 
     usage: list[LimitUsage] = msgspec.field(default_factory=list)
-    """How much of its limits the key uses now."""
+    """The key's current usage of its limits."""
 
 
 class NewKey(msgspec.Struct, kw_only=True):
-    """A key just created. Its secret is shown only here."""
+    """A newly created key. Its secret is shown only here."""
 
     id: str
     key: str
@@ -404,18 +411,18 @@ class NewKey(msgspec.Struct, kw_only=True):
     tenant: str
     expires_at: float | None = None
     replaces: str | None = None
-    """The id of the key that this one replaces after a rotation."""
+    """Id of the key that this key replaces after a rotation."""
     replaced_until: float | None = None
-    """Time (unix seconds) until which the replaced key stays valid."""
+    """Time until which the replaced key stays valid, in unix seconds."""
 
 
 class Tenant(TenantRecord, frozen=True, kw_only=True):
     """A tenant and its current usage."""
 
     built_in: bool
-    """Whether the tenant exists from the first start; it cannot be deleted."""
+    """Whether the tenant has existed since the first startup. Built-in tenants cannot be deleted."""
     usage: list[LimitUsage] = msgspec.field(default_factory=list)
-    """How much of its limits the tenant uses now."""
+    """The tenant's current usage of its limits."""
     keys: int
     """Number of valid keys."""
     peers: int
@@ -426,25 +433,26 @@ class PeerMapping(msgspec.Struct, kw_only=True):
     """A local user or group that needs no key on `api.sock`."""
 
     kind: Literal["uid", "gid", "any"]
-    """"any": every user without a separate entry whom the socket's file mode admits."""
+    """"any" applies to all users without a separate entry whom the socket's file mode admits."""
     number: int
-    """The uid or gid; -1 for "any"."""
+    """The uid or gid, or -1 for "any"."""
     tenant: str
     source: Literal["mapped", "settings"]
-    """Whether an operator mapped it, or the settings did: the service's own user, root and `unix.uids`."""
+    """Whether the entry was mapped by an operator or comes from the settings: the service's own user, root
+    and `unix.uids`."""
     created_at: float | None = None
-    """When it was mapped, in unix seconds."""
+    """When the entry was mapped, in unix seconds."""
 
 
 class Contents(msgspec.Struct, kw_only=True):
-    """What is kept of a request's prompts and answers."""
+    """The stored prompts and answers of a request."""
 
     request_id: str
     tenant: str
     created_at: float
     """When the request arrived, in unix seconds."""
     goes_at: float | None
-    """When the texts are removed (unix seconds) according to the current policy; None: never."""
+    """When the texts will be removed according to the current policy, in unix seconds, or None for never."""
     texts: list[KeptText]
 
 

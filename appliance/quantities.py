@@ -1,4 +1,4 @@
-"""Numbers of bytes and spans of time as text."""
+"""Formats byte counts and durations as text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def of_bytes(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a span of time as OpenAI's API writes it, rounded up: "12ms", "8s", "6m0s", "1h0m30s"."""
+    """Return a duration in the format of OpenAI's API, rounded up: "12ms", "8s", "6m0s", "1h0m30s"."""
     if seconds < 1.0:
         milliseconds = math.ceil(seconds * 1000.0)
         return f"{milliseconds}ms" if 0 < milliseconds < 1000 else f"{milliseconds // 1000}s"

@@ -1,4 +1,4 @@
-"""The run directory, which contains the sockets. A lock ensures that only one service uses it."""
+"""The run directory, which contains the sockets. A lock ensures that only one service uses the directory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import msgspec
 from appliance.ownership import UntrustedError, trusted_directory
 
 SYSTEM_RUN_DIR = Path("/run/appliance")
-"""The run directory of the service that systemd runs."""
+"""Run directory of the service run by systemd."""
 SYSTEM_STATE_DIR = Path("/var/lib/appliance")
 _UNIT_FOLDERS = (
     "/etc/systemd/system",
@@ -25,14 +25,14 @@ _UNIT_FOLDERS = (
 )
 _UNIT = "appliance.service"
 _BOOTED = Path("/run/systemd/system")
-"""Exists where systemd is running (sd_booted(3))."""
+"""Exists if systemd is running (sd_booted(3))."""
 _LOCK = "service.lock"
 _RENDEZVOUS = "ranks-"
 _MAX_LOCK_BYTES = 64 << 10
 
 
 class RunDirError(Exception):
-    """The run or state directory cannot be used; the message says why and what to do."""
+    """Raised if the run or state directory cannot be used. The message gives the reason and the remedy."""
 
 
 class LockHolder(msgspec.Struct, kw_only=True):
@@ -43,10 +43,10 @@ class LockHolder(msgspec.Struct, kw_only=True):
 
 
 class RunDirLock:
-    """Holds a run directory for this process, until `release` or the process's end."""
+    """Holds a run directory for this process, until `release` is called or the process ends."""
 
     def __init__(self, run_dir: Path, state_dir: Path) -> None:
-        """Raises RunDirError when another service holds it, or the lock's file cannot be opened."""
+        """Raises RunDirError if another service holds the directory, or if the lock file cannot be opened."""
         path = run_dir / _LOCK
         try:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -70,16 +70,16 @@ class RunDirLock:
             self._descriptor, msgspec.json.encode(LockHolder(pid=os.getpid(), state_dir=str(state_dir))), 0
         )
         for left in run_dir.glob(f"{_RENDEZVOUS}*"):
-            shutil.rmtree(left, ignore_errors=True)  # left by a service that was killed
+            shutil.rmtree(left, ignore_errors=True)  # Left behind by a service that was killed.
 
     def release(self) -> None:
-        """Release the directory for another service."""
+        """Release the directory so that another service can use it."""
         os.close(self._descriptor)
 
 
 def last_holder(run_dir: Path) -> LockHolder | None:
-    """Return who holds the directory, or held it last: clients learn from it which state directory belongs to
-    the service. The directory must be a trusted one (`appliance.ownership`)."""
+    """Return the process that holds the directory or last held it. From the result, clients learn which state
+    directory belongs to the service. The directory must be trusted (`appliance.ownership`)."""
     try:
         descriptor = os.open(run_dir / _LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:
@@ -89,31 +89,32 @@ def last_holder(run_dir: Path) -> LockHolder | None:
 
 
 def unit_is_installed() -> bool:
-    """Return whether systemd runs on this machine and knows the service's unit."""
+    """Return whether systemd is running on this machine and has the service's unit."""
     return _BOOTED.is_dir() and any(os.path.exists(f"{folder}/{_UNIT}") for folder in _UNIT_FOLDERS)
 
 
 def start_remedy(run_dir: Path) -> str:
-    """Return how to start the service. Where its unit is installed, only systemd's command is named: another
-    service beside it would begin with an empty state."""
+    """Return instructions for starting the service. If its unit is installed, only systemd's command is
+    named, because a second service started beside it would begin with an empty state."""
     if unit_is_installed():
         return "start it with: systemctl start appliance"
     return f"start one with: appliance serve --run-dir {run_dir}"
 
 
 def new_rendezvous(run_dir: Path) -> str:
-    """Return the path of a new file at which the ranks of one incarnation of a replica find each other.
+    """Return the path of a new rendezvous file for the ranks of one incarnation of a replica.
 
-    It is in the run directory, so that the next start removes it if the service is killed. Raises OSError.
+    The file is in the run directory, so that the next startup removes it if the service is killed. Raises
+    OSError.
     """
     return str(Path(tempfile.mkdtemp(prefix=_RENDEZVOUS, dir=run_dir)) / "store")
 
 
 def prepare_directories(run_dir: Path, state_dir: Path) -> None:
-    """Create both directories, for this user alone, where they are missing.
+    """Create both directories if they are missing, accessible only to this user.
 
-    Raises RunDirError for one that cannot be used, and for a run directory that clients would not trust
-    (`appliance.ownership`).
+    Raises RunDirError for a directory that cannot be used, and for a run directory that clients would not
+    trust (`appliance.ownership`).
     """
     for name, path in (("run_dir", run_dir), ("state_dir", state_dir)):
         try:
@@ -122,7 +123,7 @@ def prepare_directories(run_dir: Path, state_dir: Path) -> None:
             raise RunDirError(
                 f"{name} {path} cannot be created ({error.strerror}): name another one"
             ) from error
-        # In /tmp any user may have created the directory first.
+        # In /tmp, any user may have created the directory first.
         if name == "run_dir" or path.parent == Path("/tmp"):
             try:
                 trusted_directory(path, f"--{name.replace('_', '-')}")
@@ -135,8 +136,8 @@ def prepare_directories(run_dir: Path, state_dir: Path) -> None:
 
 
 def remove_socket(path: Path) -> None:
-    """Remove the file of a socket that this or an earlier service created; other files stay. The caller must
-    hold the lock."""
+    """Remove the file of a socket that this service or an earlier one created. Files of other types are not
+    removed. The caller must hold the lock."""
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISSOCK(path.lstat().st_mode):
             path.unlink()

@@ -1,8 +1,8 @@
 """The scope that each route requires.
 
-A route of this service is a `ScopedRoute`: it names the scope that its callers need, and checks it before the
-endpoint is called. `check_routes` refuses an application that has any other kind of route, so that no route
-can be added without a decision about who may call it.
+Routes of this service are `ScopedRoute`s: each names the scope that its callers need, and checks it before
+the endpoint is called. `check_routes` rejects an application that has any other kind of route, so that no
+route can be added without deciding who may call it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from appliance.http.openapi import Operation
 from store.policies import SCOPES
 
 OPEN = "open"
-"""The scope of routes that need no identity."""
+"""Scope of routes that need no identity."""
 
 _IMPLIED = {"admin": frozenset({"read"})}
 
 
 class InsufficientScopeError(Exception):
-    """The caller is authenticated, but lacks the scope that the route requires."""
+    """Raised if the caller is authenticated but lacks the scope that the route requires."""
 
     def __init__(self, wanted: str, scopes: Iterable[str]) -> None:
         self.wanted = wanted
@@ -45,11 +45,11 @@ class ScopedRoute(Route):
         wanted: str,
         operation: Operation | None = None,
     ) -> None:
-        """`operation` describes the route in the OpenAPI document; None leaves the route out."""
+        """`operation` describes the route in the OpenAPI document. None leaves the route out."""
         if wanted not in (OPEN, *SCOPES):
             raise ValueError(f"{wanted!r} is not a scope; the scopes are {', '.join((OPEN, *SCOPES))}")
         super().__init__(path, endpoint, methods=[method])
-        # Remove the HEAD that Starlette adds to GET, because the HTTP server turns HEAD into GET.
+        # Remove the HEAD method that Starlette adds to GET, because the HTTP server converts HEAD to GET.
         self.methods = {method}
         self.wanted = wanted
         self.operation = operation
@@ -64,13 +64,13 @@ class ScopedRoute(Route):
 
 
 def granted(scopes: Iterable[str]) -> frozenset[str]:
-    """Return the scopes together with those that they imply: `admin` implies `read`."""
+    """Return the scopes together with the scopes that they imply: `admin` implies `read`."""
     whole = frozenset(scopes)
     return whole.union(*(_IMPLIED.get(scope, frozenset()) for scope in whole))
 
 
 def check_routes(app: Starlette) -> list[ScopedRoute]:
-    """Return every route of the application. Raises TypeError for a route that requires no scope."""
+    """Return all routes of the application. Raises TypeError for a route that requires no scope."""
     scoped = []
     for route in app.routes:
         if not isinstance(route, ScopedRoute):

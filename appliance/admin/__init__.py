@@ -1,1 +1,1 @@
-"""The admin API: what operators see and do, over `admin.sock`."""
+"""The admin API, which lets operators view and control the service over `admin.sock`."""

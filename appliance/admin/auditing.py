@@ -29,7 +29,8 @@ log = logging.getLogger(__name__)
 
 _MAX_AUDIT_WAIT_S = 3.0
 _MAX_DENIALS_PER_MINUTE = 10
-"""Audit rows for one caller who lacks the scope. Each row is a write to the disk; the log has all denials."""
+"""Maximum number of audit rows per minute for a caller who lacks the scope, because each row is a disk write.
+The log has all denials."""
 _STATUSES: Mapping[type[Exception], int] = {
     ValueError: 400,
     SettingsError: 400,
@@ -40,11 +41,11 @@ _STATUSES: Mapping[type[Exception], int] = {
     UnknownRecordError: 404,
     LookupError: 404,
 }
-"""HTTP status codes of the errors with which handlers refuse an action."""
+"""HTTP status codes for the errors with which handlers refuse an action."""
 
 
 class ActionError(Exception):
-    """An action was refused or failed; `status` is the HTTP status code."""
+    """Raised if an action was refused or failed. `status` is the HTTP status code."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -52,8 +53,8 @@ class ActionError(Exception):
 
 
 class AuditedActions:
-    """Performs the registry's actions. Each action has two rows in the audit chain, also if it is refused:
-    its intent before anything is done, and its result."""
+    """Performs the registry's actions. Each action has two rows in the audit chain, even if it is refused:
+    one for its intent, written before anything is done, and one for its result."""
 
     def __init__(self, control: ControlStore, handlers: Mapping[type[msgspec.Struct], Handler]) -> None:
         self._control = control
@@ -86,7 +87,7 @@ class AuditedActions:
         return effect.result
 
     def reload_on_signal(self) -> None:
-        """Reload the settings as SIGHUP asks. The result is in the log."""
+        """Reload the settings in response to SIGHUP. The result is logged."""
         actor = Actor("signal:SIGHUP", socket.gethostname())
 
         async def reload() -> None:
@@ -96,7 +97,8 @@ class AuditedActions:
         self._background.run(reload())
 
     def record_denied(self, actor: Actor, action: Action, reason: str) -> None:
-        """Audit that a known caller tried an action without its scope. The parameters were not read."""
+        """Audit that a known caller tried an action without having its scope. The parameters were not
+        read."""
         minute = time.monotonic() // 60
         if minute != self._minute:
             self._denials.clear()
@@ -107,8 +109,8 @@ class AuditedActions:
 
 
 async def _recorded(future: Future[None]) -> None:
-    """Wait until an audit row is stored, but not longer than a few seconds: a disk that does not answer must
-    not keep an operator from acting. The row is written later, in its place among the others."""
+    """Wait until an audit row is stored, but for at most a few seconds, because a disk that does not respond
+    must not prevent an operator from acting. The row is then written later, at its place in the chain."""
     waiting = asyncio.wrap_future(future)
     await asyncio.wait([waiting], timeout=_MAX_AUDIT_WAIT_S)
     if not waiting.done():

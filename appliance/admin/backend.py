@@ -1,4 +1,4 @@
-"""Puts the admin API's backend together: gives each part what it needs of the service."""
+"""Assembles the admin API's backend and passes each part its dependencies on the service."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def admin_backend(
     metrics: Callable[[], bytes],
     publish: Callable[[], None],
 ) -> tuple[Backend, AuditedActions]:
-    """Return the backend, and what performs its actions. `publish` applies changed tenants and keys to the
-    queue and the fronts."""
+    """Return the backend, and the object that performs its actions. `publish` applies changed tenants and
+    keys to the queue and the fronts."""
     cancel = canceller.cancel_matching
     peers = PeerAdmin(control=control, unix=lambda: settings().unix, publish=publish)
     tenants = TenantAdmin(

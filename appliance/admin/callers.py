@@ -1,7 +1,9 @@
-"""Authenticates the callers of the admin API: operators by uid or group, and keys of scope `admin` or `read`.
+"""Authenticates callers of the admin API: operators by uid or group, and keys with the `admin` or `read`
+scope.
 
-If a request carries a key, the key alone decides, so that an operator can try what a key allows. Every action
-is audited with the peer's uid, the key and the host."""
+If a request carries a key, only the key determines the caller's rights, so that an operator can try out what
+a key allows. Every action is audited with the peer's uid, the key and the host.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ KeyLookup = Callable[[str], tuple[KeyRecord, TenantRecord] | None]
 
 
 class DeniedError(Exception):
-    """The caller has no access; `status` is the HTTP status code."""
+    """Raised if the caller has no access. `status` is the HTTP status code."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -42,7 +44,8 @@ class Caller(NamedTuple):
 
     @property
     def actor(self) -> Actor:
-        """Return the actor of the audit chain: `uid:0`, or with a key `uid:1000 key:key_12ab`."""
+        """Return the actor as named in the audit chain: `uid:0`, or `uid:1000 key:key_12ab` for a request
+        with a key."""
         return Actor(f"uid:{self.uid} key:{self.key_id}" if self.key_id else f"uid:{self.uid}", self.host)
 
 
@@ -50,15 +53,15 @@ class Authenticator:
     """Identifies the callers of the admin API."""
 
     def __init__(self, settings: AdminSettings, valid_key: KeyLookup) -> None:
-        """`valid_key` returns the record of a valid key, and its tenant."""
+        """`valid_key` returns the record of a valid key and the key's tenant."""
         self._valid_key = valid_key
         self._host = socket.gethostname()
         self.gid: int | None = None
-        """The group of the socket."""
+        """Group of the socket."""
         self.configure(settings)
 
     def configure(self, settings: AdminSettings) -> None:
-        """Take the operators from these settings."""
+        """Set the operators from these settings."""
         gids = operator_gids(settings)
         self.gid = gids[0] if gids else None
         self._uids = frozenset({os.geteuid(), 0, *settings.uids})
@@ -113,7 +116,7 @@ def operator_gids(settings: AdminSettings) -> list[int]:
 
 
 def keys_of(control: ControlStore) -> KeyLookup:
-    """Return the lookup of valid keys in the control database."""
+    """Return a function that looks up valid keys in the control database."""
 
     def valid_key(secret: str) -> tuple[KeyRecord, TenantRecord] | None:
         key = control.lookup(secret)

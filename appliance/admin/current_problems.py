@@ -1,6 +1,6 @@
-"""What is wrong with the running service now, each with its remedy: one list for `status` and `doctor`.
+"""The running service's current problems, each with its remedy, as one list for `status` and `doctor`.
 
-`appliance.core.problems` keeps past events; a problem is in this list as long as it lasts.
+`appliance.core.problems` keeps past events. A problem stays in this list for as long as it lasts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from appliance.protocol import (
 from engine.logs import LogState
 
 _STALLED_S = 3.0
-"""A write to standard error, or a piece of a database's work, that takes longer."""
+"""A write to standard error or a database operation is reported as a problem if it takes longer than this."""
 
 
 def current_problems(
@@ -31,7 +31,7 @@ def current_problems(
     log: LogState,
     clock_jump_s: float,
 ) -> list[CurrentProblem]:
-    """Return all problems that the service has now."""
+    """Return all current problems of the service."""
     return [
         *(problem for model in models for problem in _model(model)),
         *(problem for front in fronts for problem in _front(front)),

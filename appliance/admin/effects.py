@@ -1,4 +1,4 @@
-"""What a handler of an action returns, and the errors that mean that the action was refused."""
+"""The result type of action handlers, and the errors that mean that an action was refused."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from store.errors import OutcomeUnknownError
 T = TypeVar("T")
 
 _MAX_CHANGE_S = 15.0
-"""Longer than a change waits for its turn and for a lock of the file (`store.trail.WITHIN_S` and SQLite's
-busy timeout). Only a disk that does not answer takes longer."""
+"""Time limit for a change. It is longer than a change waits for its turn and for a lock on the file
+(`store.trail.WITHIN_S` and SQLite's busy timeout), so only a disk that does not respond exceeds it."""
 
 
 class Effect(NamedTuple):
-    """The answer to an action, and the values before and after it for the audit."""
+    """The response to an action, with the values before and after the action for the audit."""
 
     result: msgspec.Struct
     before: object = None
     after: object = None
     outcome: str = "ok"
-    """The result in the audit row."""
+    """Result as written in the audit row."""
 
 
 Handler = Callable[[Actor, Any], Awaitable[Effect]]
@@ -35,13 +35,13 @@ Handler = Callable[[Actor, Any], Awaitable[Effect]]
 
 
 def done(message: str) -> Effect:
-    """Return the effect of an action whose answer is a sentence."""
+    """Return the effect of an action whose response is a sentence."""
     return Effect(Done(message=message))
 
 
 async def committed(change: Future[T]) -> T:
-    """Return the result of a change of `control.db`. A change that does not start in time fails by itself.
-    Raises OutcomeUnknownError if the disk does not finish it."""
+    """Return the result of a change to `control.db`. A change that does not start in time fails on its own.
+    Raises OutcomeUnknownError if the disk does not complete the change in time."""
     waiting = asyncio.wrap_future(change)
     await asyncio.wait([waiting], timeout=_MAX_CHANGE_S)
     if not waiting.done():

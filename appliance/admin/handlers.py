@@ -1,5 +1,5 @@
-"""The handler of each action of the registry, and the handlers that are too small for a module of their
-own."""
+"""Maps each action of the registry to its handler, and contains the handlers that are too small for their own
+module."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def handlers(
     backups: BackupAdmin,
     reload: Callable[[], Awaitable[Reloaded]],
 ) -> Mapping[type[msgspec.Struct], Handler]:
-    """Return the handler of each action, by the type of the action's parameters."""
+    """Return the handler for each action, by the type of the action's parameters."""
 
     async def reload_config(actor: Actor, asked: ReloadConfig) -> Effect:
         reloaded = await reload()
@@ -76,7 +76,7 @@ def handlers(
 
 
 class RequestAdmin:
-    """Handles the actions on single requests."""
+    """Handles actions on individual requests."""
 
     def __init__(
         self,
@@ -84,14 +84,14 @@ class RequestAdmin:
         cancel: Callable[[str, str], bool],
         contents: Callable[[str], Awaitable[Contents]],
     ) -> None:
-        """`cancel` gets a request's id and the message for its client, and returns False for an unknown id.
-        `contents` returns the stored texts of a request."""
+        """`cancel` receives a request's id and the message for its client, and returns False for an unknown
+        id. `contents` returns a request's stored texts."""
         self._in_flight = in_flight
         self._cancel = cancel
         self._contents = contents
 
     async def cancel(self, actor: Actor, asked: CancelRequest) -> Effect:
-        """Cancel a request. Raises LookupError if it has ended or is unknown."""
+        """Cancel a request. Raises LookupError if the request has ended or is unknown."""
         request_id = asked.request_id
         before = next((one for one in self._in_flight() if one.request_id == request_id), None)
         if not self._cancel(request_id, "an operator cancelled the request"):
@@ -108,19 +108,19 @@ class RequestAdmin:
 
 
 class BackupAdmin:
-    """Records backups, which the command `appliance backup` takes by itself."""
+    """Records backups. The command `appliance backup` takes the backups itself."""
 
     def __init__(self, trail: AuditTrail) -> None:
         self._trail = trail
 
     async def begin(self, actor: Actor, asked: BeginBackup) -> Effect:
-        """Record the head of the audit chain and return it, so that the backup can be checked against it."""
+        """Record the audit chain's head and return it, so that the backup can be checked against it."""
         self._trail.record_head()
         head = self._trail.state().head
         return Effect(AuditHead(seq=head.seq, hash=head.hash))
 
     async def end(self, actor: Actor, asked: EndBackup) -> Effect:
-        """Record the result. Raises ValueError if it is neither complete nor failed."""
+        """Record the result of a backup. Raises ValueError if the result is neither complete nor failed."""
         if asked.error is not None and asked.rows is None and asked.sha256 is None:
             return Effect(Done(message=f"backup {asked.path} failed"), outcome=f"failed: {asked.error}")
         if asked.error is not None or asked.rows is None or asked.sha256 is None:

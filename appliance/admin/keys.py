@@ -16,7 +16,8 @@ from store.policies import KeyFields, KeyRecord
 
 @dataclass(kw_only=True)
 class KeyAdmin:
-    """Keys as operators see and change them. Changes reach the fronts before the operator gets the answer."""
+    """Lists and changes keys for operators. Changes reach the fronts before the operator receives the
+    response."""
 
     control: ControlStore
     usage: Usage
@@ -25,11 +26,11 @@ class KeyAdmin:
     cancel: CancelRequests
 
     def list(self) -> list[Key]:
-        """Return all keys, revoked and expired ones too, oldest first."""
+        """Return all keys, including revoked and expired ones, oldest first."""
         return [self._shown(record) for record in self.control.list_keys()]
 
     async def create(self, actor: Actor, asked: CreateKey) -> Effect:
-        """Create a key. Raises ValueError or a StoreError, as all changes do."""
+        """Create a key. Like all changes, raises ValueError or a StoreError."""
         fields = changes(asked, KeyFields)
         name = str(fields.pop("name"))
         created = await committed(

@@ -21,8 +21,8 @@ _KINDS: dict[str, PeerKind] = {"uid": "uid", "gid": "gid"}
 
 @dataclass(kw_only=True)
 class PeerAdmin:
-    """Local users and groups that need no key. Changes reach the fronts before the operator gets the
-    answer."""
+    """Lists and changes the local users and groups that need no key. Changes reach the fronts before the
+    operator receives the response."""
 
     control: ControlStore
     unix: Callable[[], UnixSettings]
@@ -30,7 +30,7 @@ class PeerAdmin:
     """Applies the changes to the queue and the fronts."""
 
     def list(self) -> list[PeerMapping]:
-        """Return the users of the settings, then the mapped users and groups."""
+        """Return the users from the settings, followed by the mapped users and groups."""
         mapped, unix = self.control.policies.peers, self.unix()
         own = [
             PeerMapping(kind="uid", number=uid, tenant=LOCAL, source="settings")
@@ -51,7 +51,7 @@ class PeerAdmin:
         ]
 
     async def map(self, actor: Actor, asked: MapPeer) -> Effect:
-        """Map a user or group to a tenant. Raises ValueError or a StoreError, as `unmap` does."""
+        """Map a user or group to a tenant. Like `unmap`, raises ValueError or a StoreError."""
         kind, number = parse_peer(asked.peer)
         await committed(self.control.map_peer(actor=actor, kind=kind, number=number, tenant=asked.tenant))
         self.publish()
@@ -66,7 +66,7 @@ class PeerAdmin:
 
 
 def parse_peer(text: str) -> tuple[PeerKind, int]:
-    """Return kind and number of `uid:1000` or `gid:100`. Raises ValueError."""
+    """Parse `uid:1000` or `gid:100` into kind and number. Raises ValueError."""
     found = re.fullmatch(r"(uid|gid):(\d{1,10})", text, re.ASCII)
     if not found:
         raise ValueError(f"peer is {text!r}: write for example uid:1000 or gid:100")

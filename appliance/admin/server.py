@@ -20,14 +20,15 @@ class AdminServer:
     """The admin socket, from `start` to `stop`."""
 
     def __init__(self, path: Path, mode: str, given: socket.socket | None = None) -> None:
-        """`given` is the socket if the service manager created it. It then stays when the service ends."""
+        """`given` is the socket if the service manager created it. Such a socket stays open after the service
+        has ended."""
         self._path = path
         self._mode = mode
         self._given = given
         self._server: HttpServer | None = None
 
     async def start(self, backend: Backend, authenticator: Authenticator) -> None:
-        """Listen. Raises ListenError."""
+        """Start listening. Raises ListenError."""
         _, app = admin_app(backend, authenticator)
         sock = self._given or bind_unix(self._path, self._mode, authenticator.gid)
         self._server = HttpServer(app, _LIMITS, known=authenticator.knows)
@@ -40,7 +41,7 @@ class AdminServer:
             change_access(self._path, mode, gid)
 
     async def stop(self) -> None:
-        """Finish the running answers, and remove the socket if the service created it."""
+        """Finish the requests in progress, and remove the socket if the service created it."""
         if self._given is None:
             remove_socket(self._path)
         if self._server is not None:

@@ -1,4 +1,4 @@
-"""The status of the service, as operators see it. Reads the other parts and changes nothing."""
+"""The service's status as shown to operators. This module reads the other parts and changes nothing."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _BEST_FIRST: tuple[ReplicaState, ...] = (
 
 
 def service_version() -> str:
-    """Return the installed product's version."""
+    """Return the version of the installed product."""
     try:
         return version("appliance")
     except PackageNotFoundError:
@@ -79,7 +79,7 @@ def audit_status(state: TrailState) -> AuditStatus:
 
 @dataclass(kw_only=True)
 class StatusReader:
-    """Reads the status of the service, of drains and of requests."""
+    """Reads the status of the service, its drains and its requests."""
 
     settings: Callable[[], Settings]
     traffic: TrafficState
@@ -175,7 +175,7 @@ class StatusReader:
         ]
 
     def _state(self, reason: str, degraded: bool) -> ServiceState:
-        """Return the service's state. `degraded`: there are current problems."""
+        """Return the service's state. `degraded` says whether there are current problems."""
         if (drain := self.drains.of_service) is not None:
             return drain.public_state
         drains = [self.drains.of(model) for model in self.models.models]
@@ -209,10 +209,10 @@ class StatusReader:
         )
 
     def _model_state(self, model: str, replicas: list[ReplicaStatus]) -> tuple[ModelState, str]:
-        """Return a model's state, and its explanation."""
+        """Return a model's state and the explanation of the state."""
         if (drain := self.drains.of(model)) is not None:
             return drain.public_state, f"taken out of service until: appliance resume --model {model}"
-        # The state of a model is that of its best replica, because that one serves the clients.
+        # A model's state is that of its best replica, because that replica serves the clients.
         best = min(replicas, key=lambda replica: _BEST_FIRST.index(replica.state), default=None)
         if best is None:
             return "loading", "its replica is being replaced"

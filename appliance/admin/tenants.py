@@ -20,15 +20,16 @@ from store.policies import Quota, TenantRecord
 from store.tenants import BUILT_IN
 
 CancelRequests = Callable[[Callable[[Identity], bool], str], int]
-"""Cancels the running and queued requests of matching callers with a message, and returns their number."""
+"""Cancels the running and queued requests of matching callers with a message, and returns the number of these
+requests."""
 Usage = Callable[[str, str], list[LimitUsage]]
-"""Returns how much of its limits a tenant ("tenant", name) or key ("key", id) uses."""
+"""Returns a tenant's ("tenant", name) or key's ("key", id) usage of its limits."""
 
 
 @dataclass(kw_only=True)
 class TenantAdmin:
-    """Tenants as operators see and change them. Changes reach the fronts before the operator gets the
-    answer."""
+    """Lists and changes tenants for operators. Changes reach the fronts before the operator receives the
+    response."""
 
     control: ControlStore
     usage: Usage
@@ -45,7 +46,7 @@ class TenantAdmin:
         return [self._shown(tenant, keys, peers) for tenant in policies.tenants.values()]
 
     async def create(self, actor: Actor, asked: CreateTenant) -> Effect:
-        """Create a tenant. Raises ValueError or a StoreError, as all changes do."""
+        """Create a tenant. Like all changes, raises ValueError or a StoreError."""
         fields = changes(asked, TenantRecord)
         await committed(self.control.create_tenant(actor=actor, name=asked.name, changes=fields))
         return self._changed(asked.name)
@@ -57,7 +58,7 @@ class TenantAdmin:
         return self._changed(asked.name)
 
     async def suspend(self, actor: Actor, asked: SuspendTenant) -> Effect:
-        """Refuse new requests of a tenant."""
+        """Refuse new requests from a tenant."""
         await committed(self.control.suspend_tenant(actor=actor, name=asked.name))
         self.publish()
         cancelled = None
@@ -68,7 +69,7 @@ class TenantAdmin:
         return done(f"tenant {asked.name} suspended; {requests_after(cancelled)}")
 
     async def resume(self, actor: Actor, asked: ResumeTenant) -> Effect:
-        """Accept requests of a tenant again."""
+        """Accept requests from a tenant again."""
         await committed(self.control.resume_tenant(actor=actor, name=asked.name))
         self.publish()
         return done(f"tenant {asked.name} resumed")
@@ -94,15 +95,15 @@ class TenantAdmin:
 
 
 def changes(asked: msgspec.Struct, record: type[msgspec.Struct]) -> dict[str, object]:
-    """Return the declared fields of `record` that were given; those of its quota are under "quota"."""
+    """Return the declared fields of `record` that were given. Those of its quota are under "quota"."""
     given = _given(asked, record)
     limits = _given(asked, Quota)
     return given | ({"quota": limits} if limits else {})
 
 
 def requests_after(cancelled: int | None) -> str:
-    """Return what happens to running requests; `cancelled` is the number of cancelled ones, None if none were
-    to be."""
+    """Return a text that says what happens to running requests. `cancelled` is the number of cancelled
+    requests, or None if none were to be cancelled."""
     if cancelled is None:
         return "its running requests continue"
     return f"ending {cancelled} request{'' if cancelled == 1 else 's'}"

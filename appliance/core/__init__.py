@@ -1,1 +1,1 @@
-"""The core process: its parts, its start, its reloads and its end."""
+"""The core process: its parts, startup, reloads and shutdown."""

@@ -1,4 +1,4 @@
-"""Ends requests before they are complete, for operators and drains."""
+"""Ends requests before they are complete, on behalf of operators and drains."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from appliance.models.manager import ModelManager
 from appliance.traffic.request_manager import RequestManager
 
 _ENGINE_CANCEL_S = 2.0
-"""A front that has not cancelled a request in the engine after this time hangs: the core then does it."""
+"""If a front has not cancelled a request in the engine after this time, it is assumed to hang, and the core
+cancels the request itself."""
 
 
 @dataclass
 class RequestCanceller:
-    """Cancels requests in their fronts, and in the engine if a front does not."""
+    """Cancels requests through their fronts, or in the engine if a front does not respond."""
 
     requests: RequestManager
     models: ModelManager
 
     def cancel(self, request_id: str, message: str) -> bool:
-        """End a request with this message for its client. Return False if there is no such request."""
+        """End a request, with this message for its client. Return False if there is no such request."""
         if not self.requests.abort(request_id, message):
             return False
         asyncio.get_running_loop().call_later(_ENGINE_CANCEL_S, self.models.cancel, request_id)
         return True
 
     def cancel_matching(self, matches: Callable[[Identity], bool], message: str) -> int:
-        """End the requests of the callers that match, and return the number of these requests."""
+        """End the requests of all callers that match, and return the number of requests."""
         in_flight = self.requests.state.in_flight
         ids = [request.request_id for request in in_flight.values() if matches(request.first.identity)]
         return sum([self.cancel(request_id, message) for request_id in ids])

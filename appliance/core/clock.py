@@ -1,4 +1,5 @@
-"""Detects jumps of the system clock, because a wrong time must not cause log entries to be removed as old."""
+"""Detects jumps of the system clock, so that a wrong time does not cause log entries to be removed as too
+old."""
 
 from __future__ import annotations
 
@@ -7,11 +8,11 @@ from collections.abc import Callable
 
 MIN_JUMP_S = 600.0
 HOLD_S = 24 * 3600.0
-"""Time after a jump during which no entries are removed, unless the clock is set back."""
+"""Duration after a clock jump during which no entries are removed, unless the clock is set back."""
 
 
 def _steady() -> float:
-    """Return the seconds of a clock that cannot be set and that counts suspended time."""
+    """Return the time in seconds on a clock that cannot be set and that includes suspended time."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -26,8 +27,8 @@ class ClockGuard:
 
     @property
     def jump_s(self) -> float:
-        """Return by how many seconds the system clock jumped; 0 if it did not jump within the last
-        `HOLD_S`."""
+        """Return the number of seconds by which the system clock jumped, or 0 if it did not jump within the
+        last `HOLD_S`."""
         now = self._steady()
         jump_s = self._wall() - now - self._offset_s
         if abs(jump_s) < MIN_JUMP_S:
@@ -37,7 +38,7 @@ class ClockGuard:
             self._jumped_at, self._seen_s = now, jump_s
         if now - self._jumped_at < HOLD_S:
             return jump_s
-        # From now on the new time is considered correct.
+        # From this point on, the new time is considered correct.
         self._offset_s += jump_s
         self._jumped_at = None
         return 0.0

@@ -1,5 +1,5 @@
-"""Stored prompts and answers, in the core: written to `contents.db` as the tenants' log policies say, shown
-to operators, and removed after the tenant's time."""
+"""Stored prompts and answers, as handled by the core: written to `contents.db` according to the tenants' log
+policies, shown to operators, and removed after the tenant's retention time."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ log = logging.getLogger(__name__)
 
 DAY_S = 86400.0
 _MAX_BYTES = 64 << 20
-"""Size limit of the texts of one request, in UTF-8."""
+"""Maximum size of one request's texts, in bytes of UTF-8."""
 _MAX_WAITING = 256
-"""Requests whose texts have not been read yet. Each occupies a file descriptor."""
+"""Maximum number of requests whose texts have not been read yet. Each of them occupies a file descriptor."""
 
 
 class ContentKeeper:
-    """Stores the texts that fronts send, and reads them for operators. Methods belong on the event loop's
-    thread; the texts themselves are handled in another thread."""
+    """Stores the texts that fronts send, and reads them for operators. Methods must be called on the event
+    loop's thread. The texts themselves are processed in another thread."""
 
     def __init__(
         self, writer: Writer, policies: Callable[[], Policies], rules: Callable[[], LogSettings]
     ) -> None:
-        """`writer` is the writer of `contents.db`."""
+        """`writer` writes to `contents.db`."""
         self.writer = writer
         self._policies = policies
         self._rules = rules
@@ -54,8 +54,8 @@ class ContentKeeper:
     # ── storing ──
 
     def keep(self, message: Keep, descriptor: int) -> None:
-        """Store the contents of the memfd as the policy of `message.identity` says. The caller closes the
-        descriptor."""
+        """Store the contents of the memfd according to the policy of `message.identity`. The caller closes
+        the descriptor."""
         if message.identity.log_policy == "metadata":
             return
         with self._lock:
@@ -83,7 +83,7 @@ class ContentKeeper:
     # ── showing ──
 
     async def show(self, request_id: str) -> Contents:
-        """Return the stored texts of a request. Raises LookupError if there are none, or a StoreError."""
+        """Return a request's stored texts. Raises LookupError if there are none, or a StoreError."""
         found = await asyncio.to_thread(read_contents, self.writer.path, request_id)
         if not found:
             raise LookupError(
@@ -104,7 +104,7 @@ class ContentKeeper:
         )
 
     def _days(self, tenant: str) -> float:
-        """Return for how many days the contents of a tenant are kept; 0: forever."""
+        """Return the number of days for which a tenant's contents are kept, or 0 for no limit."""
         known = self._policies().tenants.get(tenant)
         own = known.log_days if known is not None else None
         return self._rules().contents_days if own is None else own
@@ -112,8 +112,8 @@ class ContentKeeper:
     # ── removing ──
 
     def limits(self) -> tuple[dict[str, float | None], float | None]:
-        """Return the time (unix seconds) before which contents are removed, by tenant and for deleted
-        tenants. None: they are never removed."""
+        """Return the time (in unix seconds) before which contents are removed, as a dict by tenant and as a
+        single value for deleted tenants. None means that contents are never removed."""
 
         def before(days: float) -> float | None:
             return time.time() - days * DAY_S if days else None

@@ -1,13 +1,14 @@
-"""The controller: the life cycle of the service's parts, from their start to the stop of the service.
+"""The controller, which manages the life cycle of the service's parts from startup to shutdown.
 
                                   Controller
         ┌──────────┬────────────┬─────┴──────┬──────────────┐
         ▼          ▼            ▼            ▼              ▼
     Listeners    Drains     FrontPool   ModelManager   RequestManager
 
-The controller starts, checks and stops these parts. It passes no messages: `FrontPool` and `ModelManager`
-call the request manager, which answers fronts through `FrontPool.send`. `appliance.core.service` connects
-them."""
+The controller starts, checks and stops these parts. It passes no messages between them: `FrontPool` and
+`ModelManager` call the request manager, which answers fronts through `FrontPool.send`.
+`appliance.core.service` connects the parts.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +29,16 @@ log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 _COUNT_WITHIN_S = 1.0
-"""Time for replicas to report the tokens that they generated for the last requests."""
+"""Time for replicas to report how many tokens they generated for the last requests."""
 
 
 @dataclass
 class Controller:
-    """Starts, checks and stops the parts that serve requests. All methods belong on the event loop's
+    """Starts, checks and stops the parts that serve requests. All methods must be called on the event loop's
     thread."""
 
     policies: Callable[[], Policies]
-    """Returns the tenants and keys as operators have set them."""
+    """Returns the tenants and keys as configured by operators."""
     requests: RequestManager
     models: ModelManager
     fronts: FrontPool
@@ -47,16 +48,17 @@ class Controller:
     _tick_timer: asyncio.TimerHandle | None = field(default=None, init=False)
 
     def start(self) -> None:
-        """Start every process. Connections are accepted as soon as a front is ready."""
+        """Start all processes. Connections are accepted as soon as a front is ready."""
         self.fronts.publish_configuration()
-        # Replicas are started first, because they take longer.
+        # Replicas are started before fronts because they take longer.
         self.models.start()
         self.fronts.start()
         self._tick()
 
     async def stop(self, hurry: asyncio.Event) -> None:
-        """Drain the service (at once when `hurry` is set), then end every process. Until the drain is
-        complete, new requests are refused; on sockets that outlive the service they wait for the next one."""
+        """Drain the service (without waiting once `hurry` is set), then end all processes. Until the drain is
+        complete, new requests are refused, except on sockets that outlive the service, where they wait for
+        its next start."""
         self.listeners.begin_stop()
         await self.drains.stop(hurry)
         self.listeners.close()
@@ -72,7 +74,7 @@ class Controller:
             log.error("%d requests did not end: the next start closes their rows in the log", len(in_flight))
 
     def apply_policies(self) -> None:
-        """Apply changed tenants and keys to the queue and the fronts."""
+        """Apply changed tenants and keys to the queue and to the fronts."""
         if (policies := self.policies()) is not self._applied_policies:
             self._applied_policies = policies
             self.requests.set_policies(policies)

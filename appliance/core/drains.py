@@ -1,14 +1,14 @@
-"""Drains of a model or of the whole service: accept nothing new, and finish the accepted requests.
+"""Drains of a model or of the whole service: accept no new requests, and finish those already accepted.
 
              Controller (stop), DrainAdmin (begin, resume), Reloader (keep_only)
                  │
                  ▼
     Readiness ◄─ Drains ──► Drain ──► RequestManager (pause, resume), cancel(), FrontConfiguration
 
-First the service reports "not ready": new requests are refused only after every front has applied that, and
-gateways have had time to notice. Requests that run or wait when a drain begins are finished; those that are
-left after the grace period end with an error. An operator's drain lasts until it is resumed. The stop of the
-service is a drain that is never resumed.
+A drain begins by reporting "not ready". New requests are refused only after every front has applied that
+state and gateways have had time to notice. Requests that are running or waiting when a drain begins are
+finished; those still left after the grace period end with an error. An operator's drain lasts until the
+operator resumes service. The shutdown of the service is a drain that is never resumed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 0.02
 _ABORT_WITHIN_S = 3.0
-"""Time for fronts to end the requests that are left when the service stops."""
+"""Time for fronts to end the remaining requests when the service stops."""
 STOPPING = "the service is stopping"
 
 
@@ -35,23 +35,23 @@ class FrontConfiguration(Protocol):
     """Tells the fronts which models are ready."""
 
     def publish_configuration(self) -> None:
-        """Send the fronts what has changed."""
+        """Send configuration changes to the fronts."""
 
     async def configured(self) -> None:
-        """Send the fronts what has changed, and wait until they have applied it."""
+        """Send configuration changes to the fronts, and wait until they have applied them."""
 
 
 class DrainTools(NamedTuple):
-    """The parts of the service on which a drain acts."""
+    """The parts of the service that a drain acts on."""
 
     requests: RequestManager
     fronts: FrontConfiguration
     cancel: Callable[[str, str], bool]
-    """Ends a request with this message for its client. Returns False if there is no such request."""
+    """Ends a request, with this message for its client. Returns False if there is no such request."""
 
 
 class Drain:
-    """One drain. `run` performs it until its end; cancelling that task interrupts it."""
+    """One drain. `run` performs the whole drain; cancelling the task of `run` interrupts the drain."""
 
     def __init__(
         self,
@@ -65,9 +65,15 @@ class Drain:
         hurry: asyncio.Event | None = None,
         abort_within_s: float = float("inf"),
     ) -> None:
-        """`model` None drains the whole service. `why` is the message for clients. `notice_s` is the time for
-        gateways to notice. With `hold` new requests are held instead of refused. `hurry` ends every wait.
-        `abort_within_s` limits the time for ending the requests that are left after the grace period."""
+        """Create a drain, which `run` then performs.
+
+        - `model` is the model to drain, or None for the whole service.
+        - `why` is the message for clients.
+        - `notice_s` is the time for gateways to notice.
+        - `hold` holds new requests instead of refusing them.
+        - `hurry` ends every wait when it is set.
+        - `abort_within_s` limits the time for ending the requests that are left after the grace period.
+        """
         self.model = model
         self.why = why
         self.grace_s = grace_s
@@ -87,35 +93,35 @@ class Drain:
 
     @property
     def name(self) -> str:
-        """What is drained, as in "model 'demo'"."""
+        """Name of the drained part, such as "model 'demo'"."""
         return _name(self.model)
 
     @property
     def public_state(self) -> Literal["draining", "drained"]:
-        """The state that operators and gateways see: an announced drain is shown as draining."""
+        """State that operators and gateways see. An announced drain is shown as draining."""
         return "drained" if self.state == "drained" else "draining"
 
     @property
     def elapsed_s(self) -> float:
-        """The time that the drain has taken so far, or took."""
+        """Time that the drain has taken so far, or in total if it is complete."""
         return (time.monotonic() if self._drained_at is None else self._drained_at) - self._began_at
 
     @property
     def grace_left_s(self) -> float:
-        """The time until the requests that are left are ended."""
+        """Time until the remaining requests are ended."""
         if self._grace_ends_at is None:
             return self.grace_s
         return max(0.0, self._grace_ends_at - time.monotonic())
 
     def replaces(self, former: Drain) -> None:
-        """Take over the progress of `former`, with the grace period of this drain."""
+        """Take over the progress of `former`, but with the grace period of this drain."""
         if former.state != "drained":
             self.started_at, self._began_at = former.started_at, former._began_at
         if former.state != "announced":
             self.state, self._announced = "draining", True
 
     async def run(self) -> None:
-        """Drain, from the announcement until no request is left."""
+        """Run the drain, from its announcement until no requests are left."""
         requests = self._tools.requests
         if not self._announced:
             await self._tools.fronts.configured()
@@ -138,8 +144,8 @@ class Drain:
         return self._tools.requests.state.finished(self.model)
 
     async def _poll(self, done: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait until `done` returns true, at most for `timeout_s` or until `hurry` is set. Return its
-        result."""
+        """Wait until `done` returns true, for at most `timeout_s` and only until `hurry` is set. Return the
+        last result of `done`."""
         deadline = time.monotonic() + timeout_s
         while not (result := done()) and time.monotonic() < deadline and not self._hurry.is_set():
             await asyncio.sleep(_POLL_S)
@@ -147,18 +153,18 @@ class Drain:
 
 
 class DrainError(Exception):
-    """A drain cannot begin or end; the message gives the reason and the remedy."""
+    """Raised if a drain cannot begin or end. The message gives the reason and the remedy."""
 
 
 class Drains:
-    """All drains: at most one for each model, one for the service, and one for the service's stop."""
+    """All drains: at most one per model, one for the service, and one for its shutdown."""
 
     def __init__(
         self, tools: DrainTools, settings: Callable[[], Settings], models: Callable[[], Collection[str]]
     ) -> None:
-        """`settings` returns those in effect, and `models` the names of the served models."""
+        """`settings` returns the settings in effect, and `models` returns the names of the served models."""
         self.stopping: Drain | None = None
-        """The drain of the service's stop, once that has begun."""
+        """The drain for the service's shutdown, once the shutdown has begun."""
         self._tools = tools
         self._settings = settings
         self._models = models
@@ -166,23 +172,23 @@ class Drains:
         self._tasks: dict[str | None, asyncio.Task[None]] = {}
 
     def __iter__(self) -> Iterator[Drain]:
-        """Iterate over all drains, that of the stop first."""
+        """Iterate over all drains, beginning with the one for the shutdown."""
         if self.stopping is not None:
             yield self.stopping
         yield from self._active.values()
 
     @property
     def of_service(self) -> Drain | None:
-        """The drain of the whole service, for its stop or by an operator."""
+        """The drain of the whole service: the one for its shutdown, or an operator's."""
         return self.stopping or self._active.get(None)
 
     def of(self, model: str | None) -> Drain | None:
-        """Return an operator's drain of the model, or (None) of the service."""
+        """Return an operator's drain of the model, or of the service if `model` is None."""
         return self._active.get(model)
 
     def begin(self, model: str | None, *, grace_s: float, hold: bool) -> Drain:
-        """Begin an operator's drain. It replaces a drain of the same model, so that an operator can change
-        the grace period. Raises DrainError."""
+        """Begin an operator's drain. It replaces an existing drain of the same model or service, so that an
+        operator can change the grace period. Raises DrainError."""
         if self.stopping is not None:
             raise DrainError(f"{STOPPING}: nothing else can be drained")
         if model is not None and model not in (names := self._models()):
@@ -203,8 +209,8 @@ class Drains:
         return drain
 
     def resume(self, model: str | None) -> Drain:
-        """Cancel or end an operator's drain: requests are accepted again, held ones first. Raises
-        DrainError."""
+        """Cancel or end an operator's drain. Requests are accepted again, beginning with those on hold.
+        Raises DrainError."""
         if self.stopping is not None:
             raise DrainError(f"{STOPPING}: it cannot be resumed")
         drain = self._active.get(model)
@@ -217,7 +223,7 @@ class Drains:
         return drain
 
     async def stop(self, hurry: asyncio.Event) -> None:
-        """Drain the service for its stop, at once when `hurry` is set."""
+        """Drain the service for its shutdown, without waiting once `hurry` is set."""
         settings = self._settings()
         for task in self._tasks.values():
             task.cancel()
@@ -233,7 +239,7 @@ class Drains:
         await self.stopping.run()
 
     def keep_only(self, models: Collection[str]) -> None:
-        """Cancel the drains of models that are no longer served. Admission to them stays paused."""
+        """Cancel the drains of models that are no longer served. Admission to these models stays paused."""
         for drain in list(self._active.values()):
             if drain.model is not None and drain.model not in models:
                 self._forget(drain.model)

@@ -1,5 +1,5 @@
-"""Periodic work of the core: it writes spooled audit entries again, records the audit chain's head, and
-removes old rows in batches so small that no request waits for one."""
+"""The core's periodic work: it retries spooled audit entries, records the audit chain's head, and removes old
+rows in batches that are small enough not to delay requests."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _HEAD_EVERY_S = 60.0
 _REMOVE_EVERY_S = 5.0
 _MIN_PAUSE_S = 0.02
 _PAUSE_FACTOR = 9.0
-"""The pause after each batch, as a multiple of the batch's duration, so that removal takes at most a tenth of
-the writer's time."""
+"""Length of the pause after each batch, as a multiple of the batch's duration. With this factor, removal
+takes at most a tenth of the writer's time."""
 
 
 class Housekeeper:
-    """Does the periodic work between `start` and `stop`."""
+    """Does the periodic work from `start` to `stop`."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Housekeeper:
             await asyncio.wait(self._tasks)
 
     async def _retry_audit(self) -> None:
-        # This runs in a thread, because the disk may not answer.
+        # This runs in a thread, because the disk may not respond.
         await asyncio.to_thread(self._control.trail.retry)
 
     async def _record_head(self) -> None:
@@ -104,7 +104,7 @@ async def _repeat(every_s: float, work: Callable[[], Awaitable[None]]) -> None:
 
 
 async def _remove(writer: Writer, operation: Operation[Removed]) -> int:
-    """Remove batch after batch until no old rows are left. Return the number of removed rows."""
+    """Remove rows in batches until no old rows are left. Return the number of removed rows."""
     rows = pages = 0
     try:
         while True:

@@ -1,7 +1,7 @@
-"""Reports the state of the service to the service manager: started, loading, draining, alive.
+"""Reports the service's state to the service manager: started, loading, draining, alive.
 
-The keep-alive for the watchdog is sent by the core's event loop, and only while every database's writer makes
-progress. The core itself kills a replica that hangs.
+The core's event loop sends the keep-alive for the watchdog, but only while every database's writer makes
+progress. Replicas that hang are killed by the core itself.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ log = logging.getLogger(__name__)
 
 _EVERY_S = 1.0
 _KEEP_ALIVES = 4
-"""Minimum number of keep-alives within the watchdog's time."""
+"""Minimum number of keep-alives per watchdog interval."""
 
 
 class Notifier:
     """Reports to the service manager from `start` to `close`."""
 
     def __init__(self, manager: Manager, readiness: Readiness, stalled_s: Callable[[], float]) -> None:
-        """`stalled_s` returns for how long the slowest writer has been busy with its present operation."""
+        """`stalled_s` returns how long the slowest writer has been busy with its current operation, in
+        seconds."""
         self._manager = manager
         self._readiness = readiness
         self._stalled_s = stalled_s
@@ -37,12 +38,12 @@ class Notifier:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Start reporting, if the service manager listens."""
+        """Start reporting, if a service manager is listening."""
         if self._manager.listens:
             self._tick()
 
     def begin_stop(self) -> None:
-        """Report that the service drains for its stop."""
+        """Report that the service is draining before it stops."""
         self._stopping = True
         self._manager.tell(STOPPING=1, EXTEND_TIMEOUT_USEC=EXTENSION_US)
 

@@ -1,4 +1,4 @@
-"""Recent problems for the status. Repetitions of a problem are counted."""
+"""Recent problems, for the status report. Repetitions of a problem are counted."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Problems:
 
     def __init__(self) -> None:
         self.total = 0
-        """Number of problems since the start, with repetitions."""
+        """Number of problems since startup, including repetitions."""
         self._problems: OrderedDict[tuple[str, str], Problem] = OrderedDict()
 
     def note(self, where: str, what: str) -> None:
-        """Log and remember a problem of `where` (a front, replica, socket, …)."""
+        """Log and store a problem. `where` names its location (a front, replica, socket, …)."""
         log.warning("%s: %s", where, what)
         self.total += 1
         known = self._problems.pop((where, what), None)
@@ -32,5 +32,5 @@ class Problems:
             self._problems.popitem(last=False)
 
     def recent(self) -> list[Problem]:
-        """Return the problems, the most recent first."""
+        """Return the problems, most recent first."""
         return list(reversed(self._problems.values()))

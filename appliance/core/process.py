@@ -27,18 +27,18 @@ from store.errors import StoreError
 log = logging.getLogger(__name__)
 
 COLLECT_AFTER = (50_000, 20, 100)
-"""Thresholds of Python's garbage collector: it looks for cycles after so many new objects, and 20 and 100
-times less often among older ones. With the default of 700 it would scan all waiting requests for every
-thirtieth request that arrives."""
+"""Thresholds of Python's garbage collector: it runs after this many new objects, and 20 and 100 times less
+often for older objects. With the default of 700, it would scan all waiting requests once per thirty arriving
+requests."""
 
 
 def run(flags: Flags) -> int:
-    """Serve until SIGTERM or SIGINT, and return the exit code of the process: 0, 1, or 78 for unusable
-    settings (EX_CONFIG of sysexits, so that a service manager does not retry). Must be called on the main
-    thread."""
+    """Serve until SIGTERM or SIGINT, and return the process's exit code: 0, 1, or 78 for unusable settings
+    (EX_CONFIG in sysexits, so that a service manager does not retry). Must be called on the main thread."""
     import uvloop
 
-    # The service manager's watchdog ends a hanging process with SIGABRT; the log then shows where it hung.
+    # The service manager's watchdog ends a hanging process with SIGABRT. The log then shows where it was
+    # hanging.
     faulthandler.enable()
     return_freed_memory()
 
@@ -68,12 +68,13 @@ async def serve(
     launch: Launch = ReplicaGroup.launch,
     front_module: str = "appliance.front",
 ) -> None:
-    """Run the service until SIGTERM or SIGINT, which drain it; a second signal ends it at once. SIGHUP
+    """Run the service. The first SIGTERM or SIGINT drains it, and a second one ends it at once. SIGHUP
     applies the settings that `reread` returns.
 
-    Raises RunDirError, SettingsError, ListenError or a StoreError when it cannot start. `manager` is the
-    service manager that started the process. `launch` starts replicas, and `front_module` is the Python
-    module of fronts; tests replace both."""
+    Raises RunDirError, SettingsError, ListenError or a StoreError if the service cannot start. `manager` is
+    the service manager that started the process. `launch` starts replicas, and `front_module` is the Python
+    module to run as a front; tests replace both.
+    """
     stop, hurry = _signals()
     _raise_descriptor_limit()
     async with contextlib.AsyncExitStack() as held:
@@ -90,7 +91,7 @@ async def serve(
 
 
 def _signals() -> tuple[asyncio.Event, asyncio.Event]:
-    """Return events that are set by the first and by the second SIGTERM or SIGINT."""
+    """Return two events: one is set by the first SIGTERM or SIGINT, the other by the second."""
     stop, hurry = asyncio.Event(), asyncio.Event()
 
     def signalled() -> None:
@@ -104,8 +105,8 @@ def _signals() -> tuple[asyncio.Event, asyncio.Event]:
 
 
 def _raise_descriptor_limit() -> None:
-    # Each connection on its way to a front occupies a descriptor. The usual soft limit of 1024 exists for
-    # select(), which is not used here.
+    # Each connection being passed to a front occupies a descriptor. The usual soft limit of 1024 exists only
+    # for select(), which is not used here.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

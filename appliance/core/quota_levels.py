@@ -1,4 +1,4 @@
-"""Saves the levels of quotas in `history.db`, beside the requests that used them, so that they survive a
+"""Saves quota levels in `history.db`, beside the requests that used the quotas, so that the levels survive a
 restart."""
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from store.quotas import QuotaLog, read_quotas
 log = logging.getLogger(__name__)
 
 _SAVE_EVERY_S = 2.0
-"""After a crash, the next start takes later changes from the request log."""
+"""Interval between saves. After a crash, the next startup derives later changes from the request log."""
 
 
 class LevelKeeper:
-    """Saves the levels periodically. Belongs to the event loop's thread."""
+    """Saves the levels periodically. Must be used on the event loop's thread."""
 
     def __init__(self, quotas: Quotas, quota_log: QuotaLog) -> None:
         self._quotas = quotas
@@ -27,8 +27,8 @@ class LevelKeeper:
         self._timer: asyncio.TimerHandle | None = None
 
     def restore(self, path: Path) -> None:
-        """Load the levels of the last run from the database at `path`. To be called once, after the quotas
-        know their policies and before the first request."""
+        """Load the levels of the previous run from the database at `path`. Call this once, after the quotas
+        have their policies and before the first request."""
         try:
             state = read_quotas(path)
         except StoreError as error:
@@ -37,7 +37,7 @@ class LevelKeeper:
         self._quotas.restore(state, time.time())
 
     def start(self) -> None:
-        """Save the levels now and then every few seconds."""
+        """Save the levels immediately, and then every few seconds."""
         self._timer = asyncio.get_running_loop().call_later(_SAVE_EVERY_S, self.start)
         self.save()
 
@@ -48,7 +48,7 @@ class LevelKeeper:
             self._quotas.remember(gone)
 
     def close(self) -> None:
-        """Save for the last time, after the last request has ended."""
+        """Do a final save, after the last request has ended."""
         if self._timer is not None:
             self._timer.cancel()
         self.save()

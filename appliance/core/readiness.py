@@ -1,7 +1,7 @@
-"""Determines whether the service and its models answer, and if not, why, for gateways, operators and the
-service manager.
+"""Determines whether the service and its models can answer requests, and if not, why. The result is for
+gateways, operators and the service manager.
 
-Reads `Drains`, `ModelManager`, `FrontPool` and the request manager's counters whenever it is asked. Keeps
+Each call reads `Drains`, `ModelManager`, `FrontPool` and the request manager's counters. This module stores
 nothing and changes nothing.
 """
 
@@ -29,24 +29,25 @@ class Readiness:
     drains: Drains
 
     def reason(self) -> str:
-        """Return why not every model answers; empty if all do. Models that an operator has drained do not
-        count, unless all of them are drained."""
+        """Return why not every model is ready, or an empty string if all are. Models that an operator has
+        drained are ignored unless all models are drained."""
         names = list(self.models.models)
         wanted = [name for name in names if self.drains.of(name) is None]
         return self.service_drain() or "; ".join(filter(None, map(self.silence, wanted or names)))
 
     def started(self) -> bool:
-        """Return whether a front and every pinned model are ready."""
+        """Return whether at least one front and all pinned models are ready."""
         ready = any(front.state == "ready" for front in self.fronts.fronts)
         return ready and not any(map(self.silence, self.models.pinned()))
 
     def worth_waiting_for(self) -> bool:
-        """Return whether the service manager should wait longer for an incomplete start: a replica is
-        loading, or one model answers already and should not end because another one is broken."""
+        """Return whether the service manager should keep waiting for an incomplete startup. It should if a
+        replica is loading, or if one model is already serving and should not be stopped because another is
+        broken."""
         return any(replica.state in ("starting", "loading", "ready") for replica in self.models.replicas)
 
     def headline(self) -> str:
-        """Return the state of the service in one line, as `systemctl status` shows it."""
+        """Return the service's state in one line, as `systemctl status` shows it."""
         stats = self.traffic.queue_stats()
         work = f"{stats.running} running, {stats.waiting} waiting"
         if (drain := self.drains.of_service) is not None:
@@ -62,7 +63,7 @@ class Readiness:
         return f"ready: {count} model{'s' if count != 1 else ''}, {work}"
 
     def silence(self, model: str) -> str:
-        """Return why the model does not answer; empty if it does."""
+        """Return why the model does not answer requests, or an empty string if it does."""
         if drain := self.drains.of(model):
             return drain.why
         replicas = self.models.of(model)
@@ -73,14 +74,14 @@ class Readiness:
         return f"model {model!r} does not answer ({problem})" if problem else ""
 
     def service_drain(self) -> str:
-        """Return why the whole service accepts no requests; empty if it does."""
+        """Return why the whole service is refusing requests, or an empty string if it accepts them."""
         if self.drains.stopping is not None:
             return STOPPING
         drain = self.drains.of_service
         return drain.why if drain is not None else ""
 
     def front_problems(self, model: str) -> str:
-        """Return why fronts cannot serve the model; empty if all can."""
+        """Return why fronts cannot serve the model, or an empty string if all fronts can."""
         names: dict[str, list[str]] = {}
         for front in self.fronts.fronts:
             if model in front.problems:
@@ -88,7 +89,7 @@ class Readiness:
         return "; ".join(f"{', '.join(fronts)}: {why}" for why, fronts in names.items())
 
     def configuration(self) -> Configure:
-        """Return what fronts should know now."""
+        """Return the current configuration for fronts."""
         settings, reason, drain = self.settings(), self.reason(), self.service_drain()
         models = self.models.models
         return Configure(

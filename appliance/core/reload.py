@@ -1,7 +1,8 @@
-"""Reloads the settings while the service runs: applies what changed and touches nothing else.
+"""Reloads the settings while the service is running. Only changed settings are applied.
 
-Everything that can fail comes first: if a file cannot be used, a model's folder cannot be read or an address
-is taken, the whole reload is refused and nothing changes."""
+All steps that can fail come first. If a file cannot be used, a model's folder cannot be read or an address is
+already in use, the whole reload is refused and nothing changes.
+"""
 
 from __future__ import annotations
 
@@ -30,23 +31,23 @@ ReloadHook = Callable[[Settings], None]
 
 
 class ConfiguredListener(Protocol):
-    """Listens on an address of the settings."""
+    """Listens on an address from the settings."""
 
     def prepare(self, settings: Settings) -> socket.socket | None:
-        """Open the address of `settings` if it is new. Raises ListenError."""
+        """Open the address in `settings` if it is new. Raises ListenError."""
 
     def change(self, settings: Settings, opened: socket.socket | None) -> None:
-        """Listen on the opened address instead of the former one. Must not fail."""
+        """Listen on the opened address instead of the previous one. Must not fail."""
 
 
 AT_RESTART = frozenset({"run_dir", "state_dir"})
-"""Top-level settings that a running service cannot change."""
+"""Top-level settings that cannot change while the service is running."""
 APPLIED_HERE = frozenset({"models", "listen"})
-"""Top-level settings that `Reloader` applies itself; every other one has a hook."""
+"""Top-level settings that `Reloader` applies itself. All other settings have a hook."""
 
 
 class ReloadError(Exception):
-    """The service cannot reload now; the message says why."""
+    """Raised if the service cannot reload at the moment. The message gives the reason."""
 
 
 class LiveSettings:
@@ -61,27 +62,28 @@ class LiveSettings:
 
 @dataclass(kw_only=True)
 class Reloader:
-    """Reads the settings anew and applies what has changed."""
+    """Reads the settings again and applies what has changed."""
 
     loaded: Loaded
     reread: Callable[[], Loaded]
-    """Reads the settings as at the start."""
+    """Reads the settings in the same way as at startup."""
     live: LiveSettings
     models: ModelManager
     drains: Drains
     publish: Callable[[], None]
-    """Tells the fronts about changed settings."""
+    """Sends changed settings to the fronts."""
     listeners: Sequence[ConfiguredListener]
     hooks: Mapping[str, ReloadHook]
-    """The hook of each top-level setting."""
+    """Hook for each top-level setting."""
     _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     def configuration(self) -> Configuration:
-        """Return the settings in effect, and the source of each."""
+        """Return the settings in effect and the source of each."""
         return as_table(self.loaded)
 
     async def reload(self) -> Reloaded:
-        """Reload. Raises SettingsError, ListenError or ReloadError, and then nothing has changed."""
+        """Reload the settings. If SettingsError, ListenError or ReloadError is raised, nothing has
+        changed."""
         async with self._one_at_a_time:
             former = self.loaded
             loaded = await asyncio.to_thread(self.reread)
@@ -134,7 +136,7 @@ def _close(opened: Sequence[socket.socket | None]) -> None:
 
 
 def check_still_there(former: Loaded, loaded: Loaded) -> None:
-    """Check that the settings file still exists: its removal must not unload every model. Raises
+    """Check that the settings file still exists, because its removal must not unload every model. Raises
     SettingsError."""
     if not former.files or (gone := former.files[0]) in loaded.files:
         return
@@ -150,7 +152,7 @@ def check_still_there(former: Loaded, loaded: Loaded) -> None:
 
 
 def _until_restart(loaded: Loaded, former: Loaded) -> Loaded:
-    """Return `loaded` with the former values of settings that only a restart changes."""
+    """Return `loaded`, but with the previous values of settings that only a restart can change."""
     for name in AT_RESTART:
         setattr(loaded.settings, name, getattr(former.settings, name))
     places = {path: place for path, place in loaded.places.items() if path[0] not in AT_RESTART}

@@ -1,4 +1,4 @@
-"""The hooks that apply changed top-level settings to the running service."""
+"""Hooks that apply changed top-level settings to the running service."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def reload_hooks(
     admin: AdminServer,
     shown_tenants: ShownTenants,
 ) -> dict[str, ReloadHook]:
-    """Return the hook of each setting, except those that `appliance.core.reload` applies itself."""
+    """Return the hook for each setting, except those that `appliance.core.reload` applies itself."""
 
     def front_count(settings: Settings) -> None:
         fronts.set_count(settings.fronts)
@@ -52,7 +52,8 @@ def reload_hooks(
         shown_tenants.most = settings.metrics.tenants
 
     def nothing(settings: Settings) -> None:
-        """The setting is read where it is used, or it is a part of the fronts' configuration."""
+        """Do nothing, because the setting is read where it is used or belongs to the fronts'
+        configuration."""
 
     return {
         "fronts": front_count,

@@ -1,4 +1,4 @@
-"""The composition root: creates every part of the service, gives each what it needs, and starts and stops
+"""The composition root: creates all parts of the service, passes each its dependencies, and starts and stops
 them in order."""
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 class Service:
-    """All parts of one running service. Belongs to the event loop's thread."""
+    """All parts of a running service. Must be used on the event loop's thread."""
 
     def __init__(
         self,
@@ -55,8 +55,7 @@ class Service:
         launch: Launch,
         front_module: str,
     ) -> None:
-        """Everything that is opened here is closed by `held`. Raises SettingsError, ListenError or a
-        StoreError."""
+        """`held` closes everything that is opened here. Raises SettingsError, ListenError or a StoreError."""
         self.settings = LiveSettings(loaded.settings)
         settings, control, started_at = loaded.settings, state.control, time.time()
         problems, clock = Problems(), ClockGuard()
@@ -112,7 +111,7 @@ class Service:
         self.metrics.change(settings, self.metrics.prepare(settings))
         self.notifier = Notifier(manager, parts.readiness, lambda: state.stalled_s)
         held.callback(self.notifier.close)
-        # Operators.
+        # The operators' side.
         self.authenticator = Authenticator(settings.admin, keys_of(control))
         self.admin = AdminServer(settings.admin_socket, settings.unix.admin_mode, self.listeners.admin)
         reloader = Reloader(
@@ -176,8 +175,8 @@ class Service:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.actions.reload_on_signal)
 
     async def stop(self, hurry: asyncio.Event) -> None:
-        """Drain the service (at once when `hurry` is set) and end it. The admin API answers until all
-        requests have ended."""
+        """Drain the service (without waiting once `hurry` is set) and shut it down. The admin API responds
+        until all requests have ended."""
         log.info("stopping: running requests get %g s", self.settings.current.drain_grace_s)
         self.notifier.begin_stop()
         await self.controller.stop(hurry)

@@ -1,11 +1,11 @@
-"""Connects the parts that serve requests with each other.
+"""Connects the parts that serve requests.
 
     FrontPool ──FrontRequests──► RequestManager ◄── ModelManager ──FrontChannels──► FrontPool
         ▲                              │                                               │
         └──────────── send ────────────┘       Readiness.configuration() ◄─────────────┘
 
-Two of the links point back to a part that is created later, and are therefore functions: the request manager
-sends its answers through the front pool, and the front pool asks `Readiness` what to tell the fronts.
+Two of the links point to a part that is created later, so they are functions: the request manager sends its
+answers through the front pool, and the front pool gets the fronts' configuration from `Readiness`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from engine.client import ReplicaGroup
 
 
 class ServingParts:
-    """The parts that serve requests. Nothing runs before `appliance.core.controller.Controller.start`."""
+    """The parts that serve requests. None of them runs until `appliance.core.controller.Controller.start` is
+    called."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The persistent state of the service: its directories and databases, opened and closed together."""
+"""The service's persistent state: its directories and databases, which are opened and closed together."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ class State(NamedTuple):
     """The databases of one service."""
 
     control: ControlStore
-    """Tenants, keys, mapped users, the audit chain."""
+    """Tenants, keys, mapped users and the audit chain."""
     history: Writer
-    """Writes `history.db`: the request log and the levels of quotas."""
+    """Writes to `history.db`, which holds the request log and the quota levels."""
     contents: Writer
-    """Writes `contents.db`: stored prompts and answers."""
+    """Writes to `contents.db`, which holds stored prompts and answers."""
     requests: RequestLog
 
     @property
     def stalled_s(self) -> float:
-        """For how long the slowest writer has been waiting for its disk."""
+        """How long the slowest writer has been waiting for its disk, in seconds."""
         return max(self.control.stalled_s, self.history.stalled_s, self.contents.stalled_s)
 
 
 @contextlib.asynccontextmanager
 async def opened(settings: Settings, manager: Manager) -> AsyncIterator[State]:
-    """Open the state in the directories of the settings, and lock them for this service. Rows that an earlier
-    run left open are closed. Raises RunDirError or a StoreError.
+    """Open the state in the directories given by the settings, and lock the directories for this service.
+    Rows that an earlier run left open are closed. Raises RunDirError or a StoreError.
 
-    A migration, a recovery or a slow disk can take long: the service manager is told which database is being
-    opened, and waits.
+    A migration, a recovery or a slow disk can take a long time. The service manager is therefore told which
+    database is being opened, and waits.
     """
     held = contextlib.ExitStack()
     state = await manager.wait_for(lambda: held.enter_context(_opened(settings, manager)))
@@ -79,9 +79,9 @@ def _opened(settings: Settings, manager: Manager) -> Iterator[State]:
 
 
 def _warn_missing(control: Path, others: list[Path]) -> None:
-    """Warn of missing databases if `control` shows that the service has run before."""
+    """Warn about missing databases if `control` shows that the service has run before."""
     if not _has_bytes(control):
-        return  # the first start
+        return  # This is the first startup.
     for path in others:
         if not _has_bytes(path):
             log.warning(
@@ -100,14 +100,14 @@ def _has_bytes(path: Path) -> bool:
 
 
 def cache_salts(control: ControlStore) -> Callable[[str], str]:
-    """Return a function that returns a tenant's prefix-cache salt. Tenants of one cache group
-    share a salt. Salts cannot be guessed, and they change with each start of the service."""
+    """Return a function that returns a tenant's prefix-cache salt. Tenants in the same cache group share a
+    salt. Salts cannot be guessed, and they change whenever the service starts."""
     secret = secrets.token_bytes(32)
 
     def salt(name: str) -> str:
         tenant = control.policies.tenants.get(name)
         group = tenant.cache_group if tenant is not None else None
-        # The prefix distinguishes a cache group from a tenant of the same name outside the group.
+        # The prefix distinguishes a cache group from a tenant with the same name outside the group.
         owner = f"tenant {name}" if group is None else f"group {group}"
         return hmac.new(secret, owner.encode(), hashlib.sha256).hexdigest()[:32]
 

@@ -1,6 +1,7 @@
-"""The link to systemd: sockets that systemd opened, reports of the service's state, and the watchdog.
+"""The interface to systemd: sockets that systemd opened, state reports, and the watchdog.
 
-The protocols are sd_listen_fds(3), sd_notify(3) and sd_watchdog_enabled(3). Without systemd nothing happens.
+The protocols are sd_listen_fds(3), sd_notify(3) and sd_watchdog_enabled(3). Without systemd, this module does
+nothing.
 """
 
 from __future__ import annotations
@@ -15,22 +16,23 @@ from typing import TypeVar
 log = logging.getLogger(__name__)
 
 EXTENSION_US = 30_000_000
-"""The extension of the start timeout that is requested repeatedly while an operation takes long."""
+"""Extension of the start timeout, requested repeatedly while an operation takes a long time."""
 _EVERY_S = 1.0
 _FIRST_DESCRIPTOR = 3
 T = TypeVar("T")
 
 
 class Manager:
-    """The service manager that started this process, if one did."""
+    """The service manager that started this process, if any."""
 
     def __init__(self, environ: MutableMapping[str, str] = os.environ) -> None:
-        """Removes the variables of the service manager from `environ`, so that child processes do not use
-        them."""
+        """Removes the service manager's variables from `environ`, so that child processes do not use them."""
         self.sockets = _take_sockets(environ)
-        """Listening sockets that the manager opened. Their new owner closes them."""
+        """Listening sockets that the service manager opened. The code that takes a socket over must close
+        it."""
         self.watchdog_s = _watchdog_s(environ)
-        """The manager expects a keep-alive at least this often; None: never."""
+        """Maximum interval between keep-alives that the service manager allows, or None if it expects no
+        keep-alives."""
         self._socket: socket.socket | None = None
         address = environ.pop("NOTIFY_SOCKET", "")
         if address:
@@ -48,8 +50,8 @@ class Manager:
         return self._socket is not None
 
     def tell(self, **state: str | int) -> bool:
-        """Report a state such as READY=1 or STATUS="loading". Never waits; returns False if it was not
-        sent."""
+        """Report a state such as READY=1 or STATUS="loading". Never blocks. Returns False if the report was
+        not sent."""
         if self._socket is None:
             return False
         text = "\n".join(f"{name}={_one_line(str(value))}" for name, value in state.items())
@@ -61,7 +63,8 @@ class Manager:
         return True
 
     async def wait_for(self, work: Callable[[], T]) -> T:
-        """Run `work` in a thread and return its result. Asks the manager to wait for as long as it takes."""
+        """Run `work` in a thread and return its result. Meanwhile, repeatedly ask the service manager to wait
+        longer."""
         working = asyncio.create_task(asyncio.to_thread(work))
         while not working.done():
             self.tell(EXTEND_TIMEOUT_USEC=EXTENSION_US, WATCHDOG=1)

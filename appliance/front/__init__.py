@@ -1,1 +1,2 @@
-"""The front process: HTTP and text. It is unprivileged, and the only process that parses clients' bytes."""
+"""The front process, which handles HTTP and text. It is unprivileged, and no other process parses bytes from
+clients."""

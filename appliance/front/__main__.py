@@ -12,8 +12,8 @@ import sys
 
 _PR_SET_PDEATHSIG = 1
 NICENESS = 5
-"""Lowers the priority of fronts, so that the core and the replicas are not delayed while clients keep every
-processor busy."""
+"""Nice value of fronts. It keeps the core and the replicas from being delayed while clients keep every CPU
+busy."""
 
 
 def main() -> int:
@@ -28,12 +28,12 @@ def main() -> int:
     if os.getppid() != parent:
         # The core ended before the death signal was set up.
         return 0
-    # The core decides when a front ends (StopFront, or the end of the channel). A signal to the process
-    # group, such as Ctrl-C or systemd's SIGTERM, must not cut off streams that the core lets finish.
+    # The core decides when a front ends (by StopFront, or by closing the channel). A signal to the process
+    # group, such as Ctrl-C or systemd's SIGTERM, must not cut off streams that the core allows to finish.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.nice(NICENESS)
-    # A front encodes in two threads (appliance.text.fair_queue), not in one thread for each processor core.
+    # A front encodes in two threads (appliance.text.fair_queue), not in one thread per CPU core.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
     import uvloop
@@ -44,7 +44,8 @@ def main() -> int:
 
     return_freed_memory()
     configure_logging(arguments.log_level, arguments.name)
-    # The collector runs less often than the default of every 700 objects: work per token makes no cycles.
+    # The garbage collector runs less often than the default of once per 700 objects, because the work per
+    # token creates no reference cycles.
     gc.set_threshold(50_000, 20, 100)
     uvloop.run(run_front(socket.socket(fileno=arguments.channel)))
     return 0

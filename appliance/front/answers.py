@@ -16,7 +16,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def answer_head(generation: Generation, chunk: bool) -> dict[str, Any]:
-    """Return the first fields of an answer, up to its choices."""
+    """Return the first fields of an answer, up to `choices`."""
     task, context = generation.task, generation.context
     kind = "chat.completion" if task.chat else "text_completion"
     return {
@@ -29,8 +29,8 @@ def answer_head(generation: Generation, chunk: bool) -> dict[str, Any]:
 
 
 def usage(generation: Generation) -> dict[str, Any]:
-    """Return the token counts of the answer as it is now. A stream may need them for each of its events, so
-    the generation keeps the counts."""
+    """Return the answer's current token counts. A stream may need them for every event, so the generation
+    keeps the counts up to date."""
     prompt_tokens, completion_tokens = generation.prompt_tokens, generation.completion_tokens
     return {
         "prompt_tokens": prompt_tokens,
@@ -41,7 +41,7 @@ def usage(generation: Generation) -> dict[str, Any]:
 
 
 def answer_steps(generation: Generation) -> Generator[None, None, bytes]:
-    """Return, as work in steps, the JSON of an answer whose samples have all ended."""
+    """Build the JSON of an answer whose samples have all ended, as work in steps."""
     task = generation.task
     of_prompts: dict[int, bytes] = {}
     for prompt in task.prompts:
@@ -83,7 +83,7 @@ def _choice(
 
 
 def _prompt_fields(task: GenerationTask, prompt: Prompt) -> Generator[None, None, bytes]:
-    """Return the JSON fields about a prompt, which are encoded once for all of its choices."""
+    """Return the JSON fields about a prompt. They are encoded once for all choices of the prompt."""
     fields = b""
     if task.prompt_logprobs is not None:
         logprobs = yield from prompt_logprobs_steps(task.model.tokenizer, prompt, task.prompt_logprobs)

@@ -33,12 +33,12 @@ uid is enough, and a valid key takes precedence. `x-appliance-class` (P0 to P3) 
 service class; with `x-appliance-deadline-ms` a request is refused at once if its answer cannot be complete in
 time. Every answer carries `x-request-id`."""
 _MAX_CHARS_SHOWN = 100
-"""Characters of a path or method in an error message."""
+"""Maximum number of characters of a path or method in an error message."""
 
 
 def build_app(state: AppState) -> tuple[Starlette, ASGIApp]:
-    """Return the application with the routes, and the application to serve, which authenticates callers
-    first. Tests read the table of routes."""
+    """Return two applications: the one with the routes, whose route table tests read, and the one to serve,
+    which authenticates callers before it calls the first."""
 
     async def refuse(request: Request, error: Exception) -> Response:
         return _refuse(state, request, error)
@@ -67,7 +67,7 @@ def _refuse(state: AppState, request: Request, error: Exception) -> Response:
     elif isinstance(error, ClientDisconnected):
         refusal = ApiError(CLIENT_DISCONNECTED, "the client disconnected before its request was complete")
     else:
-        # The HTTP server logs the traceback, and then releases the stack frames.
+        # The HTTP server logs the traceback and then releases the stack frames.
         refusal = ApiError(500, "the front failed to answer; its log has the cause", code="internal")
     if isinstance(error, ApiError | ClientDisconnected):
         drop_frames(error)

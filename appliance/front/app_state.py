@@ -1,4 +1,4 @@
-"""The state that the parts of a front share."""
+"""State shared by the parts of a front."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from appliance.front.request_context import RequestContext
 
 MAX_TEXT_BYTES = 16 << 20
-"""Maximum size in bytes of all prompts that wait to be encoded. Tenants with such prompts get equal
+"""Maximum total size in bytes of the prompts waiting to be encoded. Tenants with waiting prompts get equal
 shares."""
 MAX_TEXT_WAIT_S = 30.0
 """Time limit for encoding the prompts of one request."""
 
 
 class Running(Protocol):
-    """A request that waits for admission or runs. The methods take messages of the core."""
+    """A request that is waiting for admission or running. Its methods handle messages from the core."""
 
     def admitted(self, message: Admitted) -> None: ...
     def refused(self, message: Refused) -> None: ...
@@ -37,7 +37,7 @@ class Running(Protocol):
 
 
 class AppState:
-    """The state of one front. All of it belongs to the event loop's thread."""
+    """The state of one front. It may be used only on the event loop's thread."""
 
     def __init__(
         self,
@@ -46,10 +46,11 @@ class AppState:
     ) -> None:
         self.to_core = to_core
         self.hand_over = hand_over
-        """Sends a message with file descriptors, which the caller still owns."""
+        """Sends a message with file descriptors. The caller remains responsible for closing the
+        descriptors."""
         self.keeper = Keeper(hand_over)
         self.limits = Limits()
-        """The limits for clients. They may be replaced at any time."""
+        """Limits for clients. They may be replaced at any time."""
         self.bodies = BodyBudget()
         self.denials = CountedLog("requests without a valid key or user were denied")
         self.catalog = Catalog()
@@ -59,11 +60,11 @@ class AppState:
         self.text_memory = TextMemory(MAX_TEXT_BYTES)
         self.work = WorkPool(MAX_TEXT_WAIT_S)
         self.active: dict[str, Running] = {}
-        """Requests that wait for admission or run, by request id."""
+        """Requests that are waiting for admission or running, by request id."""
         self.ready = False
         self.not_ready_reason = "the front has not been configured yet"
         self.silent_models: dict[str, str] = {}
-        """Models that do not answer, each with the reason."""
+        """Models that cannot answer, each with the reason."""
         self.requests = 0
         self.tokens = 0
         self.streams = 0
@@ -71,7 +72,7 @@ class AppState:
         self.background = Background()
 
     def reject(self, context: RequestContext, error: ApiError) -> None:
-        """Log a request that the front itself refused."""
+        """Log a request that the front itself has refused."""
         self.to_core(
             Rejected(
                 request_id=context.request_id,
@@ -91,14 +92,14 @@ class AppState:
         )
 
     def charge(self, context: RequestContext, tokens: int) -> None:
-        """Count tokens against the caller's token limits that were encoded or decoded, but are in no
-        generation request."""
+        """Charge tokens that were encoded or decoded outside a generation request against the caller's token
+        limits."""
         if tokens > 0:
             self.to_core(Worked(context.identity, tokens))
 
     def flush_soon(self, flush: Callable[[], None]) -> None:
-        """Call `flush` when all messages in the channels have been processed, so that the waiting outputs of
-        a stream are sent as one chunk."""
+        """Call `flush` after all messages in the channels have been processed, so that a stream's waiting
+        outputs are sent as one chunk."""
         if not self._unflushed:
             asyncio.get_running_loop().call_soon(self._flush)
         self._unflushed.append(flush)

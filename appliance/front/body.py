@@ -1,4 +1,4 @@
-"""Reads a request's JSON body into a struct, within bounds. Errors name the wrong field."""
+"""Reads a request's JSON body into a struct, within limits. Errors name the invalid field."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from appliance.front.validation import Body, FieldError, parse_struct
 
 _BYTES_PER_VALUE = 8
 _BYTES_PER_CONTAINER = 128
-"""The longest body may have one JSON value for each 8 of its bytes, and one list or object for each 128:
-262,144 and 16,384 of 2 MiB. Parsing takes about 0.1 and 1 µs each, on the event loop. A token id has 6 to 8
-bytes. Commas and brackets inside text count too; text with so many of them has more tokens than an eighth of
-its bytes."""
+"""A body of the maximum size may have one JSON value per 8 bytes and one list or object per 128 bytes:
+262,144 and 16,384 for 2 MiB. Parsing them takes about 0.1 µs per value and 1 µs per list or object, on the
+event loop. A token id takes 6 to 8 bytes. Commas and brackets inside text are counted too, but text with that
+many of them has more tokens than one eighth of its bytes."""
 
 _FREE_BYTES = 64 << 10
-"""Refusing a body up to this size is not counted as work."""
+"""Refusing a body of up to this size is not charged as work."""
 _BYTES_PER_TOKEN = 8
-"""Refused bodies count as one token for this many bytes."""
+"""A refused body is charged as one token per this many bytes."""
 
 
 class ClientDisconnected(Exception):
@@ -35,7 +35,7 @@ async def read_body(request: Request, model: type[Body], max_bytes: int) -> Body
 
 
 async def receive_body(request: Request, max_bytes: int) -> bytearray:
-    """Return the bytes of a body that is declared as JSON. Raises `ApiError` (413, 415), or
+    """Receive a body that is declared as JSON, and return its bytes. Raises `ApiError` (413, 415), or
     `ClientDisconnected`."""
     _check_content_type(request)
     return await _read_bytes(request, max_bytes, context_of(request).body)
@@ -82,7 +82,8 @@ async def _read_bytes(request: Request, max_bytes: int, reservation: BodyReserva
     length = int(request.headers.get("content-length", 0))
     if length > max_bytes:
         raise too_large
-    # Reserve the whole length before the first byte, so that a client is refused at once.
+    # Reserve the declared length before reading the first byte, so that a client that exceeds the limit is
+    # refused at once.
     reservation.grow_to(length)
     received = bytearray()
     while True:
@@ -94,7 +95,7 @@ async def _read_bytes(request: Request, max_bytes: int, reservation: BodyReserva
             raise too_large
         reservation.grow_to(len(received))
         if not message.get("more_body", False):
-            # A copy as bytes would double the memory of large bodies.
+            # Copying to bytes would double the memory used for large bodies.
             return received
 
 

@@ -1,4 +1,4 @@
-"""Bounds the memory that request bodies take while they are received and prepared."""
+"""Bounds the memory used by request bodies while they are received and prepared."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ _RETRY_AFTER_S = 1.0
 
 
 class BodyBudget:
-    """Counts the bytes of request bodies that this front holds, in total and by tenant."""
+    """Counts the bytes of request bodies that this front holds, in total and per tenant."""
 
     def __init__(self) -> None:
         self.limits = Limits()
         self.held_bytes = 0
         self.refused = 0
-        """Requests that were refused because too many bytes were held."""
+        """Number of requests that were refused because too many bytes were held."""
         self._by_tenant: dict[str, int] = {}
 
     def reserve(self, tenant: str, size: int) -> None:
-        """Count `size` more bytes. Raises a 503 if the tenant, or all tenants together, hold too many."""
+        """Reserve `size` more bytes. Raises a 503 if the tenant, or all tenants together, would hold too
+        many."""
         held = self._by_tenant.get(tenant, 0)
-        # One body of the largest size is always possible, whatever the settings are.
+        # One body of the maximum size is always allowed, whatever the settings are.
         tenant_limit = max(self.limits.max_tenant_body_bytes, self.limits.max_body_bytes)
         front_limit = max(self.limits.max_front_body_bytes, self.limits.max_body_bytes)
         if held + size > tenant_limit:
@@ -54,8 +55,8 @@ class BodyBudget:
 
 
 class BodyReservation:
-    """The bytes of one request's body, reserved from its receipt until the request is prepared. If the
-    tenant's log policy keeps prompts, the bytes are reserved until the request ends."""
+    """Bytes reserved for one request's body, from its receipt until the request is prepared. If the tenant's
+    log policy keeps prompts, the bytes stay reserved until the request ends."""
 
     def __init__(self, budget: BodyBudget, tenant: str) -> None:
         self._budget = budget
@@ -63,20 +64,20 @@ class BodyReservation:
         self._bytes = 0
 
     def grow_to(self, size: int) -> None:
-        """Reserve `size` bytes in all. Raises a 503."""
+        """Increase the reservation to `size` bytes in total. Raises a 503."""
         if size > self._bytes:
             self._budget.reserve(self._tenant, size - self._bytes)
             self._bytes = size
 
     def moved(self) -> BodyReservation:
-        """Move the bytes to a new reservation, and return it. This one, which the caller may release, is
-        empty then."""
+        """Move the bytes to a new reservation and return it. This reservation is then empty, and the caller
+        may release it."""
         other = BodyReservation(self._budget, self._tenant)
         other._bytes, self._bytes = self._bytes, 0
         return other
 
     def release(self) -> None:
-        """Release all bytes; further calls do nothing."""
+        """Release all bytes. Further calls have no effect."""
         if self._bytes:
             self._budget.release(self._tenant, self._bytes)
             self._bytes = 0

@@ -1,5 +1,5 @@
-"""Limits the connections of a front to the settings' limits, or to the file descriptors that are
-available."""
+"""Limits a front's connections to the configured limits or to the available file descriptors, whichever are
+lower."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import msgspec
 from appliance.messages import Limits
 
 RESERVED_DESCRIPTORS = 32
-"""File descriptors kept free for channels to replicas, tokenizer files and connections that the core
+"""File descriptors kept free for channels to replicas, for tokenizer files, and for connections that the core
 sends."""
 
 
 def limits_within(limits: Limits, descriptors: int) -> Limits:
-    """Return `limits` with at most as many connections as there are descriptors, but at least one of each
-    kind."""
+    """Return `limits`, lowered to at most `descriptors` connections in total, but with at least one
+    connection of each kind."""
     wanted = limits.max_connections + limits.max_unauthenticated_connections
     if wanted <= descriptors:
         return limits
@@ -30,7 +30,8 @@ def limits_within(limits: Limits, descriptors: int) -> Limits:
 
 
 def descriptors_for_connections(limits: Limits, connections: int) -> int:
-    """Return how many descriptors this process can use for connections. `connections` of them are in use."""
+    """Return the number of file descriptors that this process can use for connections. `connections` of them
+    are already in use."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = limits.max_connections + limits.max_unauthenticated_connections
     if allowed == resource.RLIM_INFINITY or allowed >= 2 * (wanted + RESERVED_DESCRIPTORS):

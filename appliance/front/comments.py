@@ -1,4 +1,4 @@
-"""Writes comments into streams that are silent for a while, since proxies close silent connections."""
+"""Writes comments into streams that are silent for a while, because proxies close silent connections."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import time
 from appliance.front.request_context import ResponseSink
 
 HEAD_DELAY_S = 0.5
-"""The headers of a stream wait this long for the first token, so that a refusal can have its own status."""
+"""Delay of a stream's headers, in seconds, while waiting for the first token, so that a request refused in
+this time gets its own status."""
 COMMENT = b": waiting\n\n"
 
 
 async def happens_within(event: asyncio.Event, timeout_s: float | None) -> bool:
-    """Wait at most `timeout_s` for the event, or without a limit; return whether it is set."""
+    """Wait for the event, for at most `timeout_s` (None: without a limit). Return whether the event is
+    set."""
     try:
         await asyncio.wait_for(event.wait(), timeout_s)
     except TimeoutError:
@@ -22,8 +24,8 @@ async def happens_within(event: asyncio.Event, timeout_s: float | None) -> bool:
 
 
 async def send_comments(client: ResponseSink, until: asyncio.Event, interval_s: float) -> None:
-    """Write a comment whenever nothing was written for `interval_s` seconds, until the event is set. The
-    response's header must have been written."""
+    """Write a comment whenever nothing has been written for `interval_s` seconds, until the event is set. The
+    response head must already have been written."""
     silent_since = time.monotonic()
     while not await happens_within(until, silent_since + interval_s - time.monotonic()):
         silent_since = max(silent_since, client.last_chunk_at)

@@ -1,4 +1,4 @@
-"""Allows web pages of the origins in the settings to call the API (CORS, part of the Fetch standard)."""
+"""Allows web pages from the origins in the settings to call the API (CORS, part of the Fetch standard)."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _EXPOSED = (
         for kind in ("requests", "tokens")
     ),
 )
-"""Headers of answers that scripts of the pages may read."""
+"""Response headers that scripts on those pages may read."""
 _MAX_AGE_S = 600
 
 
 class Cors:
-    """ASGI middleware around the whole application. It answers the preflight requests of allowed origins,
-    which have no key, and adds CORS headers to other answers for these origins. Requests of other origins,
-    and requests without an origin, are passed on unchanged."""
+    """ASGI middleware around the whole application. It answers preflight requests from allowed origins, which
+    carry no key, and adds CORS headers to all other responses for these origins. Requests from other origins
+    and requests without an origin are passed on unchanged."""
 
     def __init__(self, app: ASGIApp, state: AppState) -> None:
         self._app = app

@@ -1,5 +1,5 @@
-"""The JSON bodies of answers, for the OpenAPI document. The front writes answers by hand, for speed; tests
-decode them into these structs."""
+"""The JSON response bodies, as declared in the OpenAPI document. For speed, the front does not build its
+responses from these structs; tests decode the responses into them."""
 
 from __future__ import annotations
 

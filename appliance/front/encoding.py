@@ -1,4 +1,4 @@
-"""Runs work on the texts of requests: short work at once, long work in threads, fairly between tenants."""
+"""Runs work on request texts, fairly between tenants: short work inline, long work in threads."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from appliance.text.fair_queue import TooMuchWorkError, run_steps
 Result = TypeVar("Result")
 
 _INLINE_CHARACTERS = 512
-"""Up to this length, encoding on the event loop (0.3 µs a character) is cheaper than using a thread (0.1
-ms)."""
+"""Texts of up to this length are encoded on the event loop, because that (0.3 µs per character) is cheaper
+than using a thread (0.1 ms)."""
 _RETRY_AFTER_S = 2.0
 
 
 def text_bytes(texts: Iterable[str]) -> int:
-    """Return the bytes of memory that the texts take: 1 to 4 for each character."""
+    """Return the memory that the texts take, in bytes: 1 to 4 per character."""
     return sum(map(sys.getsizeof, texts))
 
 
@@ -45,7 +45,7 @@ async def do_work(
     characters: int,
     inline: int = _INLINE_CHARACTERS,
 ) -> Result:
-    """Run the work on this many characters; return its result or raise its error. Raises a 503 if the work
+    """Run the work on this many characters. Return its result or raise its error. Raises a 503 if the work
     waits too long."""
     try:
         if characters <= inline:
@@ -59,5 +59,5 @@ async def do_work(
 
 
 def too_much_work(error: TooMuchWorkError) -> ApiError:
-    """Return the 503 for a tenant that has too much work in progress."""
+    """Return the 503 for a tenant with too much work in progress."""
     return ApiError(503, str(error), code="too_many_prompts", retry_after_s=_RETRY_AFTER_S)

@@ -15,7 +15,7 @@ _KINDS = {429: "rate_limit_error", 503: "service_unavailable"}
 
 
 class ApiError(Exception):
-    """An error answer. `param` names the field, in OpenAI's notation: `messages[0].content`."""
+    """An error response. `param` names the field, in OpenAI's notation: `messages[0].content`."""
 
     def __init__(
         self,
@@ -39,18 +39,19 @@ class ApiError(Exception):
 
     @property
     def kind(self) -> str:
-        """The field `type` of OpenAI's errors."""
+        """The `type` field of OpenAI's errors."""
         return self._kind or _KINDS.get(self.status, INVALID_REQUEST if self.status < 500 else "server_error")
 
     def document(self) -> bytes:
-        """Return the error as a JSON object: the body of an answer, or the data of a stream's error event."""
+        """Return the error as a JSON object, for a response body or for the data of a stream's error
+        event."""
         return error_document(self.message, self.kind, self.param, self.code)
 
     def response(self) -> Response:
         """Return the error as an HTTP response."""
         headers = self.headers
         if self.retry_after_s is not None:
-            # Send Retry-After in whole seconds, as HTTP requires, and the header in milliseconds that
+            # Send both Retry-After in whole seconds, as HTTP requires, and the header in milliseconds that
             # OpenAI's client prefers.
             headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
             headers["retry-after-ms"] = str(max(1, round(self.retry_after_s * 1000)))
@@ -68,12 +69,12 @@ def unauthorized(message: str, code: str) -> ApiError:
 
 
 def forbidden(message: str, code: str, param: str | None = None) -> ApiError:
-    """Return a 403: the caller is authenticated, but not allowed."""
+    """Return a 403 for a caller that is authenticated but not allowed."""
     return ApiError(403, message, param=param, code=code)
 
 
 def model_not_allowed(name: str) -> ApiError:
-    """Return the 403 for a model that the key does not allow."""
+    """Return the 403 for a model that the key does not permit."""
     return forbidden(
         f"this key does not allow model {_shown(name)!r}; GET /v1/models lists the allowed models",
         "model_not_allowed",

@@ -1,4 +1,4 @@
-"""Field types of request bodies that have more than one JSON form, or bounds that JSON Schema lacks."""
+"""Types for request fields that have more than one JSON form, or limits that JSON Schema cannot express."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from appliance.text.stop import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 MAX_PROMPTS = 1024
 MAX_LOGIT_BIASES = 1024
 MAX_ALLOWED_TOKEN_IDS = 1 << 18
-"""The size of the largest known vocabulary; it bounds the number of ids, and the ids."""
+"""Size of the largest known vocabulary. It limits both the number of ids and their values."""
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
-"""Maximum length of one bad word. Each word is tokenized twice, with and without a space before it."""
+"""Maximum length of one bad word. Each word is tokenized twice, with and without a leading space."""
 MAX_TEMPLATE_VARIABLES = 32
 MAX_TEMPLATE_VARIABLE_DEPTH = 200
-"""Maximum nesting of lists and objects, because the code that renders templates is recursive."""
+"""Maximum nesting depth of lists and objects. It is limited because the code that renders templates is
+recursive."""
 
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 
 
 def _ids(value: Any) -> list[int] | None:
-    """Return a list of integers; None if the value is not one."""
+    """Return the value if it is a list of integers, otherwise None."""
     if not isinstance(value, list):
         return None
     kinds = set(map(type, value))
@@ -102,7 +103,7 @@ class ContentField(str):
 
     @classmethod
     def parse(cls, value: Any) -> str:
-        """Return the text; parts are joined by line breaks. Raises FieldError."""
+        """Return the text. Multiple parts are joined by line breaks. Raises FieldError."""
         if isinstance(value, str):
             return value
         if not isinstance(value, list):
@@ -245,7 +246,7 @@ class PromptsField(list[str | list[int]]):
 
     @classmethod
     def parse(cls, value: Any) -> list[str] | list[list[int]]:
-        """Return the prompts, all texts or all token ids. Raises FieldError."""
+        """Return the prompts as a list of texts or a list of token id lists. Raises FieldError."""
         if isinstance(value, str):
             return [value]
         if not isinstance(value, list) or not value:

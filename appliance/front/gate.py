@@ -1,7 +1,8 @@
-"""Gives each request an id, and authenticates its caller before any other code handles the request.
+"""Assigns an id to each request and authenticates its caller before any other code handles the request.
 
-Every path requires an identity, except the paths of open routes (`appliance.scopes`). Without an identity, no
-answer reveals which other paths exist. The route checks the caller's scopes. The body is not read here.
+Every path requires an identity, except those of open routes (`appliance.scopes`). Responses to callers
+without an identity do not reveal which other paths exist. The route itself checks the caller's scopes. The
+gate does not read the body.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _MAX_DEADLINE_MS = 86_400_000
 
 
 class Gate:
-    """ASGI middleware around the whole application. `open_paths` need no identity."""
+    """ASGI middleware around the whole application. Paths in `open_paths` need no identity."""
 
     def __init__(self, app: ASGIApp, state: AppState, open_paths: frozenset[str]) -> None:
         self._app = app
@@ -45,7 +46,7 @@ class Gate:
             await send(message)
 
         if scope["raw_path"].endswith(b"/") and scope["path"] != "/":
-            # A slash at the end of a path is ignored, unless it is percent-encoded.
+            # A trailing slash in the path is ignored unless it is percent-encoded.
             scope["path"] = scope["path"].removesuffix("/")
         is_open = scope["path"] in self._open_paths
         state = self._state

@@ -1,4 +1,5 @@
-"""The life of a validated request: admission, submission, resubmission if a replica is lost, settlement."""
+"""The life cycle of a validated request: admission, submission, resubmission if a replica is lost, and
+settlement."""
 
 from __future__ import annotations
 
@@ -24,25 +25,25 @@ log = logging.getLogger(__name__)
 
 MAX_RESUBMISSIONS = 3
 _RESUBMIT_DELAY_S = 0.02
-"""Delay before the first resubmission, doubled for each further one, so that the core also notices the
-loss."""
+"""Delay before the first resubmission. It doubles with each further one, so that the core has time to notice
+the lost replica."""
 
 _MAX_BACKLOG_BYTES = 1 << 20
-"""A resubmission waits while more than this many bytes for the replica are unread."""
+"""A resubmission waits while the replica has more than this many unread bytes."""
 _BACKLOG_CHECK_S = 0.005
 
 CLIENT_DISCONNECTED = 499
 
 Submission = tuple[Submit, Callable[[Output], None]]
-"""A submission, and the function that takes its outputs."""
+"""A submission, and the callback that receives its outputs."""
 
 
 class Generation:
-    """A request that waits for admission or runs. Its events are the core's messages, the replica's outputs,
-    and the client's disconnection.
+    """A request that is waiting for admission or running. Its events are the core's messages, the replica's
+    outputs and the client's disconnection.
 
-    When `ended` is set, either all samples have a `finish_reason`, or there is a `failure`, or the client has
-    `left`. The response calls `settle` when the answer is written.
+    When `ended` is set, every sample has a `finish_reason`, or there is a `failure`, or the client has
+    `left`. The response calls `settle` once the answer has been written.
     """
 
     def __init__(self, state: AppState, context: RequestContext, task: GenerationTask) -> None:
@@ -75,28 +76,29 @@ class Generation:
             for number in range(each)
         ]
         self.begun = asyncio.Event()
-        """Set when the first output arrives, or at the end."""
+        """Set when the first output arrives or the request ends."""
         self.ended = asyncio.Event()
         self.failure: ApiError | None = None
         self.left = False
         self.ran = False
-        """Whether the request was submitted to a replica."""
+        """Whether the request has been submitted to a replica."""
         self.on_progress: Callable[[Sample], None] | None = None
-        """Called after each output that a sample took."""
+        """Called after each output that a sample has taken."""
         self.on_end: Callable[[], None] | None = None
         self.headers: dict[str, str] = {}
-        """Headers of the answer: the state of the caller's rate limits."""
+        """Headers of the answer that report the caller's rate limits."""
         self.prompt_tokens = task.prompt_tokens
-        """Number of tokens of all prompts."""
+        """Total number of tokens in all prompts."""
         self.completion_tokens = 0
-        """Tokens of all samples that the answer needs so far."""
+        """Number of tokens that the answer has needed so far, over all samples."""
         self.cached_tokens = 0
-        """Tokens of all prompts that were in the prefix cache, as far as first outputs have arrived."""
+        """Number of prompt tokens found in the prefix cache, over the prompts whose first outputs have
+        arrived."""
         self.delivered_tokens = 0
-        """Output tokens that were written to the client. The response sets it."""
+        """Number of output tokens written to the client. Set by the response."""
         self.first_bytes_at: float | None = None
-        """When the first bytes of a stream were written, in seconds of the monotonic clock. The response sets
-        it."""
+        """When the first bytes of a stream were written, in seconds of the monotonic clock. Set by the
+        response."""
         self._open = len(self.samples)
         self._attempt = 0
         self._submitted = False
@@ -130,7 +132,8 @@ class Generation:
         self.settle(CLIENT_DISCONNECTED, "the client disconnected")
 
     def too_slow(self) -> None:
-        """End the request and close the connection, because the client does not read its answer."""
+        """End the request and close the connection, because the client does not read its answer fast
+        enough."""
         self.left = True
         self._drop()
         self._end()
@@ -165,9 +168,9 @@ class Generation:
                 break
 
     def refused(self, message: Refused) -> None:
-        """End the request, because the core has refused it. For a first attempt the core has ended the row of
-        the request log; for a later attempt it waits for `settle`, since the client may have a part of the
-        answer."""
+        """End the request, because the core has refused it. If this was the first attempt, the core has
+        already closed the request's row in the log. For a later attempt, the core waits for `settle`, because
+        the client may have received part of the answer."""
         if message.attempt != self._attempt or self._settled:
             return
         if not self._attempt:
@@ -187,10 +190,10 @@ class Generation:
         )
 
     def abort(self, message: str) -> None:
-        """End the request now, for an operator or a drain."""
+        """End the request at once, for an operator or a drain."""
         self._fail(ApiError(503, message, code="aborted", retry_after_s=1.0))
 
-    # ── outputs of the replica ──
+    # ── outputs from the replica ──
 
     def _take(self, handle: int, sample: Sample, output: Output) -> None:
         prompt = sample.prompt
@@ -208,7 +211,8 @@ class Generation:
         try:
             sample.take(output)
         except Exception:
-            # An error here must end only this request, because the frame also has tokens of other requests.
+            # An error here must end only this request, because the frame also carries tokens of other
+            # requests.
             log.exception("request %s: an output could not be processed", self.context.request_id)
             self._fail(ApiError(500, "the front failed to answer; its log has the cause", code="internal"))
             return
@@ -231,7 +235,8 @@ class Generation:
             self._end()
 
     def _lost(self) -> None:
-        """Resubmit later, because the replica is lost. Called once for each submission that ran there."""
+        """Schedule a resubmission, because the replica is lost. Called once for each submission that was
+        running there."""
         self._link = None
         self._handles.clear()
         if self.ended.is_set() or self._retry is not None:
@@ -289,9 +294,9 @@ class Generation:
         )
 
     async def _submit_in_turns(self, link: ReplicaClient, submissions: Iterator[Submission]) -> None:
-        """Send a resubmission at the speed at which the replica reads it: it has the whole prompt once for
-        each sample. All of it is sent, since the core has counted it; if the request has ended, its
-        submissions are cancelled at once."""
+        """Send a resubmission only as fast as the replica reads it, because it contains the whole prompt once
+        for each sample. All submissions are sent, because the core has counted them. If the request has
+        already ended, they are cancelled immediately after they are sent."""
         attempt = self._attempt
         for submit, sink in submissions:
             if link.closed:
@@ -356,7 +361,7 @@ class Generation:
         self._end()
 
     def _drop(self) -> None:
-        """Cancel the samples that still run."""
+        """Cancel the samples that are still running."""
         if self._retry is not None:
             self._retry.cancel()
             self._retry = None
@@ -376,7 +381,7 @@ class Generation:
             self.on_end()
 
     def settle(self, status: int, error: str = "") -> None:
-        """Report the end of the request to the core; further calls do nothing."""
+        """Report the end of the request to the core. Further calls have no effect."""
         if self._settled:
             return
         self._settled = True
@@ -387,7 +392,7 @@ class Generation:
         gaps = self._tokens - len(self.samples)
         itl_ms = None
         if gaps > 0 and self._first_token_at is not None:
-            # Samples run in parallel: the time between two steps is one gap of every sample.
+            # Samples run in parallel, so the time between two steps is one gap for every sample.
             itl_ms = (self._last_token_at - self._first_token_at) * 1000.0 * len(self.samples) / gaps
         self.state.to_core(
             Settle(
@@ -405,7 +410,8 @@ class Generation:
 
     @property
     def answers(self) -> list[Sample]:
-        """The samples in the answer, in its order: all samples of each prompt, or the best ones."""
+        """The samples to include in the answer, in order: all samples of each prompt, or only the best
+        ones."""
         task = self.task
         if task.samples == task.n:
             return self.samples
@@ -419,7 +425,8 @@ class Generation:
         return best
 
     def transcript(self) -> Transcript:
-        """Return prompts and answers so far. They are recorded only if the tenant's log policy keeps them."""
+        """Return the prompts and the answers so far. They are recorded only if the tenant's log policy keeps
+        them."""
         tokenizer = self.task.model.tokenizer
         return Transcript(
             self.context.request_id,
@@ -431,7 +438,7 @@ class Generation:
         )
 
     def finish_reason(self, status: int) -> str:
-        """Return the finish reasons of the samples, joined by "," where they differ."""
+        """Return the samples' finish reasons, joined by "," if they differ."""
         rest = "error" if self.failure is not None and self.failure.code != "aborted" else "cancelled"
         if status == CLIENT_DISCONNECTED:
             rest = "cancelled"

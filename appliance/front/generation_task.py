@@ -1,4 +1,4 @@
-"""A validated generation request: prompts as tokens, number of samples, sampling parameters."""
+"""A validated generation request: tokenized prompts, number of samples, and sampling parameters."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from engine.messages import SamplingParams, TokenLogprob
 
 @dataclass(slots=True)
 class Prompt:
-    """One prompt of a request, and the information about it in its first outputs."""
+    """One prompt of a request, with the data about the prompt that arrives with its first outputs."""
 
     index: int
     token_ids: list[int]
     max_tokens: int
     """Maximum number of tokens to generate for each sample."""
     echo_text: str = ""
-    """The text at the beginning of the answer, with `echo`."""
+    """Text at the beginning of the answer if `echo` is set."""
     cached_tokens: int | None = None
     logprobs: list[TokenLogprob | None] | None = None
-    """Log probabilities of the prompt's tokens, if requested. That of the first token is None."""
+    """Log probabilities of the prompt's tokens, if requested. The first token's entry is None."""
 
 
 @dataclass(slots=True)
@@ -35,34 +35,35 @@ class GenerationTask:
     chat: bool
     prompts: list[Prompt]
     n: int
-    """Answers for each prompt."""
+    """Number of answers for each prompt."""
     sampling: SamplingParams
-    """The parameters of every prompt, except `max_tokens`."""
+    """Sampling parameters for every prompt, except `max_tokens`."""
     best_of: int = 0
-    """Number of samples to generate for each prompt; the answer contains the best `n`. 0 means `n`."""
+    """Number of samples to generate for each prompt. The answer contains the best `n` of them. 0 means
+    `n`."""
     stops: StopSet | None = None
     include_stop: bool = False
-    """Whether an answer contains the stop string or stop token that ended it."""
+    """Whether an answer includes the stop string or stop token that ended it."""
     skip_special_tokens: bool = True
     continues_text: bool = False
-    """Whether the answer continues the prompt's text, so that it may begin with a space."""
+    """Whether the answer continues the prompt's text, in which case it may begin with a space."""
     logprobs: int | None = None
-    """How many alternatives the answer shows for each token; None: no log probabilities."""
+    """Number of alternatives that the answer shows for each token, or None for no log probabilities."""
     prompt_logprobs: int | None = None
-    """Number of alternatives for the prompts' tokens, if the answer has the field `prompt_logprobs`."""
+    """Number of alternatives shown for each prompt token, if the answer has the field `prompt_logprobs`."""
     return_token_ids: bool = False
     echo: bool = False
     discard_output: bool = False
-    """Whether the answer has only the prompt (`max_tokens` 0)."""
+    """Whether the answer contains only the prompt (`max_tokens` is 0)."""
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
-    """Whether every chunk of a stream has token counts."""
+    """Whether every chunk of a stream includes token counts."""
     asked_class: str = ""
     may_lower: bool = False
-    """The same as `Admit.may_lower`."""
+    """Same as `Admit.may_lower`."""
     asked: list[Text] = field(default_factory=list)
-    """The prompts as they were sent, if the log policy keeps them."""
+    """The prompts as the client sent them, if the log policy keeps them."""
 
     @property
     def samples(self) -> int:

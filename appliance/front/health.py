@@ -1,7 +1,7 @@
-"""Health checks, which need no identity.
+"""Health checks, which require no identity.
 
-Clients without an identity learn whether the service is ready, and nothing about its models: neither their
-names nor what is wrong with them.
+Clients without an identity learn only whether the service is ready. They learn neither the names of its
+models nor what is wrong with them.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ class _Health:
         self._state = state
 
     async def live(self, request: Request) -> Response:
-        """Report that this front answers."""
+        """Report that this front is responding."""
         return _answer(200, "live")
 
     async def simple(self, request: Request) -> Response:
-        """Report readiness as /health/ready does, without the reason, which names models. Other servers have
-        this path."""
+        """Report readiness as /health/ready does, but without the reason, because it names models. Other
+        servers use this path as well."""
         is_ready = self._state.ready and not self._state.catalog.problem
         return _answer(200, "ready") if is_ready else _answer(503, "not_ready")
 
     async def ready(self, request: Request) -> Response:
-        """Report readiness of one model, which needs a key, or of all models that are not drained. The reason
-        is for clients with a key or a user that the service knows."""
+        """Report the readiness of one model, which requires a key, or of all models that are not drained. The
+        reason is shown only to clients with a key or from a user that the service knows."""
         state = self._state
         identity: Identity | None = request.scope["state"].get("identity")
         model = request.query_params.get("model")

@@ -1,7 +1,8 @@
-"""Requests with an `Idempotency-Key`: the first request runs; retries join its run, or get its answer again.
+"""Requests with an `Idempotency-Key`: the first request runs; retries join its run or receive its stored
+response.
 
-As in draft-ietf-httpapi-idempotency-key-header and at Stripe, a key belongs to its caller and to one
-endpoint, and stands for one body: the same key with another body is refused.
+As in draft-ietf-httpapi-idempotency-key-header and at Stripe, a key is specific to its caller and to one
+endpoint, and identifies one body: the same key with a different body is refused.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ log = logging.getLogger(__name__)
 HEADER = b"idempotency-key"
 _KEY = re.compile(rb"[\x21-\x7e]{1,255}")
 _FRAMING = frozenset([b"content-length", b"transfer-encoding", b"expect"])
-"""Headers that say how the body was sent."""
+"""Headers that describe how the body was sent."""
 _RATE_LIMITS = b"x-ratelimit-"
-"""Headers that are no longer valid when an answer is repeated."""
+"""Prefix of headers that are no longer valid when a response is repeated."""
 
 PrepareTask = Callable[[], Awaitable[GenerationTask]]
 
@@ -65,14 +66,14 @@ async def answer(
     body: bytearray,
     prepare: PrepareTask,
 ) -> Response:
-    """Return the response to a generation request with a key. `prepare` is called if the request is to run.
-    Raises `ApiError`."""
+    """Return the response to a generation request that has a key. `prepare` is called if the request needs to
+    run. Raises `ApiError`."""
     scope = _digest(context.identity.tenant, context.identity.key_id or context.peer, context.endpoint, key)
-    # Azure's routes have the model in their path.
+    # Azure's routes contain the model in their path.
     fingerprint = _digest(context.model, hashlib.sha256(body).digest())
     known = state.retries.find(scope)
     run = known or state.retries.claim(scope, fingerprint, context.request_id)
-    # The run is claimed once for all requests that wait for it.
+    # The run is claimed once, on behalf of all requests that wait for it.
     claimed = await asyncio.shield(run.claimed)
     if claimed.is_elsewhere:
         await _hand_over(state, request, scope, body)
@@ -87,7 +88,7 @@ async def answer(
         )
     if known is None:
         context.retry_of = claimed.retry_of
-        # The run may continue after this client disconnects, and the caller then releases the body.
+        # The run may continue after this client has disconnected, and the caller then releases the body.
         state.background.run(_run(state, context, context.body.moved(), run, prepare))
     return _Replay(state, context, run, is_first=known is None)
 
@@ -95,13 +96,14 @@ async def answer(
 async def _run(
     state: AppState, context: RequestContext, body: BodyReservation, run: KeyedRun, prepare: PrepareTask
 ) -> None:
-    """Run the request, with `run` as its client. Releases `body`, which `prepare` holds."""
+    """Run the request, with `run` in place of a client connection. Releases `body`, which `prepare` uses."""
     scope: Scope = {"type": "http"}
     try:
         try:
             task = await prepare()
         finally:
-            # The frame holds the parsed body, which can be much larger than the prompts made from it.
+            # This frame would keep the parsed body alive, which can be much larger than the prompts built
+            # from it.
             del prepare
             run.request_class = context.request_class
         as_client = dataclasses.replace(context, connection=run, body=body)
@@ -126,7 +128,7 @@ async def _run(
 
 
 class _Replay(Response):
-    """The response to the first request with a key, or to a retry: the run's answer from its beginning."""
+    """The response to the first request with a key, or to a retry: the run's answer from the beginning."""
 
     def __init__(self, state: AppState, context: RequestContext, run: KeyedRun, is_first: bool) -> None:
         super().__init__()
@@ -136,7 +138,7 @@ class _Replay(Response):
         self._retry: Literal["joined", "repeated"] | None = None
         if not is_first:
             self._retry = "repeated" if run.ended else "joined"
-        # The run, or the row of the retry, records the end of this request in the log.
+        # The end of this request is logged by the run, or by the row for the retry.
         context.admitted = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -153,7 +155,7 @@ class _Replay(Response):
         while not (run.ended or run.streamed or follower.left):
             await run.changed()
         if follower.left or run.head is None:
-            # If the run failed without an answer, the HTTP server sends a 500.
+            # The run failed without producing an answer, so the HTTP server sends a 500.
             return
         self._state.streams += run.streamed
         try:
@@ -208,8 +210,8 @@ class _Replay(Response):
 
 
 async def _hand_over(state: AppState, request: Request, key_scope: bytes, body: bytearray) -> None:
-    """Move the client's connection, with the request, to the front that has the run. Raises a 409 if further
-    requests are already on the connection."""
+    """Move the client's connection, including the request, to the front that has the run. Raises a 409 if
+    further requests have already arrived on the connection."""
     connection: Connection = request.scope["state"]["connection"]
     if connection.lost:
         return
@@ -237,7 +239,7 @@ def _digest(*parts: str | bytes) -> bytes:
 
 
 def _serialized(scope: Scope, body: bytearray) -> bytes:
-    """Return the request as HTTP, with a content length."""
+    """Serialize the request as HTTP with a content length."""
     target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
     lines = [b"%b %b HTTP/%b" % (scope["method"].encode(), target, scope["http_version"].encode())]
     lines += [b"%b: %b" % (name, value) for name, value in scope["headers"] if name not in _FRAMING]

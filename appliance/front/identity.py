@@ -1,4 +1,4 @@
-"""Identifies callers: by the hash of a bearer key, or by the uid or the groups of a Unix socket's peer."""
+"""Identifies callers by the hash of a bearer key, or by the uid or groups of a Unix socket's peer."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from appliance.http import Peer, bearer
 from appliance.messages import Identities, Identity
 
 KEY_PREFIX = b"ak-"
-"""The prefix of every key of this product."""
+"""Prefix of every key of this product."""
 
 _KEY_HEADERS = (b"api-key", b"x-api-key")
 
 
 class IdentityTable:
-    """The identities by key hash, uid and gid, as the core last sent them. An empty table refuses every
+    """Identities by key hash, uid and gid, as most recently sent by the core. An empty table refuses every
     caller."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class IdentityTable:
         self._any_uid: Identity | None = None
 
     def take(self, news: Identities) -> None:
-        """Replace the table, or apply changes to it."""
+        """Replace the table or apply changes to it."""
         if news.whole:
             self._keys = {}
         for sha256, identity in news.keys.items():
@@ -38,12 +38,12 @@ class IdentityTable:
         self._uids, self._gids, self._any_uid = news.uids, news.gids, news.any_uid
 
     def identify(self, headers: Sequence[tuple[bytes, bytes]], peer: Peer) -> Identity:
-        """Return the identity of a request. Raises a 401.
+        """Return the identity of a request's caller. Raises a 401.
 
-        A valid key takes precedence everywhere. On a Unix socket the peer's uid is enough, and keys without
-        `KEY_PREFIX` are ignored: OpenAI's clients must send a key, so users send a placeholder. A key with
-        the prefix that is not valid (revoked, mistyped) is refused there too, so that no other tenant is
-        billed by mistake.
+        A valid key takes precedence on every socket. On a Unix socket, the peer's uid is sufficient, and keys
+        without `KEY_PREFIX` are ignored, because OpenAI's clients must send a key and users therefore send a
+        placeholder. A key that has the prefix but is not valid (because it was revoked or mistyped) is
+        refused on a Unix socket too, so that no other tenant is billed by mistake.
         """
         scheme, key = _credentials(headers)
         if scheme and scheme != b"bearer":
@@ -75,7 +75,7 @@ class IdentityTable:
             return ""
 
     def knows(self, peer: Peer) -> bool:
-        """Return whether the peer needs no key: it is a local user that the service knows."""
+        """Return whether the peer needs no key because it is a local user that the service knows."""
         return peer.kind == "unix" and self._of_peer(peer) is not None
 
     def _of_peer(self, peer: Peer) -> Identity | None:
@@ -86,8 +86,8 @@ class IdentityTable:
 
 
 def _credentials(headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, bytes]:
-    """Return the same as `bearer`; without an Authorization header, the key in `api-key` or `x-api-key`,
-    which Azure's and Anthropic's clients send."""
+    """Return the same as `bearer`. If there is no Authorization header, use the key in `api-key` or
+    `x-api-key`, which Azure's and Anthropic's clients send."""
     scheme, key = bearer(headers)
     if scheme:
         return scheme, key

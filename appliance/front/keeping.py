@@ -1,9 +1,8 @@
 """Prepares the prompts and answers that log policies keep: hashes them, redacts secrets, and sends them to
 the core.
 
-This takes 0.2 ms for each thousand characters of a kept text, so it happens after the answer, on a separate
-thread that pauses often. The texts are sent in a memfd, so that the core's event loop only passes on a
-descriptor.
+This takes 0.2 ms per thousand characters of kept text, so it runs after the answer, on a separate thread that
+pauses often. The texts are sent in a memfd, so that the core's event loop only has to pass on a descriptor.
 """
 
 from __future__ import annotations
@@ -29,15 +28,16 @@ from store.structs import KeptText
 log = logging.getLogger(__name__)
 
 MAX_WAITING_CHARS = 32 << 20
-"""Maximum number of characters that wait for the thread. Further texts are dropped and counted."""
+"""Maximum number of characters waiting for the thread. Further texts are dropped and counted."""
 MAX_REQUEST_CHARS = 4 << 20
-"""Maximum number of characters that are kept for one request. For further texts, only the length is kept."""
+"""Maximum number of characters kept for one request. For texts beyond this limit, only the length is kept."""
 
 _BEYOND_CHARS = 1024
 """Number of characters beyond the kept ones that are also searched for secrets, because a secret may extend
 across the cut."""
 _PAUSE_S = 0.0001
-"""A pause in which the event loop's thread gets the interpreter lock. A pause of 0 s would not suffice."""
+"""Pause during which the event loop's thread can take the interpreter lock. A pause of 0 s would not
+suffice."""
 
 Message = dict[str, str]
 Text = str | list[Message] | list[int]
@@ -45,7 +45,7 @@ Text = str | list[Message] | list[int]
 
 
 class Transcript(NamedTuple):
-    """Prompts and answers of a request that ran."""
+    """The prompts and answers of a request that ran."""
 
     request_id: str
     identity: Identity
@@ -53,7 +53,7 @@ class Transcript(NamedTuple):
     prompts: list[Text]
     answers: list[str]
     decode: Callable[[list[int]], str]
-    """Returns the text of token ids. Any thread may call it."""
+    """Returns the text of token ids. It may be called from any thread."""
 
     @property
     def chars(self) -> int:
@@ -62,21 +62,21 @@ class Transcript(NamedTuple):
 
 
 class Keeper:
-    """Keeps texts as its rules and the callers' policies require. All methods belong to the event loop's
-    thread."""
+    """Keeps texts as its rules and the callers' policies require. All methods must be called on the event
+    loop's thread."""
 
     def __init__(self, hand_over: Callable[[Keep, tuple[int, ...]], None]) -> None:
-        """`hand_over` sends a descriptor, which the caller still owns."""
+        """`hand_over` sends a descriptor. The caller remains responsible for closing it."""
         self.rules = KeepRules()
         self.dropped = 0
-        """Number of requests whose texts were dropped, because too many characters waited."""
+        """Number of requests whose texts were dropped because too many characters were waiting."""
         self._hand_over = hand_over
         self._waiting_chars = 0
         self._threads = ThreadPoolExecutor(1, "keep")
         self._background = Background()
 
     def keep(self, transcript: Transcript) -> None:
-        """Queue the transcript, to be kept as its tenant's policy requires."""
+        """Queue the transcript to be kept as its tenant's policy requires."""
         if self._waiting_chars + transcript.chars > MAX_WAITING_CHARS:
             self.dropped += 1
             log.error(
@@ -87,7 +87,7 @@ class Keeper:
         self._background.run(self._run(transcript))
 
     async def flush(self) -> None:
-        """Wait until all texts are sent."""
+        """Wait until all texts have been sent."""
         await self._background.ended()
 
     async def _run(self, transcript: Transcript) -> None:
@@ -111,7 +111,7 @@ class Keeper:
 
 
 def _in_memory(transcript: Transcript, rules: KeepRules) -> int:
-    """Return a memfd with the texts, as msgpack."""
+    """Return a memfd that contains the texts as msgpack."""
     return new_memory("kept", msgspec.msgpack.encode(list(_parts(transcript, rules))))
 
 
@@ -141,13 +141,13 @@ def _part(
     data = _plain(text).encode("utf-8", "surrogatepass")
     if transcript.identity.log_policy != "full":
         return KeptText(name, number, hashlib.sha256(data).hexdigest(), len(data))
-    # Redact the messages' texts before they are encoded as JSON, because escapes would change the form of a
+    # Redact the messages' texts before encoding them as JSON, because escapes would change the form of a
     # secret.
     clean = _Clean(redactor, most)
     shown = clean.text(text) if isinstance(text, str) else _plain(clean.conversation(text))  # type: ignore[arg-type]
     kept = shown[:most].encode("utf-8", "backslashreplace")
-    # Hash the redacted text: from a hash of the original and the rest of the text, a short secret could be
-    # guessed.
+    # Hash the redacted text. Otherwise a short secret could be guessed from a hash of the original and the
+    # rest of the text.
     return KeptText(
         name,
         number,
@@ -160,12 +160,12 @@ def _part(
 
 
 def _plain(text: Text) -> str:
-    """Return the text in the form that is kept: a conversation is JSON without spaces."""
+    """Return the text in the form in which it is kept. A conversation is kept as JSON without spaces."""
     return text if isinstance(text, str) else json.dumps(text, ensure_ascii=False, separators=(",", ":"))
 
 
 class _Clean:
-    """Redacts the beginning of a text, about as much as is kept of it."""
+    """Redacts the beginning of a text, up to slightly more than the part that is kept."""
 
     def __init__(self, redactor: Redactor, room: int) -> None:
         self.secrets = 0
@@ -188,7 +188,7 @@ class _Clean:
         return shown
 
     def conversation(self, messages: list[Message]) -> list[Message]:
-        """Return the redacted messages, up to the number of characters that are kept."""
+        """Return the redacted messages, up to the maximum number of kept characters."""
         shown: list[Message] = []
         for message in messages:
             if self._room < 0:

@@ -1,7 +1,7 @@
 """A run of a request with an `Idempotency-Key`, and its answer, which any number of clients can read.
 
-A run takes the place of its client's connection: the response is written into the run. The first client and
-each retry follow the run from the beginning of its answer, each at its own pace.
+A run takes the place of a client connection: the response is written into the run. The first client and each
+retry follow the run from the beginning of its answer, each at its own pace.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     from appliance.front.generation import Generation
 
 MAX_LAG_BYTES = 4 << 20
-"""If an answer is too long to be kept, this much of it is held for clients that read slowly."""
+"""If an answer is too long to be kept, at most this many bytes are held for clients that read slowly."""
 _PIECE_BYTES = 64 << 10
-"""Maximum number of bytes given to a connection at once, so that the whole answer is not copied for a late
-follower."""
+"""Maximum number of bytes passed to a connection at once, so that the whole answer is never copied for a
+follower that joins late."""
 _CHUNK_OVERHEAD_BYTES = 96
-"""Memory that Python needs for the bookkeeping of one chunk, in bytes."""
+"""Memory that Python needs to keep track of one chunk, in bytes."""
 
 
 @dataclass(eq=False, slots=True)
 class Follower:
-    """A client that reads the answer of a run."""
+    """A client that is reading a run's answer."""
 
     connection: ResponseSink
     left: bool
@@ -41,12 +41,12 @@ class Follower:
     position: int = 0
     """Number of bytes of the body that the client has read."""
     first_bytes_at: float | None = None
-    """Seconds of the monotonic clock."""
+    """When the first bytes were written, in seconds of the monotonic clock."""
 
 
 class KeyedRun:
-    """One run and its answer. It holds neither the prompt nor the connection of its request, since they do
-    not count in `held_bytes`."""
+    """One run and its answer. A run holds neither the prompt nor the connection of its request, because
+    `held_bytes` does not include them."""
 
     writable, lost = True, False
 
@@ -58,57 +58,62 @@ class KeyedRun:
         grew: Callable[[KeyedRun, int], None],
         orphaned: Callable[[KeyedRun], None],
     ) -> None:
-        """`scope` is a hash of the caller, the endpoint and the key; `fingerprint` is a hash of the body.
-        `grew` is called with the size of each addition; `orphaned` is called when the last follower leaves
-        before the end."""
+        """Create a run that has not been claimed yet.
+
+        - `scope` is a hash of the caller, the endpoint and the key.
+        - `fingerprint` is a hash of the body.
+        - `grew` is called with the size of each addition.
+        - `orphaned` is called when the last follower leaves before the run has ended.
+        """
         self.scope = scope
         self.fingerprint = fingerprint
         self.request_id = request_id
         self.claimed: asyncio.Future[Claimed] = asyncio.get_running_loop().create_future()
-        """The core's answer, whether this front has the run."""
+        """The core's answer, which says whether this front has the run."""
         self.request_class: int | None = None
         self.status = 500
         self.finish_reason = ""
         self.head: Message | None = None
         """Status and headers of the response, once it has begun."""
         self.ended = self.broken = False
-        """Whether the response has ended, and whether it is then incomplete; an incomplete response ends with
-        the connection."""
+        """`ended`: whether the response has ended. `broken`: whether it ended incomplete, in which case the
+        connection closes."""
         self.is_kept = True
-        """Whether retries can still join the run, so that all of the answer is needed."""
+        """Whether retries can still join the run, so that the whole answer must be kept."""
         self.held_bytes = 0
-        """Memory in bytes, as counted against `RetryRules.max_bytes`."""
+        """Memory in bytes that counts against `RetryRules.max_bytes`."""
         self.generation: Generation | None = None
-        """The generation while it runs; it is not kept with the answer."""
+        """The generation while it is running. It is not kept with the answer."""
         self.on_writable: Callable[[], None] | None = None
         self.on_lost: Callable[[], None] | None = None
         self.last_chunk_at = 0.0
         self.followers: set[Follower] = set()
         self._body = bytearray()
         self._dropped = 0
-        """Number of bytes that were removed from the beginning of the body."""
+        """Number of bytes that have been removed from the beginning of the body."""
         self._unread_tokens: deque[tuple[int, int]] = deque()
-        """For each chunk that no follower has read: its end, and the number of output tokens up to there."""
+        """For each chunk that no follower has read yet: its end, and the number of output tokens up to that
+        end."""
         self._read_tokens = 0
-        """Output tokens in the chunks that at least one follower has read."""
+        """Number of output tokens in the chunks that at least one follower has read."""
         self._changed = asyncio.Event()
         self.timer: asyncio.TimerHandle | None = None
-        """The timer that runs while no client follows a running request, and while an answer is kept."""
+        """Timer that runs while a running request has no followers, and while an answer is kept."""
         self._grew = grew
         self._orphaned = orphaned
 
     @property
     def streamed(self) -> bool:
-        """Whether the response is written while it is generated, without a length."""
+        """Whether the response is written as it is generated, without a length."""
         return self.head is not None and all(name != b"content-length" for name, _ in self.head["headers"])
 
     def set_timer(self, delay_s: float, late: Callable[[], None]) -> None:
-        """Call `late` after the delay, unless `stop_timer` is called before."""
+        """Call `late` after the delay, unless `stop_timer` is called first."""
         self.stop_timer()
         self.timer = asyncio.get_running_loop().call_later(delay_s, late)
 
     def stop_timer(self) -> None:
-        """Stop the timer, if it runs."""
+        """Stop the timer if it is running."""
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
@@ -116,7 +121,7 @@ class KeyedRun:
     # ── the sink of the response (`ResponseSink`) ──
 
     async def send(self, message: Message) -> None:
-        """Record a part of the response (ASGI)."""
+        """Record part of the response (ASGI)."""
         if message["type"] == "http.response.start":
             self.head = message
             self._wake()
@@ -127,7 +132,7 @@ class KeyedRun:
             self.end()
 
     def write_chunk(self, data: bytes) -> None:
-        """Record a part of the body."""
+        """Record part of the body."""
         self.last_chunk_at = time.monotonic()
         self._body += data
         if self.generation is not None:
@@ -147,16 +152,16 @@ class KeyedRun:
         self.end()
 
     def cut_off(self) -> None:
-        """Do nothing: a run accepts its response at any speed."""
+        """Do nothing, because a run accepts its response at any speed."""
 
     def end(self) -> None:
-        """Record that the response is complete, unless it ended before."""
+        """Record that the response is complete, unless it has already ended."""
         self.ended, self.generation = True, None
         self._unread_tokens.clear()
         self._wake()
 
     def give_up(self) -> None:
-        """End the run, because no client waits for it. Tokens that no client has read are not billed."""
+        """End the run, because no client is waiting for it. Tokens that no client has read are not billed."""
         if self.generation is not None:
             self.generation.delivered_tokens = self._read_tokens
         on_lost, self.on_lost = self.on_lost, None
@@ -180,7 +185,7 @@ class KeyedRun:
     # ── followers ──
 
     def follow(self, connection: ResponseSink) -> Follower:
-        """Add a client, which `leave` removes."""
+        """Add a client as a follower. `leave` removes it."""
         follower = Follower(connection, connection.lost)
         self.followers.add(follower)
         connection.on_lost = lambda: self._lost(follower)
@@ -197,11 +202,12 @@ class KeyedRun:
                 self._orphaned(self)
 
     async def changed(self, timeout_s: float | None = None) -> bool:
-        """Wait until the run, or a follower, changes. Return False if nothing changes in time."""
+        """Wait until the run or a follower changes. Return False if nothing changes within the timeout."""
         return await happens_within(self._changed, timeout_s)
 
     def read(self, follower: Follower) -> bytes:
-        """Return the next bytes of the body; none at the end of what is recorded."""
+        """Return the next bytes of the body, or no bytes if the follower has read everything recorded so
+        far."""
         start = follower.position - self._dropped
         data = bytes(self._body[start : start + _PIECE_BYTES])
         follower.position += len(data)

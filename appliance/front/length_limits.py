@@ -1,5 +1,5 @@
-"""How many tokens prompts and answers may have: the model's or the tenant's context length, and the request's
-own limits."""
+"""Limits on the number of tokens in prompts and answers: the context length of the model or tenant, and the
+request's own limits."""
 
 from __future__ import annotations
 
@@ -11,29 +11,30 @@ from appliance.front.schemas import GenerationRequest
 from appliance.messages import Identity
 
 MAX_TOKENS_SHOWN = 524_288
-"""Tokens in the answer of /tokenize."""
+"""Maximum number of tokens in a /tokenize response."""
 _NO_LIMIT = 1 << 20
-"""Tokens to generate if the model's length is not known yet; the engine ends an answer at the real limit."""
+"""Number of tokens to generate if the model's length is not known yet. The engine ends an answer at the
+actual limit."""
 
 
 class LengthLimit(NamedTuple):
-    """The context length of a request: the most tokens of prompt and answer together."""
+    """The context length of a request: the maximum number of tokens in prompt and answer together."""
 
     owner: str
-    """The owner of the limit in messages: "this model's", or a tenant's."""
+    """Owner of the limit, as named in messages: "this model's", or a tenant's."""
     tokens: int
-    """0 if the limit is not known. Then either the model cannot be loaded, and the core refuses the request
-    with the cause, or the engine applies the limit when the request runs."""
+    """The limit, or 0 if it is not known. In that case, either the model cannot be loaded and the core
+    refuses the request with the cause, or the engine applies the limit when the request runs."""
     answer_tokens: int = 1
-    """Tokens that must be left for the answer."""
+    """Number of tokens that must be left for the answer."""
 
     @property
     def max_prompt_tokens(self) -> int | None:
-        """The maximum number of prompt tokens; None if the limit is not known."""
+        """Maximum number of prompt tokens, or None if the limit is not known."""
         return self.tokens - self.answer_tokens if self.tokens else None
 
     def exceeded(self, param: str, tokens: int | None) -> ApiError:
-        """Return the 400 for a prompt of this length; None stands for more than the limit."""
+        """Return the 400 for a prompt of this length. Pass None if only an excess over the limit is known."""
         count = f"more than {self.max_prompt_tokens}" if tokens is None else str(tokens)
         return ApiError(
             400,
@@ -45,18 +46,18 @@ class LengthLimit(NamedTuple):
 
 
 class AnswerLimit(NamedTuple):
-    """The maximum number of tokens of an answer."""
+    """The maximum number of tokens in an answer."""
 
     requested: int | None
-    """The request's own limit; None if it has none."""
+    """The request's own limit, or None if it sets none."""
     default: int | None
-    """The default limit for requests without one; None if only the context length limits the answer."""
+    """The default for requests without a limit, or None if only the context length limits the answer."""
     field: str
-    """The name of the request's field, as shown in messages."""
+    """Name of the request field, as shown in messages."""
 
 
 def length_limit(identity: Identity, model: LoadedModel, answer_tokens: int = 1) -> LengthLimit:
-    """Return the context length of the model, or of the tenant if that is shorter."""
+    """Return the context length of the model, or the tenant's if that is shorter."""
     longest, allowed = model.served.max_model_len, identity.context_tokens
     if allowed is not None and (not longest or allowed < longest):
         return LengthLimit(f"tenant {identity.tenant!r}'s", allowed, answer_tokens)
@@ -64,14 +65,15 @@ def length_limit(identity: Identity, model: LoadedModel, answer_tokens: int = 1)
 
 
 def answer_limit(identity: Identity, requested: int | None, default: int | None, field: str) -> AnswerLimit:
-    """Return the limit that the request sets. Its -1 means that only the context length limits the answer."""
+    """Return the limit that the request sets. In a request, -1 means that only the context length limits the
+    answer."""
     if requested == -1:
         return AnswerLimit(None, None, field)
     return AnswerLimit(requested, identity.default_max_tokens or default, field)
 
 
 def too_many_to_show(param: str) -> ApiError:
-    """Return the 400 for a text with more tokens than /tokenize shows."""
+    """Return the 400 for a text with more tokens than /tokenize can show."""
     return invalid(param, f"has more than {MAX_TOKENS_SHOWN} tokens; send it in parts")
 
 
@@ -82,7 +84,7 @@ def truncated(
     answer: AnswerLimit,
     keeps_first: bool = False,
 ) -> list[int]:
-    """Apply `truncate_prompt_tokens`: return the last tokens of the prompt, and its first one before them if
+    """Apply `truncate_prompt_tokens`: return the last tokens of the prompt, preceded by its first token if
     `keeps_first`."""
     count: int | None = body.truncate_prompt_tokens
     if count == -1:
@@ -96,8 +98,8 @@ def truncated(
 
 
 def max_answer_tokens(limit: LengthLimit, token_ids: list[int], answer: AnswerLimit, param: str) -> int:
-    """Return the most tokens to generate after a prompt, which is the request's field `param`. Raises a 400
-    if the prompt is empty, or too long for the answer."""
+    """Return the maximum number of tokens to generate after a prompt. `param` names the prompt's field in the
+    request. Raises a 400 if the prompt is empty or leaves too few tokens for the answer."""
     if not token_ids:
         raise invalid(param, "is empty: there is nothing to continue")
     requested, default = answer.requested, answer.default

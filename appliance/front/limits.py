@@ -1,4 +1,4 @@
-"""Rate limit headers, as in OpenAI's API."""
+"""Rate limit headers in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from appliance.quantities import duration
 
 
 def rate_limit_headers(limits: RateLimits | None) -> dict[str, str]:
-    """Return the `x-ratelimit-*` headers of an answer, for the tightest limit of each kind."""
+    """Return the `x-ratelimit-*` response headers for the tightest limit of each kind."""
     if limits is None:
         return {}
     kinds = {

@@ -1,4 +1,5 @@
-"""Log probabilities in OpenAI's two formats: chat's `content` list, completions' parallel lists."""
+"""Log probabilities in OpenAI's two formats: the `content` list of chats and the parallel lists of
+completions."""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ from appliance.text.tokenizer import Tokenizer
 from engine.messages import TokenLogprob
 
 _MIN_LOGPROB = -9999.0
-"""The value that OpenAI shows for an impossible token, since JSON has no infinity."""
+"""Value that OpenAI shows for an impossible token, because JSON cannot represent infinity."""
 _LOGPROBS_AT_ONCE = 2048
 
 _encode = msgspec.json.Encoder().encode
 
 
 def _finite(value: float) -> float:
-    return value if value > _MIN_LOGPROB else _MIN_LOGPROB  # NaN compares false
+    return value if value > _MIN_LOGPROB else _MIN_LOGPROB  # Comparisons with NaN are false.
 
 
 def _chat_content(
@@ -59,7 +60,7 @@ class _Columns:
         self._offsets: list[int] = []
 
     def add(self, token_id: int, logprob: TokenLogprob | None, offset: int) -> None:
-        """Add a token; `logprob` is None for the first token of a prompt."""
+        """Add a token. `logprob` is None for the first token of a prompt."""
         text = self._tokenizer.token_text(token_id)
         self._tokens.append(text)
         self._offsets.append(offset)
@@ -70,7 +71,7 @@ class _Columns:
         self._values.append(_finite(logprob.logprob))
         top: dict[str, float] = {}
         for other, value in logprob.top[: self._alternatives]:
-            # Different tokens can have the same text. Only the more likely one is shown.
+            # Different tokens can have the same text. Only the most likely one is shown.
             top.setdefault(self._tokenizer.token_text(other), _finite(value))
         # OpenAI also lists the chosen token, so there may be one more alternative than requested.
         top.setdefault(text, _finite(logprob.logprob))
@@ -87,7 +88,7 @@ class _Columns:
 
 
 class PromptLogprobs:
-    """The log probabilities of a prompt at the beginning of the answer (`echo`), returned in parts."""
+    """Log probabilities of the echoed prompt at the beginning of the answer (`echo`), returned in parts."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Prompt) -> None:
         self._prompt = prompt
@@ -96,7 +97,7 @@ class PromptLogprobs:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all parts were returned."""
+        """Whether all parts have been returned."""
         return self._position == len(self._prompt.token_ids)
 
     def move(self, columns: _Columns, count: int) -> None:
@@ -110,15 +111,16 @@ class PromptLogprobs:
 
 
 def tokens_at_once(task: GenerationTask) -> int:
-    """Return how many tokens' log probabilities are written in one step, which takes a few milliseconds."""
+    """Return the number of tokens whose log probabilities are written in one step. A step takes a few
+    milliseconds."""
     return max(1, _LOGPROBS_AT_ONCE // (1 + (task.logprobs or 0)))
 
 
 def prompt_logprobs_steps(
     tokenizer: Tokenizer, prompt: Prompt, alternatives: int
 ) -> Generator[None, None, bytes]:
-    """Return, as work in steps, the field `prompt_logprobs` as in vLLM: for each token of the prompt except
-    the first, an object from token ids to log probability, rank and text."""
+    """Build the field `prompt_logprobs` as work in steps. As in vLLM, it has for each prompt token except the
+    first an object that maps token ids to log probability, rank and text."""
     known = prompt.logprobs or []
     count = max(1, _LOGPROBS_AT_ONCE // (1 + alternatives))
     slices = []
@@ -141,7 +143,7 @@ def _with_ranks(tokenizer: Tokenizer, known: TokenLogprob, alternatives: int) ->
     return {
         str(token_id): {
             "logprob": _finite(value),
-            # The rank is not known for a token that is not among the best.
+            # A token's rank is known only if the token is among the most likely ones.
             "rank": ranks.get(token_id),
             "decoded_token": tokenizer.token_text(token_id),
         }
@@ -152,8 +154,7 @@ def _with_ranks(tokenizer: Tokenizer, known: TokenLogprob, alternatives: int) ->
 def logprobs_event(
     task: GenerationTask, entries: Sequence[LogprobEntry] | None, echoed: PromptLogprobs | None
 ) -> bytes:
-    """Return `choices[].logprobs` as JSON for a chunk of a stream: the next tokens of the prompt, or
-    `entries`."""
+    """Return `choices[].logprobs` as JSON for a stream chunk: the next tokens of the prompt, or `entries`."""
     if task.logprobs is None or entries is None:
         return b"null"
     tokenizer = task.model.tokenizer
@@ -169,7 +170,7 @@ def logprobs_event(
 def logprobs_steps(
     task: GenerationTask, entries: Sequence[LogprobEntry] | None, echoed: Prompt | None
 ) -> Generator[None, None, bytes]:
-    """Return, as work in steps, `choices[].logprobs` as JSON for a complete answer."""
+    """Build `choices[].logprobs` as JSON for a complete answer, as work in steps."""
     if task.logprobs is None or entries is None:
         return b"null"
     tokenizer, count = task.model.tokenizer, tokens_at_once(task)
@@ -210,5 +211,5 @@ def _columns_json(task: GenerationTask, encoded: Sequence[Sequence[bytes]]) -> b
 
 
 def _joined(lists: Sequence[bytes]) -> bytes:
-    """Return one JSON list of the elements of several JSON lists."""
+    """Concatenate several JSON lists into one."""
     return b"[%b]" % b",".join(each[1:-1] for each in lists if len(each) > 2)

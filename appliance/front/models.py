@@ -28,13 +28,14 @@ class LoadedModel:
 
     @property
     def name(self) -> str:
-        """The name that applications use."""
+        """Name by which applications refer to the model."""
         return self.served.name
 
 
 async def load_model(served: ServedModel) -> LoadedModel:
-    """Read tokenizer and chat template, in about two seconds for 128 k tokens. Raises TokenizerFilesError.
-    Unexpected file contents can raise any other error, including Rust panics (BaseException)."""
+    """Read the tokenizer and the chat template, which takes about two seconds for 128 k tokens. Raises
+    TokenizerFilesError. Unexpected file contents can raise any other error, including Rust panics
+    (BaseException)."""
     tokenizer, template = await asyncio.to_thread(_read_model, served.folder)
     await template.compile()
     return LoadedModel(served, tokenizer, template)
@@ -46,7 +47,7 @@ def _read_model(folder: str) -> tuple[Tokenizer, TemplateProcess]:
 
 
 def _reason(error: BaseException) -> str:
-    """Return why a model cannot be loaded, as text that can be encoded."""
+    """Return the reason why a model cannot be loaded, as text that can be encoded."""
     text = str(error)
     if not isinstance(error, TokenizerFilesError):
         text = f"its files cannot be read ({type(error).__name__}: {text})"
@@ -54,13 +55,13 @@ def _reason(error: BaseException) -> str:
 
 
 def allows(identity: Identity, name: str) -> bool:
-    """Return whether the identity may use this model."""
+    """Return whether the identity may use the model."""
     return identity.models is None or name in identity.models
 
 
 class Catalog:
     """The served models by name. A model that cannot be loaded stays listed, and requests for it are refused
-    with the cause; the other models are served."""
+    with the cause. The other models are served as usual."""
 
     def __init__(self) -> None:
         self._models: dict[str, LoadedModel] = {}
@@ -69,17 +70,19 @@ class Catalog:
 
     @property
     def problems(self) -> dict[str, str]:
-        """Why models cannot be used, by name; empty without problems."""
+        """The reason why each unusable model cannot be used, by model name. Empty if all models can be
+        used."""
         return self._broken
 
     @property
     def problem(self) -> str:
-        """The problems of all models as one text; empty without problems."""
+        """The problems of all models as one text, or an empty string if there are none."""
         return "; ".join(f"model {name}: {reason}" for name, reason in self._broken.items())
 
     @property
     def template_problems(self) -> dict[str, tuple[int, str]]:
-        """For models whose chat templates exceeded their bounds: how often, and which bound most recently."""
+        """For each model whose chat templates exceeded their limits: how often, and which limit was exceeded
+        last."""
         return {
             name: (model.template.bounds_exceeded, model.template.problem)
             for name, model in self._models.items()
@@ -87,11 +90,11 @@ class Catalog:
         }
 
     def serves(self, name: str) -> bool:
-        """Return whether a model of this name can be used."""
+        """Return whether a model with this name can be used."""
         return name in self._models
 
     async def replace(self, served: list[ServedModel]) -> None:
-        """Serve exactly these models. The former ones are used until the new ones are loaded."""
+        """Serve exactly these models. The previous models are used until the new ones are loaded."""
         models: dict[str, LoadedModel] = {}
         broken: dict[str, str] = {}
         for model in served:
@@ -106,7 +109,7 @@ class Catalog:
                     models[model.name] = await load_model(model)
             except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
                 raise
-            except BaseException as error:  # a panic of the Rust extension is not an Exception
+            except BaseException as error:  # A panic in the Rust extension is not an Exception.
                 broken[model.name] = reason = _reason(error)
                 if self._broken.get(model.name) != reason:
                     foreseen = isinstance(error, TokenizerFilesError)
@@ -114,15 +117,15 @@ class Catalog:
         kept = {model.template for model in models.values()}
         for old in self._models.values():
             if old.template not in kept:
-                # Requests that found the old model may still need its templates.
+                # Requests that started with the old model may still need its templates.
                 asyncio.get_running_loop().call_later(_CLOSE_AFTER_S, old.template.close)
         self._models, self._broken, self.served = models, broken, served
 
     def get(self, name: str, identity: Identity) -> LoadedModel:
-        """Return the model of this name. Raises a 403 if the identity may not use it, a 404, or a 503 if its
-        tokenizer could not be read."""
+        """Return the model with this name. Raises a 403 if the identity may not use it, a 404 if it is not
+        served, or a 503 if its tokenizer could not be read."""
         if not allows(identity, name):
-            # The answer must not reveal whether such a model exists.
+            # The response must not reveal whether the model exists.
             raise model_not_allowed(name)
         model = self._models.get(name)
         if model is not None:

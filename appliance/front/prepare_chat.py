@@ -1,4 +1,4 @@
-"""Prepares the generation task of a chat completion."""
+"""Builds the generation task for a chat completion."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from appliance.front.tokenization import chat_tokens, conversation
 async def chat_task(
     state: AppState, model: LoadedModel, context: RequestContext, body: ChatRequest
 ) -> GenerationTask:
-    """Return the task of a chat completion. Raises `ApiError`."""
+    """Return the task for a chat completion. Raises `ApiError`."""
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs", "needs logprobs: true")
     continues = bool(body.continue_final_message)

@@ -1,4 +1,4 @@
-"""Prepares the generation task of a completion, which can have many prompts."""
+"""Builds the generation task for a completion, which can have many prompts."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from appliance.front.schemas import DEFAULT_COMPLETION_TOKENS, CompletionRequest
 from appliance.front.tokenization import decode, prompt_param, text_tokens
 
 MAX_SEQUENCES = 1024
-"""Prompts times samples of one request."""
+"""Maximum number of prompts times samples in one request."""
 MAX_SENT_BIASES = 65_536
-"""Prompts times entries of `logit_bias`: each prompt is sent to the replica with a copy of its biases."""
+"""Maximum number of prompts times `logit_bias` entries, because each prompt is sent to the replica with its
+own copy of the biases."""
 MAX_ECHOED = 131_072
-"""Tokens of prompts in one answer, or their log probabilities."""
+"""Maximum number of prompt tokens, or of their log probabilities, in one answer."""
 
 
 async def completion_task(
     state: AppState, model: LoadedModel, context: RequestContext, body: CompletionRequest
 ) -> GenerationTask:
-    """Return the task of a completion. Raises `ApiError`."""
+    """Return the task for a completion. Raises `ApiError`."""
     n = body.n or 1
     best_of = body.best_of or n
     _check_fields(body, n, best_of)
@@ -94,8 +95,8 @@ def _check_fields(body: CompletionRequest, n: int, best_of: int) -> None:
 
 
 def _check_echo(tokens: list[list[int]], logprobs: int | None, n: int) -> None:
-    """Raise a 400 if the answer would repeat too much: the log probabilities of prompts come from the engine
-    in one message."""
+    """Raise a 400 if the answer would repeat too many prompt tokens. The number is limited because the engine
+    sends a prompt's log probabilities in one message."""
     count = n * sum(map(len, tokens)) * (1 + (logprobs or 0))
     if count > MAX_ECHOED:
         raise invalid(

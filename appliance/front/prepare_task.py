@@ -1,4 +1,4 @@
-"""Makes a generation task from tokenized prompts: sampling parameters, service class, and the limits that
+"""Builds a generation task from tokenized prompts: sampling parameters, service class, and the limits that
 chats and completions share."""
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from appliance.text.stop import StopSet, StopStringsError
 from engine.messages import SamplingParams
 
 MAX_PROMPT_LOGPROBS = 131_072
-"""Log probabilities of prompts in one answer with `prompt_logprobs`: decoding this many takes the event loop
-40 ms."""
+"""Maximum number of prompt log probabilities in one answer with `prompt_logprobs`. Decoding this many takes
+the event loop 40 ms."""
 MAX_ANSWER_LOGPROBS = 262_144
-"""Log probabilities of generated tokens in one answer that is not streamed. The answer is held in memory
-until it is complete, and each of them takes about 200 bytes."""
+"""Maximum number of log probabilities of generated tokens in one answer that is not streamed. Such an answer
+is held in memory until it is complete, and each log probability takes about 200 bytes."""
 MAX_RETURNED_PROMPT_TOKENS = 1 << 20
-"""Token ids of prompts in one answer with `return_token_ids`."""
+"""Maximum number of prompt token ids in one answer with `return_token_ids`."""
 MAX_SENT_NUMBERS = 262_144
-"""Prompts times the size of `allowed_token_ids` and `bad_words`: each prompt is sent to the replica with a
-copy."""
+"""Maximum number of prompts times the size of `allowed_token_ids` and `bad_words`, because each prompt is
+sent to the replica with its own copy."""
 
 
 def named_model(state: AppState, context: RequestContext, body: GenerationRequest) -> LoadedModel:
-    """Return the model that the request names. Raises `ApiError` if there is none, or if the caller may not
-    use it."""
+    """Return the model that the request names. Raises `ApiError` if there is no such model, or if the caller
+    may not use it."""
     context.model = body.model[:200]
     context.stream = bool(body.stream)
     context.user = body.user or ""
@@ -39,13 +39,13 @@ def named_model(state: AppState, context: RequestContext, body: GenerationReques
 
 
 def count_prompt_tokens(context: RequestContext, tokens: int) -> None:
-    """Record the size of the encoded prompts."""
+    """Record the number of tokens in the encoded prompts."""
     context.prompt_tokens = context.encoded_tokens = tokens
     context.work_tokens = max(context.work_tokens, tokens)
 
 
 def encoding_limit(body: GenerationRequest, limit: LengthLimit) -> LengthLimit | None:
-    """Return the limit of the prompt as it was sent; None if only its end is used."""
+    """Return the limit for the prompt as it was sent, or None if only the prompt's end is used."""
     return limit if body.truncate_prompt_tokens is None else None
 
 
@@ -65,8 +65,8 @@ async def make_task(
     echo: bool = False,
     discard_output: bool = False,
 ) -> GenerationTask:
-    """Return the task of a request with tokenized prompts. `may_lower`: the request sets no limit of tokens,
-    so the default may be lowered. Raises `ApiError`."""
+    """Return the task for a request with tokenized prompts. `may_lower` means that the request sets no token
+    limit, so the default may be lowered. Raises `ApiError`."""
     n = body.n or 1
     best_of = best_of or n
     if logprobs is not None and not body.stream:
@@ -83,7 +83,7 @@ async def make_task(
         body,
         model,
         max_tokens=min(prompt.max_tokens for prompt in prompts),
-        # With `best_of`, answers are compared by the log probabilities of their tokens.
+        # With `best_of`, answers are ranked by their tokens' log probabilities.
         logprobs=0 if logprobs is None and best_of > n else logprobs,
         prompt_logprobs=max(prompt_logprobs, default=None),
     )
@@ -111,16 +111,17 @@ async def make_task(
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
         asked_class=asked_class,
-        # A client that asks for at least `min_tokens` must not get an error about a lowered limit.
+        # A client that asks for at least `min_tokens` must not get an error about a limit that it did not
+        # set.
         may_lower=may_lower and not body.min_tokens,
         asked=asked if context.identity.log_policy != "metadata" else [],
     )
 
 
 def _limit_answer_logprobs(prompts: list[Prompt], per_token: int, may_lower: bool, chat: bool) -> None:
-    """Bound the log probabilities of an answer that is not streamed. Each generated token has `per_token` of
-    them, over all samples of a prompt. If the client set no limit of tokens, the limit is lowered. Raises a
-    400."""
+    """Limit the number of log probabilities in an answer that is not streamed. Each generated token has
+    `per_token` of them, over all samples of a prompt. If the client set no token limit, the limit is lowered.
+    Otherwise raises a 400."""
     total = per_token * sum(prompt.max_tokens for prompt in prompts)
     max_tokens = MAX_ANSWER_LOGPROBS // (per_token * len(prompts))
     if total <= MAX_ANSWER_LOGPROBS:
@@ -136,7 +137,7 @@ def _limit_answer_logprobs(prompts: list[Prompt], per_token: int, may_lower: boo
 
 
 def _check_returned_prompts(body: GenerationRequest, prompt_tokens: int) -> None:
-    """Limit the prompt data in the answer. `prompt_tokens` counts the prompts once for each choice. Raises a
+    """Limit the prompt data in the answer. `prompt_tokens` counts each prompt once per choice. Raises a
     400."""
     if body.return_token_ids and prompt_tokens > MAX_RETURNED_PROMPT_TOKENS:
         raise invalid(
@@ -158,7 +159,7 @@ def _check_returned_prompts(body: GenerationRequest, prompt_tokens: int) -> None
 
 
 def _check_sent_numbers(sampling: SamplingParams, prompts: int) -> None:
-    """Bound the copies of token lists that are sent to the replica. Raises a 400."""
+    """Limit the total size of the token lists that are copied to the replica. Raises a 400."""
     numbers = len(sampling.allowed_tokens) // 8 + sum(map(len, sampling.bad_words))
     if prompts * numbers > MAX_SENT_NUMBERS:
         raise invalid(

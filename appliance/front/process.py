@@ -1,4 +1,4 @@
-"""The front process: takes the core's messages and reports to the core."""
+"""The front process: handles the core's messages and reports to the core."""
 
 from __future__ import annotations
 
@@ -37,13 +37,14 @@ log = logging.getLogger(__name__)
 
 _REPORT_EVERY_S = 0.5
 _MEND_EVERY_S = 5.0
-"""Interval at which reading a broken tokenizer is retried, because its folder may be available again."""
+"""Interval between attempts to read a broken tokenizer again, because its folder may have become
+available."""
 _ERROR_EVENT_GRACE_S = 1.0
-"""Time for the error events of requests that did not end within the grace period."""
+"""Time allowed for sending the error events of requests that did not end within the grace period."""
 
 
 class FrontProcess:
-    """One front on the running event loop, from its first message to `ended`."""
+    """One front on the running event loop, from its first message until `ended` is set."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._channel: Channel[CoreToFront] = Channel(sock, CoreToFront)
@@ -60,7 +61,7 @@ class FrontProcess:
         """Set when the front has stopped."""
 
     def start(self) -> None:
-        """Begin to handle the core's messages, and to report."""
+        """Start handling the core's messages and sending reports."""
         self._channel.listen(self._take, _core_gone)
         self._state.background.run(self._configure())
         self._state.background.run(self._report())
@@ -91,12 +92,13 @@ class FrontProcess:
             try:
                 self._state.replicas.attach(message.replica, self._take_socket())
             except LookupError:
-                # This front cannot work without the channel, so it ends; the core starts another one.
+                # This front cannot work without the channel, so it ends, and the core starts another front.
                 log.error("no file descriptor is left for the channel to replica %s", message.replica)
                 os._exit(1)
         elif isinstance(message, Configure):
             self._configurations.put_nowait(message)
-            # Apply at once, although models may take long to load: a drain must refuse the next requests.
+            # Apply this at once, although models may take long to load, because a drain must refuse the next
+            # requests.
             self._state.silent_models = self._state.silent_models | message.silent
             if not message.ready:
                 self._state.ready, self._state.not_ready_reason = False, message.reason
@@ -107,7 +109,7 @@ class FrontProcess:
         try:
             sock = self._take_socket()
         except LookupError:
-            # The kernel has dropped the descriptor, because this process has too many open files.
+            # The kernel has dropped the descriptor because this process has too many open files.
             self._channel.send(Taken(message.number))
             self._server.refused += 1
             return
@@ -120,7 +122,7 @@ class FrontProcess:
         return socket.socket(fileno=self._channel.take_fd())
 
     async def _configure(self) -> None:
-        """Apply configurations one after the other. One that fails is logged, and the next one is applied."""
+        """Apply configurations one after another. If one fails, log the error and go on with the next."""
         while True:
             configure = self._latest = await self._configurations.get()
             try:
@@ -129,7 +131,7 @@ class FrontProcess:
                 log.exception("configuration %d could not be applied", configure.serial)
 
     async def _apply(self, configure: Configure) -> None:
-        """Apply a configuration. The first one makes the front ready."""
+        """Apply a configuration. The front becomes ready with the first one."""
         self._state.limits = self._state.bodies.limits = configure.limits
         self._limit_connections()
         self._state.retries.rules = configure.retries
@@ -143,7 +145,7 @@ class FrontProcess:
         self._tell()
         if not self._is_configured:
             self._is_configured = True
-            # The objects that exist now are permanent, so the garbage collector can skip them.
+            # The objects that exist at this point are permanent, so the garbage collector can skip them.
             gc.collect()
             gc.freeze()
             self._channel.send(FrontReady())
@@ -152,7 +154,7 @@ class FrontProcess:
             )
 
     async def _mend(self) -> None:
-        """Apply the last configuration again if models could not be loaded."""
+        """Apply the last configuration again if any models could not be loaded."""
         while True:
             await asyncio.sleep(_MEND_EVERY_S)
             if self._state.catalog.problems and self._latest is not None and self._configurations.empty():
@@ -220,7 +222,7 @@ class FrontProcess:
 
 
 def _core_gone() -> None:
-    """End at once, because the core has ended. The clients' connections close."""
+    """Exit at once, because the core has ended. This closes the clients' connections."""
     os._exit(0)
 
 

@@ -1,8 +1,8 @@
-"""The request fields that would change an answer and that this server does not implement.
+"""Request fields that would change an answer but are not implemented by this server.
 
 The names come from the documentation of OpenAI, vLLM, SGLang, llama.cpp's server, text-generation-inference
 and text-generation-webui. Each field is refused by name, unless its value does not change the answer. Fields
-in none of these tables are ignored.
+that are in none of these tables are ignored.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from appliance.front.validation import UNSUPPORTED, FieldError, shown
 
 
 class RefusedField(NamedTuple):
-    """A field that is refused, and the remedy that the error message gives."""
+    """A field that is refused, with the remedy for the error message."""
 
     name: str
     remedy: str
     neutral: tuple[Any, ...] = ()
-    """Values that do not change the answer, besides null, false and empty ones."""
+    """Values that do not change the answer, in addition to null, false and empty values."""
     is_content: bool = False
-    """Whether the value is text of the conversation. Error messages are logged, so they do not repeat such
-    text."""
+    """Whether the value is text from the conversation. Such text is not repeated in error messages, because
+    error messages are logged."""
 
     @property
     def json_schema(self) -> dict[str, Any]:
-        """The values that are accepted."""
+        """JSON schema of the accepted values."""
         return {"enum": [None, False, *self.neutral], "description": f"Refused otherwise: {self.remedy}."}
 
     def check(self, value: Any) -> None:
-        """Accept a value that does not change the answer. Raises FieldError."""
+        """Accept a value that does not change the answer. Raises FieldError for any other value."""
         if value is None or value is False or (isinstance(value, (list, dict, str)) and not value):
             return
-        # In Python, True equals 1.
+        # True == 1 in Python, so the types are compared too.
         if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.neutral):
             return
         named = "a text" if self.is_content and not isinstance(value, (dict, list)) else shown(value)
@@ -40,7 +40,8 @@ class RefusedField(NamedTuple):
 
 
 def _each(remedy: str, *names: str, **neutral: tuple[Any, ...]) -> tuple[RefusedField, ...]:
-    """Return fields that share one remedy: `names`, and further ones with their neutral values."""
+    """Return fields that share one remedy: those in `names`, and those in `neutral` with their neutral
+    values."""
     return (
         *(RefusedField(name, remedy) for name in names),
         *(RefusedField(name, remedy, values) for name, values in neutral.items()),
@@ -164,7 +165,7 @@ REFUSED = (
         verbosity=("medium",),
     ),
 )
-"""Refused on both generation routes."""
+"""Fields refused on both generation routes."""
 
 REFUSED_IN_CHATS = (
     *_each(_TOOLS, "tools", "functions", "tool_prompt", "web_search_options", "guideline"),

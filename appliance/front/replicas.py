@@ -11,13 +11,13 @@ log = logging.getLogger(__name__)
 
 
 class ReplicaChannels:
-    """The channels by the names of the replicas. A restarted replica keeps its name."""
+    """Channels by replica name. A restarted replica keeps its name."""
 
     def __init__(self) -> None:
         self._clients: dict[str, ReplicaClient] = {}
 
     def attach(self, name: str, sock: socket.socket) -> None:
-        """Use a new channel to a replica."""
+        """Use a new channel for a replica."""
 
         def closed(handles: list[int]) -> None:
             log.warning("lost replica %s", name)

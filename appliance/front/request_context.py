@@ -1,4 +1,4 @@
-"""The context of one HTTP request in the front, from its header to its end."""
+"""The context of one HTTP request in the front, from its head to its end."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _MAX_ECHOED_BYTES = 1024
 
 
 class ResponseSink(Protocol):
-    """Takes a response: a connection (`appliance.http.Connection`), or a run that several clients follow
-    (`KeyedRun`)."""
+    """Receives a response: either a connection (`appliance.http.Connection`), or a run that several clients
+    follow (`KeyedRun`)."""
 
     on_writable: Callable[[], None] | None
     on_lost: Callable[[], None] | None
     last_chunk_at: float
-    """When `write_chunk` was called last, in seconds of the monotonic clock; 0 before the first call."""
+    """When `write_chunk` was last called, in seconds of the monotonic clock, or 0 before the first call."""
 
     @property
     def writable(self) -> bool: ...
@@ -40,8 +40,8 @@ class ResponseSink(Protocol):
 
 @dataclass(slots=True)
 class RequestContext:
-    """Caller, endpoint and times of a request. The gate creates it; the endpoint sets model, stream and
-    counts."""
+    """Caller, endpoint and timestamps of a request. The gate creates the context; the endpoint sets the
+    model, the stream flag and the counts."""
 
     request_id: str
     identity: Identity
@@ -49,47 +49,48 @@ class RequestContext:
     endpoint: str
     connection: ResponseSink
     body: BodyReservation
-    """The memory that is reserved for the request's body."""
+    """Memory reserved for the request's body."""
     asked_class: str = ""
     deadline_ms: float | None = None
     """Time after `arrived_at` within which the answer must be complete."""
     request_class: int | None = None
-    """The service class, 0 to 3; None until the body is parsed."""
+    """The service class, 0 to 3, or None until the body has been parsed."""
     model: str = ""
     stream: bool = False
     user: str = ""
-    """The body's field `user`, for the request log."""
+    """The `user` field of the body, for the request log."""
     prompt_tokens: int = 0
     encoded_tokens: int = 0
-    """Tokens of the prompts before `truncate_prompt_tokens` removed any."""
+    """Number of prompt tokens before `truncate_prompt_tokens` removed any."""
     work_tokens: int = 0
-    """The work of parsing and encoding so far, in tokens. If this front refuses the request, the tenant is
-    charged for them."""
+    """Work done so far for parsing and encoding, in tokens. If this front refuses the request, these tokens
+    are charged to the tenant."""
     admitted: bool = False
-    """Whether `Admit` was sent; the request then ends with `Settle` or `Refused`, never with `Rejected`."""
+    """Whether `Admit` was sent. If so, the request ends with `Settle` or `Refused`, never with `Rejected`."""
     retry_of: str = ""
-    """The request id of an earlier run with the same `Idempotency-Key`, whose answer is lost."""
+    """Request id of an earlier run with the same `Idempotency-Key` whose answer is lost."""
     arrived_at: float = field(default_factory=time.time)
     """When the request arrived, in unix seconds."""
     started: float = field(default_factory=time.monotonic)
 
     def elapsed_ms(self, until: float | None = None) -> float:
-        """Return the milliseconds since the request's header was read."""
+        """Return the number of milliseconds since the request head was read."""
         return ((time.monotonic() if until is None else until) - self.started) * 1000.0
 
 
 def context_of(request: Request) -> RequestContext:
-    """Return the context that the gate has created for the request."""
+    """Return the context that the gate created for the request."""
     context: RequestContext = request.scope["state"]["context"]
     return context
 
 
 def make_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """Return a fresh request id, which is unique in the request log.
+    """Return a new request id, which is unique in the request log.
 
-    It begins with the client's `X-Request-Id`, if that has only usual characters, so that an operator can
-    find the request by the client's id. The rest makes it unique, since clients repeat their id when they
-    retry."""
+    The id begins with the client's `X-Request-Id` if that contains only common characters, so that an
+    operator can find the request by the client's id. A suffix makes it unique, because clients repeat their
+    id when they retry.
+    """
     own = header(headers, b"x-request-id")
     if own is not None and _SANE_ID.fullmatch(own):
         return f"{own.decode()}.{secrets.token_hex(6)}"
@@ -97,8 +98,9 @@ def make_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
 
 
 def response_ids(headers: Iterable[tuple[bytes, bytes]], request_id: str) -> list[tuple[bytes, bytes]]:
-    """Return the response headers that name the request. `x-request-id` is the client's id, exactly as it was
-    sent, or else the id of the request log; `x-appliance-request-id` is always the id of the request log."""
+    """Return the response headers that identify the request. `x-request-id` is the client's id exactly as it
+    was sent, or the request log's id if the client sent none. `x-appliance-request-id` is always the request
+    log's id."""
     own = header(headers, b"x-request-id")
     logged = request_id.encode()
     echoed = own if own and len(own) <= _MAX_ECHOED_BYTES else logged

@@ -1,4 +1,4 @@
-"""Runs a generation task and writes its answer, complete or streamed."""
+"""Runs a generation task and writes its answer, either complete or streamed."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ _STREAM_HEADERS = [
 
 
 class GenerationResponse(Response):
-    """The response to a generation request. The request is settled at its end, whatever happens."""
+    """The response to a generation request. The request is always settled at its end, even after an error."""
 
     def __init__(
         self, state: AppState, context: RequestContext, task: GenerationTask, comments: bool = True
     ) -> None:
-        """`comments`: write comments while a stream is silent. A keyed run gets none."""
+        """`comments` says whether to write comments while a stream is silent. A keyed run gets none."""
         super().__init__()
         self._comments = comments
         self.generation = Generation(state, context, task)
         self.status = 500
-        """The final status of the request; it may differ from the 200 in the head of a stream."""
+        """Final status of the request. It may differ from the 200 in the response head of a stream."""
         self._state = state
         self._context = context
         self._task = task
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not self._task.asked:
-            # The request is prepared, so its body is released.
+            # The request is prepared, so its body can be released.
             self._context.body.release()
         generation = self.generation
         error = "the front failed to answer; its log has the cause"
@@ -56,8 +56,9 @@ class GenerationResponse(Response):
             if not generation.ended.is_set():
                 generation.abort(error)
             generation.settle(self.status, error)
-            # The callbacks belong to the stream, which refers to the generation. Without this cycle, both are
-            # freed now and not at the next garbage collection, which comes after about a thousand streams.
+            # The callbacks belong to the stream, and the stream refers to the generation. Breaking this cycle
+            # frees both at once, instead of at the next garbage collection, which happens after about a
+            # thousand streams.
             generation.on_progress = generation.on_end = None
             self._state.active.pop(self._context.request_id, None)
             if generation.is_kept and generation.ran:
@@ -87,7 +88,7 @@ class GenerationResponse(Response):
     ) -> ApiError | None:
         stream = EventStream(generation)
         generation.start()
-        # A failure before the head is written can have its own status.
+        # A failure that occurs before the response head is written can have its own status.
         interval_s = self._state.limits.stream_comment_interval_s
         if interval_s:
             await happens_within(generation.begun, HEAD_DELAY_S)

@@ -4,8 +4,8 @@
         │          └──► dropped: it failed, or no client came back in time
         └──► forgotten: another front has the run
 
-The core keeps which front has which run (`appliance.front_pool.claims`); the front keeps the answers. When
-the front's process ends, its answers are lost, and retries run anew.
+The core records which front has which run (`appliance.front_pool.claims`), and the front keeps the answers.
+When the front's process ends, its answers are lost, and retries run again from the beginning.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from appliance.front.keyed_run import KeyedRun
 from appliance.messages import Claim, Claimed, FrontToCore, Release, RetryRules
 
 _RUN_BYTES = 1024
-"""Memory of a run in addition to its answer, in bytes."""
+"""Memory in bytes that a run takes in addition to its answer."""
 
 
 class Retries:
-    """The runs of this front, by scope."""
+    """This front's runs, by scope."""
 
     def __init__(self, to_core: Callable[[FrontToCore], None]) -> None:
         self.rules = RetryRules()
         self.kept_bytes = 0
         self._to_core = to_core
         self._runs: dict[bytes, KeyedRun] = {}
-        """Of the runs that have ended, the oldest comes first."""
+        """The runs by scope. Among ended runs, the oldest comes first."""
         self._stopping = False
 
     def __len__(self) -> int:
         return len(self._runs)
 
     def find(self, scope: bytes) -> KeyedRun | None:
-        """Return the run of this scope, if it is known here."""
+        """Return the run for this scope, if this front knows one."""
         return self._runs.get(scope)
 
     def claim(self, scope: bytes, fingerprint: bytes, request_id: str) -> KeyedRun:
-        """Add a run, and ask the core whether it belongs to this front (`KeyedRun.claimed`)."""
+        """Add a run, and ask the core whether this front may have it (`KeyedRun.claimed`)."""
         run = self._runs[scope] = KeyedRun(scope, fingerprint, request_id, self._grew, self._orphaned)
         run.held_bytes = _RUN_BYTES
         self.kept_bytes += run.held_bytes
@@ -54,7 +54,7 @@ class Retries:
             run.claimed.set_result(message)
 
     def ended(self, run: KeyedRun) -> None:
-        """Keep the answer of a run for a while if it is good, and drop it otherwise."""
+        """Keep a run's answer for a while if it succeeded; otherwise drop it."""
         run.stop_timer()
         if not run.is_kept:
             return
@@ -67,7 +67,7 @@ class Retries:
         self._make_room()
 
     def stop(self) -> None:
-        """End the runs that no client follows, because the front is stopping."""
+        """End the runs that have no followers, because the front is stopping."""
         self._stopping = True
         for run in list(self._runs.values()):
             if run.timer is not None and not run.ended:
@@ -103,7 +103,7 @@ class Retries:
             self._drop(oldest, void=True)
 
     def _drop(self, run: KeyedRun, void: bool = False) -> None:
-        """Remove the run here and in the core. `void`: the answer is dropped early."""
+        """Remove the run from this front and from the core. `void` means that the answer is dropped early."""
         self._forget(run)
         self._to_core(Release(scope=run.scope, request_id=run.request_id, void=void))
 

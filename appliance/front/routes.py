@@ -1,4 +1,5 @@
-"""The API's endpoints. All of them require the scope `inference`; those without it are in `health`."""
+"""The API's endpoints. All of them require the `inference` scope. Routes that need no scope are in
+`health`."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ from appliance.scopes import ScopedRoute
 Body = TypeVar("Body", bound=GenerationRequest)
 
 SECURITY: tuple[dict[str, list[str]], ...] = ({"key": []},)
-"""The OpenAPI security requirement of these routes."""
+"""OpenAPI security requirement for these routes."""
 
 _IDEMPOTENCY_KEY = {
     "name": "Idempotency-Key",
@@ -52,7 +53,7 @@ _IDEMPOTENCY_KEY = {
 
 
 def api_routes(state: AppState, describe: Callable[[], dict[str, Any]]) -> list[ScopedRoute]:
-    """Return the routes. `describe` makes the OpenAPI document."""
+    """Return the routes. `describe` returns the OpenAPI document."""
     api = _Api(state)
 
     async def openapi(request: Request) -> Response:
@@ -84,7 +85,7 @@ def api_routes(state: AppState, describe: Callable[[], dict[str, Any]]) -> list[
             api.completions,
             _generation("Continue prompts", CompletionRequest, documents.CompletionDocument),
         ),
-        # Azure's routes. The longer path comes first, since a model's name can have slashes.
+        # Azure's routes. The longer path comes first, because a model's name can contain slashes.
         _route("POST", "/openai/deployments/{model:path}/chat/completions", api.deployment_chat_completions),
         _route("POST", "/openai/deployments/{model:path}/completions", api.deployment_completions),
         _route(
@@ -105,7 +106,7 @@ def api_routes(state: AppState, describe: Callable[[], dict[str, Any]]) -> list[
 
 
 class _Api:
-    """The endpoints. The gate has authenticated the callers."""
+    """The endpoints. The gate has already authenticated the callers."""
 
     def __init__(self, state: AppState) -> None:
         self._state = state
@@ -177,8 +178,8 @@ class _Api:
         kind: type[Body],
         make_task: Callable[[AppState, LoadedModel, RequestContext, Body], Awaitable[GenerationTask]],
     ) -> Response:
-        """Answer a generation request with a body of this kind. A model in the path replaces the model in the
-        body."""
+        """Answer a generation request whose body is of this kind. A model in the path replaces the model in
+        the body."""
         state, context = self._state, context_of(request)
         data = await receive_body(request, state.limits.max_body_bytes)
         body = parse_body(data, kind, state.limits.max_body_bytes, context)
@@ -186,7 +187,7 @@ class _Api:
         found = named_model(state, context, body)
         key = key_of(request)
         if key is None:
-            # Free the body's bytes, of which up to two megabytes would be held until the prompt is encoded.
+            # Free the body's bytes. Otherwise up to two megabytes would be held until the prompt is encoded.
             data.clear()
             return GenerationResponse(state, context, await make_task(state, found, context, body))
         return await answer(

@@ -10,7 +10,7 @@ from engine.messages import FinishReason, Output, TokenLogprob
 
 
 class LogprobEntry(NamedTuple):
-    """A token's log probability and where its text begins in the answer."""
+    """A token's log probability, and the position of its text in the answer."""
 
     logprob: TokenLogprob
     offset: int
@@ -18,8 +18,8 @@ class LogprobEntry(NamedTuple):
 
 
 class Sample:
-    """`finish_reason` is "" while the sample runs. `pieces` and `entries` hold what has not been written to
-    the client yet."""
+    """One sample. `finish_reason` is "" while the sample is running. `pieces` and `entries` hold what has not
+    yet been written to the client."""
 
     __slots__ = (
         "_discard",
@@ -54,27 +54,27 @@ class Sample:
     ) -> None:
         self.prompt = prompt
         self.number = number
-        """Index among the samples of its prompt."""
+        """Index among the samples for the same prompt."""
         self.index = index
         """Index in the answer."""
         self.token_ids: list[int] = []
-        """All generated tokens, needed for a resubmission."""
+        """All generated tokens. They are needed for a resubmission."""
         self.pieces: list[str] = []
         self.kept_text: list[str] | None = [] if is_kept else None
         """The text so far, if the log policy keeps it."""
         self.entries: list[LogprobEntry] | None = [] if wants_logprobs else None
         self.delivered = 0
-        """Number of tokens that the answer needed, end tokens included: up to the token that completed a stop
-        string."""
+        """Number of tokens that the answer needed, including end tokens. If a stop string was found, this is
+        the number of tokens up to the one that completed it."""
         self.cumulative_logprob = 0.0
-        """Sum of the log probabilities of delivered tokens, as far as the engine has sent them."""
+        """Sum of the log probabilities of the delivered tokens, as far as the engine has sent them."""
         self.counted = 0
-        """Number of delivered tokens that a stream has written."""
+        """Number of delivered tokens that have been written to a stream."""
         self.finish_reason: FinishReason = ""
         self.begun = False
         """Whether the stream's first chunk of this sample has been built."""
         self.waiting = False
-        """Whether the stream's next flush includes this sample."""
+        """Whether this sample is included in the stream's next flush."""
         self._text = text
         self._offset = len(prompt.echo_text)
         self._discard = discard
@@ -82,14 +82,14 @@ class Sample:
 
     def take(self, output: Output) -> None:
         """Take an output whose finish reason is neither "error" nor "cancelled". If a stop string is found,
-        `finish_reason` is set although the output has none."""
+        `finish_reason` is set even though the output has none."""
         token_ids = output.token_ids
         finish = output.finish_reason
         self.token_ids += token_ids
         if self._discard:
             self.finish_reason = "length"
             return
-        # A stop token is counted and billed, but it is part of the text only if requested.
+        # A stop token is counted and billed, but is included in the text only on request.
         visible = token_ids[:-1] if finish == "stop" and not self._includes_stop else token_ids
         delivered = self.delivered
         if self.entries is None:

@@ -1,4 +1,4 @@
-"""Makes sampling parameters from a request's body."""
+"""Builds sampling parameters from a request's body."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from appliance.text.encoder import LoneSurrogateError
 from engine.messages import MAX_BAD_WORD_TOKENS, SamplingParams
 
 _MAX_INLINE_IDS = 32_768
-"""Up to this many ids, the bit map is made on the event loop, in 2 ms."""
+"""For up to this many ids, the bit map is built on the event loop, which takes 2 ms."""
 
 
 async def sampling_params(
@@ -32,12 +32,12 @@ async def sampling_params(
 ) -> SamplingParams:
     """Return the sampling parameters for answers of at most `max_tokens`. Raises `ApiError`.
 
-    `logprobs` and `prompt_logprobs` are for the engine; the answer may show fewer.
+    `logprobs` and `prompt_logprobs` are the numbers for the engine. The answer may show fewer.
     """
     temperature = 1.0 if body.temperature is None else body.temperature
     top_p = 1.0 if body.top_p is None else body.top_p
     if top_p == 0.0:
-        # With these settings only the most likely token remains.
+        # With these settings, only the most likely token can be chosen.
         temperature, top_p = 0.0, 1.0
     min_tokens = body.min_tokens or 0
     if min_tokens > max_tokens:
@@ -74,7 +74,8 @@ async def sampling_params(
         logit_bias=body.logit_bias or None,
         allowed_tokens=allowed_tokens,
         bad_words=bad_words,
-        # The seed is drawn here, so that a resubmission after the loss of a replica continues the same text.
+        # The seed is drawn here, so that a resubmission after the loss of a replica continues with the same
+        # text.
         seed=secrets.randbits(63) if body.seed is None else body.seed & ((1 << 63) - 1),
         min_tokens=min_tokens,
         stop_token_ids=tuple(stop_ids),
@@ -85,8 +86,8 @@ async def sampling_params(
 
 
 def check_token_ids(model: LoadedModel, token_ids: list[int], param: str) -> list[int]:
-    """Return the ids. Raises a 400 if one of them is not in the model's vocabulary. If the size of
-    the vocabulary is unknown, all ids are accepted."""
+    """Return the ids. Raises a 400 if one of them is not in the model's vocabulary. If the vocabulary's size
+    is unknown, all ids are accepted."""
     most = model.served.vocab_size - 1
     if most >= 0 and token_ids and (min(token_ids) < 0 or max(token_ids) > most):
         wrong = next(token_id for token_id in token_ids if not 0 <= token_id <= most)
@@ -96,10 +97,11 @@ def check_token_ids(model: LoadedModel, token_ids: list[int], param: str) -> lis
 
 
 def bit_map(token_ids: list[int]) -> bytes:
-    """Return the bit map of the ids, as in `SamplingParams.allowed_tokens`. No id is negative."""
+    """Return a bit map of the ids, in the format of `SamplingParams.allowed_tokens`. Ids must not be
+    negative."""
     if not token_ids:
         return b""
-    # A loop in Python would take 30 ms for the largest vocabularies. int() of base 2 takes linear time.
+    # A loop in Python would take 30 ms for the largest vocabularies. int() with base 2 takes linear time.
     digits = bytearray(b"0") * (max(token_ids) + 1)
     deque(map(digits.__setitem__, token_ids, repeat(ord("1"))), maxlen=0)
     digits.reverse()
@@ -109,7 +111,7 @@ def bit_map(token_ids: list[int]) -> bytes:
 async def bad_word_tokens(
     state: AppState, context: RequestContext, model: LoadedModel, words: tuple[str, ...]
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the token sequences of the words at the beginning of a text and after a space. Raises
+    """Return the words' token sequences, both at the beginning of a text and after a space. Raises
     `ApiError`."""
     if not words:
         return ()

@@ -1,8 +1,8 @@
-"""The request bodies: validation, the OpenAPI document and the tables of docs/api.md come from these
+"""The request bodies. Validation, the OpenAPI document and the tables in docs/api.md are derived from these
 declarations.
 
-Fields that are not named here are accepted and ignored: OpenAI's clients send `metadata`, `store` and the
-like. Fields that would change the answer and are not implemented are refused by name
+Fields that are not declared here are accepted and ignored, because OpenAI's clients send `metadata`, `store`
+and similar fields. Fields that would change the answer but are not implemented are refused by name
 (`appliance.front.refused_fields`).
 """
 
@@ -40,9 +40,10 @@ MAX_SAMPLES = 128
 MAX_ALTERNATIVES = 20
 MAX_STOP_TOKENS = 64
 MAX_USER_CHARS = 512
-"""Maximum length of `user`, which is held while the request runs and is written to the request log."""
+"""Maximum length of `user`. The value is held in memory while the request runs and is written to the request
+log."""
 DEFAULT_COMPLETION_TOKENS = 16
-"""`max_tokens` of a completion that sets none, as in OpenAI's API."""
+"""Default `max_tokens` of a completion, as in OpenAI's API."""
 
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 Temperature = Annotated[float, Meta(ge=0, le=2)]
@@ -171,7 +172,7 @@ class ChatMessage(RequestStruct, kw_only=True):
 
     @property
     def text(self) -> str:
-        """The content, empty if there is none."""
+        """The message's content, or an empty string if it has none."""
         return self.content or ""
 
 

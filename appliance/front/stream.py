@@ -1,8 +1,9 @@
-"""Builds server-sent events by hand, since this code determines the front's cost per token.
+"""Builds server-sent events by hand, because this code determines the front's cost per token.
 
-A token costs one list append when it arrives, and a share of one chunk when its stream is flushed. Streams
+Each token costs one list append when it arrives, and a share of one chunk when its stream is flushed. Streams
 are flushed each time the event loop has processed the messages in the replica's channel. While the client's
-socket is full, nothing is built; later, the waiting tokens are written as one event per sample."""
+socket is full, no events are built. Later, the waiting tokens are written as one event per sample.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +21,14 @@ from appliance.front.sample import Sample
 log = logging.getLogger(__name__)
 
 MAX_HELD_OUTPUTS = 65_536
-"""Maximum number of outputs (of one or a few tokens) held for a client that does not read. Beyond it, the
-request ends."""
+"""Maximum number of outputs (of one or a few tokens each) held for a client that does not read. Above this
+limit, the request ends."""
 MAX_HELD_LOGPROB_OUTPUTS = 4_096
 """Maximum number of held outputs with log probabilities, which may take a kilobyte each."""
 
 _MAX_COST = 2048
-"""Maximum cost of one flush, which takes about 10 ms: an event costs 1, and each log probability 1."""
+"""Maximum cost of one flush, which takes about 10 ms. Each event costs 1, and each log probability costs
+1."""
 _CHARACTERS_PER_COST = 512
 
 _encode = msgspec.json.Encoder().encode
@@ -38,7 +40,7 @@ class EventStream:
     def __init__(self, generation: Generation) -> None:
         self.generation = generation
         self.done = asyncio.Event()
-        """Set when the last event was written, or the client has disconnected."""
+        """Set when the last event has been written or the client has disconnected."""
         task = generation.task
         self._task = task
         self._connection = generation.context.connection
@@ -52,14 +54,14 @@ class EventStream:
         self._max_held = MAX_HELD_OUTPUTS if task.logprobs is None else MAX_HELD_LOGPROB_OUTPUTS
         self._unfinished = len(generation.samples)
         head = _encode(answer_head(generation, chunk=True))[:-1]
-        # The parts of a chunk: up to the choice, up to the text, and after the text.
+        # The fixed parts of a chunk: before the choice, from there to the text, and after the text.
         self._head = b"data: " + head + b',"choices":['
         before_text = b',"delta":{"content":' if task.chat else b',"text":'
         self._before_text = [
             self._head + b'{"index":%d' % sample.index + before_text for sample in generation.samples
         ]
         self._close = b"}" if task.chat else b""
-        # Chunks with fields other than text are built one by one.
+        # Chunks that have fields other than text are built individually.
         self._is_plain = not (task.return_token_ids or task.continuous_usage)
         self._after_text = self._close + b',"logprobs":null,"finish_reason":null}' + self._tail()
         generation.on_progress = self.progress
@@ -68,7 +70,7 @@ class EventStream:
     # ── called by the generation ──
 
     def progress(self, sample: Sample) -> None:
-        """Schedule a flush, since the sample has taken an output."""
+        """Schedule a flush, because the sample has taken an output."""
         if not sample.waiting:
             sample.waiting = True
             self._waiting.append(sample)
@@ -82,7 +84,7 @@ class EventStream:
                 self.generation.too_slow()
 
     def ended(self) -> None:
-        """Finish the stream: the generation has ended."""
+        """Finish the stream, because the generation has ended."""
         if self.generation.left:
             self.done.set()
         elif self._is_open:
@@ -91,7 +93,7 @@ class EventStream:
     # ── writing to the client ──
 
     def open(self) -> None:
-        """Begin to write events: the response's header is written."""
+        """Start writing events. The response head must already have been written."""
         self._is_open = True
         self._connection.on_writable = self.flush
         self.flush()
@@ -101,7 +103,7 @@ class EventStream:
         try:
             self._flush()
         except Exception:
-            # An error here must end only this stream, because other streams wait for their flush.
+            # An error here must end only this stream, because other streams are waiting to be flushed.
             log.exception("request %s: its events could not be built", self.generation.context.request_id)
             self._connection.abort()
 
@@ -123,7 +125,7 @@ class EventStream:
                 spent += self._build(sample, events)
         last = False
         if spent >= _MAX_COST and self._waiting:
-            # The remaining events are written after the flushes of other streams.
+            # The remaining events are written after other streams have been flushed.
             self._schedule()
         elif generation.failure is not None:
             events.append(b"data: " + generation.failure.document() + b"\n\n")
@@ -138,7 +140,8 @@ class EventStream:
             if generation.first_bytes_at is None:
                 generation.first_bytes_at = time.monotonic()
         if last:
-            # Settle now, because clients disconnect at the last event, before the end of the response.
+            # Settle at this point, because clients disconnect after the last event, before the end of the
+            # response.
             if generation.failure is not None:
                 generation.settle(generation.failure.status, generation.failure.message)
             else:
@@ -151,8 +154,8 @@ class EventStream:
             self._state.flush_soon(self.flush)
 
     def _build(self, sample: Sample, events: list[bytes]) -> int:
-        """Add the sample's next events, and return their cost. A sample with more events waits for the next
-        flush."""
+        """Append the sample's next events to `events` and return their cost. If the sample has more events,
+        they wait for the next flush."""
         cost = 1
         if not sample.begun:
             if (
@@ -206,7 +209,7 @@ class EventStream:
         self._waiting.append(sample)
 
     def _begin(self, sample: Sample, events: list[bytes]) -> bool:
-        """Add the events before a sample's text; return False if more of them follow."""
+        """Append the events that come before a sample's text. Return False if more of them are to follow."""
         is_first = sample.index not in self._echoed
         prompt_ids = b""
         if self._task.return_token_ids and is_first and not (self._task.chat and sample.index):
@@ -232,7 +235,7 @@ class EventStream:
         return True
 
     def _event(self, sample: Sample, text: str, logprobs: bytes, more: bytes = b"") -> bytes:
-        """Return a chunk with `text`; `more` are further fields of its choice."""
+        """Return a chunk with `text`. `more` holds further fields of its choice."""
         return (
             self._before_text[sample.index]
             + _encode(text)
@@ -246,11 +249,11 @@ class EventStream:
         )
 
     def _token_ids(self, token_ids: list[int]) -> bytes:
-        """Return the field `token_ids` of a choice, if it was requested."""
+        """Return the `token_ids` field of a choice, if it was requested."""
         return b',"token_ids":' + _encode(token_ids) if self._task.return_token_ids else b""
 
     def _tail(self, more: bytes = b"") -> bytes:
-        """Return the end of a chunk, after its choice; `more` are further fields of the chunk."""
+        """Return the end of a chunk, after its choice. `more` holds further fields of the chunk."""
         if not self._task.include_usage:
             return b"]" + more + b"}\n\n"
         counts = _encode(usage(self.generation)) if self._task.continuous_usage else b"null"

@@ -1,4 +1,4 @@
-"""Turns the texts and conversations of requests into tokens, and tokens into text."""
+"""Converts the texts and conversations of requests to tokens, and tokens to text."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from appliance.text.fair_queue import TooMuchWorkError
 from appliance.text.template_messages import ChatTemplateError, TemplateBoundError
 
 MAX_VARIABLES_BYTES = 65_536
-"""Bytes of `chat_template_kwargs` as JSON."""
+"""Maximum size of `chat_template_kwargs` as JSON, in bytes."""
 HIDE_INLINE_CHARACTERS = 4096
-"""Longer conversations are searched for control tokens in a thread, because this takes up to 2.5 µs per
-character."""
+"""Conversations longer than this are searched for control tokens in a thread, because the search takes up to
+2.5 µs per character."""
 
 _MESSAGE_CHARACTERS = 16
-"""Added to a conversation's size for each message: looking for control tokens in the role and the field names
-takes as long as in this many characters."""
+"""Number of characters added to a conversation's size for each message, because searching its role and field
+names for control tokens takes as long as searching this many characters."""
 _MARK_DIGITS = 20
-"""The mark at the end of a message that is continued consists of digits, which no template filter changes."""
+"""Number of digits in the mark at the end of a message that is continued. The mark consists of digits because
+no template filter changes them."""
 _RESERVED_VARIABLES = frozenset(["messages", "tools", "documents", "add_generation_prompt"])
 
 
@@ -42,8 +43,8 @@ async def text_tokens(
     add_special_tokens: bool = True,
     limit: LengthLimit | None = None,
 ) -> list[list[int]]:
-    """Return the tokens of each text of the field `prompt`. Without a `limit`, they have at most
-    `MAX_TOKENS_SHOWN` tokens together. Raises `ApiError`."""
+    """Return the tokens of each text in the `prompt` field. Without a `limit`, the texts may have at most
+    `MAX_TOKENS_SHOWN` tokens in total. Raises `ApiError`."""
     try:
         with text_memory(state, context, text_bytes(texts)):
             steps = model.tokenizer.encode_steps(texts, add_special_tokens, _max_tokens(limit))
@@ -68,10 +69,11 @@ async def chat_tokens(
     continue_final_message: bool = False,
     limit: LengthLimit | None = None,
 ) -> list[int]:
-    """Return the prompt of a conversation, in which only the template makes control tokens.
+    """Return the prompt for a conversation. Only the template can produce control tokens in it.
 
-    `add_generation_prompt` None stands for the default. With `continue_final_message` the prompt ends with
-    the last message's text. Without a `limit`, it has at most `MAX_TOKENS_SHOWN` tokens. Raises `ApiError`.
+    If `add_generation_prompt` is None, the default applies. With `continue_final_message`, the prompt ends
+    with the last message's text. Without a `limit`, the prompt may have at most `MAX_TOKENS_SHOWN` tokens.
+    Raises `ApiError`.
     """
     for name in variables or ():
         if name in _RESERVED_VARIABLES:
@@ -117,13 +119,13 @@ async def decode(
     token_ids: list[int],
     skip_special: bool = True,
 ) -> str:
-    """Return the text of token ids, all of which are in the model's vocabulary."""
+    """Return the text of token ids. All ids must be in the model's vocabulary."""
     steps = model.tokenizer.decode_steps(token_ids, skip_special)
     return await do_work(state, context, steps, len(token_ids), inline=PIECE_CHARACTERS)
 
 
 def conversation(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
-    """Return role, content and, if there is one, name of each message."""
+    """Return each message's role, content and, if present, name."""
     return [
         {"role": message.role, "content": message.text}
         | ({"name": message.name} if message.name is not None else {})
@@ -132,15 +134,15 @@ def conversation(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
 
 
 def conversation_size(messages: Sequence[ChatMessage]) -> tuple[int, int]:
-    """Return the characters of a conversation, and the bytes of memory that they take. Messages without text
-    count too, because they take work and memory."""
+    """Return the number of characters in a conversation, and their memory in bytes. Messages without text are
+    counted too, because they also take work and memory."""
     texts = [text for message in messages for text in (message.text, message.name) if text]
     others = len(messages) * _MESSAGE_CHARACTERS
     return others + sum(map(len, texts)), others + text_bytes(texts)
 
 
 def prompt_param(index: int, prompts: Sequence[object]) -> str:
-    """Return the name of one prompt of a completion, for error messages."""
+    """Return the parameter name of one of a completion's prompts, for error messages."""
     return "prompt" if len(prompts) == 1 else f"prompt[{index}]"
 
 
@@ -153,7 +155,7 @@ def _too_many(limit: LengthLimit | None, param: str, tokens: int | None) -> ApiE
 
 
 def _checked_size(variables: dict[str, Any]) -> int:
-    """Return the bytes of template variables as JSON. Raises a 400 if there are too many."""
+    """Return the size of the template variables as JSON, in bytes. Raises a 400 if it exceeds the limit."""
     size = len(json.dumps(variables))
     if size > MAX_VARIABLES_BYTES:
         raise invalid("chat_template_kwargs", f"has {size} bytes; give at most {MAX_VARIABLES_BYTES}")

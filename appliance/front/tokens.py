@@ -1,4 +1,4 @@
-"""Builds the answer of /tokenize in steps, since it may have half a million tokens."""
+"""Builds the /tokenize response in steps, because it may contain half a million tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STEP_TOKENS = 16_384
 
 
 async def tokenized(model: LoadedModel, tokens: list[int], with_texts: bool) -> Response:
-    """Return the tokens and, on request, the text of each token."""
+    """Return the tokens and, if requested, the text of each token."""
     ids = await in_turns(_json_list(tokens, list))
     texts = b"null"
     if with_texts:

@@ -1,4 +1,4 @@
-"""Runs long work on the event loop in steps, with other work between them."""
+"""Runs long work on the event loop in steps, so that other work can run between them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Result = TypeVar("Result")
 
 
 async def in_turns(steps: Generator[None, None, Result]) -> Result:
-    """Run a generator that yields after each step; return its result."""
+    """Run a generator that yields after each step, and return its result."""
     while True:
         try:
             next(steps)

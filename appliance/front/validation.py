@@ -1,11 +1,11 @@
-"""Checks a decoded JSON object against a request struct.
+"""Validates a decoded JSON object against a request struct.
 
-msgspec's own errors are texts for developers, so this module reads the structs' declarations
-(`msgspec.inspect`) and checks each value itself. An error names the field, the value, and what is allowed.
-Validation stops at the first wrong value, so a hostile list of a quarter of a million items costs little.
+msgspec's own error messages are written for developers, so this module reads the structs' declarations
+(`msgspec.inspect`) and checks each value itself. An error names the field, the value, and the allowed values.
+Validation stops at the first invalid value, so a hostile list with a quarter of a million items costs little.
 
-It understands the types that request structs use: booleans, numbers, strings, literals, lists, objects, other
-structs, each of these or None, and classes that parse themselves (`ParsedType`).
+The module supports the types that request structs use: booleans, numbers, strings, literals, lists, objects,
+other structs, each of these or None, and classes that parse themselves (`ParsedType`).
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ INVALID, MISSING, UNSUPPORTED = "invalid_value", "missing_required_parameter", "
 _MAX_SHOWN_CHARS = 40
 
 Parser = Callable[[Any], Any]
-"""Returns the checked value. Raises FieldError."""
+"""Returns the validated value. Raises FieldError."""
 
 
 class FieldError(ValueError):
-    """A value that a field does not allow. `path` leads to it through the names and indexes of the body."""
+    """A value that a field does not allow. `path` consists of the names and indexes that lead to the value in
+    the body."""
 
     def __init__(self, message: str, code: str = INVALID, path: tuple[str | int, ...] = ()) -> None:
         super().__init__(message)
@@ -54,7 +55,7 @@ class ParsedType(Protocol):
 
     @classmethod
     def parse(cls, value: Any) -> Any:
-        """Return the value in the form that the product uses. Raises FieldError."""
+        """Return the value in the service's internal form. Raises FieldError."""
 
 
 class RefusedName(Protocol):
@@ -62,25 +63,25 @@ class RefusedName(Protocol):
 
     @property
     def json_schema(self) -> dict[str, Any]:
-        """The values that are accepted."""
+        """JSON schema of the accepted values."""
 
     def check(self, value: Any) -> None:
-        """Accept the value. Raises FieldError."""
+        """Accept the value or raise FieldError."""
 
 
 class RequestStruct(msgspec.Struct, kw_only=True):
-    """Base of the structs that describe request bodies, and the objects inside them. Unknown fields are
+    """Base class for structs that describe request bodies and the objects inside them. Unknown fields are
     ignored."""
 
     refused: ClassVar[Mapping[str, RefusedName]] = {}
-    """Further field names, which are accepted with some values only."""
+    """Further field names that are accepted only with certain values."""
 
 
 Body = TypeVar("Body", bound=RequestStruct)
 
 
 def parse_struct(kind: type[Body], value: Any) -> Body:
-    """Return the struct that the decoded JSON object describes. Raises FieldError."""
+    """Convert the decoded JSON object to a struct. Raises FieldError."""
     if not isinstance(value, dict):
         raise FieldError(f"must be an object, not {_shown_kind(value)}")
     parsers, required = _parsers(kind)
@@ -113,13 +114,13 @@ def shown(value: Any) -> str:
 
 
 def _shown_kind(value: Any) -> str:
-    """Return the same without the text of a string: error messages are logged, and must not repeat the text
-    of a conversation that is in the wrong place."""
+    """Return the same as `shown`, but without the text of a string. Error messages are logged, so they must
+    not repeat conversation text that was sent in the wrong place."""
     return "a string" if isinstance(value, str) else shown(value)
 
 
 def as_integer(value: Any) -> int | None:
-    """Return the integer that a JSON number stands for, or None. To JSON Schema, 5.0 is an integer."""
+    """Return the integer that a JSON number represents, or None. In JSON Schema, 5.0 is an integer."""
     if type(value) is float and value.is_integer():
         return int(value)
     return value if type(value) is int else None
@@ -127,7 +128,7 @@ def as_integer(value: Any) -> int | None:
 
 @functools.cache
 def _parsers(kind: type[RequestStruct]) -> tuple[dict[str, Parser], list[str]]:
-    """Return the parsers of the struct's fields, and the names of the required ones."""
+    """Return parsers for the struct's fields, and the names of the required fields."""
     info = types.type_info(kind)
     assert isinstance(info, types.StructType)
     parsers = {field.name: _parser(field.type) for field in info.fields}

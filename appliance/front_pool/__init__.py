@@ -1,1 +1,1 @@
-"""The front processes as the core sees them: started, configured, and given connections."""
+"""The core's view of the front processes: starts them, configures them and gives them connections."""

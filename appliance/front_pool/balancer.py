@@ -10,24 +10,24 @@ from appliance.messages import ClientConnection
 
 
 class ConnectionBalancer:
-    """Assigns connections to the fronts in turn, and skips fronts that are full."""
+    """Assigns connections to the fronts in turn, skipping fronts that are full."""
 
     def __init__(self, fronts: Sequence[Front]) -> None:
         """`fronts` may change at any time."""
         self._fronts = fronts
         self._next = 0
         self._waiting: deque[Untaken] = deque()
-        """Connections that wait until a front takes connections."""
+        """Connections waiting for a front that accepts connections."""
 
     @property
     def open(self) -> bool:
-        """Whether any front takes connections."""
+        """Whether any front accepts connections."""
         return any(front.takes_connections for front in self._fronts)
 
     def assign(self, connection: ClientConnection, *descriptors: int) -> None:
-        """Give the connection to the next front with a free place. If all are full, the next one gets it and
-        refuses it with 503. If no front takes connections now, the connection waits. The caller closes its
-        own descriptors."""
+        """Give the connection to the next front with a free place. If all fronts are full, the next one gets
+        the connection and refuses it with 503. If no front accepts connections at the moment, the connection
+        waits. The caller closes its own descriptors."""
         for needs_room in (True, False):
             for step in range(len(self._fronts)):
                 front = self._fronts[(self._next + step) % len(self._fronts)]
@@ -38,8 +38,8 @@ class ConnectionBalancer:
         self._waiting.append(Untaken(connection, descriptors))
 
     def assign_again(self, connections: Sequence[Untaken] = ()) -> None:
-        """Assign these connections, which a front that has ended did not take, and those that wait. Their
-        descriptors are closed here."""
+        """Assign the connections that wait, and `connections`, which a front that has ended did not take.
+        Their descriptors are closed here."""
         waiting = [*self._waiting, *connections]
         self._waiting.clear()
         for one in waiting:

@@ -1,7 +1,7 @@
-"""Records which front runs, or keeps the answer of, each request with an `Idempotency-Key`.
+"""Records which front runs, or keeps the answer to, each request with an `Idempotency-Key`.
 
-The fronts keep the answers in their memory. A front's claims end with its process, because its answers are
-lost with it.
+Fronts keep the answers in memory. A front's claims end with its process, because its answers are lost with
+the process.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import NamedTuple
 from appliance.messages import Claim, Claimed, Release
 
 MAX_LOST_RUNS = 10_000
-"""Runs with a lost answer that are remembered, so that the log can say that a retry ran anew."""
+"""Maximum number of runs with a lost answer that are remembered. They are remembered so that the log can show
+that a retry ran again from the beginning."""
 
 
 class _Owner(NamedTuple):
@@ -27,10 +28,10 @@ class _LostRun(NamedTuple):
 
 
 class Claims:
-    """The owner of each claimed scope."""
+    """The front that owns each claimed scope."""
 
     def __init__(self, clock: Callable[[], float], keep_s: Callable[[], float]) -> None:
-        """`clock` returns seconds that never go back; a run with a lost answer is remembered for
+        """`clock` returns seconds on a clock that never goes back. Runs with a lost answer are remembered for
         `keep_s()`."""
         self._clock = clock
         self._keep_s = keep_s
@@ -41,7 +42,7 @@ class Claims:
         return len(self._owners)
 
     def claim(self, front: str, claim: Claim) -> Claimed:
-        """Return whether the front is to run the request."""
+        """Return whether the front must run the request."""
         owner = self._owners.get(claim.scope)
         if owner is not None and owner.front != front:
             return Claimed(claim.scope, is_elsewhere=True)
@@ -51,7 +52,7 @@ class Claims:
         return Claimed(claim.scope, False, retry_of)
 
     def release(self, front: str, release: Release) -> None:
-        """Forget a claim, because the front no longer has the answer."""
+        """Remove a claim, because the front no longer has the answer."""
         owner = self._owners.get(release.scope)
         if owner is None or (owner.front, owner.request_id) != (front, release.request_id):
             return
@@ -65,7 +66,7 @@ class Claims:
         return None if owner is None else owner.front
 
     def lose_front(self, front: str) -> int:
-        """Forget the claims of a front that has ended, and return their number."""
+        """Remove the claims of a front that has ended, and return their number."""
         lost = [scope for scope, owner in self._owners.items() if owner.front == front]
         for scope in lost:
             self._remember(scope, self._owners.pop(scope).request_id)

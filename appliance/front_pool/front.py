@@ -1,8 +1,8 @@
-"""One front process as the core sees it: started, told what to serve, given connections, and restarted when
-it ends.
+"""The core's view of one front process: starts it, sends its configuration and connections, and restarts it
+when it ends.
 
-A `Front` knows nothing of requests, models or other fronts. It passes what its process sends up to the
-`FrontEvents` that it was given (`appliance.front_pool.pool.FrontPool`).
+A `Front` knows nothing about requests, models or other fronts. It passes on what its process sends to its
+`FrontEvents` (`appliance.front_pool.pool.FrontPool`).
 """
 
 from __future__ import annotations
@@ -45,17 +45,18 @@ from engine.memory_kills import count_memory_kills, memory_kill_note
 log = logging.getLogger(__name__)
 
 _MAX_UNREAD_BYTES = 64 << 10
-"""A front with more unread bytes in its control channel gets no further connections for now."""
+"""A front with more unread bytes than this in its control channel temporarily gets no further connections."""
 _MAX_UNTAKEN = 24
-"""A front that has not yet taken so many of its connections gets no further ones for now: fewer than the
-descriptors that a front keeps free (`RESERVED_DESCRIPTORS`). At most an eighth of this process's descriptors,
-because this process keeps a duplicate of each such descriptor, and the kernel counts descriptors in a channel
-against the same limit."""
+"""A front that has not yet taken this many of its connections temporarily gets no further ones. The number is
+lower than the number of descriptors that a front keeps free (`RESERVED_DESCRIPTORS`). It is also limited to
+an eighth of this process's descriptors, because this process keeps a duplicate of each of these descriptors,
+and because the kernel counts descriptors in a channel against the same limit."""
 _QUIET_S = 3.0
-"""Fronts report twice a second: one that sends nothing for this long gets no further connections for now."""
+"""A front that sends nothing for this long temporarily gets no further connections. Fronts report twice a
+second."""
 _SLOW_START_S = 30.0
-"""A front that has been starting for longer is listed as a problem. It reads about two seconds for each
-model."""
+"""A front that has been starting for longer than this is listed as a problem. Reading takes about two seconds
+per model."""
 _DYING_S = 0.5
 
 
@@ -63,7 +64,7 @@ class Untaken:
     """A connection that a front has not taken yet, with duplicates of its descriptors."""
 
     def __init__(self, connection: ClientConnection, descriptors: tuple[int, ...]) -> None:
-        """Raises OSError when too many files are open."""
+        """Raises OSError if too many files are open."""
         self.connection = connection
         self.descriptors: list[int] = []
         try:
@@ -80,18 +81,18 @@ class Untaken:
 
 
 class FrontEvents(Protocol):
-    """Receives what happens to a front and what its process sends."""
+    """Receives the events of a front and the messages that its process sends."""
 
     def front_started(self, front: Front) -> None:
-        """Handle a new process, which has no configuration yet. May raise OSError: the process is then killed
-        and started again."""
+        """Handle a new process, which has no configuration yet. May raise OSError, in which case the process
+        is killed and started again."""
 
     def front_ready(self, front: Front) -> None:
         """Handle a front that is ready for connections."""
 
     def front_reported(self, front: Front) -> None:
-        """Handle a sign of life, or the end of a shortage of places, after which a front may take connections
-        again."""
+        """Handle a sign of life, or the end of a shortage of places. Afterwards the front may accept
+        connections again."""
 
     def request_message(self, front: Front, message: AboutRequest) -> None:
         """Handle a message about a request."""
@@ -100,29 +101,30 @@ class FrontEvents(Protocol):
         """Handle a claim or release of a request with an `Idempotency-Key`."""
 
     def front_hands_over(self, front: Front, message: HandOver, descriptors: tuple[int, int]) -> None:
-        """Pass a connection, with its request, to the front that must answer it. The
-        descriptors are closed when this returns."""
+        """Pass a connection, with its request, to the front that must answer the request. The descriptors are
+        closed after this method returns."""
 
     def front_keeps(self, front: Front, message: Keep, descriptor: int) -> None:
-        """Store prompts and answers that the front has sent. The descriptor is closed when this
+        """Store prompts and answers that the front has sent. The descriptor is closed after this method
         returns."""
 
     def front_changed(self, front: Front, former: dict[str, str]) -> None:
-        """`front.problems`, the models that the front cannot serve, differ from `former`."""
+        """Handle a change of `front.problems`, the models that the front cannot serve. `former` holds the
+        previous value."""
 
     def front_lost(self, front: Front, name: str) -> None:
         """Handle the end of the process with this name."""
 
     def front_problem(self, front: Front, what: str) -> None:
-        """Handle a problem for the operator."""
+        """Report a problem to the operator."""
 
 
 class Front:
-    """Supervises one front process. All methods belong on the event loop's thread, which must not end: each
-    front process is killed by the kernel when the thread that spawned it ends.
+    """Supervises one front process. All methods must be called on the event loop's thread. This thread must
+    not end, because the kernel kills each front process when the thread that spawned it ends.
 
-    Every process has its own name ("front-0", then "front-0.1", …), so that a replica's late message about an
-    ended front cannot be mistaken for one about its successor.
+    Every process has a unique name ("front-0", then "front-0.1", …), so that a replica's late message about a
+    front that has ended cannot be mistaken for a message about its successor.
     """
 
     def __init__(
@@ -142,7 +144,7 @@ class Front:
         self.restarts = 0
         self.last_error = ""
         self.max_connections = 0
-        """Connections of known clients that the settings allow it."""
+        """Maximum number of connections of known clients according to the settings."""
         self._events = events
         self.hang_timeout_s = hang_timeout_s
         self.load_timeout_s = load_timeout_s
@@ -161,7 +163,7 @@ class Front:
         self._given = 0
         """Number of connections given to this process."""
         self._untaken: dict[int, Untaken] = {}
-        """Connections of which the process has read no byte yet, by their number."""
+        """Connections from which the process has not yet read anything, by number."""
         self._refusals = RefusalWatch()
         self._stopping = False
         self._ended = asyncio.Event()
@@ -170,12 +172,12 @@ class Front:
 
     @property
     def pid(self) -> int | None:
-        """The id of the running process."""
+        """Id of the running process."""
         return self._process.pid if self._process else None
 
     @property
     def takes_connections(self) -> bool:
-        """Whether the front may be given a connection now."""
+        """Whether the front may be given a connection at the moment."""
         channel = self._channel
         if self.state != "ready" or channel is None or self._silent_s > _QUIET_S:
             return False
@@ -183,19 +185,19 @@ class Front:
 
     @property
     def has_room(self) -> bool:
-        """Whether the front has a free place for another connection, beside those that are on their way to
-        it. A full front still answers: it refuses with 503."""
+        """Whether the front has a free place for another connection, in addition to the connections on their
+        way to it. A full front still responds: it refuses connections with 503."""
         report = self._report
         return report is None or report.busy_connections + len(self._untaken) < report.max_connections
 
     @property
     def problems(self) -> dict[str, str]:
-        """The models that the front cannot serve: the reasons, by the model's name."""
+        """Models that the front cannot serve, each with the reason."""
         return self._report.problems if self._report is not None else {}
 
     @property
     def configured(self) -> int:
-        """The serial number of the latest configuration that the front has applied."""
+        """Serial number of the latest configuration that the front has applied."""
         return self._report.configured if self._report is not None else 0
 
     @property
@@ -204,13 +206,13 @@ class Front:
 
     @property
     def _starting_s(self) -> float:
-        """For how long the front has been starting; 0 if it is not starting."""
+        """How long the front has been starting, in seconds, or 0 if it is not starting."""
         return time.monotonic() - self._started_at if self.state == "starting" else 0.0
 
     # ── start and stop ──
 
     def start(self) -> None:
-        """Spawn the process. If that fails, it is retried as after the end of a process."""
+        """Spawn the process. A failed attempt is retried in the same way as after the end of a process."""
         self.name = f"front-{self.number}" + (f".{self.restarts}" if self.restarts else "")
         self.state, self.detail = "starting", ""
         self._report, self._ready_at, self._kill_reason = None, None, ""
@@ -229,7 +231,8 @@ class Front:
             self.kill(f"its channels could not be made: {error}")
 
     def _spawn(self) -> int:
-        """Return the process id. Raises OSError, and then releases everything that it has opened."""
+        """Spawn the process and return its id. If OSError is raised, everything opened here has been
+        released."""
         with contextlib.ExitStack() as undo:
             ours, theirs = socketpair()
             undo.callback(ours.close)
@@ -258,18 +261,18 @@ class Front:
         return process.pid
 
     def send(self, message: CoreToFront) -> None:
-        """Send a message to the process; without a process nothing is sent."""
+        """Send a message to the process. If there is no process, do nothing."""
         if self._channel is not None:
             self._channel.send(message)
 
     def configure(self, configure: Configure) -> None:
-        """Send the process what is served."""
+        """Send the configuration to the process."""
         self.max_connections = configure.limits.max_connections
         self.send(configure)
 
     def attach(self, replica: str, model: str, descriptor: int) -> None:
-        """Send the process a channel to a replica, and close the descriptor here. Raises OSError when too
-        many files are open."""
+        """Send the process a channel to a replica, and close the descriptor here. Raises OSError if too many
+        files are open."""
         try:
             if self._channel is not None:
                 self._channel.send(AttachReplica(replica, model), (descriptor,))
@@ -277,8 +280,8 @@ class Front:
             os.close(descriptor)
 
     def give(self, connection: ClientConnection, *descriptors: int) -> None:
-        """Send the process a client's connection, and the bytes that were already read from it. The caller
-        closes its own descriptors."""
+        """Send the process a client connection and the bytes already read from it. The caller closes its own
+        descriptors."""
         if self._channel is not None:
             self._given += 1
             connection = msgspec.structs.replace(connection, number=self._given)
@@ -286,12 +289,13 @@ class Front:
             self._channel.send(connection, descriptors)
 
     def take_back(self) -> list[Untaken]:
-        """Return the connections of which the ended process has read no byte. The caller closes them."""
+        """Return the connections from which the ended process has not read anything. The caller closes
+        them."""
         untaken, self._untaken = list(self._untaken.values()), {}
         return untaken
 
     def begin_stop(self, grace_s: float) -> None:
-        """Let the process finish its running answers and end. It is not restarted."""
+        """Let the process finish its running answers and end. The process is not restarted."""
         self._stopping = True
         if self._timer is not None:
             self._timer.cancel()
@@ -306,15 +310,15 @@ class Front:
         await self._ended.wait()
 
     def kill(self, reason: str) -> None:
-        """Kill the process now."""
+        """Kill the process at once."""
         if self._process is not None:
             self._kill_reason = self._kill_reason or reason
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def kill_soon(self, reason: str) -> None:
-        """Kill the process unless it ends within half a second: it is probably ending, and its exit status
-        tells why."""
+        """Kill the process unless it ends within half a second. It is probably ending, in which case its exit
+        status gives the reason."""
 
         def kill(name: str) -> None:
             if self.name == name:
@@ -323,7 +327,7 @@ class Front:
         asyncio.get_running_loop().call_later(_DYING_S, kill, self.name)
 
     def check(self) -> None:
-        """Kill the process if it hangs or if its start takes too long. To be called about once a second."""
+        """Kill the process if it hangs or takes too long to start. Must be called about once a second."""
         limit_s = self.load_timeout_s if self._ready_at is None else self.hang_timeout_s
         if self._silent_s > limit_s:
             self.kill(f"it sent nothing for {self._silent_s:.0f} s while {self.state}")
@@ -370,7 +374,7 @@ class Front:
 
     @contextlib.contextmanager
     def _descriptors(self, count: int) -> Iterator[list[int]]:
-        """Return the descriptors that came with a message, and close them afterwards. Returns none if the
+        """Yield the descriptors that came with a message, and close them afterwards. Yields none if the
         kernel has dropped one because this process has too many open files."""
         taken: list[int] = []
         complete = True
@@ -440,7 +444,7 @@ class Front:
         )
 
     def _explained(self, report: FrontReport | None) -> str:
-        """Return the explanation of the state."""
+        """Return the explanation of the front's state."""
         if self._starting_s > _SLOW_START_S:
             return (
                 f"starting for {self._starting_s:.0f} s: it has not loaded the models' tokenizers and chat "
@@ -451,7 +455,7 @@ class Front:
         return self.detail or (self._limits_reached(report) if report else "")
 
     def _limits_reached(self, report: FrontReport) -> str:
-        """Return which limit of connections the front has reached; empty if none."""
+        """Return the connection limit that the front has reached, or an empty string if there is none."""
         if report.max_connections and report.busy_connections >= report.max_connections:
             return f"full: all {report.max_connections:,} connections are in use, others are refused"
         if 0 < report.max_connections < self.max_connections:

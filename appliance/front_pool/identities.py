@@ -1,7 +1,7 @@
-"""The table of identities with which fronts authenticate callers, derived from tenants, keys and settings.
+"""The identity table with which fronts authenticate callers, derived from tenants, keys and settings.
 
-It is derived anew only when policies or settings change, and fronts then get the difference. The rights of a
-request always come from the core's own table (`IdentityRegistry.of`), never from the front.
+The table is derived again only when policies or settings change. Fronts then receive only the differences.
+The rights of a request always come from the core's own table (`IdentityRegistry.of`), never from the front.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from store.tenants import LOCAL
 
 
 class IdentityRegistry:
-    """The identities according to the present policies and settings."""
+    """The identities according to the current policies and settings."""
 
     def __init__(self, policies: Callable[[], Policies], unix: UnixSettings) -> None:
         self.unix = unix
-        """The settings of the Unix socket; may be replaced at any time."""
+        """Settings of the Unix socket. They may be replaced at any time."""
         self._policies = policies
         self._made_of: tuple[Policies, UnixSettings] | None = None
         self._table = Identities()
         self._known: dict[str, tuple[KeyRecord, TenantRecord, Identity]] = {}
 
     def current(self) -> Identities:
-        """Return the whole table; the same object as long as nothing changes."""
+        """Return the whole table. Returns the same object for as long as nothing changes."""
         policies = self._policies()
         if self._made_of is None or self._made_of[0] is not policies or self._made_of[1] is not self.unix:
             self._made_of = policies, self.unix
@@ -36,8 +36,8 @@ class IdentityRegistry:
         return self._table
 
     def of(self, identity: Identity) -> Identity:
-        """Return the present rights of a caller whom a front has identified. A caller whose tenant or key was
-        deleted in the meantime gets the rights of a tenant without a policy."""
+        """Return the current rights of a caller that a front has identified. If the caller's tenant or key
+        has been deleted since then, the caller gets the rights of a tenant without a policy."""
         policies = self._policies()
         if (tenant := policies.tenants.get(identity.tenant)) is not None:
             if not identity.key_id:
@@ -92,13 +92,13 @@ class IdentityRegistry:
 
 
 def local_uids(unix: UnixSettings) -> set[int]:
-    """Return the users who belong to the tenant "local" unless they are mapped to another one: the owner,
-    root, and those named in the settings."""
+    """Return the users who belong to the tenant "local" unless they are mapped to another tenant: the owner,
+    root, and the users named in the settings."""
     return {os.geteuid(), 0, *(unix.uids if isinstance(unix.uids, list) else ())}
 
 
 def changes(before: Identities, after: Identities) -> Identities | None:
-    """Return the message that turns the table `before` of a front into `after`; None if they are equal."""
+    """Return the message that changes a front's table from `before` to `after`, or None if they are equal."""
     keys = {name: known for name, known in after.keys.items() if before.keys.get(name) != known}
     keys |= dict.fromkeys(before.keys.keys() - after.keys.keys())
     same = (before.uids, before.gids, before.any_uid) == (after.uids, after.gids, after.any_uid)

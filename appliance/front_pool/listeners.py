@@ -1,8 +1,8 @@
-"""The API's listening sockets. The core accepts their connections and gives each one to a front.
+"""The API's listening sockets. The core accepts connections on them and gives each connection to a front.
 
-A listener is read only while a front takes connections; otherwise clients wait in its backlog and none is
-refused. Sockets that the service manager opened outlive the service: a client that connects while the service
-is down is served after its next start.
+A listener is read only while a front accepts connections. Otherwise clients wait in its backlog, so that none
+is refused. Sockets opened by the service manager outlive the service: a client that connects while the
+service is down is served after the next startup.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ from appliance.settings import Settings
 log = logging.getLogger(__name__)
 
 _MAX_PER_PASS = 4
-"""Connections accepted per pass of the event loop: a burst of them must not delay requests in progress."""
+"""Maximum number of connections accepted per iteration of the event loop, so that a burst of connections does
+not delay requests in progress."""
 _RETRY_S = 0.1
-"""Time for which no connections are accepted after a shortage of descriptors or memory."""
+"""Time during which no connections are accepted after a shortage of descriptors or memory."""
 _SAME_SHORTAGE_S = 60.0
-"""A shortage that returns within this time is the same one and is reported once."""
+"""A shortage that recurs within this time is treated as the same shortage and is reported once."""
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 NoteProblem = Callable[[str, str], None]
-"""Reports a problem to the operator: where it is, and what it is."""
+"""Reports a problem to the operator. The arguments are its location and its description."""
 
 
 class Listener:
@@ -55,7 +56,8 @@ class Listener:
         *,
         lasting: bool = False,
     ) -> None:
-        """`lasting`: the service manager created the socket and keeps it after the service has ended."""
+        """`lasting` means that the service manager created the socket and keeps it after the service has
+        ended."""
         self.name = name
         self.lasting = lasting
         self.accepted = 0
@@ -72,7 +74,7 @@ class Listener:
         self._closed = False
 
     def update(self) -> None:
-        """Read the socket if a front takes connections, otherwise leave connections in the backlog."""
+        """Read the socket if a front accepts connections. Otherwise leave connections in the backlog."""
         wanted = not (self._closed or self._stopping) and self._pause is None and self._balancer.open
         if wanted != self._reading:
             self._reading = wanted
@@ -83,14 +85,14 @@ class Listener:
                 loop.remove_reader(self.socket.fileno())
 
     def begin_stop(self) -> None:
-        """Stop reading a socket that outlives the service, so that new clients wait for the next service. The
-        service's own sockets are served until they are closed."""
+        """Stop reading the socket if it outlives the service, so that new clients wait for the next start of
+        the service. The service's own sockets are served until they are closed."""
         if self.lasting:
             self._stopping = True
             self.update()
 
     def close(self) -> None:
-        """Stop listening, and remove the socket's file if the service created it."""
+        """Stop listening, and remove the socket file if the service created it."""
         if self._closed:
             return
         self._closed = True
@@ -126,7 +128,7 @@ class Listener:
                 self._balancer.assign(message, connection.fileno())
 
     def _pause_accepting(self, shortage: OSError) -> None:
-        """Accept nothing for a moment; clients wait in the backlog."""
+        """Accept no connections for a moment. Clients wait in the backlog."""
         loop = asyncio.get_running_loop()
         if self._shortage_at is None or loop.time() - self._shortage_at > _SAME_SHORTAGE_S:
             self._note(
@@ -148,7 +150,7 @@ def _tcp_connection(peer: tuple[object, ...]) -> ClientConnection:
 
 
 class Listeners:
-    """All sockets of the API: those that the service manager opened, and the service's own."""
+    """All sockets of the API: those opened by the service manager and those opened by the service."""
 
     def __init__(
         self,
@@ -159,7 +161,7 @@ class Listeners:
     ) -> None:
         """Assign the `given` sockets by their addresses, and open the missing ones. Raises ListenError."""
         self.admin: socket.socket | None = None
-        """The socket of the admin API, if the service manager opened it."""
+        """Socket of the admin API, if the service manager opened it."""
         self._listeners: list[Listener] = []
         self._balancer = balancer
         self._note = note
@@ -179,16 +181,16 @@ class Listeners:
         return [listener.status() for listener in self._listeners]
 
     def accepted(self) -> dict[str, int]:
-        """Return the number of accepted connections by the listener's name."""
+        """Return the number of accepted connections by listener name."""
         return {listener.name: listener.accepted for listener in self._listeners}
 
     def update(self) -> None:
-        """Accept connections exactly while a front takes them."""
+        """Accept connections if, and only if, a front accepts them."""
         for listener in self._listeners:
             listener.update()
 
     def begin_stop(self) -> None:
-        """Leave new connections of sockets that outlive the service to the next service."""
+        """Leave new connections on sockets that outlive the service for its next start."""
         for listener in self._listeners:
             listener.begin_stop()
 
@@ -198,12 +200,13 @@ class Listeners:
             listener.close()
 
     def prepare(self, settings: Settings) -> socket.socket | None:
-        """Open the TCP address of `settings` if it is new; `change` then uses it. Raises ListenError, and
-        then nothing has changed."""
+        """Open the TCP address in `settings` if it is new; `change` then uses it. If ListenError is raised,
+        nothing has changed."""
         return self._bind_tcp(settings, beside=[listener.socket for listener in self._own_tcp()])
 
     def change(self, settings: Settings, opened: socket.socket | None) -> None:
-        """Listen on the address of `settings`, with its file modes. Existing connections continue."""
+        """Listen on the address in `settings`, with the file modes in `settings`. Existing connections
+        continue."""
         wanted = settings.address()
         for listener in self._own_tcp():
             if wanted is None or not listens_on(listener.address, wanted):

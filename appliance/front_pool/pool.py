@@ -1,4 +1,4 @@
-"""The front pool: all front processes, what they are told, and what they send.
+"""The front pool: all front processes, what they are sent, and what they send.
 
                  Controller, ModelManager, reload hooks
                      │ set_count, connect_replica, publish_configuration, publish_identities, send
@@ -7,8 +7,9 @@
                                              │
              FrontRequests, configuration(), keep(), note(), on_availability()
 
-Calls go down; what fronts send goes up through the protocol `FrontRequests` and the callbacks that the pool
-is given. The pool knows no replica beyond its name and a function that opens a channel to it, and no request.
+Calls go down. Messages from fronts go up, through the `FrontRequests` protocol and the callbacks that are
+passed to the pool. The pool knows nothing about requests. It knows only a replica's name and a function that
+opens a channel to it.
 """
 
 from __future__ import annotations
@@ -48,14 +49,15 @@ from appliance.settings import Settings
 log = logging.getLogger(__name__)
 
 _CONFIGURED_WITHIN_S = 2.0
-"""A front that has not applied a configuration after this time is busy or ending, and is not waited for."""
+"""A front that has not applied a configuration after this time is busy or ending, so the pool does not wait
+for it any longer."""
 _CLOSE_S = 1.0
 _STOP_S = 3.0
-"""Time for fronts to close their connections and end; after it they are killed."""
+"""Time for fronts to close their connections and end. After this time they are killed."""
 
 
 class FrontRequests(Protocol):
-    """Receives what fronts send about requests, and which fronts there are."""
+    """Receives messages from fronts about requests, and changes to the set of fronts."""
 
     def add_front(self, front: str) -> None: ...
     def lose_front(self, front: str) -> None: ...
@@ -74,7 +76,7 @@ class _Endpoint(NamedTuple):
 
 
 class FrontPool:
-    """All front processes. All methods belong on the event loop's thread."""
+    """All front processes. All methods must be called on the event loop's thread."""
 
     def __init__(
         self,
@@ -88,10 +90,15 @@ class FrontPool:
         on_availability: Callable[[], None],
         module: str = "appliance.front",
     ) -> None:
-        """`settings` returns those in effect, and `configuration` what fronts should know now. `keep` stores
-        prompts and answers, and `note` reports a problem (where, what) to the operator. `on_availability` is
-        called when a front may have begun or ceased to take connections. `module` is the Python module of a
-        front process."""
+        """Create the pool without starting any fronts.
+
+        - `settings` returns the settings in effect.
+        - `configuration` returns the current configuration for fronts.
+        - `keep` stores prompts and answers.
+        - `note` reports a problem (its location and description) to the operator.
+        - `on_availability` is called when a front may have begun or ceased to accept connections.
+        - `module` is the Python module to run as a front process.
+        """
         self.fronts: list[Front] = []
         self.balancer = ConnectionBalancer(self.fronts)
         self._settings = settings
@@ -104,7 +111,7 @@ class FrontPool:
         self._module = module
         self._claims = Claims(time.monotonic, lambda: settings().idempotency.keep_s)
         self._by_name: dict[str, Front] = {}
-        """Fronts with a running process, by the name of the process."""
+        """Fronts with a running process, by process name."""
         self._replicas: dict[str, _Endpoint] = {}
         self._numbers = itertools.count()
         self._leaving: set[Front] = set()
@@ -118,13 +125,13 @@ class FrontPool:
     # ── start and stop ──
 
     def start(self) -> None:
-        """Start every process."""
+        """Start all processes."""
         self._started = True
         for front in self.fronts:
             front.start()
 
     async def stop(self) -> None:
-        """End every process within a few seconds. Connections are closed."""
+        """End all processes within a few seconds. Connections are closed."""
         for front in self.fronts:
             front.begin_stop(_CLOSE_S)
         ended = asyncio.gather(*(front.ended() for front in self.fronts))
@@ -134,12 +141,12 @@ class FrontPool:
         await ended
 
     def check(self) -> None:
-        """Kill processes that hang. To be called a few times a second."""
+        """Kill processes that hang. Must be called a few times per second."""
         for front in self.fronts:
             front.check()
 
     def set_count(self, count: int) -> None:
-        """Run so many fronts. Surplus fronts first finish their running answers."""
+        """Run this many fronts. Surplus fronts finish their running answers before they end."""
         settings = self._settings()
         staying = [front for front in self.fronts if front not in self._leaving]
         for front in staying[count:]:
@@ -147,7 +154,8 @@ class FrontPool:
             front.begin_stop(settings.drain_grace_s)
             self._background.run(self._remove(front))
         for _ in range(count - len(staying)):
-            # Numbers are not reused: a replica's late message about an ended front must not match another.
+            # Numbers are not reused, so that a replica's late message about a front that has ended cannot
+            # match another front.
             front = Front(
                 next(self._numbers),
                 self,
@@ -166,7 +174,7 @@ class FrontPool:
         self._leaving.discard(front)
 
     def set_timeouts(self) -> None:
-        """Take the times after which processes are killed from the settings."""
+        """Read the timeouts after which processes are killed from the settings."""
         for front in self.fronts:
             front.hang_timeout_s = self._settings().hang_timeout_s
             front.load_timeout_s = self._settings().load_timeout_s
@@ -174,7 +182,7 @@ class FrontPool:
     # ── messages to fronts ──
 
     def publish_identities(self) -> None:
-        """Send every front what has changed in the table of identities."""
+        """Send every front the changes to the identity table."""
         table, sent = self._identities.current(), self._sent_identities
         if table is sent:
             return
@@ -184,7 +192,7 @@ class FrontPool:
                 front.send(news)
 
     def publish_configuration(self) -> None:
-        """Send every front what is served, if it has changed."""
+        """Send every front the configuration, if it has changed."""
         sent, now = self._sent_configuration, self._configuration()
         if sent is not None:
             if msgspec.structs.replace(sent, serial=0) == now:
@@ -206,7 +214,7 @@ class FrontPool:
             await asyncio.sleep(0.005)
 
     def send(self, front: str, message: CoreToFront) -> None:
-        """Send a message to the process with this name; if it has ended, nothing is sent."""
+        """Send a message to the process with this name. If the process has ended, do nothing."""
         known = self._by_name.get(front)
         if known is not None:
             known.send(message)
@@ -218,10 +226,10 @@ class FrontPool:
     # ── channels to replicas ──
 
     def connect_replica(self, name: str, model: str, open_channel: Callable[[str], int]) -> None:
-        """Give every front a channel to a replica that has become ready; fronts that start later get one too.
+        """Give every front a channel to a replica that has become ready, including fronts that start later.
 
-        `open_channel` returns the descriptor of a new channel for the front of a name. Raises OSError when
-        too many files are open.
+        `open_channel` returns the descriptor of a new channel for the front with the given name. Raises
+        OSError if too many files are open.
         """
         for front in self._by_name.values():
             front.attach(name, model, open_channel(front.name))
@@ -232,8 +240,8 @@ class FrontPool:
         self._replicas.pop(name, None)
 
     def channel_closed(self, front: str, replica: str) -> None:
-        """Restart a front that has closed its channel to a running replica: the front is ending, or it cannot
-        use the replica any more."""
+        """Restart a front that has closed its channel to a running replica, because the front is either
+        ending or can no longer use the replica."""
         known = self._by_name.get(front)
         if known is not None and known.state != "stopping":
             known.kill_soon(f"it closed its channel to {replica}")
@@ -259,7 +267,7 @@ class FrontPool:
     def request_message(self, front: Front, message: AboutRequest) -> None:
         requests = self._requests
         if isinstance(message, Admit):
-            # The front says who the caller is; the caller's rights come from the core's own table.
+            # The front only identifies the caller. The caller's rights come from the core's own table.
             identity = self._identities.of(message.identity)
             requests.admit(front.name, msgspec.structs.replace(message, identity=identity))
         elif isinstance(message, Settle):
@@ -283,11 +291,11 @@ class FrontPool:
         if owner is not None:
             owner.give(connection, *descriptors)
         else:
-            # The answer has been lost in the meantime: the front that gets the request runs it.
+            # The answer has been lost in the meantime, so the front that gets the request runs it.
             self.balancer.assign(connection, *descriptors)
 
     def front_keeps(self, front: Front, message: Keep, descriptor: int) -> None:
-        # The front says who the caller is; what may be kept comes from the core's own table.
+        # The front only identifies the caller. What may be kept is determined by the core's own table.
         identity = self._identities.of(message.identity)
         self._keep(msgspec.structs.replace(message, identity=identity), descriptor)
 

@@ -1,4 +1,5 @@
-"""Decides when an operator is told that a front refuses clients: at most once a minute for each reason."""
+"""Decides when to tell an operator that a front is refusing clients: at most once a minute for each
+reason."""
 
 from __future__ import annotations
 
@@ -8,12 +9,13 @@ from collections.abc import Iterator
 from appliance.messages import FrontReport
 
 MANY_DENIALS = 100
-"""Requests without a valid key in one minute: more than misconfigured clients send by mistake."""
+"""Number of requests without a valid key per minute that is reported as a problem. Misconfigured clients send
+fewer by mistake."""
 _MINUTE_S = 60.0
 
 
 class RefusalWatch:
-    """Compares the reports of one front process."""
+    """Compares consecutive reports of one front process."""
 
     def __init__(self) -> None:
         self._last: FrontReport | None = None
@@ -22,7 +24,7 @@ class RefusalWatch:
         self._denials_before = 0
 
     def problems(self, report: FrontReport) -> Iterator[str]:
-        """Return what is worth telling since the last report."""
+        """Return the new problems since the last report."""
         now = time.monotonic()
         for reason, text in self._refusals(report, now):
             if now - self._told_at.get(reason, -_MINUTE_S) >= _MINUTE_S:

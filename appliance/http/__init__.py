@@ -1,8 +1,9 @@
-"""HTTP/1.1 over sockets that the core bound or accepted, for fronts, the admin API and the metrics listener.
+"""HTTP/1.1 over sockets that the core bound or accepted. Used by fronts, the admin API and the metrics
+listener.
 
-Our own asyncio protocol drives the ASGI application, and httptools (llhttp) parses. It adds what ASGI servers
-lack: the peer's identity (`SO_PEERCRED`), time limits for headers, bodies and writes, limits on the bytes and
-connections that a client can use, and a direct way to write a stream (`Connection.write_chunk`).
+A custom asyncio protocol drives the ASGI application, and httptools (llhttp) does the parsing. The protocol
+adds what ASGI servers lack: the peer's identity (`SO_PEERCRED`), time limits for headers, bodies and writes,
+per-client limits on bytes and connections, and a direct way to write a stream (`Connection.write_chunk`).
 """
 
 from appliance.http.connection import Connection

@@ -1,4 +1,4 @@
-"""Takes the body of one request out of a connection's bytes, and never a byte that follows it."""
+"""Extracts one request's body from a connection's bytes, without consuming any byte that follows it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from appliance.http.errors import RequestError
 from appliance.http.heads import RequestHead
 
 FRAMING_BYTES = 64 << 10
-"""Chunk sizes, extensions and trailers may have this many bytes more than the content. A body
-of 1-byte chunks would otherwise cost 0.4 µs of CPU for each byte of content."""
+"""Maximum number of bytes that chunk sizes, extensions and trailers may add to the content. Without this
+limit, a body in 1-byte chunks would cost 0.4 µs of CPU per byte of content."""
 
 _CHUNKED_HEAD = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
 _EMPTY_LINE = b"\r\n\r\n"
@@ -23,13 +23,13 @@ class Body(Protocol):
     complete: bool
 
     def feed(self, data: bytes) -> tuple[bytes, int]:
-        """Return the content in `data`, and how many of its bytes belong to this body. Raises
+        """Return the content in `data` and the number of bytes of `data` that belong to this body. Raises
         RequestError."""
         ...
 
 
 class SizedBody:
-    """A body of known length."""
+    """A body with a known length."""
 
     def __init__(self, length: int) -> None:
         self._left = length
@@ -44,11 +44,11 @@ class SizedBody:
 
 
 class ChunkedBody:
-    """A body in chunks.
+    """A body sent in chunks.
 
-    llhttp decodes it in a separate parser, which has been fed a fixed head. The last chunk and the trailers
-    end with an empty line, so the parser is fed up to one empty line at a time: it stops at the body's end
-    exactly, and the next request stays unparsed. Trailers are dropped.
+    A separate llhttp parser, primed with a fixed request head, decodes the body. The last chunk and the
+    trailers end with an empty line, so the parser is fed up to one empty line at a time. It therefore stops
+    exactly at the end of the body, and the next request stays unparsed. Trailers are dropped.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class ChunkedBody:
         self._messages = 0
         self._framing_left = FRAMING_BYTES
         self._tail = b""
-        """The last three bytes that were fed to the parser: an empty line may begin in them."""
+        """The last three bytes fed to the parser, because an empty line may begin in them."""
         self._parser = httptools.HttpRequestParser(self)
         self._parser.feed_data(_CHUNKED_HEAD)
 
@@ -87,7 +87,7 @@ class ChunkedBody:
     # ── the parser's callbacks ──
 
     def on_message_begin(self) -> None:
-        """Count the messages that the parser found: a second one would be a smuggled request."""
+        """Count the messages that the parser has found. A second message would be a smuggled request."""
         self._messages += 1
 
     def on_body(self, content: bytes) -> None:
@@ -95,10 +95,10 @@ class ChunkedBody:
         self._content.append(content)
 
     def on_message_complete(self) -> None:
-        """Note that the body has ended."""
+        """Record that the body has ended."""
         self.complete = True
 
 
 def body_of(head: RequestHead) -> Body:
-    """Return the body that follows a head."""
+    """Return the body that follows a request head."""
     return ChunkedBody() if head.chunked else SizedBody(head.content_length)

@@ -1,4 +1,4 @@
-"""One client's connection: decides when bytes are read, which time limits apply, and when it closes."""
+"""One client connection: decides when to read, which time limits apply, and when to close."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ if TYPE_CHECKING:
     from appliance.http.server import HttpServer
 
 LINGER_S = 2.0
-"""After a refusal, the rest of the request is read and dropped for at most this time before the connection
-closes. Closing at once would reset the connection before the client has read the response."""
+"""Maximum time for which the rest of a refused request is read and dropped before the connection closes.
+Closing at once would reset the connection before the client has read the response."""
 UNAUTHENTICATED_LINGER_BYTES = 1 << 20
 """Maximum number of bytes that are read and dropped for a client without a valid key."""
 FIRST_PROBE_S = 0.5
-"""A TCP client that has sent its last byte may wait for the response or have disconnected. After this time,
-and then at intervals that double, it is sent `100 Continue`, to which a closed connection replies with a
-reset."""
+"""Delay before the first probe of a half-closed TCP connection, whose client may be waiting for the response
+or may have disconnected. Each probe sends `100 Continue`, to which a closed connection replies with a reset.
+The delay doubles after each probe."""
 _POLL_S = 0.5
 _PIECE_BYTES = 64 << 10
 _LARGE_READ_BYTES = 16 << 10
-"""After a read of this size, the next read waits for its turn, because the client probably sends a large
-body."""
+"""After a read of at least this size, the connection must wait for a turn before it reads again, because the
+client is probably sending a large body."""
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One client's connection. Applications find it, and its peer, in the scope: `state["connection"]`,
+    """One client connection. Applications find it in the scope as `state["connection"]`, and its peer as
     `state["peer"]`.
 
-    At most one request is parsed at a time. While it is being answered, or while the application does not
-    read its body, at most one read buffer of further bytes is held; the rest stays in the kernel, which slows
-    the sender down.
+    At most one request is parsed at a time. While that request is being answered, or while the application is
+    not reading its body, at most one read buffer of further bytes is held. The rest stays in the kernel,
+    which slows the sender down.
 
-    While a response streams, `write_chunk` hands bytes straight to the transport. It never waits: the writer
-    checks `writable` first, and keeps its data until `on_writable` is called.
+    While a response is streamed, `write_chunk` passes bytes straight to the transport. `write_chunk` never
+    waits, so the writer must check `writable` first and keep its data until `on_writable` is called.
     """
 
     transport: asyncio.Transport
@@ -59,16 +59,17 @@ class Connection(asyncio.BufferedProtocol):
         self.on_writable: Callable[[], None] | None = None
         """Called when the transport accepts bytes again."""
         self.on_lost: Callable[[], None] | None = None
-        """Called once when the connection has closed. Both callbacks belong to the response in progress."""
+        """Called once, when the connection has closed. `on_writable` and `on_lost` belong to the response in
+        progress."""
         self.last_chunk_at = 0.0
-        """When a part of a response was written last, in seconds of the monotonic clock."""
+        """When part of a response was last written, in seconds of the monotonic clock."""
         self._address = address
         self._tenant = ""
         self._peer: Peer | None = None
         self._source: Source
-        """Who takes turns with this connection."""
+        """The source on whose behalf this connection takes turns."""
         self.pool: Pool | None = None
-        """The pool that has a place for this connection; the server sets it."""
+        """The pool in which this connection has a place. Set by the server."""
         self._input = bytearray(request)
         self._reader = HeadReader()
         self._exchange: Exchange | None = None
@@ -76,13 +77,13 @@ class Connection(asyncio.BufferedProtocol):
         self._advancing = False
         self._read_paused = False
         self._waits_to_read = False
-        """Whether the connection waits for its turn to read again after a large read."""
+        """Whether the connection is waiting for a turn to read again after a large read."""
         self._begun: tuple[int, int] = 0, 0
-        """The latest second in which a request was begun, and how many were begun in it."""
+        """The latest second in which a request was begun, and the number of requests begun in that second."""
         self._ended = False
-        """Whether the client has sent its last byte."""
+        """Whether the client has closed its sending side."""
         self._linger_bytes: int | None = None
-        """How many more bytes are dropped before the connection closes; None if it is not closing."""
+        """Number of bytes still to be dropped before the connection closes, or None if it is not closing."""
         self._probe_s = FIRST_PROBE_S
         self._writable = asyncio.Event()
         self._writable.set()
@@ -90,7 +91,7 @@ class Connection(asyncio.BufferedProtocol):
         self._half_closed_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._unsent_bytes = 0
-        """The size of the transport's buffer when the write timer was started."""
+        """Number of bytes in the transport's buffer when the write timer was started."""
 
     # ── methods for a response in progress ──
 
@@ -119,7 +120,7 @@ class Connection(asyncio.BufferedProtocol):
         await self._writable.wait()
 
     def write_chunk(self, data: bytes) -> None:
-        """Write a part of a response that was started without a content length. `data` is not empty."""
+        """Write part of a response that was started without a content length. `data` must not be empty."""
         if self._exchange is not None and self._exchange.chunked:
             data = b"%x\r\n%b\r\n" % (len(data), data)
         self.last_chunk_at = time.monotonic()
@@ -130,18 +131,18 @@ class Connection(asyncio.BufferedProtocol):
         self.on_writable = self.on_lost = None
 
     def abort(self) -> None:
-        """Close at once, and drop unsent bytes."""
+        """Close at once and drop unsent bytes."""
         self.transport.abort()
 
     def cut_off(self) -> None:
-        """Close now, because the client does not read its response."""
+        """Close at once, because the client does not read its response."""
         self.server.cut_off.note(self._peer)
         self.transport.abort()
 
     def authenticate(self, tenant: str = "") -> bool:
-        """Move the connection to the pool of known clients, as one of `tenant`, because its request has a
-        valid identity. Return False if all places that it could take belong to connections whose requests
-        are being answered."""
+        """Move the connection to the pool of known clients and assign it to `tenant`, because its request has
+        a valid identity. Return False if no place can be freed for it: all eligible places belong to
+        connections whose requests are being answered."""
         if not self.authenticated or self._tenant != tenant:
             if not self.server.promote(self, tenant):
                 return False
@@ -153,9 +154,9 @@ class Connection(asyncio.BufferedProtocol):
     # ── handing a request to another process ──
 
     def leave(self) -> int | None:
-        """Stop reading, so that another process can continue with this connection, and return its descriptor.
-        Return None if bytes of a further request have been read, or a part of an earlier response is
-        unsent."""
+        """Stop reading and return the connection's descriptor, so that another process can take the
+        connection over. Return None if bytes of a further request have been read or part of an earlier
+        response is still unsent."""
         if self._input or self.transport.get_write_buffer_size():
             return None
         self._waits_to_read = False
@@ -164,7 +165,7 @@ class Connection(asyncio.BufferedProtocol):
         return descriptor
 
     async def abandon(self) -> None:
-        """Close this process's descriptor; another process has a duplicate and keeps the connection."""
+        """Close this process's descriptor. Another process has a duplicate and keeps the connection."""
         closed = asyncio.Event()
         self.on_lost = closed.set
         self.transport.abort()
@@ -173,7 +174,7 @@ class Connection(asyncio.BufferedProtocol):
     # ── opening and closing the connection ──
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Identify the peer and take a place."""
+        """Identify the peer and claim a place in a pool."""
         self.transport = transport
         sock = transport.get_extra_info("socket")
         if sock.family != socket.AF_UNIX:
@@ -185,11 +186,11 @@ class Connection(asyncio.BufferedProtocol):
             transport.abort()
             return
         self._arm(self._limit_s(self.server.limits.header_timeout_s), self._request_late)
-        # Bytes that another process has read from this connection come before those that are read here.
+        # Bytes that another process has already read from this connection come first.
         self.advance()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Free the connection's place, and notify the response in progress."""
+        """Free the connection's place and notify the response in progress."""
         self.server.forget(self)
         for timer in (self._timer, self._half_closed_timer, self._write_timer):
             if timer is not None:
@@ -206,7 +207,7 @@ class Connection(asyncio.BufferedProtocol):
             on_lost()
 
     def evict(self) -> None:
-        """Close the connection, which has no complete request, because another one needs its place."""
+        """Close the connection, which has no complete request, to free its place for another connection."""
         self.transport.abort()
 
     def stop(self) -> None:
@@ -219,8 +220,8 @@ class Connection(asyncio.BufferedProtocol):
     # ── reading ──
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Return the server's read buffer. The transport fills it, and `buffer_updated` empties it, in one
-        step of the event loop."""
+        """Return the server's shared read buffer. The transport fills the buffer and `buffer_updated` empties
+        it in the same step of the event loop."""
         return self.server.read_buffer
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -239,7 +240,7 @@ class Connection(asyncio.BufferedProtocol):
                 self._pause_reading(True)
 
     def _read_on(self) -> None:
-        """Continue to read after a large read, because it is this connection's turn."""
+        """Resume reading after a large read, because this connection has its turn."""
         if self._waits_to_read and not self.transport.is_closing():
             self._waits_to_read = False
             self._pause_reading(self._linger_bytes is None and not self._wants_bytes())
@@ -249,7 +250,7 @@ class Connection(asyncio.BufferedProtocol):
         self._ended = True
         exchange = self._exchange
         if exchange is None or not exchange.request_complete or self._linger_bytes is not None:
-            # The transport closes when everything is sent, for which the client has a time limit.
+            # The transport closes after everything has been sent. A time limit applies to the client.
             self._close_now()
             return False
         if self._peer_has_closed():
@@ -259,8 +260,8 @@ class Connection(asyncio.BufferedProtocol):
         return True
 
     def advance(self) -> None:
-        """Parse the bytes that can be used now: at most the next request's head, or a part of the body that
-        the application is waiting for."""
+        """Parse the bytes that can be used at the moment: at most the next request head, or the part of the
+        body that the application is waiting for."""
         if self._advancing:
             return
         self._advancing = True
@@ -276,16 +277,16 @@ class Connection(asyncio.BufferedProtocol):
             self._count_memory()
 
     def _count_memory(self) -> None:
-        """Tell the server how much memory the connection's requests take, without bodies that the application
-        has read."""
+        """Report to the server how much memory the connection's requests take, not counting body bytes that
+        the application has already read."""
         size = len(self._input) + self._reader.collected_bytes
         if self._exchange is not None:
             size += self._exchange.head.memory_bytes
         self.server.request_memory.hold(self, size)
 
     def give_up_request(self) -> None:
-        """Refuse the request, because the request heads in progress take too much memory. If the request is
-        complete, the application may already be answering it, so the connection is closed."""
+        """Refuse the request, because the request heads in progress take too much memory. Close the
+        connection instead if the request is complete, because the application may already be answering it."""
         if self._exchange is not None and self._exchange.request_complete:
             self.transport.abort()
         else:
@@ -293,7 +294,7 @@ class Connection(asyncio.BufferedProtocol):
             self.refuse(RequestError(503, message, "too_many_header_bytes"))
 
     def _step(self) -> bool:
-        """Parse one piece of the input. Return False if there is nothing to parse now."""
+        """Parse one piece of the input. Return False if nothing can be parsed at the moment."""
         if not self._input:
             return False
         exchange = self._exchange
@@ -350,7 +351,7 @@ class Connection(asyncio.BufferedProtocol):
             exchange.keep_alive = False
 
     def skip_body(self) -> bool:
-        """Drop the part of the body that the application did not read, if all of it has arrived. Return
+        """Drop the part of the body that the application has not read, if all of it has arrived. Return
         whether the request is complete."""
         body = self._body
         if body is None or body.complete or self._exchange is None:
@@ -366,8 +367,8 @@ class Connection(asyncio.BufferedProtocol):
         return body.complete
 
     def _wants_bytes(self) -> bool:
-        """Whether bytes that arrive now can be used. One buffer of a further request is read ahead, because
-        only a read notices that the client has disconnected while its request is being answered."""
+        """Whether the connection can use further bytes. One buffer of the next request is read ahead, because
+        only a read reveals that the client has disconnected while its request is being answered."""
         exchange = self._exchange
         if exchange is None or exchange.wants_body:
             return True
@@ -386,7 +387,7 @@ class Connection(asyncio.BufferedProtocol):
     # ── the end of a response, and of the connection ──
 
     def finish(self, exchange: Exchange) -> None:
-        """Continue after a complete response with the next request, or close the connection."""
+        """After a complete response, continue with the next request or close the connection."""
         self._exchange = None
         body, self._body = self._body, None
         if self.pool is not None:
@@ -407,11 +408,12 @@ class Connection(asyncio.BufferedProtocol):
             self.advance()
 
     def close(self) -> None:
-        """Close when the bytes written so far have been sent."""
+        """Close after the bytes written so far have been sent."""
         self._close_now()
 
     def refuse(self, error: RequestError) -> None:
-        """Answer in place of the application, and close. If a response has begun, close at once instead."""
+        """Send an error response in place of the application, then close. If a response has already begun,
+        close at once."""
         exchange = self._exchange
         if exchange is not None and exchange.started:
             self.transport.abort()
@@ -423,7 +425,7 @@ class Connection(asyncio.BufferedProtocol):
         self._linger(2 * self.server.limits.max_body_bytes + _PIECE_BYTES)
 
     def _linger(self, most_bytes: int) -> None:
-        """Close, but first drop what still arrives for a moment, so that the client reads the response."""
+        """Close, but first drop incoming bytes for a moment, so that the client can read the response."""
         self._input.clear()
         self._reader = HeadReader()
         self._count_memory()
@@ -449,7 +451,7 @@ class Connection(asyncio.BufferedProtocol):
     def _close_now(self) -> None:
         if self.transport.is_closing():
             return
-        # A close waits until the client has taken everything.
+        # Close only after the client has received everything.
         self._disarm()
         if self.transport.get_write_buffer_size():
             self._watch_unsent()
@@ -458,8 +460,8 @@ class Connection(asyncio.BufferedProtocol):
     # ── half-closed clients ──
 
     def _peer_has_closed(self) -> bool:
-        """Whether the client has closed both directions, which the kernel reports for a Unix socket, and for
-        TCP after a reset."""
+        """Whether the client has closed both directions. The kernel reports this for Unix sockets, and for
+        TCP only after a reset."""
         descriptor = self.transport.get_extra_info("socket").fileno()
         poll = select.poll()
         poll.register(descriptor, 0)
@@ -492,7 +494,7 @@ class Connection(asyncio.BufferedProtocol):
     # ── time limits ──
 
     def _limit_s(self, seconds: float) -> float:
-        """Return the time limit for a client that sends nothing. It is shorter for unknown clients."""
+        """Return the time limit for a client that sends nothing. Unknown clients get a shorter limit."""
         if self.authenticated:
             return seconds
         return min(seconds, self.server.limits.unauthenticated_timeout_s)
@@ -501,7 +503,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._reader.begun:
             self.refuse(RequestError(408, "the request's header did not arrive in time", "header_timeout"))
         elif self.transport.get_write_buffer_size():
-            # The last response is not sent yet; the write timer checks that the client reads it.
+            # The last response has not been fully sent yet. The write timer checks that the client reads it.
             self._watch_unsent()
             self._arm(self._limit_s(self.server.limits.idle_timeout_s), self._request_late)
         else:
@@ -512,7 +514,7 @@ class Connection(asyncio.BufferedProtocol):
         if exchange is None or self._linger_bytes is not None:
             return
         if not exchange.wants_body and self._input:
-            # The application has not read the bytes that have arrived.
+            # The application has not yet read the bytes that have arrived.
             self._arm(self.server.limits.body_timeout_s, self._body_late)
         elif exchange.started:
             self.transport.abort()
@@ -531,22 +533,23 @@ class Connection(asyncio.BufferedProtocol):
     # ── writing, within a time limit ──
 
     def pause_writing(self) -> None:
-        """Note that the transport's buffer is full, and start the time limit for the client to read."""
+        """Record that the transport's buffer is full, and start the time limit within which the client must
+        read."""
         self._writable.clear()
         self._watch_unsent()
         self.server.congested(self)
 
     def resume_writing(self) -> None:
-        """Note that the transport accepts bytes again."""
+        """Record that the transport accepts bytes again."""
         self._writable.set()
         self.server.relieved(self)
-        # The client has read some bytes, so its time limit begins again.
+        # The client has read some bytes, so restart its time limit.
         self._unsent_bytes = sys.maxsize
         if self.on_writable is not None:
             self.on_writable()
 
     def _watch_unsent(self) -> None:
-        """Start the write timer, if it is not running."""
+        """Start the write timer if it is not running."""
         if self._write_timer is None:
             self._unsent_bytes = self.transport.get_write_buffer_size()
             loop = asyncio.get_running_loop()

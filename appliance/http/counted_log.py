@@ -1,4 +1,4 @@
-"""Logs events that clients cause: one line for many, so that a flood cannot fill the journal."""
+"""Logs client-caused events in batches, one line for many events, so that a flood cannot fill the journal."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ LOG_EVERY_S = 5.0
 
 
 class CountedLog:
-    """Counts events of one kind and logs them together."""
+    """Counts events of one kind and logs them in batches."""
 
     def __init__(self, text: str) -> None:
-        """`text` says what happened, in the plural."""
+        """`text` describes the event, in the plural."""
         self.total = 0
         self._text = text
         self._logged = 0

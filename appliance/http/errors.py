@@ -1,4 +1,4 @@
-"""HTTP protocol errors, found before an application sees the request."""
+"""HTTP protocol errors that are found before the application sees the request."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 
 class RequestError(Exception):
-    """A request that is refused without calling the application; the connection closes afterwards."""
+    """A request that is refused without calling the application. The connection is closed afterwards."""
 
     def __init__(self, status: int, message: str, code: str = "invalid_http") -> None:
         super().__init__(message)
@@ -16,15 +16,15 @@ class RequestError(Exception):
 
 
 def error_document(message: str, kind: str, param: str | None, code: str | None) -> bytes:
-    """Return an error in OpenAI's shape, as JSON."""
+    """Return an error as JSON in OpenAI's format."""
     error = {"message": message, "type": kind, "param": param, "code": code}
     return json.dumps({"error": error}, ensure_ascii=False).encode()
 
 
 def drop_frames(error: BaseException) -> None:
     """Release the stack frames of `error` and of the errors that caused it. The frames hold the request's
-    body and texts. If a future in a frame holds the error, a reference cycle of several megabytes remains
-    until the garbage collector runs."""
+    body and texts. If a future in a frame also holds the error, the resulting reference cycle keeps several
+    megabytes alive until the garbage collector runs."""
     known: BaseException | None = error
     while known is not None:
         known.__traceback__ = None

@@ -1,4 +1,4 @@
-"""One request and its response: calls the ASGI application, and writes its answer."""
+"""One request and its response: calls the ASGI application and writes its response."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 def status_line(status: int) -> bytes:
-    """Return the first line of a response."""
+    """Return the status line of a response."""
     return _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
 
 
 def whole_response(error: RequestError) -> bytes:
-    """Return the response to a request that no application sees."""
+    """Return the complete response to a request that does not reach the application."""
     body = error_document(error.message, "invalid_request_error", None, error.code)
     head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
     return status_line(error.status) + head + body
 
 
 class Exchange:
-    """A request in progress on a connection. Receives body bytes from the connection, and writes the
+    """A request in progress on a connection. Receives body bytes from the connection and writes the
     response."""
 
     def __init__(self, connection: Connection, head: RequestHead, state: dict[str, Any]) -> None:
         self.head = head
         self.keep_alive = head.keep_alive
         self.started = False
-        """Whether the head of the response is written."""
+        """Whether the response head has been written."""
         self.complete = False
-        """Whether the whole response is written."""
+        """Whether the whole response has been written."""
         self.chunked = False
-        """Whether the response is sent in chunks. A response without chunks and length ends with the
-        connection."""
+        """Whether the response is sent in chunks. A response that has neither chunks nor a length ends when
+        the connection closes."""
         self.request_complete = False
         self.wants_body = False
-        """Whether the application waits for a part of the body."""
+        """Whether the application is waiting for part of the body."""
         self._connection = connection
         self._state = state
         self._content: list[bytes] = []
@@ -64,7 +64,7 @@ class Exchange:
     # ── called by the connection ──
 
     def receive_body(self, content: bytes, last: bool) -> None:
-        """Append a part of the body."""
+        """Append part of the body."""
         if content:
             self._content.append(content)
         self.request_complete = last
@@ -78,14 +78,13 @@ class Exchange:
         self._arrived.set()
 
     async def run(self, app: Any) -> None:
-        """Call the application. If the application fails or does not answer, answer the request with a
-        500."""
+        """Call the application. If it fails or does not respond, send a 500."""
         head = self.head
         scope = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
             "http_version": head.version,
-            # HEAD is answered like GET, but without the body.
+            # HEAD is handled like GET, but without a response body.
             "method": "GET" if head.method == "HEAD" else head.method,
             "scheme": "http",
             "path": head.path,
@@ -115,7 +114,7 @@ class Exchange:
     # ── called by the application ──
 
     async def receive(self) -> dict[str, Any]:
-        """Return the next part of the body, or the notice that the client has disconnected (ASGI)."""
+        """Return the next part of the body, or the message that the client has disconnected (ASGI)."""
         while not (self._disconnected or self.complete):
             if self._content or (self.request_complete and not self._end_delivered):
                 content = b"".join(self._content)
@@ -133,7 +132,7 @@ class Exchange:
         return {"type": "http.disconnect"}
 
     async def send(self, message: Any) -> None:
-        """Write a part of the response (ASGI)."""
+        """Write part of the response (ASGI)."""
         connection = self._connection
         if not connection.writable and not self._disconnected:
             await connection.drain()

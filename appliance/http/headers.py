@@ -1,11 +1,11 @@
-"""Header fields that several applications read."""
+"""Helpers for header fields that several applications read."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 Headers = Iterable[tuple[bytes, bytes]]
-"""Header names and values; names are in lower case, as in ASGI."""
+"""Header names and values. Names are in lower case, as in ASGI."""
 
 
 def header(headers: Headers, wanted: bytes) -> bytes | None:
@@ -14,8 +14,8 @@ def header(headers: Headers, wanted: bytes) -> bytes | None:
 
 
 def bearer(headers: Headers) -> tuple[bytes, bytes]:
-    """Return the scheme (lower case) and the credentials of the first Authorization header; both are empty
-    without one."""
+    """Return the scheme (in lower case) and the credentials of the first Authorization header. Both are empty
+    if there is no such header."""
     value = header(headers, b"authorization")
     if value is None:
         return b"", b""

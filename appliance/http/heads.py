@@ -1,8 +1,9 @@
-"""Reads the head of one request: request line and headers.
+"""Reads the head of one request: the request line and the headers.
 
-A head is collected until its empty line and parsed as a whole. The parser never sees a byte that follows it,
-so a client that sends many requests at once (pipelining) has at most one of them parsed. This module also
-decides where the body ends. It is strict: a request that two servers could frame differently is refused."""
+The head is collected up to its empty line and parsed as a whole. The parser never sees a byte beyond the
+head, so at most one of a client's pipelined requests is parsed at a time. This module also decides where the
+body ends. It is strict: a request that two servers could frame differently is refused.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from appliance.http.errors import RequestError
 MAX_HEAD_BYTES = 64 << 10
 
 _HEADER_OBJECTS_BYTES = 128
-"""Memory of the three Python objects that hold one header, without its text."""
+"""Memory in bytes of the three Python objects that hold one header, not counting the header's text."""
 
 _BARE_LINE_FEED = re.compile(rb"(?<!\r)\n")
 _END = b"\r\n\r\n"
@@ -53,18 +54,18 @@ class HeadReader:
 
     @property
     def begun(self) -> bool:
-        """Whether a part of a head has arrived."""
+        """Whether part of a head has arrived."""
         return bool(self._collected)
 
     @property
     def collected_bytes(self) -> int:
-        """Number of bytes of the incomplete head."""
+        """Number of bytes of the incomplete head collected so far."""
         return len(self._collected)
 
     def feed(self, data: bytearray) -> RequestHead | None:
-        """Move the head's bytes from `data` to the reader; return the head when it is complete.
+        """Move the head's bytes from `data` to the reader, and return the head once it is complete.
 
-        Raises RequestError for a head that is too long or malformed, as soon as that is certain.
+        Raises RequestError as soon as the head is known to be too long or malformed.
         """
         collected = self._collected
         before = len(collected)
@@ -91,7 +92,7 @@ class HeadReader:
 
 
 class _Callbacks:
-    """Collects the results of the parser."""
+    """Collects the parser's results."""
 
     def __init__(self) -> None:
         self.url = b""
@@ -114,7 +115,7 @@ def _parse(data: bytes) -> RequestHead:
     try:
         parser.feed_data(data)
     except httptools.HttpParserUpgrade:
-        pass  # A client may offer an upgrade; this server continues with HTTP/1.1 (RFC 9110, 7.8).
+        pass  # A client may offer an upgrade. This server continues with HTTP/1.1 (RFC 9110, 7.8).
     except httptools.HttpParserError:
         raise RequestError(400, "this is not a valid HTTP/1.1 request") from None
     if not found.complete:
@@ -145,7 +146,7 @@ def _parse(data: bytes) -> RequestHead:
 
 
 def _split(target: bytes) -> tuple[bytes, bytes]:
-    """Return path and query of the request target."""
+    """Split the request target into path and query."""
     try:
         url = httptools.parse_url(target)
         path: bytes = url.path or b"/"
@@ -156,10 +157,11 @@ def _split(target: bytes) -> tuple[bytes, bytes]:
 
 
 def _framing(headers: list[tuple[bytes, bytes]], version: str) -> tuple[int, bool]:
-    """Return the body's length and whether it is sent in chunks instead.
+    """Return the body's length, and whether the body is sent in chunks instead.
 
-    The parser has refused continued headers, a Content-Length that is given twice, is not a number or stands
-    beside a Transfer-Encoding, and a Transfer-Encoding after `chunked`."""
+    The parser has already refused continued headers, a Content-Length that is repeated, is not a number or
+    accompanies a Transfer-Encoding, and a Transfer-Encoding in which another coding follows `chunked`.
+    """
     lengths = [value for name, value in headers if name == b"content-length"]
     encodings = [value for name, value in headers if name == b"transfer-encoding"]
     if encodings and (version == "1.0" or any(value.strip().lower() != b"chunked" for value in encodings)):

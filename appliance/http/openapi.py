@@ -1,4 +1,4 @@
-"""Makes an OpenAPI document from a table of routes and msgspec's JSON schemas of the structs."""
+"""Builds an OpenAPI document from a table of routes and from msgspec's JSON schemas of the structs."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ class Operation(NamedTuple):
 
     summary: str
     answer: Any
-    """Type of the JSON body of a 200 answer. None: the answer is plain text."""
+    """Type of the JSON body of a 200 response, or None if the response is plain text."""
     description: str = ""
     answer_description: str = "OK"
     streams: bool = False
-    """Whether the answer can also be a stream of server-sent events."""
+    """Whether the response can also be a stream of server-sent events."""
     tags: tuple[str, ...] = ()
     body: Any = None
     """Type of the request's JSON body."""
     errors: Mapping[int, Any] = {}
-    """Types of the JSON bodies of other answers, by status."""
+    """Types of the JSON bodies of other responses, by status."""
     parameters: tuple[dict[str, Any], ...] = ()
-    """OpenAPI parameter objects, in addition to those of the path."""
+    """OpenAPI parameter objects, in addition to the path parameters."""
     security: tuple[dict[str, list[str]], ...] | None = None
-    """OpenAPI security requirements; None leaves them out."""
+    """OpenAPI security requirements, or None to leave them out."""
 
 
 class DescribedRoute(Protocol):
-    """The properties of a route that the document uses."""
+    """The route properties that the document uses."""
 
     operation: Operation | None
     methods: set[str] | None
@@ -48,8 +48,8 @@ def openapi_document(
     description: str = "",
     schema_hook: Callable[[type], dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Return the document of the routes that have an operation. `schema_hook` returns the JSON schemas of
-    types that are unknown to msgspec."""
+    """Return an OpenAPI document for the routes that have an operation. `schema_hook` returns the JSON
+    schemas of types that msgspec does not know."""
     described = [(route, route.operation) for route in routes if route.operation is not None]
     types = {
         kind: None

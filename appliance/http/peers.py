@@ -12,13 +12,13 @@ from appliance.messages import SocketKind
 
 _UCRED = struct.Struct("3i")
 _SO_PEERGROUPS = 59
-"""The constant in asm-generic/socket.h (Linux 4.13 or newer), which Python's socket module lacks."""
+"""The constant from asm-generic/socket.h (Linux 4.13 or later), which Python's socket module lacks."""
 _MAX_GROUPS_BYTES = 1024
-"""The longest socket option that Python reads: 256 groups."""
+"""Size in bytes of the longest socket option that Python reads, which is enough for 256 groups."""
 
 
 class Peer(NamedTuple):
-    """The client at the moment it connected. `uid` and `pid` are -1 for TCP; `address` is empty for a Unix
+    """A client, as it was when it connected. `uid` and `pid` are -1 for TCP; `address` is empty for a Unix
     socket."""
 
     kind: SocketKind
@@ -26,12 +26,12 @@ class Peer(NamedTuple):
     pid: int
     address: str
     gids: tuple[int, ...] = ()
-    """The groups of a Unix peer: the primary one, then the others in ascending order."""
+    """Groups of a Unix peer: the primary group first, then the other groups in ascending order."""
 
     @property
     def source(self) -> str:
-        """Where the client connects from: the address of a TCP peer, its /64 network for IPv6 (one host can
-        use every address in it), or the uid of a Unix peer."""
+        """Origin of the connection: the address of a TCP peer, or the uid of a Unix peer. For IPv6 it is the
+        address's /64 network, because one host can use every address in that network."""
         return str(self) if self.kind == "unix" else source_of(self.address)
 
     def __str__(self) -> str:
@@ -39,7 +39,7 @@ class Peer(NamedTuple):
 
 
 def source_of(address: str) -> str:
-    """Return the host of a TCP peer's address; in IPv6 its network of 64 bits."""
+    """Return the host part of a TCP peer's address, or its /64 network for IPv6."""
     host = address.rpartition(":")[0].strip("[]")
     if ":" not in host:
         return host
@@ -49,18 +49,19 @@ def source_of(address: str) -> str:
 
 
 def unix_peer(sock: socket.socket) -> Peer:
-    """Return the process that connected to a Unix socket, as the kernel recorded it. For a process in more
-    than 256 groups, only the primary group is returned."""
+    """Return the process that connected to a Unix socket, as recorded by the kernel. If the process is in
+    more than 256 groups, only the primary group is returned."""
     pid, uid, gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     others = b""
-    with contextlib.suppress(OSError):  # The groups do not fit into the option, or the kernel is older.
+    with contextlib.suppress(OSError):  # The groups do not fit into the option, or the kernel is too old.
         others = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _MAX_GROUPS_BYTES)
     gids = sorted({number for (number,) in struct.iter_unpack("I", others)} - {gid})
     return Peer("unix", uid, pid, "", (gid, *gids))
 
 
 def peer_of(sock: socket.socket, address: str = "") -> Peer:
-    """Return the peer of a connected socket. `address` is the TCP peer's address if it is already known."""
+    """Return the peer of a connected socket. Pass the TCP peer's address as `address` if it is already
+    known."""
     if sock.family == socket.AF_UNIX:
         return unix_peer(sock)
     if not address:

@@ -1,4 +1,4 @@
-"""Limits the number of connections, and chooses the connection to close when a new one needs its place."""
+"""Limits the number of connections, and selects a connection to close when a new one needs a place."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Protocol
 
 OTHERS_SHARE = 8
-"""One place in this many cannot be taken by connections of the same tenant."""
+"""A tenant must leave one in this many places to other tenants."""
 
 
 class Occupant(Protocol):
@@ -17,21 +17,21 @@ class Occupant(Protocol):
 
 class Pool:
     """Connections of one kind. Those without a complete request are `waiting`, in the order in which they
-    began to wait. When a new connection finds no place, the source with the most waiting connections loses
-    the one that has waited longest.
+    began to wait. If no place is free for a new connection, the connection that has waited longest is closed,
+    among those from the source with the most waiting connections.
 
-    A connection may belong to a tenant. The connections of one tenant take at most `max_per_tenant` places.
+    A connection may belong to a tenant. One tenant's connections take at most `max_per_tenant` places.
     """
 
     def __init__(self) -> None:
         self.limit = 0
         self.evicted = 0
-        """Connections that were closed to make room."""
+        """Number of connections that were closed to make room."""
         self._members: dict[Occupant, str] = {}
-        """Each connection with its tenant; "" while the tenant is not known."""
+        """Tenant of each connection, or "" while the tenant is not known."""
         self._by_tenant: Counter[str] = Counter()
         self._waiting: dict[Occupant, str] = {}
-        """Each connection with its source."""
+        """Source of each waiting connection."""
         self._waiting_by_source: Counter[str] = Counter()
         self._sources: dict[Occupant, str] = {}
 
@@ -40,20 +40,21 @@ class Pool:
 
     @property
     def busy(self) -> int:
-        """Connections whose request is being answered."""
+        """Number of connections whose request is being answered."""
         return len(self._members) - len(self._waiting)
 
     @property
     def max_per_tenant(self) -> int:
-        """Maximum number of places for the connections of one tenant."""
+        """Maximum number of places for one tenant's connections."""
         return max(self.limit - self.limit // OTHERS_SHARE, 1)
 
     def add(self, connection: Occupant, tenant: str = "", source: str = "") -> bool:
-        """Give the connection a place, if necessary that of a waiting connection. Return False if every
-        place, or every one of the tenant's, belongs to a connection whose request is being answered.
+        """Give the connection a place, closing a waiting connection if necessary. Return False if all places,
+        or all of the tenant's places, belong to connections whose requests are being answered.
 
-        `source` is where the client connects from; without it, the connection that has waited longest is
-        closed."""
+        `source` identifies where the client connects from. Without a source, the connection that has waited
+        longest is closed.
+        """
         if not self._make_room(tenant):
             return False
         while len(self._members) >= self.limit:
@@ -68,7 +69,8 @@ class Pool:
         return True
 
     def assign(self, connection: Occupant, tenant: str) -> bool:
-        """Assign a connection that already has a place to the tenant. Return False as `add` does."""
+        """Assign a connection that already has a place to the tenant. Return False under the same conditions
+        as `add`."""
         if self._members[connection] == tenant:
             return True
         if not self._make_room(tenant):
@@ -87,7 +89,7 @@ class Pool:
             del self._sources[connection]
 
     def mark_busy(self, connection: Occupant) -> None:
-        """Note that the connection has a complete request."""
+        """Record that the connection has a complete request."""
         source = self._waiting.pop(connection, None)
         if source is not None:
             self._waiting_by_source[source] -= 1
@@ -95,7 +97,7 @@ class Pool:
                 del self._waiting_by_source[source]
 
     def mark_waiting(self, connection: Occupant) -> None:
-        """Note that the connection's request has been answered."""
+        """Record that the connection's request has been answered."""
         if connection in self._members and connection not in self._waiting:
             source = self._sources[connection]
             self._waiting[connection] = source
@@ -107,8 +109,8 @@ class Pool:
         return next((one for one, source in self._waiting.items() if by_source[source] == most), None)
 
     def _make_room(self, tenant: str) -> bool:
-        """Close the tenant's connections that have waited longest while it has all of its places. Return
-        False if none of them waits."""
+        """While the tenant holds all the places that it may have, close its connections that have waited
+        longest. Return False if none of its connections is waiting."""
         while tenant and self._by_tenant[tenant] >= self.max_per_tenant:
             members = self._members
             oldest = next((one for one in self._waiting if members[one] == tenant), None)

@@ -1,4 +1,4 @@
-"""Bounds the total memory of request heads and of bytes read ahead, over all connections."""
+"""Bounds the total memory of request heads and read-ahead bytes over all connections."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Protocol, TypeVar
 
 MAX_REQUEST_MEMORY_BYTES = 32 << 20
-"""Maximum total of heads and bytes read ahead, over the connections that hold more than
-`SMALL_REQUEST_BYTES`."""
+"""Maximum total number of bytes in request heads and read-ahead data, over the connections that hold more
+than `SMALL_REQUEST_BYTES`."""
 SMALL_REQUEST_BYTES = 8 << 10
-"""A connection that holds at most this much does not count: usual heads take 1 to 6 KiB."""
+"""Connections that hold at most this many bytes are not counted. Typical request heads take 1 to 6 KiB."""
 
 
 class HeadHolder(Protocol):
@@ -39,17 +39,17 @@ def of_largest_owner(sizes: Mapping[C, int]) -> list[C]:
 
 
 class RequestMemory:
-    """Counts what connections hold. Beyond the bound, the largest request of the tenant that holds the most
-    memory is refused. Clients that are not known yet count as one tenant."""
+    """Counts the memory that connections hold. When the total exceeds the bound, the largest request of the
+    tenant that holds the most memory is refused. All clients that are not yet known count as one tenant."""
 
     def __init__(self) -> None:
         self.refused = 0
-        """Requests that were refused."""
+        """Number of requests that were refused."""
         self._sizes: dict[HeadHolder, int] = {}
         self._total = 0
 
     def hold(self, connection: HeadHolder, size: int) -> None:
-        """Note that the connection holds `size` bytes now."""
+        """Record that the connection currently holds `size` bytes."""
         self._total -= self._sizes.pop(connection, 0)
         if size <= SMALL_REQUEST_BYTES:
             return

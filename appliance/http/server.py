@@ -18,24 +18,23 @@ from appliance.http.turns import Turns
 from appliance.messages import Limits
 
 WRITE_TIMEOUT_S = 60.0
-"""The connection of a client that reads nothing of its response for this long is closed."""
+"""A connection is closed if its client reads nothing of the response for this long."""
 MAX_UNSENT_BYTES = 64 << 20
-"""Maximum total of unsent response bytes over all connections. Beyond it, the tenant with the most unsent
-bytes loses the connection that has waited longest."""
+"""Maximum total number of unsent response bytes over all connections. Above this limit, the tenant with the
+most unsent bytes loses the connection that has been congested longest."""
 READ_BYTES = 64 << 10
-"""Maximum number of bytes read from a connection at once. Therefore at most this much of a further request is
-held."""
+"""Maximum number of bytes read from a connection at once, and therefore held of a further request."""
 
 
 class HttpServer:
     """Serves one ASGI application on the running event loop.
 
     Each connection has a place in one of two pools: one for known clients (`known` returns True for the peer,
-    or one of its requests had a valid key) and one for all others. The second pool is small, its time limits
-    are short, and it never takes a place of the first.
+    or one of the connection's requests had a valid key) and one for all other clients. The second pool is
+    small, its time limits are short, and it never takes places from the first.
 
-    `tenant_of` returns the tenant of a request by its headers, or an empty string if the request has no valid
-    identity. Tenants take turns (`Turns`).
+    `tenant_of` returns a request's tenant, based on its headers, or an empty string if the request has no
+    valid identity. Tenants take turns (`Turns`).
     """
 
     def __init__(
@@ -50,23 +49,25 @@ class HttpServer:
         self.known_pool = Pool()
         self.unknown_pool = Pool()
         self.refused = 0
-        """Number of connections that were closed, or answered with 503, because no place was free."""
+        """Number of connections that were closed or answered with 503 because no place was free."""
         self.cut_off = CountedLog("connections were closed because their clients did not read the answers")
         self.request_memory = RequestMemory()
         self.turns = Turns()
         self.tenant_of = tenant_of
         self.second = 0
-        """Counts the seconds since the start."""
+        """Number of seconds since the server started."""
         self.limits = limits or Limits()
         self.write_timeout_s = write_timeout_s
         self.read_buffer = memoryview(bytearray(READ_BYTES))
-        """A transport fills it and its connection empties it in one step, so all connections share it."""
+        """The read buffer, shared by all connections. It can be shared because a transport fills it and the
+        connection empties it in the same step of the event loop."""
         self._app = app
         self._known = known
         self._loop = asyncio.get_running_loop()
         self._connections: set[Connection] = set()
         self._congested: dict[Connection, None] = {}
-        """Connections whose transport accepts no more bytes; the one that has waited longest comes first."""
+        """Connections whose transport accepts no more bytes, ordered by how long they have been congested,
+        longest first."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._listening: list[asyncio.Server] = []
         self._clock: asyncio.TimerHandle | None = None
@@ -86,7 +87,7 @@ class HttpServer:
 
     @property
     def connections(self) -> int:
-        """Open connections."""
+        """Number of open connections."""
         return len(self._connections)
 
     async def adopt(
@@ -96,10 +97,12 @@ class HttpServer:
         request: bytes = b"",
         begins: Callable[[], None] = lambda: None,
     ) -> None:
-        """Serve an accepted connection. `address` is a TCP peer's, looked up when empty. `request` is what
-        another process has read from the connection. `begins` is called before anything is read.
+        """Serve an accepted connection. The server takes over the socket, and closes it if the server is
+        stopping.
 
-        The server takes over the socket, and closes it if it is stopping.
+        - `address` is the TCP peer's address. It is looked up if empty.
+        - `request` holds the bytes that another process has already read from the connection.
+        - `begins` is called before anything is read.
         """
         if self._stopping:
             sock.close()
@@ -109,7 +112,7 @@ class HttpServer:
         try:
             await self._loop.connect_accepted_socket(lambda: Connection(self, address, request), sock)
         except OSError:
-            # The client has disconnected since the connection was accepted.
+            # The client has disconnected since its connection was accepted.
             sock.close()
 
     async def listen(self, sock: socket.socket) -> None:
@@ -126,8 +129,8 @@ class HttpServer:
         self._listening.append(server)
 
     async def stop(self, grace_s: float) -> None:
-        """Accept no more connections, close idle ones, let responses in progress end within `grace_s`
-        seconds, then close the rest."""
+        """Stop accepting connections, close idle ones, wait up to `grace_s` seconds for the responses in
+        progress, then close the rest."""
         self._stopping = True
         for server in self._listening:
             server.close()
@@ -140,19 +143,20 @@ class HttpServer:
             connection.abort()
         if self._clock is not None:
             self._clock.cancel()
-        # Applications are notified that their connection was closed, and end.
+        # The applications are notified that their connections were closed, and then end.
         while self._tasks and self._loop.time() < deadline + 1.0:
             await asyncio.sleep(0.01)
 
     # ── called by connections ──
 
     def admit(self, connection: Connection, peer: Peer) -> bool:
-        """Give a new connection a place. Return False if none is free."""
+        """Give a new connection a place in a pool. Return False if no place is free."""
         known = self._known(peer)
         if known and self.known_pool.add(connection):
             connection.pool, connection.authenticated = self.known_pool, True
         elif self.unknown_pool.add(connection, source=peer.source):
-            # The pool of known clients is full; in this pool a known client is answered with 503.
+            # The pool of known clients is full. In the pool of unknown clients, a known client is answered
+            # with 503.
             connection.pool = self.unknown_pool
         else:
             self.refused += 1
@@ -161,8 +165,8 @@ class HttpServer:
         return True
 
     def promote(self, connection: Connection, tenant: str) -> bool:
-        """Move a connection whose request has a valid identity to the pool of known clients, as one of the
-        identity's tenant. Return False if no place is free."""
+        """Move a connection whose request has a valid identity to the pool of known clients and assign it to
+        the identity's tenant. Return False if no place is free."""
         former = connection.pool
         if former is self.known_pool:
             if self.known_pool.assign(connection, tenant):
@@ -184,8 +188,8 @@ class HttpServer:
             connection.pool.remove(connection)
 
     def congested(self, connection: Connection) -> None:
-        """Note that this connection's client has stopped reading its response, and bound the memory of all
-        such responses."""
+        """Record that this connection's client has stopped reading its response, and enforce the memory limit
+        on all such responses."""
         self._congested[connection] = None
         unsent = {one: one.transport.get_write_buffer_size() for one in self._congested}
         total = sum(unsent.values())
@@ -198,11 +202,11 @@ class HttpServer:
             oldest.cut_off()
 
     def relieved(self, connection: Connection) -> None:
-        """Note that the client of the connection reads its response again."""
+        """Record that the connection's client is reading its response again."""
         self._congested.pop(connection, None)
 
     def run(self, exchange: Exchange) -> None:
-        """Let the application answer a request."""
+        """Start the application's task for a request."""
         task = self._loop.create_task(exchange.run(self._app))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -18,20 +18,21 @@ _BACKLOG = 4096
 
 
 class ListenError(Exception):
-    """The service cannot listen on an address; the message gives the reason and the remedy."""
+    """Raised if the service cannot listen on an address. The message gives the reason and the remedy."""
 
 
 def bind_unix(path: Path, mode: str, gid: int | None = None) -> socket.socket:
-    """Return a listening Unix socket with this file mode (octal). It replaces a stale socket file.
+    """Return a listening Unix socket with this file mode (octal), replacing a stale socket file.
 
     The socket gets the group `gid` if this process may change the group. The caller must hold the run
-    directory's lock, which proves that another socket at this path is stale. Raises ListenError.
+    directory's lock, which proves that an existing socket file at this path is stale. Raises ListenError.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         remove_socket(path)
         sock.bind(str(path))
-        # No client can connect before listen(), so the socket is never open to more users than intended.
+        # No client can connect before listen(), so the socket is never accessible to more users than
+        # intended.
         _set_access(path, mode, gid)
         sock.listen(_BACKLOG)
     except OSError as error:
@@ -49,15 +50,15 @@ def bind_unix(path: Path, mode: str, gid: int | None = None) -> socket.socket:
 def bind_tcp(
     host: str, port: int, *, setting: str = "listen", beside: Iterable[socket.socket] = ()
 ) -> socket.socket:
-    """Return a listening TCP socket. Its address may overlap those of the sockets in `beside`. Raises
+    """Return a listening TCP socket. Its address may overlap the addresses of the sockets in `beside`. Raises
     ListenError, which names the setting."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            # The option is set only while this socket is bound: no other process may share an address with
-            # the service.
+            # The option is set only while this socket is being bound, so that no other process can share an
+            # address with the service.
             with _reusing_port(sock, *beside):
                 sock.bind(address)
                 sock.listen(_BACKLOG)
@@ -74,7 +75,7 @@ def bind_tcp(
 
 @contextlib.contextmanager
 def _reusing_port(*sockets: socket.socket) -> Iterator[None]:
-    """Let these sockets have overlapping addresses."""
+    """Temporarily allow these sockets to have overlapping addresses."""
     if len(sockets) < 2:
         yield
         return
@@ -88,7 +89,7 @@ def _reusing_port(*sockets: socket.socket) -> Iterator[None]:
 
 
 def change_access(path: Path, mode: str, gid: int | None = None) -> None:
-    """Change the group and the file mode (octal) of a socket in use. Logs what cannot be changed."""
+    """Change the group and the file mode (octal) of a socket in use. Failures are logged."""
     try:
         _set_access(path, mode, gid)
     except OSError as error:
@@ -105,12 +106,12 @@ def _set_access(path: Path, mode: str, gid: int | None) -> None:
 
 
 def address_of(sock: socket.socket) -> str:
-    """Return the address on which a socket listens: a path, or host:port."""
+    """Return the address a socket listens on: a path, or host:port."""
     return format_address(sock.getsockname())
 
 
 def format_address(name: str | tuple[object, ...]) -> str:
-    """Return a socket address as text: a path, or host:port."""
+    """Format a socket address as a path or as host:port."""
     if isinstance(name, tuple):
         host, port = name[:2]
         return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"
@@ -118,7 +119,8 @@ def format_address(name: str | tuple[object, ...]) -> str:
 
 
 def listens_on(address: str, wanted: tuple[str, int]) -> bool:
-    """Return whether a listener on `address` serves the wanted host and port. Port 0 matches every port."""
+    """Return whether a listener on `address` serves the wanted host and port. A wanted port of 0 matches
+    every port."""
     host, port = wanted
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4]

@@ -1,4 +1,4 @@
-"""Predicts with `engine.sizing` whether a replica of a model fits into memory, without loading anything."""
+"""Predicts with `engine.sizing` whether a replica of a model fits into memory, without loading the model."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from appliance.settings import ModelSettings
 from engine import sizing
 
 CPU_MAX_KV_BYTES = 2 << 30
-"""The engine's limit for the KV cache on a CPU, for all ranks together (`engine.memory`)."""
+"""The engine's limit on the size of the KV cache on a CPU, over all ranks (`engine.memory`)."""
 
 
 class UnfitError(Exception):
-    """The model cannot run on this machine; `remedy` says what to do."""
+    """Raised if the model cannot run on this machine. `remedy` says what to do."""
 
     def __init__(self, what: str, remedy: str) -> None:
         super().__init__(what)
@@ -33,13 +33,13 @@ class MemoryFit:
     weights: str
     kv_cache_dtype: str
     longest: int
-    """The longest sequence that the settings or the checkpoint allow, in tokens."""
+    """Length in tokens of the longest sequence that the settings or the checkpoint allow."""
     blocks: int
-    """Number of KV blocks: as set, or as many as fit."""
+    """Number of KV blocks: as configured, or as many as fit."""
     usable_bytes: int
     weight_bytes: int
     fixed_bytes: int
-    """Memory of the weights, plus working memory."""
+    """Memory of the weights plus working memory."""
     block_bytes: int
 
     @property
@@ -52,8 +52,8 @@ class MemoryFit:
 
 
 def fit(model: ModelSettings, gpus: list[DetectedGpu], available_bytes: int) -> MemoryFit:
-    """Predict the memory of a replica. `available_bytes` is the memory for a model on the CPU; on a GPU all
-    memory counts as free.
+    """Predict a replica's memory. `available_bytes` is the memory available to a model on the CPU. On a GPU,
+    all memory is treated as free.
 
     Raises UnfitError for a checkpoint or settings that cannot run at all.
     """
@@ -85,7 +85,7 @@ def fit(model: ModelSettings, gpus: list[DetectedGpu], available_bytes: int) -> 
             blocks=None,
             on_gpu=on_gpu,
         )
-    except Exception as error:  # the engine's messages name the error in the checkpoint or the settings
+    except Exception as error:  # The engine's messages name the error in the checkpoint or the settings.
         text, _, remedy = str(error).rpartition("; ")
         raise UnfitError(
             text or str(error), remedy if text else "correct the model's folder or settings"
@@ -109,11 +109,13 @@ def fit(model: ModelSettings, gpus: list[DetectedGpu], available_bytes: int) -> 
 
 
 def why_not_beside(model: ModelSettings, chosen: Sequence[int] = ()) -> str:
-    """Return why a replica with these settings cannot run beside the running ones; empty if it can.
+    """Return why a replica with these settings cannot run beside the running replicas, or an empty string if
+    it can.
 
-    chosen: numbers of the GPUs that it would use; empty: the first ones. On a GPU the replica needs what it
-    would have if it were alone, because one that shares a GPU gets a smaller cache for its whole life. Calls
-    NVML and reads from the kernel, so it must not run on the event loop.
+    `chosen` holds the numbers of the GPUs that the replica would use; if empty, the first GPUs are used. On a
+    GPU, the replica must have as much memory as if it were alone, because a replica that shares a GPU is left
+    with a smaller cache for its whole lifetime. This function calls NVML and reads from the kernel, so it
+    must not run on the event loop.
     """
     import psutil
 
@@ -122,7 +124,8 @@ def why_not_beside(model: ModelSettings, chosen: Sequence[int] = ()) -> str:
     try:
         wanted = fit(model, gpus, available)
     except UnfitError:
-        return ""  # its load fails at once and reports why, while the running replicas continue
+        # The replica's load fails at once and reports the reason, while the running replicas continue.
+        return ""
     if wanted.on_gpu:
         used = [gpus[number] for number in chosen] or gpus[:ranks]
         free = min(gpu.memory_bytes - gpu.used_bytes for gpu in used)

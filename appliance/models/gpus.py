@@ -1,4 +1,5 @@
-"""Finds NVIDIA GPUs through NVML. NVML creates no CUDA context, so this takes no memory from a model."""
+"""Finds NVIDIA GPUs through NVML. NVML creates no CUDA context, so it takes no GPU memory away from
+models."""
 
 from __future__ import annotations
 
@@ -7,24 +8,24 @@ from typing import NamedTuple
 
 
 class DetectedGpu(NamedTuple):
-    """One GPU as NVML reports it now."""
+    """A GPU as currently reported by NVML."""
 
     number: int
     name: str
     memory_bytes: int
     used_bytes: int
     compute_capability: str
-    """The compute capability, such as "9.0"; empty if unknown."""
+    """Compute capability, such as "9.0", or empty if unknown."""
 
 
 class GpuReport(NamedTuple):
-    """The GPUs of the machine. `error` says why NVML does not answer although a driver seems to be
-    installed."""
+    """The machine's GPUs. If NVML does not respond although a driver seems to be installed, `error` gives the
+    reason."""
 
     gpus: list[DetectedGpu]
     driver: str = ""
     cuda: str = ""
-    """The newest CUDA version that the driver supports."""
+    """Newest CUDA version that the driver supports."""
     error: str = ""
 
 
@@ -64,5 +65,5 @@ def _gpu(index: int) -> DetectedGpu:
 
 
 def _text(value: str | bytes) -> str:
-    # Old bindings of NVML return bytes.
+    # Old NVML bindings return bytes.
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else value

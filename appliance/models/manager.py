@@ -1,4 +1,5 @@
-"""The model manager: the served models, their replicas, and how both change while the service runs.
+"""The model manager: manages the served models and their replicas, and changes both while the service is
+running.
 
               Controller (start, check, stop), Reloader (change), RequestCanceller (cancel)
                   │
@@ -9,10 +10,10 @@
                   ▼
     RequestManager (models and replicas to which requests may go), FrontChannels (FrontPool), publish()
 
-The settings say how many replicas a model has and how they run. When the settings change, the replicas follow
-one by one: a replica that already runs as wanted stays, a missing one is started, and one with other settings
-serves until its successor is ready, if the memory has room for both. Otherwise it is stopped first, and the
-requests that it had continue on its successor.
+The settings define how many replicas a model has and how they run. When the settings change, the replicas are
+changed one by one. A replica that already runs with the wanted settings stays, and a missing replica is
+started. A replica with other settings serves until its successor is ready, if the memory has room for both.
+Otherwise it is stopped first, and its requests continue on its successor.
 """
 
 from __future__ import annotations
@@ -40,25 +41,25 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.05
 _STOP_S = 2.0
 _MAX_FAILED_STARTS = 3
-"""Failed starts of a successor after which the former replica is kept."""
+"""Number of failed starts of a successor after which the previous replica is kept."""
 
 
 class FrontChannels(Protocol):
     """Connects fronts with replicas."""
 
     def connect_replica(self, name: str, model: str, open_channel: Callable[[str], int]) -> None:
-        """Give every front a channel to a ready replica, also fronts that start later. `open_channel` returns
-        the descriptor of a channel for the front of a name. Raises OSError."""
+        """Give every front a channel to a ready replica, including fronts that start later. `open_channel`
+        returns the descriptor of a channel for the front with the given name. Raises OSError."""
 
     def disconnect_replica(self, name: str) -> None:
         """Open no further channels to a replica that has ended."""
 
     def channel_closed(self, front: str, replica: str) -> None:
-        """A front has closed its channel to a running replica."""
+        """Handle a front's closing of its channel to a running replica."""
 
 
 class ModelManager:
-    """All models and replicas. All methods belong on the event loop's thread."""
+    """All models and replicas. All methods must be called on the event loop's thread."""
 
     def __init__(
         self,
@@ -71,10 +72,14 @@ class ModelManager:
         note: Callable[[str, str], None],
         launch: Launch,
     ) -> None:
-        """`settings` returns those in effect. `publish` is called when the served models, or whether they
-        answer, may have changed. `note` reports a problem (where, what) to the operator."""
+        """Create the manager without starting any replicas.
+
+        - `settings` returns the settings in effect.
+        - `publish` is called when the served models, or whether they can answer requests, may have changed.
+        - `note` reports a problem (its location and description) to the operator.
+        """
         self.models = {model.name: model for model in served}
-        """The served models as fronts know them."""
+        """The served models as known to fronts."""
         self.replicas: list[Replica] = []
         self._settings = settings
         self._wanted = dict(settings().models)
@@ -88,7 +93,7 @@ class ModelManager:
         self._changes: dict[str, asyncio.Task[None]] = {}
         self._retirements: dict[Replica, asyncio.Task[None]] = {}
         self._given_up: set[str] = set()
-        """Models whose new settings could not be loaded: they run with the former ones."""
+        """Models whose new settings could not be loaded. They run with the previous settings."""
         self._background = Background()
         for model in served:
             requests.add_model(model.name, model.version)
@@ -108,7 +113,7 @@ class ModelManager:
         await asyncio.gather(*(replica.stop(_STOP_S) for replica in self.replicas))
 
     def check(self) -> None:
-        """Kill replicas that hang. To be called a few times a second."""
+        """Kill replicas that hang. Must be called a few times per second."""
         for replica in self.replicas:
             replica.check()
 
@@ -117,17 +122,17 @@ class ModelManager:
         return [replica for replica in self.replicas if replica.model == model]
 
     def pinned(self) -> list[str]:
-        """Return the models that must answer before the service counts as started."""
+        """Return the models that must be ready before startup is considered complete."""
         return [name for name in self.models if name in self._wanted and self._wanted[name].pinned]
 
     def set_timeouts(self) -> None:
-        """Take the times after which replicas are killed from the settings."""
+        """Read the timeouts after which replicas are killed from the settings."""
         for replica in self.replicas:
             replica.hang_timeout_s = self._settings().hang_timeout_s
             replica.load_timeout_s = self._settings().load_timeout_s
 
     def cancel(self, request_id: str) -> None:
-        """Cancel a request in the replicas on which it runs."""
+        """Cancel a request in the replicas that are running it."""
         accounts = self._requests.state.accounts_of(request_id)
         for replica in self.replicas:
             if replica.account in accounts and replica.group is not None:
@@ -150,8 +155,8 @@ class ModelManager:
         except OSError as error:
             replica.kill(f"its channels to fronts could not be made: {error}")
             return
-        # This follows the channels, because a front needs its channel before a request is dispatched to the
-        # replica.
+        # The account is added after the channels are open, because a front needs its channel before a request
+        # is dispatched to the replica.
         self._requests.add_replica(account)
         self._publish()
 
@@ -190,7 +195,7 @@ class ModelManager:
         try:
             model = await asyncio.to_thread(describe, replica.model, replica.settings)
         except OSError:
-            return  # the engine reads the same folder and reports the error
+            return  # The engine reads the same folder and reports the error.
         if replica.incarnation == incarnation:
             replica.described = model
             if replica.account is not None:
@@ -198,7 +203,7 @@ class ModelManager:
                 self._publish()
 
     def _learn(self, replica: Replica) -> None:
-        """Update the model with what a ready replica and its folder say about it."""
+        """Update the model from the reports of a ready replica and from its folder."""
         known = self.models.get(replica.model)
         if known is None:
             return
@@ -219,8 +224,8 @@ class ModelManager:
     def change(self, wanted: dict[str, ModelSettings], served: list[ServedModel]) -> list[str]:
         """Serve these models with these settings from now on. Returns a description of each change.
 
-        `served` describes at least the new models. Unchanged models are not touched, except that settings
-        which could not be loaded are tried again.
+        `served` describes at least the new models. Unchanged models are left as they are, except that
+        settings that could not be loaded before are tried again.
         """
         described = {model.name: model for model in served}
         former, self._wanted = self._wanted, dict(wanted)
@@ -258,10 +263,11 @@ class ModelManager:
             self._requests.add_model(model.name, model.version)
         for replica in self.of(model.name):
             if replica.account is not None:
-                self._learn(replica)  # an earlier change had begun to remove the model
+                self._learn(replica)  # An earlier change had begun to remove the model.
 
     async def _apply(self, name: str) -> None:
-        """Change a model's replicas step by step until they are as wanted, or cannot be."""
+        """Change a model's replicas step by step until they match the settings or cannot be changed
+        further."""
         try:
             while await self._next_step(name):
                 pass
@@ -271,10 +277,10 @@ class ModelManager:
             self._note(name, "the change of its settings failed: see the log")
 
     async def _next_step(self, name: str) -> bool:
-        """Take one step. Return whether another one may follow."""
+        """Take one step. Return whether another step may follow."""
         for replica in self.of(name):
             if replica.retiring:
-                await self._retire(replica)  # an earlier change began to retire it
+                await self._retire(replica)  # An earlier change had begun to retire the replica.
         wanted = self._wanted.get(name)
         if wanted is None:
             await self._remove(name)
@@ -295,7 +301,7 @@ class ModelManager:
         return True
 
     async def _replace(self, old: Replica, current: list[Replica], wanted: ModelSettings) -> bool:
-        """Replace a replica by one with the wanted settings. Return False if the settings cannot be
+        """Replace a replica with one that has the wanted settings. Return False if the settings cannot be
         loaded."""
         if len(current) < wanted.replicas:
             if why_not := await asyncio.to_thread(
@@ -323,8 +329,8 @@ class ModelManager:
         return True
 
     async def _retire(self, replica: Replica) -> None:
-        """Give the replica no further requests, let it finish, and end it. A later change does not interrupt
-        this."""
+        """Send the replica no further requests, let it finish its requests, and end it. A later change does
+        not interrupt this."""
         if (task := self._retirements.get(replica)) is None:
             task = asyncio.get_running_loop().create_task(self._finish_and_end(replica))
             self._retirements[replica] = task
@@ -337,8 +343,8 @@ class ModelManager:
         account = replica.account
         if account is not None:
             self._requests.retire_replica(account)
-            # While no other replica serves the model, requests that are not finished within the grace period
-            # are continued by the successor.
+            # If no other replica serves the model, requests that are not finished within the grace period are
+            # continued by the successor.
             alone = not any(other.account for other in self.of(replica.model) if not other.retiring)
             grace_s = self._settings().drain_grace_s if alone else None
             await _poll(
@@ -382,7 +388,7 @@ class ModelManager:
 
 
 async def _poll(done: Callable[[], bool], timeout_s: float | None) -> None:
-    """Wait until `done` returns true, at most for `timeout_s` (None: without a limit)."""
+    """Wait until `done` returns true, for at most `timeout_s` (None means no limit)."""
     deadline = asyncio.get_running_loop().time() + (float("inf") if timeout_s is None else timeout_s)
     while not done() and asyncio.get_running_loop().time() < deadline:
         await asyncio.sleep(_POLL_S)

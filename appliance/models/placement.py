@@ -9,15 +9,15 @@ from appliance.models.topology import NO_TOPOLOGY, Topology, choose_gpus, descri
 
 
 class GpuPlacement:
-    """Assigns GPUs to replicas. A replica has its GPUs from its first start to its end."""
+    """Assigns GPUs to replicas. A replica keeps its GPUs from its first start until its end."""
 
     def __init__(self, topology: Topology) -> None:
-        """topology: empty if GPUs are not chosen; then every replica uses the first visible ones."""
+        """If `topology` is empty, GPUs are not chosen, and every replica uses the first visible GPUs."""
         self._topology = topology
         self._of: dict[str, list[int]] = {}
 
     def take(self, replica: str, device: str, count: int) -> list[int]:
-        """Return the numbers of the replica's GPUs, chosen if it has none yet; empty if they are not
+        """Return the numbers of the replica's GPUs, choosing GPUs if it has none yet. Empty if GPUs are not
         chosen."""
         if device == "cpu":
             return []
@@ -26,34 +26,34 @@ class GpuPlacement:
         return self._of[replica]
 
     def choose(self, count: int) -> list[int]:
-        """Return the numbers of the GPUs that another replica would get; empty if they are not chosen."""
+        """Return the numbers of the GPUs that another replica would get. Empty if GPUs are not chosen."""
         used = [gpu for gpus in self._of.values() for gpu in gpus]
         replicas = [used.count(gpu) for gpu in range(len(self._topology.uuids))]
         return choose_gpus(self._topology, count, replicas)
 
     def release(self, replica: str) -> None:
-        """Take the GPUs back from a replica that has ended."""
+        """Release the GPUs of a replica that has ended."""
         self._of.pop(replica, None)
 
     def uuids(self, gpus: Sequence[int]) -> tuple[str, ...]:
-        """Return the UUIDs of some GPUs."""
+        """Return the UUIDs of these GPUs."""
         return tuple(self._topology.uuids[gpu] for gpu in gpus)
 
     def links(self, gpus: Sequence[int]) -> str:
-        """Describe what links some GPUs."""
+        """Describe the links between these GPUs."""
         return describe_links(self._topology, gpus)
 
 
 def machine_topology(environment: Mapping[str, str] = os.environ) -> Topology:
-    """Return the GPUs among which the service chooses: none if CUDA_VISIBLE_DEVICES already chooses them."""
+    """Return the GPUs that the service may choose from: none if CUDA_VISIBLE_DEVICES already selects GPUs."""
     return NO_TOPOLOGY if "CUDA_VISIBLE_DEVICES" in environment else read_topology()
 
 
 def numbered(devices: Sequence[str], gpus: Sequence[int]) -> list[str]:
-    """Return the device names of a replica's ranks with the machine's GPU numbers.
+    """Return the device names of a replica's ranks, with the machine's GPU numbers.
 
-    A rank numbers only the GPUs that it can see: its "cuda:0 NVIDIA H200" is "cuda:5 NVIDIA H200" if `gpus`
-    starts with 5.
+    A rank only numbers the GPUs that it can see. For example, its "cuda:0 NVIDIA H200" is returned as "cuda:5
+    NVIDIA H200" if `gpus` begins with 5.
     """
     if len(devices) != len(gpus) or not all(device.startswith("cuda:") for device in devices):
         return list(devices)

@@ -1,4 +1,4 @@
-"""Reads the description of a model from its folder, without loading the model."""
+"""Reads a model's description from its folder, without loading the model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SAMPLE_BYTES = 1 << 20
 
 
 def describe_models(loaded: Loaded, former: Settings | None = None) -> list[ServedModel]:
-    """Describe the models that `former` does not have, or has in another folder.
+    """Describe the models that are not in `former`, or that have a different folder there.
 
     Raises SettingsError for folders that cannot be read.
     """
@@ -49,10 +49,11 @@ def describe_models(loaded: Loaded, former: Settings | None = None) -> list[Serv
 
 
 def describe(name: str, settings: ModelSettings) -> ServedModel:
-    """Describe a model for fronts before a replica is ready.
+    """Describe a model for fronts before any replica is ready.
 
-    Numbers that the model's configuration does not contain are 0 until a replica is ready. Raises OSError
-    when the folder cannot be read."""
+    Numbers that are not in the model's configuration are 0 until a replica is ready. Raises OSError if the
+    folder cannot be read.
+    """
     folder = Path(settings.folder)
     config = _config(folder / "config.json")
     longest = config.get("max_position_embeddings")
@@ -71,10 +72,11 @@ def describe(name: str, settings: ModelSettings) -> ServedModel:
 
 
 def fingerprint(folder: Path) -> str:
-    """Return 12 hex digits that identify the contents of the folder's files; their dates do not count.
+    """Return 12 hex digits that identify the contents of the folder's files. File dates are ignored.
 
-    Files of up to 32 MB are hashed completely. Of larger files the name, the size and one megabyte each of
-    the beginning, the middle and the end are hashed, because training changes every part of the weights.
+    Files of up to 32 MB are hashed completely. For larger files, the hash covers the name, the size, and one
+    megabyte each from the beginning, the middle and the end, because training changes every part of the
+    weights.
     """
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
@@ -93,7 +95,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def _config(path: Path) -> dict[str, Any]:
-    # The engine reports a broken file, with its name and the reason, when it loads the model.
+    # When the engine loads the model, it reports a broken file with its name and the reason.
     try:
         config = json.loads(path.read_bytes())
     except ValueError:

@@ -1,8 +1,7 @@
-"""One replica: its start, its load, its supervision, and its restart after it has ended.
+"""One replica: starts it, loads it, supervises it, and restarts it after it has ended.
 
-A replica is one running copy of a model. `engine.client.ReplicaGroup` starts and stops its processes, one for
-each rank. What happens to a replica is passed up to the `ReplicaEvents` that it was given
-(`appliance.models.manager.ModelManager`).
+A replica is one running copy of a model. `engine.client.ReplicaGroup` starts and stops its processes, one per
+rank. Events of a replica are passed to its `ReplicaEvents` (`appliance.models.manager.ModelManager`).
 """
 
 from __future__ import annotations
@@ -39,15 +38,15 @@ from engine.messages import (
 log = logging.getLogger(__name__)
 
 SILENT_AFTER_S = 3.0
-"""Replicas report at least twice a second: one without a report for this long gets no new requests. A step
-that a replica has announced may take longer, by its predicted time."""
+"""A ready replica that has not reported for this long gets no new requests. Replicas report at least twice a
+second. If a replica has announced a long step, the step's predicted time is added."""
 _MAX_STEP_FACTOR = 10.0
 """A replica hangs if its step takes longer than this multiple of the predicted time."""
 _AFTER_FATAL_S = 5.0
 _RETRY_FIRST_S, _RETRY_MAX_S = 5.0, 300.0
-"""The first and the longest delay before the next start of a replica whose load failed for an expected
-reason, such as a damaged file or a missing mount: the operator has to correct it, or the mount returns by
-itself."""
+"""The first and the maximum delay before a replica is started again after its load failed for an expected
+reason, such as a damaged file or a missing mount. Such a failure lasts until an operator corrects it or the
+mount returns."""
 
 Launch = Callable[
     [ReplicaSpec, Callable[[int, RankOutbound], None], Callable[[str], None]],
@@ -56,68 +55,68 @@ Launch = Callable[
 
 
 class StepTotal:
-    """Totals of one kind of step, over all incarnations of a replica."""
+    """Totals for one kind of step, over all incarnations of a replica."""
 
     def __init__(self) -> None:
         self.steps = 0
         self.seconds = 0.0
         self.idle_s = 0.0
-        """Time for which the device waited for the host before these steps."""
+        """Time that the device spent waiting for the host before these steps."""
 
     def add(self, steps: int, mean_ms: float, mean_idle_us: float) -> None:
-        """Add steps with these mean times."""
+        """Add steps with these mean durations."""
         self.steps += steps
         self.seconds += steps * mean_ms / 1e3
         self.idle_s += steps * mean_idle_us / 1e6
 
 
 class StepTotals:
-    """Totals of decode steps, and of steps that computed prompts."""
+    """Totals for decode steps and for steps that computed prompts."""
 
     def __init__(self) -> None:
         self.decode, self.mixed = StepTotal(), StepTotal()
 
     def add(self, report: Report) -> None:
-        """Add the steps that a report counts, which are those since the report before."""
+        """Add the steps that a report counts, which are those since the previous report."""
         self.decode.add(report.decode_steps, report.step_ms, report.idle_us)
         self.mixed.add(report.mixed_steps, report.mixed_step_ms, report.mixed_idle_us)
 
 
 class ReplicaEvents(Protocol):
-    """Receives what happens to a replica."""
+    """Receives the events of a replica."""
 
     def replica_starting(self, replica: Replica) -> None:
         """Handle ranks that are about to read the model's folder."""
 
     def replica_ready(self, replica: Replica) -> None:
-        """Handle a replica that accepts submissions now; `replica.account` is new."""
+        """Handle a replica that has begun to accept submissions. `replica.account` is new."""
 
     def replica_reported(self, replica: Replica, report: Report) -> None:
         """Handle a replica's report: its heartbeat, its credits, and the submissions that have ended."""
 
     def replica_silent(self, replica: Replica) -> None:
-        """Handle a ready replica that has not reported in time and should get no new requests."""
+        """Handle a ready replica that has not reported in time and must get no new requests."""
 
     def replica_heard(self, replica: Replica) -> None:
         """Handle a silent replica that has reported again."""
 
     def replica_lost(self, replica: Replica) -> None:
-        """Handle the end of a ready replica; `replica.account` is void."""
+        """Handle the end of a ready replica. `replica.account` is no longer valid."""
 
     def replica_changed(self, replica: Replica) -> None:
-        """The replica has ended. It will be restarted, or, if `replica.failure` is set, the operator has to
-        correct something first."""
+        """Handle a replica that has ended and will be started again. If `replica.failure` is set, the
+        operator must correct something before a start can succeed."""
 
     def replica_problem(self, replica: Replica, what: str) -> None:
-        """Handle a problem for the operator."""
+        """Report a problem to the operator."""
 
 
 class Replica:
-    """Supervises one replica. All methods belong on the event loop's thread.
+    """Supervises one replica. All methods must be called on the event loop's thread.
 
     States: "starting" → "loading" → "ready" → (its processes ended) "restarting" → "starting" …; "stopped" at
-    the end. Instead of "restarting" the state is "failed" if the checkpoint is bad, or if the memory or the
-    device that the replica needs was missing twice in a row; the delays between its starts then grow.
+    the end. The state is "failed" instead of "restarting" if the checkpoint is bad, or if the memory or the
+    device that the replica needs was missing twice in a row. The delays between its starts then grow.
     """
 
     def __init__(
@@ -136,7 +135,7 @@ class Replica:
         self.model = model
         self.name = name
         self.settings = settings
-        """The settings of the model when the replica was created."""
+        """The model's settings when the replica was created."""
         self.spec = settings.spec(name)
         self.state: ReplicaState = "stopped"
         self.detail = ""
@@ -144,26 +143,26 @@ class Replica:
         self.restarts = 0
         self.last_error = ""
         self.failure = ""
-        """Why requests do not wait for this replica. Set in state "failed", cleared when the replica becomes
-        ready or ends for another reason."""
+        """Reason why requests do not wait for this replica. Set in the state "failed", and cleared when the
+        replica becomes ready or ends for another reason."""
         self.incarnation = 0
-        """Counts the starts."""
+        """Number of starts so far."""
         self.steps = StepTotals()
         self.described: ServedModel | None = None
         """The model as its folder described it at the latest start."""
         self.group: ReplicaGroup | None = None
         self.info: ReplicaInfo | None = None
         self.account: CreditAccount | None = None
-        """The credits of the present incarnation while it is ready."""
+        """Credits of the current incarnation while it is ready."""
         self.retiring = False
-        """Whether the replica finishes its requests and is then not restarted."""
+        """Whether the replica is finishing its requests and will not be restarted afterwards."""
         self.hang_timeout_s = hang_timeout_s
         self.load_timeout_s = load_timeout_s
         self._events = events
         self._run_dir = run_dir
         self._placement = placement
         self._gpus: list[int] = []
-        """Numbers of the GPUs of the present incarnation, in order of ranks; empty if they are not chosen."""
+        """Numbers of the current incarnation's GPUs, in rank order. Empty if GPUs are not chosen."""
         self._launch = launch
         self._backoff = Backoff()
         self._retry = Backoff(_RETRY_FIRST_S, _RETRY_MAX_S)
@@ -175,21 +174,21 @@ class Replica:
         self._started_at = 0.0
         self._ready_at: float | None = None
         self.silent = False
-        """Whether the replica is ready and has not reported for `SILENT_AFTER_S`."""
+        """Whether the replica is ready but has not reported for `SILENT_AFTER_S`."""
         self._last_sign = 0.0
         self._expected_s = 0.0
-        """The predicted time of a long step that the replica has announced."""
+        """Predicted time of a long step that the replica has announced."""
         self._stopping = False
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def client_state(self) -> ReplicaState:
-        """The state for clients: a failed replica stays failed until it is ready again."""
+        """State for clients. A failed replica stays failed until it is ready again."""
         return "failed" if self.failure else self.operator_state
 
     @property
     def operator_state(self) -> ReplicaState:
-        """The state for operators: a ready replica can be "silent" or "draining"."""
+        """State for operators. A ready replica can be "silent" or "draining"."""
         if self.state != "ready":
             return self.state
         return "silent" if self.silent else "draining" if self.retiring else "ready"
@@ -201,12 +200,12 @@ class Replica:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the latest message of the replica."""
+        """Seconds since the replica's latest message."""
         return time.monotonic() - self._last_sign
 
     @property
     def hang_limit_s(self) -> float:
-        """The replica is killed after so many seconds without a message. No announced step takes so long."""
+        """Seconds without a message after which the replica is killed. No announced step takes this long."""
         return max(self.hang_timeout_s, _MAX_STEP_FACTOR * self._expected_s)
 
     # ── start and stop ──
@@ -233,8 +232,8 @@ class Replica:
         log.info("%s starts (%s, pid %s)", self.name, self.spec.model_path, _join(self.group.pids))
 
     async def stop(self, grace_s: float) -> None:
-        """End the replica for good. One that is not ready is killed: it has no requests, and it reads no
-        messages while it loads."""
+        """End the replica permanently. A replica that is not ready is killed, because it has no requests and
+        reads no messages while it loads."""
         self._stopping = True
         if self._timer is not None:
             self._timer.cancel()
@@ -249,7 +248,7 @@ class Replica:
             self.group.kill(reason)
 
     def check(self) -> None:
-        """Detect silence, and kill a replica that hangs. To be called a few times a second."""
+        """Detect silence, and kill a replica that hangs. Must be called a few times per second."""
         silent_s = self.silent_s
         if self.state == "ready":
             if not self.silent and silent_s > SILENT_AFTER_S + self._expected_s:
@@ -284,14 +283,14 @@ class Replica:
         elif isinstance(message, Ready):
             self._ready(message.info)
         elif self._fatal is None:
-            # The first rank to report an error has the cause; the errors of other ranks follow from it.
+            # The first rank to report an error has the cause. The errors of other ranks follow from it.
             self._fatal = message
             group = self.group
             if group is not None:
                 asyncio.get_running_loop().call_later(_AFTER_FATAL_S, group.kill, "it did not end by itself")
 
     def _progress(self, progress: Progress) -> None:
-        # The log gets one line for each stage; the status shows every step.
+        # The log gets one line per stage. The status shows every step.
         if self.state == "starting" or progress.stage != self.detail.rpartition(" ")[0]:
             log.info("%s: %s", self.name, progress.stage)
         self.state, self.fraction = "loading", progress.fraction
@@ -333,8 +332,8 @@ class Replica:
         fatal = self._fatal
         expected = fatal is not None and fatal.kind != "internal" and not was_ready
         self._expected_failures = self._expected_failures + 1 if expected else 0
-        # The former incarnation may still hold memory and devices. A damaged file is not read again at once,
-        # because it rarely changes so quickly.
+        # The previous incarnation may still hold memory and devices. A damaged file is not read again at
+        # once, because it is unlikely to have changed so quickly.
         if fatal is not None and expected and (fatal.kind == "checkpoint" or self._expected_failures > 1):
             self.state, self.failure = "failed", self.last_error
             delay_s = self._retry.delay_s(0.0)
@@ -353,7 +352,7 @@ class Replica:
     def status(self) -> ReplicaStatus:
         """Return the replica's status for operators."""
         known = _fields(self.info, ReplicaInfo) | _fields(self._report, ReplicaStats)
-        # A report has total credits; operators want to see what is available now.
+        # A report contains total credits, but operators want to see what is currently available.
         credit = self.account
         known |= {
             "name": self.name,
@@ -381,7 +380,7 @@ class Replica:
 
 
 def _fields(source: msgspec.Struct | None, kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return the fields of `kind` that `ReplicaStatus` has too; none without a source."""
+    """Return those fields of `kind` that `ReplicaStatus` also has. Empty if `source` is None."""
     if source is None:
         return {}
     names = set(kind.__struct_fields__) & set(ReplicaStatus.__struct_fields__)

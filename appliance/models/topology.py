@@ -1,6 +1,6 @@
 """The links between this machine's GPUs, and the choice of GPUs for a replica.
 
-The links are read from NVML, which creates no CUDA context. The choice is a function over plain data.
+The links are read from NVML, which creates no CUDA context. The choice is a function of plain data.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Path(enum.IntEnum):
-    """The path over PCIe between two GPUs, from the fastest to the slowest; as `nvidia-smi topo` shows."""
+    """The PCIe path between two GPUs, ordered from fastest to slowest, as in `nvidia-smi topo`."""
 
     BOARD = 0
     SWITCH = 1
@@ -35,20 +35,21 @@ class GpuLink(NamedTuple):
     """The link between two GPUs."""
 
     nvlinks: int
-    """Number of NVLinks, direct or through NVSwitch; 0 if there are none."""
+    """Number of NVLinks, direct or through NVSwitch, or 0 if there are none."""
     path: Path
     peer_access: bool
-    """Whether each GPU can read and write the other's memory."""
+    """Whether the GPUs can read and write each other's memory."""
 
     @property
     def text(self) -> str:
-        """The link as in "NVLink (18 links)" or "PCIe across NUMA nodes, without peer access"."""
+        """Description of the link, such as "NVLink (18 links)" or "PCIe across NUMA nodes, without peer
+        access"."""
         name = f"NVLink ({self.nvlinks} links)" if self.nvlinks else _PATH_TEXT[self.path]
         return name if self.peer_access else f"{name}, without peer access"
 
     @property
     def _cost(self) -> int:
-        """0 for NVLink; a slower link costs more."""
+        """Cost of the link: 0 for NVLink, and higher for slower links."""
         cost = 0 if self.nvlinks else 1 + self.path
         return cost if self.peer_access else cost + 1 + Path.SYSTEM
 
@@ -58,10 +59,10 @@ class Topology(NamedTuple):
 
     uuids: list[str]
     links: dict[tuple[int, int], GpuLink]
-    """The links by the numbers of the two GPUs, the lower one first."""
+    """Links by the numbers of their two GPUs, lower number first."""
 
     def between(self, gpus: Sequence[int]) -> list[GpuLink]:
-        """Return the links of every pair of some GPUs."""
+        """Return the links between every pair of these GPUs."""
         return [self.links[pair] for pair in combinations(sorted(gpus), 2)]
 
 
@@ -69,11 +70,11 @@ NO_TOPOLOGY = Topology([], {})
 
 
 def choose_gpus(topology: Topology, count: int, replicas: Sequence[int]) -> list[int]:
-    """Return the numbers of `count` GPUs for one replica, in ascending order; empty if there are fewer.
+    """Return the numbers of `count` GPUs for one replica, in ascending order. Empty if there are fewer GPUs.
 
-    replicas: number of replicas that each GPU already has. GPUs with the fewest replicas are chosen; among
-    these the set whose slowest link is the fastest, then the set with the least cost over all links, then
-    with the most NVLinks, then with the lowest numbers.
+    `replicas` holds the number of replicas that each GPU already has. GPUs with the fewest replicas are
+    chosen. Among those, the criteria are, in this order: the fastest slowest link, the lowest cost over all
+    links, the most NVLinks, and the lowest numbers.
     """
     if not 0 < count <= len(topology.uuids):
         return []
@@ -90,7 +91,8 @@ def choose_gpus(topology: Topology, count: int, replicas: Sequence[int]) -> list
 
 
 def describe_links(topology: Topology, gpus: Sequence[int]) -> str:
-    """Describe what links some GPUs, with the number of pairs if the links differ; empty for a single GPU."""
+    """Describe the links between these GPUs, with the number of pairs if the links differ. Empty for a single
+    GPU."""
     texts = [link.text for link in sorted(topology.between(gpus), key=lambda link: link._cost)]
     kinds = list(dict.fromkeys(texts))
     if len(kinds) <= 1:
@@ -99,8 +101,8 @@ def describe_links(topology: Topology, gpus: Sequence[int]) -> str:
 
 
 def read_topology() -> Topology:
-    """Return the topology of this machine; `NO_TOPOLOGY` if there is no GPU, NVML cannot tell, or a GPU is
-    split into MIG instances."""
+    """Return this machine's topology, or `NO_TOPOLOGY` if there is no GPU, NVML cannot determine the links,
+    or a GPU is split into MIG instances."""
     import pynvml
 
     try:
@@ -121,7 +123,7 @@ def _read() -> Topology:
 
     handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
     for handle in handles:
-        with contextlib.suppress(pynvml.NVMLError):  # GPUs without MIG raise
+        with contextlib.suppress(pynvml.NVMLError):  # GPUs without MIG raise an error.
             if pynvml.nvmlDeviceGetMigMode(handle)[0] == pynvml.NVML_DEVICE_MIG_ENABLE:
                 return NO_TOPOLOGY
     uuids = [_text(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
@@ -140,12 +142,13 @@ def _read() -> Topology:
 
 
 def _remotes(handle: object) -> list[str]:
-    """Return the PCI addresses at the other ends of a GPU's active NVLinks; empty strings if not known."""
+    """Return the PCI addresses at the other ends of a GPU's active NVLinks. Unknown addresses are empty
+    strings."""
     import pynvml
 
     remotes = []
     for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
-        with contextlib.suppress(pynvml.NVMLError):  # the GPU has fewer links
+        with contextlib.suppress(pynvml.NVMLError):  # The GPU has fewer links.
             if pynvml.nvmlDeviceGetNvLinkState(handle, link):
                 remotes.append("")
                 remotes[-1] = _bus(pynvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link))
@@ -179,5 +182,5 @@ def _bus(info: object) -> str:
 
 
 def _text(value: str | bytes) -> str:
-    # Old bindings of NVML return bytes.
+    # Old NVML bindings return bytes.
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else value

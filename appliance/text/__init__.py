@@ -1,4 +1,4 @@
-"""The text side of inference: tokenizer, chat templates, detokenizer, stop strings, redaction.
+"""The text side of inference: tokenizer, chat templates, detokenizer, stop strings and redaction.
 
-This package imports neither model code (torch, transformers) nor HTTP. Only the front process uses it.
+This package imports neither model code (torch, transformers) nor HTTP code. Only the front process uses it.
 """

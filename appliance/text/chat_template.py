@@ -1,6 +1,6 @@
 """Renders chat messages to a prompt with the model's own Jinja2 template, in a sandbox.
 
-The sandbox bounds neither time nor memory, so a front renders templates in a separate process
+The sandbox limits neither time nor memory, so a front renders templates in a separate process
 (`appliance.text.template_process`).
 """
 
@@ -32,7 +32,7 @@ _MAX_ERROR_CHARACTERS = 500
 
 
 class ChatTemplate:
-    """A model's chat templates, compiled once: `default`, and others by name (`tool_use`)."""
+    """A model's chat templates, compiled once: `default`, and further ones by name (`tool_use`)."""
 
     def __init__(
         self,
@@ -40,8 +40,12 @@ class ChatTemplate:
         special_tokens: Mapping[str, str],
         max_characters: int = MAX_RENDERED_CHARACTERS,
     ) -> None:
-        """`sources`: template text by name, empty for a model without one; `special_tokens`: name to text, as
-        templates use them (`bos_token`). Raises `ChatTemplateError` for a template that does not compile.
+        """Compile the templates.
+
+        - `sources`: template texts by name. Empty for a model without templates.
+        - `special_tokens`: texts by name, as templates use them (`bos_token`).
+
+        Raises `ChatTemplateError` for a template that does not compile.
         """
         self._special_tokens = dict(special_tokens)
         self._max_characters = max_characters
@@ -51,7 +55,7 @@ class ChatTemplate:
             try:
                 self._templates[name] = environment.from_string(source)
             except Exception as error:
-                # Jinja2 and Python's compiler can raise anything for a hostile source.
+                # For a hostile source, Jinja2 and Python's compiler can raise any exception.
                 reason = _for_client(f"{type(error).__name__}: {error}")
                 raise ChatTemplateError(f"chat template {name!r}: not valid Jinja2 ({reason})") from error
 
@@ -70,7 +74,7 @@ class ChatTemplate:
 
         `messages` and `variables` (further template variables) are plain JSON values. The template reads them
         as data, never as template text. Raises `NoChatTemplateError`, or `ChatTemplateError` if the template
-        rejects the messages, fails on them, or exceeds the bounds.
+        rejects the messages, fails on them, or exceeds the limits.
         """
         template = self._default()
         everything = {
@@ -94,7 +98,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ChatTemplateError(_for_client(str(error) or type(error).__name__)) from error
         except Exception as error:
-            # An error of the template must refuse the request, and must not break the front.
+            # A template error must refuse only the request and must not break the front.
             raise ChatTemplateError(
                 _for_client(
                     f"the chat template cannot render these messages: {type(error).__name__}: {error}"
@@ -115,12 +119,13 @@ class ChatTemplate:
 
 
 def _for_client(message: str) -> str:
-    """Return an error message that is short and can be encoded: it may quote any text of any length."""
+    """Shorten an error message and make sure that it can be encoded, because it may quote any text of any
+    length."""
     return message[:_MAX_ERROR_CHARACTERS].encode("utf-8", "replace").decode()
 
 
 def _environment(max_characters: int) -> ImmutableSandboxedEnvironment:
-    """Return the environment that transformers gives to chat templates, with bounds."""
+    """Return the environment that transformers provides to chat templates, with limits added."""
     environment = _BoundedSandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
@@ -133,7 +138,7 @@ def _environment(max_characters: int) -> ImmutableSandboxedEnvironment:
 
 
 class _BoundedSandbox(ImmutableSandboxedEnvironment):
-    """Bounds the operators that can produce large results from small operands; `render` bounds the output."""
+    """Limits the operators that can produce large results from small operands. `render` limits the output."""
 
     intercepted_binops = frozenset(["*", "**"])
     max_characters = MAX_RENDERED_CHARACTERS
@@ -152,7 +157,7 @@ class _BoundedSandbox(ImmutableSandboxedEnvironment):
 
 
 class _PlainNamespace(jinja2.utils.Namespace):
-    """`namespace(…)` in templates, without the attributes that are special in Python."""
+    """`namespace(…)` in templates, without the attributes that have a special meaning in Python."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -192,7 +197,8 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Replace Jinja2's filter, which escapes HTML: models were not trained on escaped text."""
+    """Replace Jinja2's `tojson` filter, which escapes HTML, because models were not trained on escaped
+    text."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -1,20 +1,22 @@
-"""Keeps control tokens out of clients' texts: in a conversation, only the template makes control tokens.
+"""Keeps control tokens out of client text: in a conversation, only the template can produce control tokens.
 
-A chat template's `<|end|>` ends a message. The same characters inside a message are a user's text, and must
-not end the message. In the rendered string, the two look the same. Therefore:
+In a chat template, `<|end|>` ends a message. The same characters inside a message are user text and must not
+end the message. In the rendered string, the two cases look the same. Therefore:
 
-1. Before rendering, a `Shield` replaces each special token's text in the client's texts by a placeholder.
-   Placeholders are random digits, drawn for this request, which no filter of a template changes.
-2. The special tokens in the rendered text now come from the template only. They get secret names, and the
-   placeholders become the client's text again.
+1. Before rendering, a `Shield` replaces each special token's text in the client's texts with a placeholder.
+   Placeholders are random digits, drawn for each request. No template filter changes digits.
+2. Any special tokens in the rendered text now come from the template. They are given secret names, and the
+   placeholders are replaced with the client's text.
 3. A copy of the tokenizer, in which the special tokens have these secret names, encodes the text in one pass.
-   So all other text is encoded as by the original, whatever its normalizer and pre-tokenizer.
+   All other text is therefore encoded as by the original tokenizer, whatever its normalizer and
+   pre-tokenizer.
 
-Conversations without a special token's text skip these steps: they are encoded as in transformers.
+Conversations that do not contain the text of a special token skip these steps. They are encoded as in
+transformers.
 
-Two cases are not covered. A template may cut a message apart, or join a message to its own text, so that the
-pieces form a special token. And if the merges of a vocabulary combine ordinary tokens into a special token,
-no such copy can be made: special tokens in messages then stay control tokens, as in transformers, and a
+Two cases are not covered. First, a template may split a message, or join it to its own text, so that the
+parts form a special token. Second, if a vocabulary's merges combine ordinary tokens into a special token, no
+such copy can be made. Special tokens in messages then remain control tokens, as in transformers, and a
 warning is logged once.
 """
 
@@ -38,7 +40,7 @@ _STEP_CHARACTERS = 16 * _WINDOW_CHARACTERS
 _NONCE_DIGITS = 20
 _INDEX_DIGITS = 5
 _NAME_EDGE = "\U00100000"
-"""A private-use character: normalizers do not change it, and pre-tokenizers split the text at it."""
+"""A private-use character, which normalizers do not change and at which pre-tokenizers split the text."""
 
 
 class ControlTokens:
@@ -55,7 +57,7 @@ class ControlTokens:
         # The copy is made in advance, because reading a large vocabulary holds the GIL for a second.
         try:
             self._copy = _RenamedCopy(backend, self._texts)
-        except Exception as error:  # the Rust extension raises nothing narrower
+        except Exception as error:  # The Rust extension raises no narrower type.
             log.warning("special tokens in messages stay control tokens: %s", error)
 
     @property
@@ -64,8 +66,8 @@ class ControlTokens:
         return self._texts
 
     def occurs_in(self, text: str) -> Generator[None, None, bool]:
-        """Return, as work in steps, whether a special token's text occurs in `text`."""
-        # Searching for two characters is fast, and rules out nearly all texts.
+        """Return whether a special token's text occurs in `text`, as work in steps."""
+        # Searching for two characters is fast and rules out nearly all texts.
         if not any(beginning in text for beginning in self._beginnings):
             return False
         for begin in range(0, len(text), _WINDOW_CHARACTERS):
@@ -76,8 +78,7 @@ class ControlTokens:
         return False
 
     def replace_in(self, text: str, names: Mapping[str, str]) -> Generator[None, None, str]:
-        """Return, as work in steps, `text` with the text of each special token replaced by its entry in
-        `names`."""
+        """Return `text` with each special token's text replaced by its entry in `names`, as work in steps."""
         pieces: list[str] = []
         begin = window = 0
         while window < len(text):
@@ -94,9 +95,9 @@ class ControlTokens:
         return "".join(pieces)
 
     def _search(self, text: str, begin: int) -> re.Match[str] | None:
-        """Return the first text of a special token that begins in the window from `begin` on."""
-        # One window at a time: the regular expression engine holds the GIL. It takes 2.5 µs a character if
-        # every second character could begin one of 256 special tokens.
+        """Return the first special token's text that begins in the window that starts at `begin`."""
+        # Search one window at a time, because the regular expression engine holds the GIL. It takes 2.5 µs
+        # per character if every second character could begin one of 256 special tokens.
         end = begin + _WINDOW_CHARACTERS
         found = self._pattern.search(text, begin, end + self._longest)
         return found if found is not None and found.start() < end else None
@@ -109,7 +110,7 @@ class ControlTokens:
         max_tokens: int | None = None,
         longest_token_bytes: int | None = None,
     ) -> Steps:
-        """Return the token ids of a rendered text. Special tokens that the shield has hidden are plain
+        """Return a rendered text's token ids. Special tokens that the shield has hidden are encoded as plain
         text."""
         encoder = self._encoder
         if self._copy is not None:
@@ -123,14 +124,14 @@ class ControlTokens:
 
 
 class Shield:
-    """Hides the special tokens in the texts of one request from the template and the tokenizer."""
+    """Hides the special tokens in one request's texts from the template and the tokenizer."""
 
     def __init__(self, control: ControlTokens) -> None:
         self._control = control
         self._placeholders: dict[str, str] = {}
-        """Placeholders by special token."""
+        """Placeholder for each special token."""
         self._pattern: re.Pattern[str] | None = None
-        """Finds placeholders."""
+        """Matches placeholders."""
 
     @property
     def used(self) -> bool:
@@ -138,7 +139,8 @@ class Shield:
         return bool(self._placeholders)
 
     def hide(self, value: Any) -> Generator[None, None, Any]:
-        """Return, as work in steps, a JSON value with placeholders for the special tokens in its strings."""
+        """Return a JSON value in whose strings the special tokens are replaced with placeholders, as work in
+        steps."""
         if isinstance(value, str):
             return (yield from self._hide(value))
         if isinstance(value, list):
@@ -167,7 +169,7 @@ class Shield:
         return (yield from self._control.replace_in(text, self._placeholders))
 
     def restore(self, text: str) -> str:
-        """Return `text` with the placeholders replaced by the hidden texts."""
+        """Return `text` with each placeholder replaced by the text that it hides."""
         if self._pattern is None:
             return text
         texts = self._control.texts
@@ -177,7 +179,7 @@ class Shield:
 
 
 class _RenamedCopy:
-    """A copy of a tokenizer whose special tokens have secret names."""
+    """A copy of a tokenizer in which the special tokens have secret names."""
 
     def __init__(self, backend: tokenizers.Tokenizer, texts: list[str]) -> None:
         """Raises the errors of the tokenizers library, and ValueError if an id would change."""
@@ -189,7 +191,7 @@ class _RenamedCopy:
         model = state["model"]
         if isinstance(model["vocab"], dict):
             model["vocab"] = {self._renamed(text): token_id for text, token_id in model["vocab"].items()}
-        else:  # Unigram: (text, score) in order of ids
+        else:  # Unigram: (text, score) pairs in id order.
             model["vocab"] = [(self._renamed(text), score) for text, score in model["vocab"]]
         if isinstance(model.get("unk_token"), str):
             model["unk_token"] = self._renamed(model["unk_token"])

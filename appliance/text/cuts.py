@@ -1,7 +1,8 @@
-"""Cuts texts where encoding the parts gives the token ids of the whole, and bounds the length of a token.
+"""Splits texts where encoding the pieces gives the same token ids as encoding the whole, and determines the
+maximum length of a token.
 
-Both follow from the parts of a tokenizer: added tokens, normalizer, pre-tokenizer. If they cannot be derived,
-texts are encoded whole.
+Both are derived from a tokenizer's components: added tokens, normalizer and pre-tokenizer. If that is not
+possible, texts are encoded whole.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import tokenizers
 from appliance.text.token_table import TokenTable, component_steps
 
 PIECE_CHARACTERS = 16_384
-"""Size of a piece. Encoding it takes about 15 ms (1 µs a character with the demo model's tokenizer)."""
+"""Size of a piece in characters. Encoding a piece takes about 15 ms (1 µs per character with the demo model's
+tokenizer)."""
 
 _WINDOW_CHARACTERS = 16_384
 _SAFE_LETTER = "A-Za-z0-9一-龥ぁ-ゖァ-ヺ가-힣"
 _CUT = re.compile(rf"\w |[{_SAFE_LETTER}][\n.,;!?、。，；！？]")
-"""A cut is after the first character of a match."""
+"""Text can be cut after the first character of a match."""
 
 _CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -39,19 +41,22 @@ _SAFE_ALTERNATIVES = frozenset(
         *(r"\s*[\r\n]+", r"\s*[\r\n]", r"\s+(?!\S)", r"\s+"),
     ]
 )
-"""Alternatives of the regular expressions of GPT-2, Llama 3, Qwen 2, o200k and Tekken; C is a contraction.
+"""The alternatives in the regular expressions of GPT-2, Llama 3, Qwen 2, o200k and Tekken. C represents a
+contraction.
 
-No match of any of them contains a character that is not white space followed by a space, or a letter or digit
-followed by one of the other characters of `_CUT`. None has a lookbehind, and the only one with a lookahead
-(`\\s+(?!\\S)`) ends in white space, which no part before a cut does. So a match begins at every cut, and the
-matches on one side of a cut do not depend on the other side. """
+No match of these alternatives contains a non-space character followed by a space, or a letter or digit
+followed by one of the other characters in `_CUT`. None of them has a lookbehind. Only one has a lookahead
+(`\\s+(?!\\S)`), and its matches end in white space, whereas the text before a cut never does. A match
+therefore begins at every cut, and the matches on one side of a cut do not depend on the other side.
+"""
 
 _MAX_NFC_SHRINKING = 4
-"""NFC shortens UTF-8 at most to 1/3.5 (U+1FBE U+0308 U+0301 to U+0390), found by going through Unicode 14."""
+"""NFC shrinks UTF-8 by at most a factor of 3.5 (U+1FBE U+0308 U+0301 becomes U+0390), found by searching
+Unicode 14."""
 
 
 def can_be_cut(backend: tokenizers.Tokenizer) -> bool:
-    """Return whether encoding the pieces of `split_text` gives the same ids as encoding the whole text."""
+    """Return whether encoding the pieces from `split_text` gives the same ids as encoding the whole text."""
     for token in backend.get_added_tokens_decoder().values():
         text = token.content
         if token.single_word or _CUT.search(text) or (token.rstrip and re.search(r"\w\Z", text)):
@@ -61,12 +66,12 @@ def can_be_cut(backend: tokenizers.Tokenizer) -> bool:
     steps = component_steps(backend.pre_tokenizer, "pretokenizers")
     if not steps or not _splits_at_cuts(steps[0]):
         return False
-    # The following steps process each part that the first step makes separately.
+    # The later steps process each part from the first step separately.
     return all(step["type"] in ("Split", "Digits", "Punctuation") or _is_plain(step) for step in steps[1:])
 
 
 def split_text(text: str) -> Iterator[str]:
-    """Yield `text` in pieces of about `PIECE_CHARACTERS`; longer ones where no cut is possible."""
+    """Yield `text` in pieces of about `PIECE_CHARACTERS`. Pieces are longer where the text cannot be cut."""
     begin = 0
     while (end := _find_cut(text, begin + PIECE_CHARACTERS)) < len(text):
         yield text[begin:end]
@@ -75,12 +80,13 @@ def split_text(text: str) -> Iterator[str]:
 
 
 def last_cut(text: str) -> int:
-    """Return where the last piece of `text` begins if `text` is cut at every possible place."""
+    """Return the start of the last piece of `text` if `text` is cut at every possible position."""
     return max((found.start() + 1 for found in _CUT.finditer(text)), default=0)
 
 
 def longest_token_bytes(backend: tokenizers.Tokenizer, table: TokenTable | None) -> int | None:
-    """Return the most bytes of text that one token can stand for, or None if that is not known."""
+    """Return the maximum number of bytes of text that one token can represent, or None if that is not
+    known."""
     added = backend.get_added_tokens_decoder().values()
     if table is None or any(token.lstrip or token.rstrip for token in added):
         return None
@@ -110,8 +116,8 @@ def longest_token_bytes(backend: tokenizers.Tokenizer, table: TokenTable | None)
 
 
 def _find_cut(text: str, begin: int) -> int:
-    """Return the first cut after `begin`, or the text's end. Searches one window at a time, because the
-    regular expression engine holds the GIL."""
+    """Return the first cut after `begin`, or the end of the text. The search covers one window at a time,
+    because the regular expression engine holds the GIL."""
     while begin < len(text):
         found = _CUT.search(text, begin - 1, begin + _WINDOW_CHARACTERS)
         if found is not None:

@@ -1,4 +1,4 @@
-"""Turns token ids into text, one stream at a time, in whole characters. This is the front's hottest path."""
+"""Converts token ids to text, one stream at a time, in whole characters. This is the front's hottest path."""
 
 from __future__ import annotations
 
@@ -12,36 +12,39 @@ from appliance.text.token_table import TokenTable
 
 REPLACEMENT = "\ufffd"
 
-# If a stream ends in U+FFFD for longer than this, the character is invalid and not incomplete: no character
-# has more than a few tokens. Its text is emitted, so that memory and time per token stay bounded.
+# If a stream ends in U+FFFD for more tokens than this, the character is invalid rather than incomplete,
+# because no character has more than a few tokens. Its text is then emitted, so that memory and time per token
+# stay bounded.
 _MAX_HELD_TOKENS = 32
 
 
 class Detokenizer(Protocol):
-    """One stream of text. Ids outside of the vocabulary add nothing, as in `tokenizers`' decode."""
+    """One stream of text. Ids outside the vocabulary add nothing, as in the `decode` method of
+    `tokenizers`."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Return the text that these tokens complete; "" while a character is incomplete."""
+        """Return the text that these tokens complete, or "" while a character is incomplete."""
 
     def finish(self) -> str:
-        """Return the text of an incomplete character at the stream's end (U+FFFD). Call once, after the last
-        push."""
+        """Return the text of an incomplete character at the end of the stream (U+FFFD). Call this once, after
+        the last push."""
 
 
 class TableDetokenizer:
-    """Detokenizes by table lookup. Uses an incremental UTF-8 decoder only where tokens split a character."""
+    """Detokenizes by table lookup, and uses an incremental UTF-8 decoder only where tokens split a
+    character."""
 
     __slots__ = ("_bad_byte_each", "_entries", "_leading_strip", "_pending")
 
     def __init__(
         self, table: TokenTable, skip_special_tokens: bool = True, context: Sequence[int] = ()
     ) -> None:
-        """`context`: visible ids before this stream, which are not emitted. With a context, leading spaces
-        are kept; if the context ends within a character, the stream may complete the character."""
+        """`context` holds visible ids that precede this stream and are not emitted. With a context, leading
+        spaces are kept. If the context ends within a character, the stream may complete the character."""
         self._entries = table.shown if skip_special_tokens else table.shown_with_special
         self._leading_strip = 0 if context else table.leading_strip
         self._bad_byte_each = table.bad_byte_each
-        self._pending = b""  # the first bytes of a character, never more than three
+        self._pending = b""  # The first bytes of a character, at most three.
         self.push(context)
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -88,7 +91,7 @@ class TableDetokenizer:
 
     def _strip(self, text: str) -> str:
         spaces = min(self._leading_strip, len(text) - len(text.lstrip(" ")))
-        # If the text has been only spaces so far, leading spaces of the next text are dropped too.
+        # If the text has consisted only of spaces so far, leading spaces of the next text are dropped too.
         self._leading_strip = self._leading_strip - spaces if spaces == len(text) else 0
         return text[spaces:]
 
@@ -96,9 +99,9 @@ class TableDetokenizer:
 class WindowDetokenizer:
     """Detokenizes with any decoder by decoding a short window twice and emitting the difference.
 
-    This is exact for decoders whose output for a token depends only on its neighbours, as for all decoders of
-    `tokenizers`. Nothing is emitted while the window ends in U+FFFD. text-generation-inference and vLLM use
-    the same algorithm.
+    This is exact for decoders whose output for a token depends only on neighbouring tokens, which is true of
+    all decoders in `tokenizers`. Nothing is emitted while the window ends in U+FFFD.
+    text-generation-inference and vLLM use the same algorithm.
     """
 
     __slots__ = ("_backend", "_emitted", "_emitted_tokens", "_hidden", "_ids", "_skip")
@@ -110,14 +113,14 @@ class WindowDetokenizer:
         skip_special_tokens: bool = True,
         context: Sequence[int] = (),
     ) -> None:
-        """`hidden`: ids that are never shown; `context`: visible ids before this stream, which are not
-        emitted."""
+        """`hidden` holds ids that are never shown. `context` holds visible ids that precede this stream and
+        are not emitted."""
         self._backend = backend
         self._hidden = hidden
         self._skip = skip_special_tokens
         self._ids = list(context)
         self._emitted_tokens = len(self._ids)
-        self._emitted = self._decode(self._ids)  # The part of the window's text that was emitted.
+        self._emitted = self._decode(self._ids)  # The part of the window's text that has been emitted.
 
     def push(self, token_ids: Sequence[int]) -> str:
         ids = self._ids
@@ -127,8 +130,8 @@ class WindowDetokenizer:
             return ""
         new = self._after_emitted(text)
         if new:
-            # The text that was just emitted becomes the next window's context. A window always begins with
-            # visible text, or the decoder would treat the middle of the text as its beginning.
+            # The text just emitted becomes the next window's context. A window always begins with visible
+            # text; otherwise the decoder would treat the middle of the text as its beginning.
             del ids[: self._emitted_tokens]
             self._emitted_tokens = len(ids)
             self._emitted = self._decode(ids)
@@ -138,8 +141,8 @@ class WindowDetokenizer:
         return self._after_emitted(self._decode(self._ids))
 
     def _after_emitted(self, text: str) -> str:
-        """Return the part of the window's text that is new. If the context ended within a character that is
-        complete by now, the character is new."""
+        """Return the new part of the window's text. If the context ended within a character that is now
+        complete, that character is new."""
         emitted = self._emitted
         if not text.startswith(emitted):
             emitted = emitted.rstrip(REPLACEMENT)

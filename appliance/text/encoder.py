@@ -1,4 +1,4 @@
-"""Encodes texts in steps that are short, release the GIL, and end at a bound on tokens."""
+"""Encodes texts in steps that are short, release the GIL, and stop at a maximum number of tokens."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import tokenizers
 from appliance.text.cuts import PIECE_CHARACTERS, can_be_cut, last_cut, split_text
 
 Steps = Generator[None, None, list[list[int]]]
-"""Work in steps: a generator that any thread may advance, and that returns the ids of each text."""
+"""Work in steps: a generator that any thread may advance and that returns each text's token ids."""
 
 
 class LoneSurrogateError(ValueError):
-    """A text has half of a surrogate pair, which UTF-8 cannot encode, at index `position`."""
+    """Raised for a text that has half of a surrogate pair, which UTF-8 cannot encode, at index `position`."""
 
     def __init__(self, text: str, position: int) -> None:
         super().__init__(
@@ -24,33 +24,33 @@ class LoneSurrogateError(ValueError):
 
 
 class TooManyTokensError(ValueError):
-    """A text has more tokens than were allowed; encoding stopped there."""
+    """Raised for a text with more tokens than allowed. Encoding stopped at that point."""
 
     def __init__(self, index: int, tokens: int | None, encoded_tokens: int) -> None:
         super().__init__(f"text {index} has too many tokens")
         self.index = index
         """Index of the text."""
         self.tokens = tokens
-        """Tokens of the text; None if it was not encoded to its end."""
+        """Number of tokens in the text, or None if it was not encoded to its end."""
         self.encoded_tokens = encoded_tokens
-        """Tokens of all texts that were encoded before the error."""
+        """Number of tokens in all texts that were encoded before the error."""
 
 
 MAX_UNCUT_BYTES = 512 << 10
-"""Bytes of UTF-8 in a piece that cannot be cut and so is encoded in one step. Such a step takes at most 0.25
-s, measured with the demo model's tokenizer and random letters. A context of 131,072 tokens has this size at 4
-bytes a token."""
+"""Maximum size in bytes of UTF-8 of a piece that cannot be cut and is therefore encoded in one step. Such a
+step takes at most 0.25 s, measured with the demo model's tokenizer and random letters. A context of 131,072
+tokens has this size at 4 bytes per token."""
 MAX_CACHED_WORDS = 500
-"""Words whose tokens the tokenizers library keeps in each thread that encodes. The longest of them have 256
-characters and take 9 KB each. The library's default of 10,000 words takes 89 MB in each thread, which are not
-freed when the tokenizer is deleted. With this bound, ordinary text takes about a tenth more time (tokenizers
-0.23, demo model)."""
+"""Number of words whose tokens the tokenizers library caches in each encoding thread. The longest of these
+words have 256 characters and take 9 KB each. The library's default of 10,000 words takes 89 MB per thread,
+which is not freed when the tokenizer is deleted. With this limit, encoding ordinary text takes about 10%
+longer (tokenizers 0.23, demo model)."""
 _SHOWN_CHARACTERS = 20
 _MAX_CHARACTER_BYTES = 4
 
 
 class UncuttableTextError(ValueError):
-    """A text has a piece that cannot be cut and is too long to be encoded in one step."""
+    """Raised for a text with a piece that cannot be cut and is too long to be encoded in one step."""
 
     def __init__(self, index: int, piece: str, position: int, can_cut: bool, encoded_tokens: int) -> None:
         if can_cut:
@@ -68,7 +68,7 @@ class UncuttableTextError(ValueError):
         self.index = index
         """Index of the text."""
         self.encoded_tokens = encoded_tokens
-        """Tokens of all texts that were encoded before the error."""
+        """Number of tokens in all texts that were encoded before the error."""
 
 
 class Encoder:
@@ -89,7 +89,8 @@ class Encoder:
         longest_token_bytes: int | None = None,
     ) -> Steps:
         """Encode `texts`. Raises `LoneSurrogateError`, `UncuttableTextError`, and `TooManyTokensError` as
-        soon as one of them has more than `max_tokens`; if its bytes prove that, before it is encoded."""
+        soon as a text has more than `max_tokens`, or before encoding a text whose size in bytes proves that
+        it has too many."""
         for index, text in enumerate(texts):
             size = _utf8_bytes(text)
             if max_tokens is not None and longest_token_bytes and size > max_tokens * longest_token_bytes:
@@ -135,13 +136,13 @@ class Encoder:
 
 
 def _bound_cache(backend: tokenizers.Tokenizer) -> None:
-    """Bound the cache of words. Only BPE and Unigram models have one."""
+    """Limit the size of the word cache. Only BPE and Unigram models have such a cache."""
     if isinstance(backend.model, tokenizers.models.BPE | tokenizers.models.Unigram):
         backend.model._resize_cache(MAX_CACHED_WORDS)
 
 
 def _groups(texts: Sequence[str]) -> Generator[tuple[int, Sequence[str]], None, None]:
-    """Yield the groups of texts that are encoded in one step, each with the index of its first text."""
+    """Yield the groups of texts to be encoded in one step, each with the index of its first text."""
     first = characters = 0
     for index, text in enumerate(texts):
         if index > first and characters + len(text) > PIECE_CHARACTERS:
@@ -153,7 +154,8 @@ def _groups(texts: Sequence[str]) -> Generator[tuple[int, Sequence[str]], None, 
 
 
 def _affixes(backend: tokenizers.Tokenizer) -> tuple[list[int], list[int]] | None:
-    """Return the special tokens before and after a text, or None if encoding adds anything else."""
+    """Return the special tokens that encoding adds before and after a text, or None if it adds anything
+    else."""
     affixes = None
     for text in ("a", "1 b"):
         plain = backend.encode(text, add_special_tokens=False).ids

@@ -1,4 +1,4 @@
-"""Runs work on clients' texts, fairly between tenants and within bounds on memory and time."""
+"""Runs work on client texts, fairly between tenants and within limits on memory and time."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 _MIN_BYTES = 4096
-"""Every text counts at least this many bytes, since a request takes memory besides its text."""
+"""Minimum number of bytes counted for a text, because a request takes memory in addition to its text."""
 
 MAX_SHARE = 1 / 3
-"""The part of a thread's time that the texts of one tenant take in the long run."""
+"""Maximum share of a thread's time that one tenant's texts take in the long run."""
 BURST_S = 2.0
-"""A tenant that had no texts for this time may use its share of it at once: enough for a text of 2 MiB."""
+"""A tenant that has had no texts for this long may use its share of that time at once, which is enough for a
+text of 2 MiB."""
 NICENESS = 10
-"""The nice value of the threads that encode. Event loops have a higher priority, since they must react
-fast."""
+"""Nice value of the encoding threads. Event loops have a higher priority, because they must react quickly."""
 
 
 class TooMuchWorkError(Exception):
-    """A tenant has too much work in progress; the message gives the remedy."""
+    """Raised if a tenant has too much work in progress. The message gives the remedy."""
 
 
 class TenantQueue(Generic[Item]):
-    """Takes items of the tenants in turn, in order of arrival within a tenant. Not thread-safe."""
+    """Serves tenants in turn, and each tenant's items in order of arrival. Not thread-safe."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[str, deque[Item]] = OrderedDict()
 
     def put(self, tenant: str, item: Item) -> None:
-        """Append the item to its tenant's items."""
+        """Append the item to its tenant's queue."""
         self._waiting.setdefault(tenant, deque()).append(item)
 
     def put_back(self, tenant: str, item: Item) -> None:
@@ -51,11 +51,11 @@ class TenantQueue(Generic[Item]):
 
     @property
     def tenants(self) -> Iterable[str]:
-        """The tenants that have items, in the order of their turns."""
+        """Tenants that have items, in the order of their turns."""
         return self._waiting.keys()
 
     def take(self, may_take: Callable[[str], bool] = lambda tenant: True) -> Item | None:
-        """Return the next item of a tenant for which `may_take` is true, or None."""
+        """Return the next item of a tenant for which `may_take` is true, or None if there is none."""
         tenant = next(filter(may_take, self._waiting), None)
         if tenant is None:
             return None
@@ -67,10 +67,11 @@ class TenantQueue(Generic[Item]):
 
 
 class TextMemory:
-    """Bounds the bytes of texts in progress: in total, and for each tenant to an equal share of the total.
+    """Limits the number of bytes of text in progress, both in total and to an equal share of the total for
+    each tenant.
 
-    A tenant is refused only because of its own texts. A tenant with less than its share gets its share, even
-    if other tenants, which began when fewer tenants had texts, exceed the total together.
+    A tenant is refused only because of its own texts. A tenant that uses less than its share can always use
+    its share, even if other tenants, which began when fewer tenants had texts, push the total over the limit.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -103,7 +104,7 @@ class _Job:
     steps: Generator[None, None, Any]
     result: asyncio.Future[Any]
     taken_s: float = 0.0
-    """Processor time of the last step."""
+    """CPU time of the last step."""
 
 
 def _lower_priority() -> None:
@@ -112,13 +113,13 @@ def _lower_priority() -> None:
 
 
 class _Lane:
-    """One thread that advances the tenants' work in turn, one step at a time. A tenant that has used its
-    share of the thread's time rests, so that the processor is free for requests of other tenants."""
+    """One thread, which advances the tenants' work in turn, one step at a time. A tenant that has used its
+    share of the thread's time pauses, so that the CPU is free for requests of other tenants."""
 
     def __init__(self, name: str) -> None:
         self._budgets = TimeBudgets(MAX_SHARE, BURST_S)
         self._wakes = False
-        """Whether the lane will advance again after a rest."""
+        """Whether the lane will advance again after a pause."""
         self._queue: TenantQueue[_Job] = TenantQueue()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=_lower_priority)
         self._busy = False
@@ -174,10 +175,10 @@ class _Lane:
 
 
 class WorkPool:
-    """Runs work on texts in two threads: one for short work, one for long. Belongs to one event loop.
+    """Runs work on texts in two threads, one for short work and one for long work. Belongs to one event loop.
 
-    Work is a generator that yields after each step and returns its result. The steps of several tenants
-    alternate. So short work waits for at most one short step of each tenant, however much long work there is.
+    Work is a generator that yields after each step and returns its result. The steps of different tenants
+    alternate, so short work waits for at most one short step of each tenant, however much long work there is.
     """
 
     def __init__(self, max_wait_s: float) -> None:
@@ -185,7 +186,7 @@ class WorkPool:
         self._short, self._long = _Lane("short-texts"), _Lane("long-texts")
 
     async def run(self, tenant: str, steps: Generator[None, None, Result], is_long: bool) -> Result:
-        """Return the result of `steps`, or raise their error. Raises `TooMuchWorkError` after
+        """Return the result of `steps`, or raise the error that they raise. Raises `TooMuchWorkError` after
         `max_wait_s`."""
         job = _Job(tenant, steps, asyncio.get_running_loop().create_future())
         (self._long if is_long else self._short).add(job)
@@ -207,7 +208,7 @@ def _step(steps: Generator[None, None, Any]) -> tuple[bool, Any]:
 
 
 def run_steps(steps: Generator[None, None, Result]) -> Result:
-    """Run all steps now, in the calling thread; return their result."""
+    """Run all steps immediately, in the calling thread. Return their result."""
     while True:
         has_ended, value = _step(steps)
         if has_ended:

@@ -1,11 +1,11 @@
 """Redacts secrets in texts that a log policy keeps.
 
-The time is proportional to the length of the text, whatever it contains: each pattern begins at rare
-characters (an `@`, a `://`) or at a long word with a known prefix, and reads a bounded number of characters
-around them. For the same reason operators add prefixes of words (`[log] secret_prefixes`), not regular
+The time is proportional to the length of the text, whatever the text contains: each pattern begins at rare
+characters (an `@`, a `://`) or at a long word with a known prefix, and reads a limited number of characters
+around them. For the same reason, operators can add word prefixes (`[log] secret_prefixes`) but not regular
 expressions.
 
-Only secrets with a recognizable form are found, not a password in plain prose.
+Only secrets with a recognizable form are found. A password in plain prose is not.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ _PIECE_CHARS = 4 << 10
 _WORD = re.compile(r"(?:\\[nrt])?[A-Za-z0-9_.~+-]{16,}")
 _SHORTER_WORD = re.compile(r"(?:\\[nrt])?[A-Za-z0-9_.~+-]{8,}")
 _MARKS = "_.~+-"
-"""Characters that may end a word, but not a secret: a full stop, emphasis."""
+"""Characters that may follow a secret at the end of a word, but are not part of the secret, such as a full
+stop or emphasis."""
 _BEARER = re.compile(r"(?:\b|(?<=\\[nrt]))(bearer|basic)([ \t]{1,4})([A-Za-z0-9._~+/=-]{8,})", re.IGNORECASE)
 _URL_PASSWORD = re.compile(r"(://[^\s/@:]{0,128}:)([^\s/]{1,256})@")
 _ASSIGNED = re.compile(
     r"""(pass(?:word|wd|phrase)|(?<![A-Za-z])pwd|secret(?:[_-]?key)?|token|(?:api|access|account|private)[_-]?key)"""
     r"""((?:\\{0,3}["'])?[ \t]{0,3}[=:][ \t]{0,3})"""
-    # A quoted password extends to the closing quotation mark and may contain spaces; the quotation marks may
+    # A quoted password extends to the closing quotation mark and may contain spaces. The quotation marks may
     # be escaped.
     r"""(?:(\\{0,3}["'])(?:(?!\3)(?:\\.|[^\n\\])){6,1024}|(?!bearer\b|basic\b)[^\s"',;\\]{6,})""",
     re.IGNORECASE,
@@ -48,21 +49,21 @@ _CARD = re.compile(r"(?<![0-9.-])(?:[0-9][ -]?){12,18}[0-9](?![0-9])")
 
 
 class Redacted(NamedTuple):
-    """A text in which secrets were replaced."""
+    """A text in which secrets have been replaced."""
 
     text: str
     secrets: int
-    """Number of secrets that were replaced."""
+    """Number of secrets that have been replaced."""
 
 
 class Redactor:
     """Replaces secrets of the given kinds."""
 
     def __init__(self, kinds: Collection[SecretKind], prefixes: tuple[str, ...]) -> None:
-        """Words that begin with one of `prefixes` are secrets too."""
+        """Words that begin with one of `prefixes` are also treated as secrets."""
         steps: dict[SecretKind, Callable[[str], tuple[str, int]]] = {
-            # Bearer tokens come before passwords: the password pattern would match only "Bearer" in "token:
-            # Bearer abc".
+            # Bearer tokens are redacted before passwords, because the password pattern would match only
+            # "Bearer" in "token: Bearer abc".
             "bearer_tokens": lambda text: _BEARER.subn(r"\1\2[token redacted]", text),
             "passwords": _without_passwords,
             "keys": _without_keys,
@@ -78,7 +79,7 @@ class Redactor:
 
     def pieces(self, text: str) -> Iterator[Redacted]:
         """Return the text with each secret replaced by its kind in brackets, in pieces of a few thousand
-        characters, so that a caller can pause between them."""
+        characters, so that the caller can pause between pieces."""
         if self._across_lines:
             text, count = _without_private_keys(text)
             yield Redacted("", count)
@@ -91,8 +92,8 @@ class Redactor:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Yield the text in parts that end with a line. Only private keys span several lines. Between two calls
-    of the regular expression engine, other threads can run."""
+    """Yield the text in parts that end at a line break. Only private keys span several lines. Between two
+    calls of the regular expression engine, other threads can run."""
     begin = 0
     while begin < len(text):
         end = text.find("\n", begin + _PIECE_CHARS) + 1 or len(text)
@@ -117,7 +118,7 @@ def _without_words(text: str, words: re.Pattern[str], prefixes: tuple[str, ...],
         bare = word[2 * word.startswith("\\") :]
         if not bare.startswith(prefixes):
             bare = bare.rpartition("..")[2].lstrip(_MARKS)
-        # A JSON Web Token has three parts (five if encrypted) separated by dots; the first is JSON: {"…
+        # A JSON Web Token has three parts (five if encrypted) separated by dots. The first part is JSON: {"…
         is_jwt = bare.startswith("eyJ") and bare.rstrip(_MARKS).count(".") in (2, 4)
         if not is_jwt and not bare.startswith(prefixes):
             return word

@@ -1,4 +1,5 @@
-"""Finds stop strings in text that arrives in pieces. Holds back only text that may still become a match."""
+"""Finds stop strings in text that arrives in pieces. Only text that may still become part of a match is held
+back."""
 
 from __future__ import annotations
 
@@ -8,32 +9,35 @@ from collections.abc import Sequence
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 4096
-"""Characters of all stop strings of a request. The automaton needs about 0.5 kB and 1 µs for each."""
+"""Maximum total number of characters in a request's stop strings. The automaton needs about 0.5 kB and 1 µs
+per character."""
 
 
 class StopStringsError(ValueError):
-    """The stop strings of a request are unusable; the message says which and why."""
+    """Raised if a request's stop strings cannot be used. The message says which string and why."""
 
 
 class StopSet:
-    """A request's stop strings as an Aho-Corasick automaton (CACM 18/6, 1975); its samples share it.
+    """A request's stop strings as an Aho-Corasick automaton (CACM 18/6, 1975), shared by the request's
+    samples.
 
-    A state stands for the longest suffix of the text that is a prefix of a stop string; state 0 stands for
-    the empty suffix. The time per character does not depend on the number or the length of the strings."""
+    A state represents the longest suffix of the text that is a prefix of a stop string. State 0 represents
+    the empty suffix. The time per character does not depend on the number or length of the strings.
+    """
 
     __slots__ = ("begins", "children", "depth", "fallback", "match", "strings")
 
     def __init__(self, strings: Sequence[str]) -> None:
-        """Take at least one string. Raises `StopStringsError` if a string is empty, or if they are too
-        long."""
+        """`strings` must contain at least one string. Raises `StopStringsError` if a string is empty or the
+        strings are too long."""
         characters = sum(map(len, strings))
         if characters > MAX_STOP_CHARACTERS:
             raise StopStringsError(f"has {characters} characters in all; give at most {MAX_STOP_CHARACTERS}")
         self.strings = tuple(strings)
         self.children: list[dict[str, int]] = [{}]
-        self.depth = [0]  # Length of the suffix that a state stands for.
-        self.match = [-1]  # Index of the longest stop string that ends in a state, or -1.
-        self.fallback = [0]  # The state of the next shorter suffix.
+        self.depth = [0]  # Length of the suffix that each state represents.
+        self.match = [-1]  # Index of the longest stop string that ends in each state, or -1.
+        self.fallback = [0]  # For each state, the state of the next shorter suffix.
         for index, string in enumerate(self.strings):
             if not string:
                 raise StopStringsError(f"string {index} is empty; give at least one character")
@@ -78,16 +82,16 @@ class StopSet:
 
 
 class StopMatcher:
-    """One stream's search for its stop strings.
+    """Searches one stream for its stop strings.
 
-    The match that is complete first ends the text; of several matches that end at the same character, the
-    longest one counts. So the result does not depend on how the text was cut into pieces.
+    The first match to be completed ends the text. If several matches end at the same character, the longest
+    one is used. The result therefore does not depend on how the text was split into pieces.
     """
 
     __slots__ = ("_held", "_include_stop", "_set", "_state", "stopped")
 
     def __init__(self, stops: StopSet, include_stop: bool = False) -> None:
-        """`include_stop`: the stop string is part of the emitted text."""
+        """`include_stop` says whether the stop string is part of the emitted text."""
         self._set = stops
         self._include_stop = include_stop
         self._state = 0
@@ -95,8 +99,8 @@ class StopMatcher:
         self.stopped: str | None = None
 
     def push(self, text: str, may_stop: bool = True) -> tuple[str, str | None]:
-        """Return the text to emit now, and the stop string found or None. After a match nothing more is
-        emitted. Unless `may_stop` is set, a stop string that ends within `text` does not count as a match."""
+        """Return the text to emit, and the stop string that was found or None. After a match, nothing more is
+        emitted. Unless `may_stop` is set, a stop string that ends within `text` is not treated as a match."""
         if self.stopped is not None:
             return "", self.stopped
         stops = self._set

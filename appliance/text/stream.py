@@ -1,4 +1,5 @@
-"""Turns the token ids of a sequence into the text for its client: detokenizer, then stop strings."""
+"""Converts a sequence's token ids to the text for its client: first the detokenizer, then the stop
+strings."""
 
 from __future__ import annotations
 
@@ -13,9 +14,10 @@ from appliance.text.stop import StopMatcher
 class TextDelta(msgspec.Struct, frozen=True, gc=False):
     """The result of one push.
 
-    `text` may be empty, while half a character or a possible stop string is held back. `stopped` is the stop
-    string that ended the stream. `tokens_delivered` counts the pushed tokens that the answer needed: all of
-    them, or up to and including the one that completed the stop string; later ones are generated, not billed.
+    `text` may be empty while half a character or a possible stop string is held back. `stopped` is the stop
+    string that ended the stream. `tokens_delivered` is the number of pushed tokens that the answer needed:
+    all of them, or those up to and including the token that completed the stop string. Later tokens were
+    generated but are not billed.
     """
 
     text: str
@@ -24,10 +26,11 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
 
 
 class TextStream:
-    """Made by `Tokenizer.stream`. `tokens_delivered` and `characters_decoded` count from the stream's start.
+    """A stream created by `Tokenizer.stream`. `tokens_delivered` and `characters_decoded` are totals since
+    its start.
 
-    `characters_decoded` counts characters before stop strings are cut or held: pushed token by token, its
-    value before a push is the pushed token's `text_offset`.
+    `characters_decoded` counts characters before stop strings are cut or held back. If tokens are pushed one
+    at a time, its value before each push is the pushed token's `text_offset`.
     """
 
     __slots__ = ("_detokenizer", "_matcher", "_min_tokens", "characters_decoded", "tokens_delivered")
@@ -47,7 +50,7 @@ class TextStream:
         return self._matcher.stopped if self._matcher is not None else None
 
     def push(self, token_ids: Sequence[int]) -> TextDelta:
-        """Take the next tokens of the sequence. After a stop string, further tokens are not delivered."""
+        """Take the sequence's next tokens. After a stop string, further tokens are not delivered."""
         matcher = self._matcher
         if matcher is None:
             text = self._detokenizer.push(token_ids)
@@ -72,8 +75,8 @@ class TextStream:
         return TextDelta(emitted, stopped, delivered)
 
     def finish(self) -> TextDelta:
-        """Return the text that was held back. Call once, when the sequence has ended; after a stop string,
-        the text is empty."""
+        """Return the text that was held back. Call this once, after the sequence has ended. After a stop
+        string, the text is empty."""
         matcher = self._matcher
         if matcher is None:
             text = self._detokenizer.finish()

@@ -1,4 +1,4 @@
-"""Reads the chat templates of a model folder. They are compiled elsewhere, in a separate process."""
+"""Reads the chat templates in a model folder. The templates are compiled elsewhere, in a separate process."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from pathlib import Path
 from appliance.text.tokenizer_files import TokenizerFilesError, read_json_object, read_regular_file
 
 MAX_TEMPLATE_BYTES = 1 << 20
-"""Bytes of one template file. The longest one of known models has 20 kB."""
+"""Maximum size of one template file. The longest template of known models has 20 kB."""
 
 
 def read_template_sources(folder: Path) -> dict[str, str]:
-    """Return the text of each template by name: `default`, and others such as `tool_use`; empty without any.
+    """Return the template texts by name: `default`, and others such as `tool_use`. Empty if there are no
+    templates.
 
-    Templates are in `chat_template.jinja` (and `additional_chat_templates/`), or else in `chat_template` of
-    `tokenizer_config.json` (text, or a list of named ones). Raises `TokenizerFilesError`.
+    Templates are read from `chat_template.jinja` (and `additional_chat_templates/`), or otherwise from
+    `chat_template` in `tokenizer_config.json` (a text, or a list of named texts). Raises
+    `TokenizerFilesError`.
     """
     sources: dict[str, str] = {}
     files = {"default": folder / "chat_template.jinja"} | {

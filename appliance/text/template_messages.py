@@ -1,7 +1,7 @@
-"""The messages between a front and the process that renders a model's chat templates.
+"""Messages between a front and the process that renders a model's chat templates.
 
-This module is separate from both sides, so that the front loads no Jinja2 and the process no asyncio. A frame
-is a 4-byte little-endian length and one struct as msgpack, as in `engine.wire`.
+This module is separate from both sides, so that the front does not load Jinja2 and the process does not load
+asyncio. A frame consists of a 4-byte little-endian length and one struct as msgpack, as in `engine.wire`.
 """
 
 from __future__ import annotations
@@ -11,38 +11,38 @@ from typing import Literal
 import msgspec
 
 MAX_RENDERED_CHARACTERS = 8 << 20
-"""Characters of one rendered conversation."""
+"""Maximum number of characters in one rendered conversation."""
 
 
 class ChatTemplateError(ValueError):
-    """These messages cannot be rendered with this template; the message is meant for the client."""
+    """Raised if messages cannot be rendered with a template. The error message is meant for the client."""
 
 
 class NoChatTemplateError(ChatTemplateError):
-    """The model has no chat template."""
+    """Raised if the model has no chat template."""
 
 
 class TemplateBoundError(ChatTemplateError):
-    """Rendering would exceed a bound on time, memory or characters."""
+    """Raised if rendering would exceed a limit on time, memory or characters."""
 
 
 class Compile(msgspec.Struct, tag="compile", frozen=True):
-    """The first message to the process: compile these templates. The answer is an empty `Rendered`, or
+    """The first message to the process: compile these templates. The reply is an empty `Rendered`, or
     `Failed`."""
 
     sources: dict[str, str]
-    """Template text by name."""
+    """Template texts by name."""
     special_tokens: dict[str, str]
-    """Text by name, as templates use them (`bos_token`)."""
+    """Texts by name, as templates use them (`bos_token`)."""
 
 
 class Render(msgspec.Struct, tag="render", frozen=True):
-    """Render a conversation. The answer is `Rendered` or `Failed`."""
+    """Render a conversation. The reply is `Rendered` or `Failed`."""
 
     messages: list[dict[str, str]]
     add_generation_prompt: bool
     variables: bytes
-    """Further template variables, as a JSON object: msgpack would limit the size of integers."""
+    """Further template variables as a JSON object, because msgpack would limit the size of integers."""
 
 
 class Rendered(msgspec.Struct, tag="rendered", frozen=True):
@@ -52,10 +52,11 @@ class Rendered(msgspec.Struct, tag="rendered", frozen=True):
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True):
-    """An error. `message` is for the client, or for the operator if the error answers `Compile`."""
+    """An error. `message` is meant for the client, or for the operator if the error is the reply to
+    `Compile`."""
 
     kind: Literal["messages", "none", "bound"]
-    """The exception to raise: `ChatTemplateError`, `NoChatTemplateError` or `TemplateBoundError`."""
+    """Selects the exception to raise: `ChatTemplateError`, `NoChatTemplateError` or `TemplateBoundError`."""
     message: str
 
 

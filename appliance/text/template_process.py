@@ -1,4 +1,4 @@
-"""Renders a model's chat templates in a child process with bounded time and memory."""
+"""Renders a model's chat templates in a child process with limits on time and memory."""
 
 from __future__ import annotations
 
@@ -35,16 +35,18 @@ __all__ = ["ChatTemplateError", "NoChatTemplateError", "TemplateBoundError", "Te
 log = logging.getLogger(__name__)
 
 MAX_RENDER_S = 5.0
-"""Time limit for one conversation. The longest possible one (4,096 messages, 2 MiB) takes about 50 ms."""
+"""Time limit for rendering one conversation. The longest possible conversation (4,096 messages, 2 MiB) takes
+about 50 ms."""
 MAX_COMPILE_S = 10.0
-"""Time limit for compiling, from the start of the process; Python itself takes 0.1 s of it."""
+"""Time limit for compiling, measured from the start of the process. Starting Python takes 0.1 s of this
+time."""
 MAX_TEMPLATE_MEMORY_BYTES = 256 << 20
-"""Memory for templates, besides the 30 MB of the process itself."""
+"""Memory for templates, in addition to the process's own 30 MB."""
 MAX_WAIT_S = 30.0
-"""A conversation that has waited this long for its turn is refused."""
+"""A conversation that has waited for its turn for this long is refused."""
 
 _ALARM_GRACE_S = 5.0
-"""The child's own alarm comes this much later than the parent's kill, and ends a child without a parent."""
+"""Delay between the parent's kill and the child's own alarm, which ends a child that has lost its parent."""
 _ENVIRONMENT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "TZ")
 _KINDS: dict[str, type[ChatTemplateError]] = {
     "messages": ChatTemplateError,
@@ -60,10 +62,10 @@ class _Job:
 
 
 class TemplateProcess:
-    """One model's chat templates: `default`, and others by name. Belongs to one event loop.
+    """One model's chat templates: `default`, and further ones by name. Belongs to one event loop.
 
-    The process renders one conversation at a time, taking the tenants in turn. It is started by `compile` or
-    by the first conversation, and again after it was killed.
+    The process renders one conversation at a time, serving the tenants in turn. It is started by `compile` or
+    by the first conversation, and restarted after it was killed.
     """
 
     def __init__(
@@ -72,14 +74,17 @@ class TemplateProcess:
         special_tokens: Mapping[str, str],
         max_render_s: float = MAX_RENDER_S,
     ) -> None:
-        """`sources`: template text by name, empty for a model without templates; `special_tokens`: text by
-        name, as templates use them (`bos_token`)."""
+        """Prepare the templates. The process is started later.
+
+        - `sources`: template texts by name. Empty for a model without templates.
+        - `special_tokens`: texts by name, as templates use them (`bos_token`).
+        """
         self._compile = Compile(dict(sources), dict(special_tokens))
         self._max_render_s = max_render_s
         self.bounds_exceeded = 0
-        """Number of conversations that the templates could not render within their bounds."""
+        """Number of conversations that the templates could not render within their limits."""
         self.problem = ""
-        """The bound that the latest such conversation exceeded."""
+        """The limit that the latest of these conversations exceeded."""
         self._queue: TenantQueue[_Job] = TenantQueue()
         self._child: _Child | None = None
         self._background = Background()
@@ -88,7 +93,8 @@ class TemplateProcess:
 
     @classmethod
     def load(cls, folder: Path | str, special_tokens: Mapping[str, str]) -> TemplateProcess:
-        """Read the templates of a model folder, which may have none. Raises `TokenizerFilesError`."""
+        """Read the templates in a model folder. A folder may have no templates. Raises
+        `TokenizerFilesError`."""
         return cls(read_template_sources(Path(folder)), special_tokens)
 
     @property
@@ -97,7 +103,7 @@ class TemplateProcess:
         return bool(self._compile.sources)
 
     async def compile(self) -> None:
-        """Start the process. Raises `TokenizerFilesError` for a template that does not compile."""
+        """Start the process. Raises `TokenizerFilesError` if a template does not compile."""
         if self.exists and self._child is None:
             try:
                 await self._start()
@@ -144,7 +150,7 @@ class TemplateProcess:
             ) from None
 
     def close(self) -> None:
-        """End the process, and refuse the waiting conversations."""
+        """End the process and refuse the waiting conversations."""
         self._closed = True
         if self._child is not None:
             self._child.kill()
@@ -216,12 +222,12 @@ class _Child:
 
     @property
     def closed(self) -> bool:
-        """Whether the process has ended, or was killed."""
+        """Whether the process has ended or was killed."""
         return self._channel.closed
 
     async def ask(self, message: ToWorker, limit_s: float) -> str:
-        """Send a message; return the text of the answer. Kills the process after `limit_s`. Raises
-        `ChatTemplateError`."""
+        """Send a message and return the text of the reply. If there is no reply within `limit_s`, the process
+        is killed. Raises `ChatTemplateError`."""
         self._reply = asyncio.get_running_loop().create_future()
         self._channel.send(message)
         try:
@@ -241,7 +247,7 @@ class _Child:
         raise _KINDS[reply.kind](reply.message)
 
     def kill(self) -> None:
-        """End the process now."""
+        """End the process at once."""
         self._channel.close()
         self._process.kill()
         self._background.run(_reap(self._process))

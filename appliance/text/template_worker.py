@@ -33,12 +33,13 @@ from appliance.text.template_messages import (
 
 _HEADER = 4
 _MAX_FILES = 16
-"""Open files: enough for Python to import a module (an encoding) that a template needs."""
+"""Maximum number of open files: enough for Python to import a module (such as an encoding) that a template
+needs."""
 _DECODER = msgspec.msgpack.Decoder(ToWorker)
 
 
 def main() -> int:
-    """Answer messages until the channel ends."""
+    """Reply to messages until the channel is closed."""
     parser = argparse.ArgumentParser(prog="python -m appliance.text.template_worker", description=__doc__)
     parser.add_argument("--channel", type=int, required=True, help="descriptor of the channel to the front")
     parser.add_argument("--memory", type=int, required=True, help="bytes that templates may use")
@@ -68,7 +69,7 @@ def main() -> int:
                 reply = Rendered(text)
             data = msgspec.msgpack.encode(reply)
         except Exception as error:
-            # This includes MemoryError, and everything that a hostile template can make Python raise.
+            # This also catches MemoryError and everything else that a hostile template can make Python raise.
             data = msgspec.msgpack.encode(_failure(error))
         del frame
         signal.setitimer(signal.ITIMER_REAL, 0)

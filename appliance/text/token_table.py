@@ -1,4 +1,4 @@
-"""The table from token id to bytes, with which detokenizing takes one list lookup per token."""
+"""The table that maps token ids to bytes, so that detokenizing takes one list lookup per token."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclass(frozen=True, slots=True)
 class TokenTable:
-    """The text of each token, for decoders where it does not depend on neighbouring tokens.
+    """The text of each token, for decoders that do not depend on neighbouring tokens.
 
-    `raw[id]` are the token's bytes (empty where the vocabulary has a gap). `shown` and `shown_with_special`
-    hold what a detokenizer needs: a `str` where the bytes are whole characters, else the `bytes`; special
-    tokens are "" in `shown`. `leading_strip` spaces are dropped where a text begins. `bad_byte_each`: each
-    invalid byte becomes one U+FFFD (ByteFallback), not each maximal ill-formed subsequence.
+    - `raw[id]` holds the token's bytes (empty if the vocabulary has a gap there).
+    - `shown` and `shown_with_special` hold what a detokenizer needs: a `str` if the bytes are whole
+      characters, otherwise the `bytes`. Special tokens are "" in `shown`.
+    - `leading_strip` is the number of spaces dropped at the beginning of a text.
+    - `bad_byte_each` says whether each invalid byte becomes one U+FFFD (as in ByteFallback), rather than each
+      maximal ill-formed subsequence.
 
     All streams of a tokenizer share the table, which is never changed.
     """
@@ -32,7 +34,8 @@ class TokenTable:
 
 
 def id_to_token(backend: tokenizers.Tokenizer) -> list[str | None]:
-    """Return token texts in id order, as written in the vocabulary; None where the vocabulary has a gap."""
+    """Return token texts in id order, as written in the vocabulary, with None where the vocabulary has a
+    gap."""
     vocabulary = backend.get_vocab(with_added_tokens=False)
     added = backend.get_added_tokens_decoder()
     tokens: list[str | None] = [None] * (max([-1, *vocabulary.values(), *added]) + 1)
@@ -44,10 +47,11 @@ def id_to_token(backend: tokenizers.Tokenizer) -> list[str | None]:
 
 
 def build_token_table(backend: tokenizers.Tokenizer, tokens: list[str | None]) -> TokenTable | None:
-    """Return the table of `backend`, or None if its decoder is not one of the two common kinds.
+    """Return the table for `backend`, or None if its decoder is not one of the two common kinds.
 
-    Byte-level (GPT-2, Llama 3, Qwen): a character is a byte. ByteFallback (Llama 2, Mistral, Gemma): "▁" is a
-    space, <0xNN> is a byte, the rest is text. `tokens` comes from `id_to_token`.
+    In byte-level decoders (GPT-2, Llama 3, Qwen), a character represents a byte. In ByteFallback decoders
+    (Llama 2, Mistral, Gemma), "▁" represents a space, <0xNN> represents a byte, and the rest is text.
+    `tokens` comes from `id_to_token`.
     """
     steps = component_steps(backend.decoder, "decoders")
     kinds = [step["type"] for step in steps]
@@ -77,20 +81,20 @@ def build_token_table(backend: tokenizers.Tokenizer, tokens: list[str | None]) -
 
 
 def component_steps(component: Any, name: str) -> list[dict[str, Any]]:
-    """Return the steps of a normalizer, pre-tokenizer or decoder, as `tokenizer.json` writes them. `name` is
-    the field that has the steps of a sequence."""
+    """Return the steps of a normalizer, pre-tokenizer or decoder, as written in `tokenizer.json`. `name` is
+    the field that holds the steps of a sequence."""
 
     def flat(step: dict[str, Any]) -> list[dict[str, Any]]:
         return (
             [each for inner in step[name] for each in flat(inner)] if step["type"] == "Sequence" else [step]
         )
 
-    # A component's pickled state is its JSON; serializing the whole tokenizer would include the vocabulary.
+    # A component's pickled state is its JSON. Serializing the whole tokenizer would include the vocabulary.
     return [] if component is None else flat(json.loads(component.__getstate__()))
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return the byte that each character of GPT-2's byte-level alphabet stands for (`bytes_to_unicode` in
+    """Map each character of GPT-2's byte-level alphabet to the byte that it represents (`bytes_to_unicode` in
     OpenAI's encoder.py)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -100,7 +104,7 @@ def _byte_level_alphabet() -> dict[str, int]:
 def _byte_level_bytes(token: str, byte_of: dict[str, int]) -> bytes:
     try:
         return bytes([byte_of[character] for character in token])
-    except KeyError:  # an added token with characters outside of the alphabet stands for itself
+    except KeyError:  # An added token with characters outside the alphabet represents itself.
         return token.encode()
 
 

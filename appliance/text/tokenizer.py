@@ -1,4 +1,4 @@
-"""A model's tokenizer: text to token ids in bounded steps, token ids to text by table."""
+"""A model's tokenizer: encodes text in bounded steps, and decodes token ids by table lookup."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ _DECODE_STEP_TOKENS = 16_384
 
 
 class TokenIdError(ValueError):
-    """A token id that no vocabulary can have (negative)."""
+    """Raised for a token id that no vocabulary can contain (a negative id)."""
 
 
 class Tokenizer:
-    """One model's tokenizer, read from its folder by `Tokenizer.load`; safe to use from any thread.
+    """One model's tokenizer, read from its folder by `Tokenizer.load`. Safe to use from any thread.
 
-    `vocabulary_size` is the highest id plus one (a model's own vocabulary may be padded beyond it);
-    `special_tokens` maps names such as `bos_token` to texts, as chat templates expect them; `eos_ids` are the
-    ids that end a sequence; `adds_bos` says whether `add_special_tokens` puts `bos_id` in front.
+    - `vocabulary_size` is the highest id plus one. A model's own vocabulary may be padded beyond it.
+    - `special_tokens` maps names such as `bos_token` to texts, as chat templates expect them.
+    - `eos_ids` are the ids that end a sequence.
+    - `adds_bos` says whether `add_special_tokens` prepends `bos_id`.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
@@ -48,17 +49,17 @@ class Tokenizer:
         self.eos_ids = tuple(dict.fromkeys([*([] if eos_id is None else [eos_id]), *files.eos_ids]))
         self._control = ControlTokens(backend)
         self.longest_token_bytes = longest_token_bytes(backend, self.table)
-        """Maximum number of bytes of text that one token can stand for; None if that is not known."""
+        """Maximum number of bytes of text that one token can represent, or None if that is not known."""
         self.adds_bos = self.bos_id is not None and self.bos_id in self.encode_blocking("", True)[:1]
 
     @classmethod
     def load(cls, folder: Path | str) -> Tokenizer:
         """Read `tokenizer.json` and the files beside it. This takes about 1 s for 128 k tokens.
 
-        `tokenizer.json` is used unchanged, with its post-processor. As in transformers, tokens and marks of
-        special tokens from `tokenizer_config.json` are added. A special token without an id in these files is
-        left out: the model was not trained on it, and a new id would be outside of the embedding. Raises
-        `TokenizerFilesError`, which names the file and the remedy.
+        `tokenizer.json` is used unchanged, including its post-processor. As in transformers, the tokens that
+        `tokenizer_config.json` declares, and their special-token flags, are added. A special token that has
+        no id in these files is left out, because the model was not trained on it and a new id would be
+        outside the embedding. Raises `TokenizerFilesError`, which names the file and the remedy.
         """
         folder = Path(folder)
         path = folder / "tokenizer.json"
@@ -82,27 +83,28 @@ class Tokenizer:
     def encode_steps(
         self, texts: Sequence[str], add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> Steps:
-        """Return the token ids of each text, as work in steps (`appliance.text.fair_queue`).
+        """Return each text's token ids, as work in steps (`appliance.text.fair_queue`).
 
-        `add_special_tokens`: add BOS, or whatever the model's post-processor adds. Use False for rendered
+        `add_special_tokens` adds BOS, or whatever the model's post-processor adds. Pass False for rendered
         chats, because the template writes BOS. The work raises `LoneSurrogateError`, and `TooManyTokensError`
-        as soon as a text has more than `max_tokens`."""
+        as soon as a text has more than `max_tokens`.
+        """
         return self._encoder.steps(texts, add_special_tokens, max_tokens, self.longest_token_bytes)
 
     def encode_blocking(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of `text`, in the calling thread. Raises `LoneSurrogateError`."""
+        """Encode `text` in the calling thread and return its token ids. Raises `LoneSurrogateError`."""
         return run_steps(self.encode_steps([text], add_special_tokens))[0]
 
     def shield(self) -> Shield:
-        """Return a new shield for one conversation. `encode_rendered_steps` encodes the texts that it hides
-        from the template as plain text."""
+        """Return a new shield for one conversation. `encode_rendered_steps` encodes the texts that the shield
+        hides from the template as plain text."""
         return Shield(self._control)
 
     def encode_rendered_steps(
         self, text: str, shield: Shield, add_special_tokens: bool = False, max_tokens: int | None = None
     ) -> Steps:
         """Return the token ids of a conversation that was rendered with hidden texts. Only special tokens
-        that the template wrote are control tokens (`appliance.text.control_tokens`)."""
+        written by the template become control tokens (`appliance.text.control_tokens`)."""
         if not shield.used:
             return self.encode_steps([text], add_special_tokens, max_tokens)
         return self._control.encode_steps(
@@ -110,11 +112,11 @@ class Tokenizer:
         )
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of `token_ids`, equal to the text that a stream of them emits.
+        """Return the text of `token_ids`, which equals the text that a stream of these tokens emits.
 
-        It equals transformers' decode except for a run of ByteFallback tokens that is not valid UTF-8: here
-        only the invalid bytes become U+FFFD, there all bytes of the run. Ids outside of the vocabulary add
-        nothing. Raises `TokenIdError` for negative ids.
+        The result equals transformers' decode, except for a run of ByteFallback tokens that is not valid
+        UTF-8: here only the invalid bytes become U+FFFD, but in transformers all bytes of the run do. Ids
+        outside the vocabulary add nothing. Raises `TokenIdError` for negative ids.
         """
         return run_steps(self.decode_steps(token_ids, skip_special_tokens))
 
@@ -140,9 +142,9 @@ class Tokenizer:
     def detokenizer(self, skip_special_tokens: bool = True, context: Sequence[int] = ()) -> Detokenizer:
         """Return a detokenizer for one stream.
 
-        `context`: the prompt's ids, if the text continues the prompt (completions). They are not emitted, but
-        a leading space of the first token is kept, since the stream does not begin a text. A character that
-        begins in the prompt and ends in the stream belongs to the stream.
+        `context` holds the prompt's ids if the text continues the prompt (completions). The context is not
+        emitted, but a leading space of the first token is kept, because the stream does not begin a text. A
+        character that begins in the prompt and ends in the stream belongs to the stream.
         """
         visible = [i for i in context[-16:] if not (skip_special_tokens and i in self.special_ids)]
         if self.table is not None:
@@ -158,13 +160,14 @@ class Tokenizer:
         context: Sequence[int] = (),
         min_tokens: int = 0,
     ) -> TextStream:
-        """Return a sequence's text stream: `detokenizer` and, where the request has them, stop strings. No
-        stop string ends the stream within the first `min_tokens` tokens."""
+        """Return a sequence's text stream, made from a `detokenizer` and, if the request has any, stop
+        strings. No stop string ends the stream within the first `min_tokens` tokens."""
         matcher = StopMatcher(stops, include_stop) if stops is not None else None
         return TextStream(self.detokenizer(skip_special_tokens, context), matcher, min_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that a token stands for, also of special tokens; b"" outside of the vocabulary."""
+        """Return the bytes that a token represents, including for special tokens, or b"" outside the
+        vocabulary."""
         if not 0 <= token_id < self.vocabulary_size:
             return b""
         if self.table is not None:

@@ -1,5 +1,5 @@
-"""Reads the JSON files beside a Hugging Face tokenizer. Its errors are for the operator who made the
-folder."""
+"""Reads the JSON files beside a Hugging Face tokenizer. Error messages are written for the operator who
+created the folder."""
 
 from __future__ import annotations
 
@@ -25,17 +25,19 @@ NAMED_SPECIAL_TOKENS = (
 
 
 class TokenizerFilesError(ValueError):
-    """A tokenizer file is missing or invalid; the message names the file and the remedy."""
+    """Raised if a tokenizer file is missing or invalid. The message names the file and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """The content of the JSON files beside `tokenizer.json`.
+    """The contents of the JSON files beside `tokenizer.json`.
 
-    `named` maps `bos_token`, `eos_token`, … to their text; `special` are all tokens that these files call
-    special; `added` maps a token id to a token that `tokenizer.json` may lack (`added_tokens_decoder`).
-    `add_bos_token` and `add_eos_token` are left out: transformers ignores both beside a `tokenizer.json`,
-    because the post-processor in that file adds these tokens.
+    - `named` maps `bos_token`, `eos_token`, … to their texts.
+    - `special` holds all tokens that these files declare as special.
+    - `added` maps token ids to tokens that `tokenizer.json` may lack (`added_tokens_decoder`).
+
+    `add_bos_token` and `add_eos_token` are left out, because transformers ignores both if there is a
+    `tokenizer.json`: the post-processor in that file adds these tokens.
     """
 
     named: dict[str, str]
@@ -45,12 +47,12 @@ class TokenizerFiles:
 
 
 MAX_JSON_BYTES = 256 << 20
-"""Bytes of one file; the largest `tokenizer.json` of known models has 35 MB."""
+"""Maximum size of one file. The largest `tokenizer.json` of known models has 35 MB."""
 
 
 def read_regular_file(path: Path, max_bytes: int) -> bytes:
-    """Return the bytes of a file. Raises OSError, and ValueError if the file is longer or not a regular file:
-    reading a device or a named pipe may never end."""
+    """Return a file's bytes. Raises OSError, and ValueError if the file is too long or is not a regular file,
+    because reading a device or a named pipe may never end."""
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
@@ -61,7 +63,7 @@ def read_regular_file(path: Path, max_bytes: int) -> bytes:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in `path`, or {} if there is no such file. Raises `TokenizerFilesError`."""
+    """Return the JSON object in `path`, or {} if the file does not exist. Raises `TokenizerFilesError`."""
     try:
         value = json.loads(read_regular_file(path, MAX_JSON_BYTES).decode())
     except FileNotFoundError:
@@ -76,10 +78,10 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def read_tokenizer_files(folder: Path) -> TokenizerFiles:
-    """Read `tokenizer_config.json`, `special_tokens_map.json` and the end-of-sequence ids of `folder`.
+    """Read `tokenizer_config.json`, `special_tokens_map.json` and the end-of-sequence ids in `folder`.
 
-    The precedence is that of transformers: the special tokens map counts only if `tokenizer_config.json` has
-    no `added_tokens_decoder`; the end-of-sequence ids of `config.json` count only if
+    Files take precedence as in transformers: the special tokens map is used only if `tokenizer_config.json`
+    has no `added_tokens_decoder`, and the end-of-sequence ids in `config.json` are used only if
     `generation_config.json` has none. Files may be missing. Raises `TokenizerFilesError`.
     """
     path = folder / "tokenizer_config.json"
@@ -119,8 +121,8 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
 
 
 def _special_entries(config: Mapping[str, Any], path: Path) -> list[tuple[str, Any]]:
-    """Return (name, token) for each special token of a tokenizer config; those of an unnamed list are named
-    "". Raises `TokenizerFilesError`."""
+    """Return (name, token) for each special token in a tokenizer config. The name of tokens in an unnamed
+    list is "". Raises `TokenizerFilesError`."""
     entries = [(name, config[name]) for name in NAMED_SPECIAL_TOKENS if config.get(name) is not None]
     entries += [
         (name, value)

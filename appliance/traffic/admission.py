@@ -28,6 +28,8 @@ _DRAINED_PART = 0.1
 _RUN_MARGIN = 1.2
 """Safety factor on the predicted run time of an answer, because the rates may get worse while it is
 generated."""
+_PREDICTION_MARGIN = 1.5
+"""Further factor on waiting and run time while rates are predictions, which are lower bounds of the times."""
 _HOPELESS = 0.85
 """A request is refused if the time left before its deadline is less than this fraction of its predicted run
 time."""
@@ -230,7 +232,9 @@ def _deadline(
         return _missed(request, now, 0.0, 0.0) if deadline <= now else None
     tenant = tenants.of(request.tenant)
     most = most_tokens(tenant.outputs, tenants.outputs, request.most_each)
-    run_s = _RUN_MARGIN * model.run_s(request, most) + _MIN_MARGIN_S
+    margin = 1.0 if model.forecast.measured else _PREDICTION_MARGIN
+    wait_s *= margin
+    run_s = margin * _RUN_MARGIN * model.run_s(request, most) + _MIN_MARGIN_S
     begin_by = deadline - run_s
     if now + wait_s > begin_by:
         return _missed(request, now, wait_s, run_s)

@@ -21,6 +21,9 @@ class Forecast:
     def __init__(self) -> None:
         self.known = False
         """Whether rates have been measured; otherwise the other values are meaningless."""
+        self.measured = False
+        """Whether all replicas have measured rates. Otherwise some rates are predictions, which are lower
+        bounds of the times."""
         self.step_s = 0.0
         """Recent step time. All values here are means over the replicas."""
         self.prompt_token_s = 0.0
@@ -50,6 +53,7 @@ class Forecast:
         self.known = bool(measured)
         if not measured:
             return
+        self.measured = all(account.rates.measured for account in accounts)
         count = len(measured)
         self._replicas = len(accounts)
         slots = 0.0

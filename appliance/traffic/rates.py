@@ -89,16 +89,17 @@ class ReplicaRates:
     @property
     def known(self) -> bool:
         """Whether the rates have been measured or predicted."""
-        return self._measured or self._predicted_step_s > 0
+        return self.measured or self._predicted_step_s > 0
 
     @property
-    def _measured(self) -> bool:
+    def measured(self) -> bool:
+        """Whether enough steps have been learned, so that the prediction is not used any more."""
         return self.busy_s >= _ENOUGH_S
 
     @property
     def step_s(self) -> float:
         """Mean time of recent steps."""
-        return self._steps.ratio if self._measured else self._predicted_step_s
+        return self._steps.ratio if self.measured else self._predicted_step_s
 
     @property
     def prompt_token_s(self) -> float:

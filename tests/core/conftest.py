@@ -28,7 +28,7 @@ def wait_until(true: Callable[[], bool], timeout_s: float = 60.0, what: str = "i
 
 
 def alive(pid: int) -> bool:
-    """Return whether the process runs; a zombie does not."""
+    """Return whether the process is running. A zombie is not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -54,7 +54,7 @@ class Service:
         self.admin = AdminClient(self.run_dir)
         self.log = folder / "log"
         self.tree = ROOT
-        """The checkout whose modules run."""
+        """The checkout from which modules are run."""
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -79,7 +79,7 @@ class Service:
         return fronts + [pid for model in status.models for replica in model.replicas for pid in replica.pids]
 
     def connect(self, line: str, address: tuple[str, int] | None = None) -> socket.socket:
-        """Send a request and return the socket of its answer."""
+        """Send a request and return the socket on which its answer arrives."""
         sock = socket.socket(socket.AF_UNIX if address is None else socket.AF_INET)
         sock.settimeout(60)
         sock.connect(str(self.run_dir / "api.sock") if address is None else address)
@@ -101,7 +101,7 @@ class Service:
 
 
 def read_answer(sock: socket.socket) -> list[str]:
-    """Return every line of an answer."""
+    """Return all lines of an answer."""
     with sock, sock.makefile() as lines:
         return [line.strip() for line in lines]
 

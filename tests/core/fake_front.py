@@ -1,6 +1,7 @@
-"""A front without HTTP: a connection is one line "MODEL MAX_TOKENS", answered by a line a token and a last
-line that says how it ended. Speaks the core's protocol, resubmissions included. While a model's folder has
-a file `hang`, it hangs as soon as it hears of the model."""
+"""A front without HTTP. A connection sends one line "MODEL MAX_TOKENS" and receives one line per token,
+followed by a last line that says how the answer ended. The fake speaks the core's protocol, including
+resubmissions. If a model's folder contains a file `hang`, the fake hangs as soon as that model is
+configured."""
 
 from __future__ import annotations
 
@@ -135,7 +136,7 @@ class FakeFront:
             first, self.name, self.models = not self.name, message.front, message.models
             self.configured = message.serial
             while first and any((Path(model.folder) / "hang").exists() for model in self.models):
-                time.sleep(0.05)  # it listens to nobody
+                time.sleep(0.05)  # It reads no messages.
             if first:
                 self.channel.send(FrontReady())
         elif isinstance(message, AttachReplica):
@@ -182,7 +183,8 @@ class FakeFront:
         os._exit(0)
 
     def problems(self) -> dict[str, str]:
-        """Return the models that this front cannot serve: those whose folder has a file `untold`."""
+        """Return the models that this front cannot serve, which are those with a file `untold` in their
+        folder."""
         return {
             model.name: "tokenizer.json is missing"
             for model in self.models

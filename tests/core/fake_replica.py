@@ -1,8 +1,9 @@
-"""A replica without an engine: speaks a rank's protocol, one token every 10 ms for each sample.
+"""A replica without an engine. It speaks a rank's protocol and generates one token every 10 ms for each
+sample.
 
-`fake.json` in the model's folder may say: {"fatal": [kind, message]}, {"exit": code}, or {"hang": true} to
-send nothing more while it loads, for as long as the file says so. `step.json`, as long as it exists, makes
-the next step long: {"announced_s": 2.0, "seconds": 9.0}.
+`fake.json` in the model's folder may contain {"fatal": [kind, message]}, {"exit": code}, or {"hang": true}.
+With the latter, the replica sends nothing more while loading, for as long as the file says so. As long as
+`step.json` exists, it makes the next step long: {"announced_s": 2.0, "seconds": 9.0}.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class FakeReplica:
         self.control.send(Progress("loading", 0.5))
         script = Path(spec.model_path) / "fake.json"
         while "hang" in (does := said(script)):
-            time.sleep(0.05)  # as a rank that loads: it listens to nobody
+            time.sleep(0.05)  # Like a rank that is loading, it reads no messages.
         if "fatal" in does:
             self.control.send(Fatal(*does["fatal"]))
         if does:
@@ -94,7 +95,7 @@ class FakeReplica:
         asyncio.get_running_loop().create_task(self.step())
 
     def long_step(self) -> None:
-        """Compute and send nothing else, as rank 0 does in a long step."""
+        """Compute without sending anything, as rank 0 does during a long step."""
         long = said(self.folder / "step.json")
         if long:
             (self.folder / "step.json").unlink()
@@ -171,7 +172,7 @@ class FakeReplica:
 
 
 def said(script: Path) -> dict[str, Any]:
-    """Return the behaviour of the fake while it loads."""
+    """Return the fake's configured behaviour while loading."""
     try:
         found: dict[str, Any] = json.loads(script.read_text())
     except FileNotFoundError:

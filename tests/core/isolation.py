@@ -1,6 +1,6 @@
-"""Checks the promises of docs/traffic.md to urgent and light requests, on a server in virtual time. `figures`
-returns the times to first token of single requests behind one large request. `broken_promises` runs a random
-mix of such requests and returns the probes that waited longer than promised."""
+"""Checks what docs/traffic.md promises to urgent and light requests, on a server in virtual time. `figures`
+returns the times to first token of individual requests behind one large request. `broken_promises` runs a
+random mix of such requests and returns the probes that waited longer than promised."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from tests.core.simulated_server import Asked, Shape, SimulatedServer
 
 SPEED = Speed()
 BUDGET = 8192
-"""Tokens of a full step."""
+"""Number of tokens in a full step."""
 MARGIN_S = 0.005
-"""For messages between processes and for the step that follows a step whose prompts were left out."""
+"""Allowance for messages between processes and for the step that follows a step whose prompts were left
+out."""
 
 
 def full_step_s(slots: int) -> float:
     return SPEED.step_s + SPEED.seq_s * slots + SPEED.prompt_token_s * BUDGET + HOST_S
 
 
-# ── single requests ──
+# ── individual requests ──
 
 CASES: dict[str, tuple[int, int, int, int, str, str]] = {
     "P0 behind a P3 prompt of 12,000": (256, 12_000, 1, 20, "P3", "P0"),
@@ -39,11 +40,13 @@ CASES: dict[str, tuple[int, int, int, int, str, str]] = {
     "P0 behind n = 1,024, 256 slots": (256, 50, 1024, 1000, "P1", "P0"),
     "P1 behind n = 1,024 of P3, 256 slots": (256, 50, 1024, 1000, "P3", "P1"),
 }
-"""Slots, prompt, samples, output and class of the request in front, and the class of the one behind."""
+"""For each case: slots, prompt, samples, output and class of the request in front, and the class of the
+request behind it."""
 
 
 def figures() -> dict[str, float]:
-    """Return the time to first token in ms of a request of 50 tokens, for each case and alone."""
+    """Return the time to first token, in ms, of a request with 50 tokens: once alone, and once for each
+    case."""
     made = {"alone": _ttft_ms(256, None, "P0")}
     for name, (slots, prompt, samples, output, front_class, behind_class) in CASES.items():
         made[name] = _ttft_ms(slots, (Shape(prompt, output, output), samples, front_class), behind_class)
@@ -73,7 +76,7 @@ def _tenant(name: str) -> TenantRecord:
 
 @dataclass(frozen=True)
 class Load:
-    """A large request: many tokens or many samples."""
+    """A large request, with many tokens or many samples."""
 
     at: float
     tenant: str
@@ -84,9 +87,9 @@ class Load:
 
 
 def random_load(draw: random.Random, classes: Sequence[str], seconds: float) -> list[Load]:
-    """Return requests with long prompts, several prompts, many samples, or (if not of P1) none of these.
-    Those of P1 do not fit into one step or have many samples; otherwise they would be as light as the
-    probes."""
+    """Return requests with long prompts, several prompts, many samples, or (except in P1) none of these. The
+    requests in P1 do not fit into one step or have many samples, because otherwise they would be as light as
+    the probes."""
     loads = []
     for _ in range(draw.randint(1, 12)):
         asked_class = draw.choice(classes)
@@ -115,10 +118,11 @@ class Mix:
     blocks: int
     replicas: int
     event: str
-    """Of one of two replicas, in the middle: "" (nothing), "death" or "drain"."""
+    """What happens halfway through the run to one of two replicas: "" (nothing), "death" or "drain"."""
     seconds: float
     probes: str
-    """What is measured: short requests of "P0", of a "light" tenant (P1), or of a "busy" one (P1)."""
+    """Kind of probe to measure: short requests of "P0", of a "light" tenant (P1), or of a "busy" tenant
+    (P1)."""
     loads: tuple[Load, ...]
 
 
@@ -147,7 +151,7 @@ def broken_promises(mix: Mix) -> list[str]:
     alone_s = max(probe.ttft_s for probe in alone)
     for after in beside:
         if mix.event == "death" and middle - 1.0 < after.arrived_at < middle + 0.5:
-            continue  # It was on the replica that died, or came together with what was resumed.
+            continue  # The probe was on the replica that died, or arrived together with the resumed requests.
         if after.first_token_at is None or after.ttft_s > alone_s + bound_s:
             took = f"{after.ttft_s:.3f}" if after.first_token_at is not None else f"never: {after.refused}"
             broken.append(
@@ -158,10 +162,10 @@ def broken_promises(mix: Mix) -> list[str]:
 
 
 def _run(mix: Mix, loads: Sequence[Load]) -> list[Asked]:
-    """Return the probes. The next probe of P1 is sent when the last one has ended, because P1 has only one
+    """Return the probes. Each probe in P1 is sent after the previous one has ended, because P1 has only one
     slot more than P2 and P3."""
     names = ("probe", *(f"heavy-{number}" for number in range(3)))
-    # No turns for P2 and P3 before P1: those count as P1's own work.
+    # Give P2 and P3 no turns before P1, because the promise treats such turns as P1's own work.
     rules = QueueRules(background_share=0.0, lifted_share=0.0)
     server = SimulatedServer(tenants=[_tenant(name) for name in names], rules=rules)
     for _ in range(mix.replicas):
@@ -171,7 +175,7 @@ def _run(mix: Mix, loads: Sequence[Load]) -> list[Asked]:
         for _ in range(8):
             server.ask("probe", Shape(50, 1500, 1500), asked_class="P1")
     if mix.probes == "light" and loads and mix.slots == 64:
-        # One slot is reserved, so nobody else may be light.
+        # One slot is reserved, so no other tenant may be light.
         for name in names[1:]:
             server.ask(name, Shape(50, 3000, 3000), asked_class="P1", samples=2)
     server.run(1.0)

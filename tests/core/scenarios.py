@@ -1,9 +1,9 @@
-"""What tenants are promised, tried on a server in virtual time: fair shares, a quiet tenant beside one that
-floods, deadlines under three times the load that can be served.
+"""Scenarios that check the promises to tenants on a server in virtual time: fair shares, a quiet tenant
+beside one that floods the server, and deadlines under three times the load that can be served.
 
     python -m tests.core.scenarios --seconds 120 --out figures.json
 
-`tests/core/test_scenarios.py` runs short forms of the same.
+`tests/core/test_scenarios.py` runs short versions of the same scenarios.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.core.simulated_server import Asked, Shape, SimulatedServer
 SLOTS = 256
 SPEED = Speed()
 DECIDED_S = 0.010
-"""What is refused later than this after its arrival was admitted first."""
+"""A request that is refused later than this after its arrival had already been admitted."""
 
 Figures = dict[str, Any]
 
@@ -42,7 +42,8 @@ WEIGHTS = {"a": 1.0, "b": 2.0, "c": 4.0}
 
 
 def shares(*, seconds: float, warm_up: float = 20.0, seed: int = 0) -> Figures:
-    """Run tenants that always have waiting requests: with long prompts, with long answers, and with both."""
+    """Run three tenants that always have waiting requests: one with long prompts, one with long answers, and
+    one with both."""
     server = SimulatedServer(tenants=[tenant(name, weight) for name, weight in WEIGHTS.items()], seed=seed)
     server.add_replica(slots=SLOTS)
     backlogged(server, "a", 400, fixed(2000, 20))
@@ -65,10 +66,12 @@ def shares(*, seconds: float, warm_up: float = 20.0, seed: int = 0) -> Figures:
 
 
 def quiet(*, seconds: float, flood_per_s: float, seed: int = 0) -> Figures:
-    """A tenant that asks about one long document after another, alone and beside one that floods the server.
+    """Run a tenant that asks about one long document after another, once alone and once beside a tenant that
+    floods the server.
 
-    Its first token is behind the step that runs when it comes and the one that is launched already, and its
-    prompt's steps carry the flood's decodes: what is short itself cannot be within a part of its value alone.
+    The tenant's first token comes after the step that is running when its request arrives and the step that
+    has already been launched. The steps for its prompt also carry the flood's decodes. If the time alone is
+    short, the time beside the flood therefore cannot be within a fraction of it.
     """
     alone = _quiet(seconds, 0.0, seed)
     beside = _quiet(seconds, flood_per_s, seed)
@@ -120,17 +123,21 @@ MIXES: dict[str, tuple[int, int, Callable[[random.Random], Shape]]] = {
     "long": (3500, 225, uniform((1000, 6000), (50, 400))),
     "chat": (160, 350, uniform((20, 300), (100, 600), max_tokens=1024)),
 }
-"""Mean prompt and output tokens, and shapes."""
+"""For each mix: the mean number of prompt tokens, the mean number of output tokens, and the shapes."""
 EVENTS = ("steady", "cold", "surge", "mix", "death")
 REPLICAS = 2
 
 
 def deadlines(*, mix: str, event: str, seconds: float, load: float = 3.0, seed: int = 0) -> Figures:
-    """Four tenants ask for `load` times what the server can serve, three of them with deadlines.
+    """Run four tenants whose requests exceed what the server can serve by a factor of `load`. Three of them
+    set deadlines.
 
-    "cold": from the first moment, before anything was measured; otherwise it follows a light load. "surge":
-    that comes a second time. "mix": long prompts come as well. "death": a replica dies, and comes back 5 s
-    later.
+    `event` is "steady" or one of these:
+
+    - "cold": the load begins at once, before anything has been measured. Otherwise it follows a light load.
+    - "surge": the load pauses in the middle and then comes a second time.
+    - "mix": long prompts are added in the middle.
+    - "death": a replica dies in the middle and comes back 5 s later.
     """
     server = SimulatedServer(tenants=[tenant(name) for name in "abcd"], seed=seed)
     for _ in range(REPLICAS):
@@ -167,7 +174,7 @@ def deadlines(*, mix: str, event: str, seconds: float, load: float = 3.0, seed: 
 
 def _ask(server: SimulatedServer, mix: str, load: float, until: float) -> None:
     prompt, output, shape = MIXES[mix]
-    # What a replica serves with all slots busy.
+    # The time that a replica takes for a request when all its slots are busy.
     served_s = prompt * SPEED.prompt_token_s + output * SPEED.step_s * 2 / SLOTS
     per_s = load * REPLICAS / served_s
 
@@ -182,7 +189,7 @@ def _ask(server: SimulatedServer, mix: str, load: float, until: float) -> None:
 def _met(server: SimulatedServer, died_at: float | None) -> Figures:
     asked = [one for one in server.asked if one.deadline_s is not None]
     admitted = [one for one in asked if not _refused_at_once(one)]
-    # What was promised on a replica that died is no part of the promise.
+    # Requests in flight on a replica that died are exempt from the promise.
     spared = [one for one in admitted if died_at is not None and _was_in_flight(one, died_at)]
     counted = len(admitted) - len(spared)
     met = sum(one.met for one in admitted) - sum(one.met for one in spared)
@@ -211,7 +218,7 @@ def _was_in_flight(one: Asked, at: float) -> bool:
     return one.arrived_at <= at and (one.ended_at is None or one.ended_at >= at)
 
 
-# ── all of them, for long ──
+# ── long runs of all scenarios ──
 
 
 def main() -> int:

@@ -18,7 +18,7 @@ def poisson(
     deadline_s: Callable[[random.Random], float] | None = None,
     asked_class: str = "",
 ) -> None:
-    """Send requests of a tenant at random times, at this mean rate per second."""
+    """Send a tenant's requests at random times, with this mean rate per second."""
     draw = random.Random(f"{server.draw.random()} {tenant}")
 
     def come() -> None:
@@ -45,7 +45,7 @@ def backlogged(
         def ask() -> None:
             server.ask(tenant, shape(draw), asked_class=asked_class, done=again)
 
-        # A refused client tries again after the time that the refusal names.
+        # A refused client tries again after the time given in the refusal.
         wait_s = asked.refused.retry_after_s if asked is not None and asked.refused is not None else None
         server.after(wait_s or 0.0, ask)
 
@@ -61,8 +61,8 @@ def fixed(prompt: int, output: int) -> Callable[[random.Random], Shape]:
 def uniform(
     prompt: tuple[int, int], output: tuple[int, int], max_tokens: int | None = None
 ) -> Callable[[random.Random], Shape]:
-    """Return a function that draws sizes between bounds. The client allows `max_tokens`, or exactly the size
-    of the answer."""
+    """Return a function that draws sizes between these bounds. The client allows `max_tokens`, or exactly the
+    size of the answer."""
 
     def shape(draw: random.Random) -> Shape:
         made = draw.randint(*output)

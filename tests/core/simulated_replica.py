@@ -1,4 +1,4 @@
-"""A replica in virtual time: the real scheduler on a simulated device. See `tests.core.simulated_server`."""
+"""A replica in virtual time: the real scheduler on a simulated device (see `tests.core.simulated_server`)."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ if TYPE_CHECKING:
 FRONT = "front-0"
 MODEL = "m"
 HOP_S = 0.0001
-"""Time of a message between two processes."""
+"""Duration of a message between two processes."""
 HOST_S = 0.0002
-"""Time of the step loop between two steps."""
+"""Time that the step loop takes between two steps."""
 
 
 class Speed(NamedTuple):
-    """The speed of a device: the time of a step, and its increase for each sequence and each prompt token."""
+    """The speed of a device: the base duration of a step, and the increase for each sequence and each prompt
+    token."""
 
     step_s: float = 0.005
     seq_s: float = 0.020 / 1024
     prompt_token_s: float = 1 / 40_000
     first_steps: int = 0
-    """Number of steps at the start that each take `first_step_s` longer."""
+    """Number of initial steps that each take `first_step_s` longer."""
     first_step_s: float = 0.0
 
     def of(self, plan: StepPlan) -> float:
-        """Return the seconds of a step that is not one of the first."""
+        """Return the duration of a step, in seconds, not counting the increase for initial steps."""
         seqs = len(plan.decodes) + sum(len(chunk.sample_slots) for chunk in plan.chunks)
         prompts = sum(len(chunk.token_ids) for chunk in plan.chunks)
         return self.step_s + self.seq_s * seqs + self.prompt_token_s * prompts

@@ -1,6 +1,6 @@
-"""A server with GPU-like replicas in virtual time: the real request manager and the real engine scheduler,
-exchanging the real messages. Only the device, the delays of channels and the clients are simulated. The
-simulation is deterministic, and much faster than real time.
+"""A server with GPU-like replicas in virtual time. The real request manager and the real engine scheduler
+exchange the real messages. Only the device, the channels' delays and the clients are simulated. The
+simulation is deterministic and much faster than real time.
 
     server = SimulatedServer(tenants=[TenantRecord(name="a", created_at=0.0, weight=2.0)])
     server.add_replica(slots=256)
@@ -29,8 +29,10 @@ from store.requests import RequestRow
 from tests.core.simulated_replica import FRONT, HOP_S, MODEL, Replica, Speed
 
 RESUBMIT_S = 0.05
-"""Time from a replica's death until its fronts send the next attempts."""
+"""Delay between a replica's death and its fronts' next attempts."""
 TICK_S = 0.25
+PREDICTED = 0.8
+"""The fraction of the real times that the engine predicts, as a lower bound."""
 _PROMPT = [1] * 131_072
 _EPOCH = 1000.0
 
@@ -40,9 +42,9 @@ class Shape(NamedTuple):
 
     prompt: int
     output: int
-    """Tokens that are made."""
+    """Number of tokens that are generated."""
     max_tokens: int
-    """That the client allows."""
+    """Maximum number of tokens that the client allows."""
 
 
 @dataclass(eq=False)
@@ -65,11 +67,11 @@ class Asked:
     tokens: int = 0
 
     samples: int = 1
-    """Of each prompt."""
+    """Number of samples for each prompt."""
     tokens_of: list[int] = field(default_factory=list)
-    """Tokens of each sample of each prompt."""
+    """Number of tokens generated for each sample of each prompt."""
     unfinished: set[int] = field(default_factory=set)
-    """Indices into `tokens_of` of the samples that have not ended."""
+    """Indices into `tokens_of` for the samples that have not ended."""
     attempt: int = 0
     replica: Replica | None = None
 
@@ -87,7 +89,7 @@ class Asked:
 
 @dataclass
 class _Rows:
-    """A request log with the rows by id, and the ids that ended twice."""
+    """A request log that keeps its rows by id, and the ids that ended twice."""
 
     open_ids: set[str] = field(default_factory=set)
     ended: int = 0
@@ -108,7 +110,7 @@ class _Rows:
 
 
 class SimulatedServer:
-    """A server in virtual time. `now` counts from 0."""
+    """A server in virtual time. `now` starts at 0."""
 
     def __init__(
         self,
@@ -125,7 +127,8 @@ class SimulatedServer:
         self.replicas: list[Replica] = []
         self._replicas_made = 0
         self.served: dict[str, float] = {}
-        """Tokens computed by tenant: prompts at their first token, output as it comes, weighted."""
+        """Weighted number of computed tokens by tenant. Prompts are counted at their first output token, and
+        output tokens as they are generated."""
         self.requests = RequestManager(
             send=lambda front, message: self.after(HOP_S, lambda: self._front_hears(message)),
             rows=self.rows,
@@ -142,7 +145,7 @@ class SimulatedServer:
         self._serial = 0
         self._in_flight: dict[str, Asked] = {}
         self._handles: dict[int, tuple[Asked, int, int]] = {}
-        """By handle: the request, its attempt, and the index of the first sample."""
+        """For each handle: the request, its attempt, and the index of the first sample."""
         self.at(0.0, self._tick)
 
     def add_replica(
@@ -153,8 +156,10 @@ class SimulatedServer:
         max_mixed_tokens: int | None = None,
         blocks: int = 20_000,
         speed: Speed = Speed(),  # noqa: B008
+        predicted: bool = True,
     ) -> Replica:
-        """Add a replica that is ready at once."""
+        """Add a replica that is ready at once. `predicted`: whether the engine predicts its rates, as it does
+        on GPUs."""
         self._replicas_made += 1
         name = f"{MODEL}-{self._replicas_made}"
         replica = Replica(
@@ -166,13 +171,16 @@ class SimulatedServer:
             blocks=blocks,
             speed=speed,
         )
+        if predicted:
+            replica.account.rates.predict(PREDICTED * speed.step_s, PREDICTED * speed.prompt_token_s)
         self.replicas.append(replica)
         self.requests.add_replica(replica.account)
         replica._report([])
         return replica
 
     def kill_replica(self, replica: Replica) -> None:
-        """Kill a replica. The front sends the next attempt for the remaining part of each of its requests."""
+        """Kill a replica. For each of its requests, the front sends the next attempt for the remaining
+        part."""
         replica.dead = True
         self.replicas.remove(replica)
         self.after(HOP_S, lambda: self.requests.lose_replica(replica.account))
@@ -206,7 +214,7 @@ class SimulatedServer:
         self.at(self.now + seconds, event)
 
     def run(self, until: float) -> None:
-        """Let time pass until `until`."""
+        """Run the simulation until the virtual time `until`."""
         while self._events and self._events[0][0] <= until:
             self.now, _, event = heapq.heappop(self._events)
             event()
@@ -231,8 +239,8 @@ class SimulatedServer:
         samples: int = 1,
         done: Callable[[Asked], None] | None = None,
     ) -> Asked:
-        """Send a request; `done` is called after its answer or refusal. `shape` is the size of each prompt
-        and sample."""
+        """Send a request. `shape` is the size of each prompt and sample. `done` is called after the answer or
+        the refusal."""
         request_id = f"r{len(self.asked)}"
         admit = Admit(
             request_id=request_id,
@@ -272,7 +280,7 @@ class SimulatedServer:
         if asked.admitted_at is None:
             asked.admitted_at = self.now
         replica = next((r for r in self.replicas if r.account.replica == message.replica), None)
-        if replica is None:  # it has died meanwhile
+        if replica is None:  # The replica has died in the meantime.
             self.after(RESUBMIT_S, lambda: self._resubmit(asked))
             return
         asked.replica = replica
@@ -300,7 +308,7 @@ class SimulatedServer:
         for output in outputs:
             asked, attempt, index = self._handles[output.handle]
             if asked.attempt != attempt:
-                continue  # of a replica that has died since
+                continue  # From a replica that has since died.
             index += output.sample
             tokens = len(output.token_ids)
             if not asked.tokens and tokens:

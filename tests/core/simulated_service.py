@@ -1,5 +1,6 @@
-"""A simulated service around the request manager: fronts and replicas that keep the protocol, and channels
-that deliver each message when the test says so. Tests create every order of events between two processes."""
+"""A simulated service around the request manager. Fronts and replicas follow the protocol, and channels
+deliver each message when the test tells them to. Tests can therefore create any order of events between two
+processes."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ class Rows:
 
 @dataclass
 class Submission:
-    """A submission of a front to a replica."""
+    """A front's submission to a replica."""
 
     front: str
     request_id: str
@@ -48,13 +49,13 @@ class Submission:
 
 @dataclass
 class FakeReplica:
-    """An engine that accepts submissions, ends them and sends reports. Submissions count once it has read
-    them."""
+    """An engine that accepts submissions, ends them and sends reports. Submissions are counted once the
+    engine has read them."""
 
     account: CreditAccount
     alive: bool = True
     inbox: dict[str, deque[Submission | None]] = field(default_factory=dict)
-    """By front; None is the end of file."""
+    """Submissions by front. None is the end of file."""
     running: list[Submission] = field(default_factory=list)
     to_core: deque[Report] = field(default_factory=deque)
     returned_seqs: list[int] = field(default_factory=lambda: [0] * LEVELS)
@@ -103,15 +104,15 @@ class Ask:
 
     admit: Admit
     waiting: bool = True
-    """For an answer to its latest `Admit`."""
+    """Whether the front is waiting for a reply to its latest `Admit`."""
     replica: FakeReplica | None = None
-    """Where its latest attempt was submitted."""
+    """Replica to which the latest attempt was submitted."""
     left: bool = False
 
 
 @dataclass
 class FakeFront:
-    """A front that keeps the protocol."""
+    """A front that follows the protocol."""
 
     name: str
     alive: bool = True
@@ -119,16 +120,16 @@ class FakeFront:
     to_core: deque[Any] = field(default_factory=deque)
     from_core: deque[Any] = field(default_factory=deque)
     buried: bool = False
-    """The core has read the end of its channel."""
+    """Whether the core has read the end of the front's channel."""
 
 
 class SimulatedService:
-    """The request manager with its surroundings."""
+    """The request manager and its environment."""
 
     def __init__(self, queue_limit: int = 7, queue_timeout_s: float = 50.0) -> None:
         self.now = 1000.0
         self.time_of_day = 0.0
-        """Of `now`: somebody may set the clock."""
+        """Difference between the system clock and `now`. Tests change it to set the clock."""
         self.rows = Rows()
         self.fronts: dict[str, FakeFront] = {}
         self.replicas: list[FakeReplica] = []
@@ -156,7 +157,8 @@ class SimulatedService:
     def new_replica(self) -> FakeReplica:
         replica = FakeReplica(CreditAccount(f"m-{len(self.replicas)}", "m", "cpu"))
         for front in self.fronts.values():
-            # A front whose death the core has not noticed is attached too: the replica reads its end of file.
+            # A front whose death the core has not noticed is attached too. The replica will read its end of
+            # file.
             if not front.buried:
                 replica.inbox[front.name] = deque() if front.alive else deque([None])
         self.replicas.append(replica)
@@ -171,7 +173,7 @@ class SimulatedService:
         return [replica for replica in self.replicas if replica.alive]
 
     def on_replicas(self) -> set[str]:
-        """Return the requests that run on a replica or are in its channels."""
+        """Return the requests that are running on a replica or are in its channels."""
         return {
             submission.request_id
             for replica in self.live_replicas()
@@ -180,8 +182,8 @@ class SimulatedService:
         }
 
     def kill_front(self, front: FakeFront, unwritten: int = 0) -> None:
-        """Kill a front. Its last `unwritten` submissions to each replica and messages to the core are
-        lost."""
+        """Kill a front. Its last `unwritten` submissions to each replica, and as many messages to the core,
+        are lost."""
         front.alive = False
         for _ in range(min(unwritten, len(front.to_core))):
             front.to_core.pop()
@@ -194,7 +196,7 @@ class SimulatedService:
     def kill_replica(self, replica: FakeReplica) -> None:
         replica.alive = False
 
-    # ── what a front does ──
+    # ── actions of a front ──
 
     def ask(self, front: FakeFront, submissions: int = 1, samples: int = 1, tokens: int = 8) -> str:
         request_id = f"r{len(self.asked)}"
@@ -217,7 +219,7 @@ class SimulatedService:
         return request_id
 
     def hear(self, front: FakeFront) -> None:
-        """Deliver one message of the core to the front."""
+        """Deliver one message from the core to the front."""
         message = front.from_core.popleft()
         ask = front.asks.get(message.request_id)
         if isinstance(message, Abort):
@@ -250,7 +252,7 @@ class SimulatedService:
                 )
 
     def ask_again(self, front: FakeFront, request_id: str) -> None:
-        """Send the next attempt of a request whose replica died."""
+        """Send the next attempt for a request whose replica has died."""
         ask = front.asks[request_id]
         ask.admit = Admit(**{f: getattr(ask.admit, f) for f in Admit.__struct_fields__} | {
             "attempt": ask.admit.attempt + 1
@@ -259,7 +261,7 @@ class SimulatedService:
         front.to_core.append(ask.admit)
 
     def settle(self, front: FakeFront, request_id: str, status: int) -> None:
-        """Settle a request; its latest attempt counts as submitted only if it was."""
+        """Settle a request. Its latest attempt is reported as submitted only if it was."""
         ask = front.asks.pop(request_id)
         front.to_core.append(
             Settle(
@@ -296,7 +298,7 @@ class SimulatedService:
         elif not replica.alive:
             self.requests.lose_replica(replica.account)
 
-    # ── to the end ──
+    # ── running to the end ──
 
     def settle_everything(self) -> None:
         """Deliver all messages and end all submissions."""
@@ -357,7 +359,7 @@ class SimulatedService:
         return any(s.request_id == request_id for s in (*replica.running, *waiting))
 
     def check_end(self) -> None:
-        """Check that nothing is left: rows, credits and counters."""
+        """Check that no rows, credits or counters are left over."""
         assert len(self.requests.state.in_flight) == 0, [
             (r.request_id, r.state) for r in self.requests.state.in_flight.values()
         ]

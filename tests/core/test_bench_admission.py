@@ -1,4 +1,4 @@
-"""The benchmark of admission runs and decides every request. Its timings are not tested."""
+"""Tests that the admission benchmark runs and decides every request. Its timings are not tested."""
 
 from __future__ import annotations
 

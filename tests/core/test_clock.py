@@ -1,4 +1,4 @@
-"""Jumps of the time of day."""
+"""Tests of jumps of the system clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The core's small parts: versions of models, listeners, the run directory, access to the admin API."""
+"""Tests of the core's small parts: model versions, listeners, the run directory, and access to the admin
+API."""
 
 from __future__ import annotations
 
@@ -110,7 +111,7 @@ def test_the_client_says_where_it_looked_and_how_to_start_a_service(tmp_path: Pa
 
 
 class Nothing:
-    """A backend that must not be reached."""
+    """A backend that must not be called."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *words: pytest.fail("a stranger was answered")

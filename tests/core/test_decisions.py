@@ -1,4 +1,4 @@
-"""Changes of tenants, keys and peers through the admin API of a real core: rights, effects and audit."""
+"""Changes to tenants, keys and peers through the admin API of a real core: rights, effects and audit."""
 
 from __future__ import annotations
 
@@ -150,12 +150,12 @@ def test_denied_actions_are_audited_a_limited_number_of_times_a_minute(service: 
         reader = {"Authorization": f"Bearer {made.key}"}
         for _ in range(30):
             assert http.post("/actions/keys.revoke", headers=reader, json={"id": made.id}).status_code == 403
-        # A look, what nobody sent who is known, and what is no action's parameters are in the log at most.
+        # Reads, requests from unknown senders, and invalid parameters are logged at most.
         http.get("/actions/keys.revoke", headers=reader)
         http.post("/actions/keys.revoke", headers={"Authorization": "Bearer ak-wrong"}, json={})
         assert http.post("/actions/keys.revoke", json={"bogus": 1}).status_code == 400
     with AdminClient(service.run_dir) as client:
-        client.act(CreateTenant(name="after"))  # behind all of them in the chain
+        client.act(CreateTenant(name="after"))  # This row comes after all of the others in the chain.
     rows = [row for row in read_audit(service.state_dir / "control.db") if row.action == "keys.revoke"]
     assert 10 <= len(rows) <= 20, "of one minute, or of two"
     assert {row.actor for row in rows} == {f"uid:{os.geteuid()} key:{made.id}"}
@@ -217,7 +217,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 
 def test_running_requests_continue_unless_they_are_cancelled(service: Service) -> None:
-    # The fake front asks for the tenant "t".
+    # The fake front sends requests for the tenant "t".
     service.admin.act(CreateTenant(name="t"))
     running = service.connect("m 100000")
     wait_until(lambda: [request.state for request in service.admin.in_flight()] == ["running"])
@@ -355,7 +355,7 @@ def test_every_action_of_the_registry_is_audited_before_and_after(make_service: 
     service.wait_ready()
     tried = []
     for action in ACTIONS:
-        # All are refused but those that make a key, reload settings that have not changed, begin a backup.
+        # All actions are refused, except creating a key, reloading unchanged settings and beginning a backup.
         named = {"model": "none:such"} if action.name in ("drain", "resume") else {}
         required = {
             field.name: "none:such" for field in msgspec.structs.fields(action.parameters) if field.required

@@ -1,5 +1,5 @@
-"""The order of a drain: fronts report "not ready", then admission pauses, then the drain waits, and at the
-end the requests that are left are cancelled."""
+"""Tests of the order of a drain: fronts report "not ready", then admission pauses, then the drain waits, and
+finally the remaining requests are cancelled."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class FakeRequestManager:
     def __init__(self, told: list[str], looks: int) -> None:
         self.told, self.looks = told, looks
         self.state = self
-        """The fake is its own state."""
+        """The fake also acts as its own state."""
 
     def pause_admission(self, model: str | None, why: str, *, hold: bool = False) -> None:
         self.told.append(f"close {model} {hold}: {why}")
@@ -40,7 +40,7 @@ class Unfinished:
 
 
 class FakeService:
-    """Records the calls of drains. Fronts apply a configuration when `fronts_know` is set."""
+    """Records the calls that drains make. Fronts apply a configuration when `fronts_know` is set."""
 
     def __init__(self, looks: int = 3) -> None:
         self.told: list[str] = []

@@ -1,4 +1,4 @@
-"""Tests that a burst right after the start of a replica is not refused because of slow first steps."""
+"""Tests that a burst right after a replica's start is not refused because of slow first steps."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def test_slow_first_steps_refuse_no_request_of_a_first_burst(
     streams: int, gap_s: float, predicted: bool
 ) -> None:
     served = server()
-    replica = served.add_replica(slots=16, max_num_batched_tokens=2048, speed=SLOW_FIRST)
+    replica = served.add_replica(slots=16, max_num_batched_tokens=2048, speed=SLOW_FIRST, predicted=False)
     if predicted:
         replica.account.rates.predict(0.010, 1 / 50_000)
     asked = burst(served, streams, gap_s)
     served.run(120.0)
     refused = [one.refused.message for one in asked if one.refused is not None]
     assert len(asked) == streams and refused == []
-    # The rates measured later justify that: the whole burst is served within the maximum wait.
+    # The rates measured later show that this was right: the whole burst is served within the maximum wait.
     assert all(one.ended_at is not None for one in asked)
     waits_s = [one.admitted_at - one.arrived_at for one in asked if one.admitted_at is not None]
     assert max(waits_s) < QueueRules().timeout_s
@@ -50,7 +50,7 @@ def test_slow_first_steps_refuse_no_request_of_a_first_burst(
 
 def test_a_device_that_stays_slow_refuses_what_would_wait_too_long() -> None:
     served = server()
-    served.add_replica(slots=16, max_num_batched_tokens=2048, speed=Speed(step_s=1.0))
+    served.add_replica(slots=16, max_num_batched_tokens=2048, speed=Speed(step_s=1.0), predicted=False)
     asked = burst(served, 256, gap_s=0.5)
     served.run(130.0)
     refused = [one for one in asked if one.refused is not None and "would wait" in one.refused.message]
@@ -64,7 +64,8 @@ def test_a_prediction_refuses_only_what_even_the_fastest_device_could_not_serve(
     replica.account.rates.predict(0.4, 1 / 40_000)
     asked = burst(served, 64)
     served.run(1.0)
-    # Four requests at once take 128 steps of at least 0.4 s, 51 s; within the maximum wait, about ten begin.
+    # Four requests at once take 128 steps of at least 0.4 s, or 51 s. Within the maximum wait, about ten
+    # requests begin.
     refused = [one for one in asked if one.refused is not None]
     assert 50 <= len(refused) <= 56
     assert all("would wait" in one.refused.message for one in refused if one.refused is not None)

@@ -1,4 +1,5 @@
-"""Log records: which are written, and that a stalled reader of standard error does not block the process."""
+"""Tests which log records are written, and that a stalled reader of standard error does not block the
+process."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def untouched() -> Iterator[None]:
 
 @pytest.fixture
 def pipe() -> Iterator[tuple[int, LineQueue]]:
-    """Return the reading end of a pipe, and the log that writes into the pipe."""
+    """Return the reading end of a pipe, and a log that writes into the pipe."""
     reader, writer = os.pipe()
     lines = LineQueue(UtcFormatter("test"), writer)
     lines.writer.start()
@@ -58,10 +59,10 @@ def test_unread_lines_are_dropped_counted_and_reported_later(
     pipe: tuple[int, LineQueue],
 ) -> None:
     reader, lines = pipe
-    filling, more = 3000, MAX_QUEUED_LINES + 3000  # a pipe takes 64 KiB, about 600 of these lines
+    filling, more = 3000, MAX_QUEUED_LINES + 3000  # A pipe holds 64 KiB, about 600 of these lines.
     for number in range(filling):
         lines.handle(record(f"line {number:06} {'x' * 80}"))
-    # Until the pipe is full, the writer goes on, and reports dropped lines once for each write.
+    # Until the pipe is full, the writer continues, and reports dropped lines once per write.
     wait_until(lambda: lines.state().stalled_s > 1.0)
     for number in range(more):
         lines.handle(record(f"more {number:06} {'x' * 80}"))

@@ -1,4 +1,4 @@
-"""Tests of the metrics address: off by default, loopback only unless public, changed by a reload."""
+"""Tests of the metrics address: off by default, loopback only unless made public, and changed by a reload."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_deleted_tenant_leaves_the_metrics_and_its_last_requests_count_for_the
     service.start()
     service.wait_ready()
     listen_on(service, f"127.0.0.1:{port}")
-    service.admin.act(CreateTenant(name="t"))  # that of the fake front's requests
+    service.admin.act(CreateTenant(name="t"))  # The tenant of the fake front's requests.
     read_answer(service.connect("m 3"))
     wait_until(lambda: 'appliance_tenant_requests_total{tenant="t",outcome="ok"} 1' in scrape(port))
     service.admin.act(DeleteTenant(name="t"))

@@ -1,4 +1,4 @@
-"""Reports to the service manager: from start to stop of the real core, and while a writer hangs."""
+"""Reports to the service manager, from the start to the stop of the real core and while a writer hangs."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_the_service_manager_is_told_loading_ready_and_drained(
         process = service.process
         assert process is not None
         process.send_signal(signal.SIGTERM)
-        # The kernel holds only a few words for who does not listen.
+        # The kernel holds only a few messages for a receiver that does not read.
         wait_until(lambda: (heard.listen(), process.poll() is not None)[1], what="the end")
         assert process.returncode == 0
     heard.listen()
@@ -171,7 +171,7 @@ class Board:
 
 
 class Watched:
-    """Run a notifier beside a writer."""
+    """Runs a notifier beside a writer."""
 
     def __init__(self, folder: Path, heard: Heard) -> None:
         self.heard = heard
@@ -186,7 +186,7 @@ class Watched:
                 await asyncio.sleep(0.01)
 
     async def signs(self, more: int) -> None:
-        """Wait for further keep-alives."""
+        """Wait for this many further keep-alives."""
         so_far = self.heard.count("WATCHDOG")
         await self.until(lambda: self.heard.count("WATCHDOG") >= so_far + more)
 

@@ -1,4 +1,4 @@
-"""Tests of the dispatch order (classes, ageing, weights, deadlines) and of the sums that predict waits."""
+"""Tests of the dispatch order (classes, ageing, weights, deadlines) and of the sums used to predict waits."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ ALL_LEVELS = (1 << LEVELS) - 1
 
 
 def levels(*pairs: tuple[int, int]) -> int:
-    """Return a bit set of open levels, each given as a class and an urgency."""
+    """Return a bit set of open levels. Each level is given as a class and an urgency."""
     return sum(1 << level_of(*pair) for pair in pairs)
 
 
 class Serial:
-    """Creates tickets, numbered by arrival."""
+    """Creates tickets that are numbered by arrival."""
 
     def __init__(self) -> None:
         self.last = 0
@@ -97,7 +97,8 @@ def test_under_endless_load_of_better_classes_every_request_has_its_turn_in_a_bo
         queue.push(ticket, 1.0, light=False)
     share = RULES.background_share if victim == 3 else RULES.lifted_share
     largest = max(p + RULES.output_weight * o for p, o in sizes)
-    # From when it is late: its class gets its share of the service, in turns as large as their requests.
+    # Once the request is late, its class gets its share of the service, in turns as large as the class's
+    # requests.
     bound = sum(ticket.service for ticket in waiting) / share + 2 * largest
     now = 0.0 if victim == 3 else RULES.late_s(victim) + 0.001
     given_to_others, turn = 0.0, 0
@@ -178,7 +179,7 @@ def test_a_request_that_goes_before_better_classes_runs_as_one_of_them() -> None
     assert queue.next(ALL_LEVELS, 0.0, 0.0) == (background, level_of(1, 0))
 
 
-# ── inside a class ──
+# ── within a class ──
 
 
 @given(
@@ -247,7 +248,7 @@ def test_what_must_begin_now_to_keep_its_promise_goes_before_other_tenants_and_n
     assert queue.next(ALL_LEVELS, 0.0, promises_from=10.0) == (promised, level_of(1, 0))
 
 
-# ── sums over those before ──
+# ── sums over earlier requests ──
 
 _OPERATIONS = st.lists(
     st.tuples(st.booleans(), st.integers(0, 50), st.integers(1, 100), st.integers(1, 100)), max_size=300
@@ -293,12 +294,12 @@ def test_promises_know_when_serving_them_must_begin_property(
             promises.remove(gone[0], gone[1])
     assert promises.latest_begin() == latest(plain)
     ahead = [one for one in plain if one[0] <= time]
-    # Those before it are not affected by it, and were asked about when they came.
+    # Earlier promises are not affected by the new one, and were checked when they were added.
     unaffected = latest(ahead)
     assert min(unaffected, promises.latest_begin_with(time, work)) == latest([*plain, (time, 1 << 40, work)])
 
 
-# ── what is learned ──
+# ── learned values ──
 
 
 def test_answers_that_use_all_they_may_are_expected_to_do_so_again() -> None:

@@ -188,7 +188,7 @@ def test_what_many_requests_hold_at_once_comes_back_in_any_order(time: Time) -> 
     held = [taken(of, 1, 59 - number % 7) for number in range(100)]
     for number in (*range(1, 100, 2), *range(0, 100, 2)):
         of.settle(held[number], 10)
-    # Nothing refilled meanwhile, so nothing was lost, however coarsely the levels were remembered.
+    # Nothing was refilled in the meantime, so nothing was lost, however coarsely the levels were stored.
     assert used(of) == {"tokens_per_minute": 1000}
 
 
@@ -272,8 +272,7 @@ def test_the_tightest_limit_of_each_kind_is_told(time: Time) -> None:
 def restarted(
     time: Time, of: Quotas, after_s: float, *used: Used, keys: tuple[KeyRecord, ...] = ()
 ) -> Quotas:
-    """Return the quotas of a restart, `after_s` seconds after a snapshot that is taken now at unix time
-    5000."""
+    """Take a snapshot at unix time 5000, and return the quotas of a restart `after_s` seconds later."""
     levels, _ = of.news(5000.0)
     again = quotas(time, *of._policies.tenants.values(), keys=tuple(of._policies.keys.values()))
     again.restore(QuotaState(levels, list(used)), 5000.0 + after_s)

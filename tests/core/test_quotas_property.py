@@ -1,5 +1,5 @@
-"""Property tests of quotas, for any order of reservations, settlements and ends: no period uses more than the
-capacity plus the refill of the period, nothing leaks, and a crash restores nothing that was used."""
+"""Property tests of quotas, for any order of reservations, settlements and ends. No period uses more than the
+capacity plus the period's refill, nothing leaks, and a crash restores nothing that was used."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ quotas = st.sampled_from(
 
 @dataclass
 class Ask:
-    """A request with its reservation."""
+    """A request and its reservation."""
 
     key: str
     at: float
     reservation: Reservation
     tokens: int
-    """Reserved, then charged."""
+    """Number of tokens: first those reserved, later those charged."""
     settled: bool = False
 
     def __post_init__(self) -> None:
@@ -124,7 +124,7 @@ class QuotaMachine(RuleBasedStateMachine):
         ]
         return Policies([TenantRecord(name="t", created_at=0.0, quota=self.quota["t"])], keys)
 
-    # ── what happens ──
+    # ── events ──
 
     @rule(seconds=st.sampled_from([0.0625, 1.5, 10.0, 60.0, 400.0]))
     def time_passes(self, seconds: float) -> None:
@@ -192,7 +192,7 @@ class QuotaMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.asks) % 16 == 15)
     @rule()
     def the_service_crashes(self) -> None:
-        """Restart from the snapshot and the rows. Open rows have the reserved tokens."""
+        """Restart from the snapshot and the rows. Open rows contain the reserved tokens."""
         used = [
             Used("t", ask.key, ask.at, tokens)
             for ask in self.asks
@@ -206,11 +206,11 @@ class QuotaMachine(RuleBasedStateMachine):
         self.touched = set(self.quota)
         self.save()
 
-    # ── what holds ──
+    # ── invariants ──
 
     def levels(self) -> dict[tuple[str, str], float]:
         for scope, name in self.quotas._accounts:
-            self.quotas.usage(scope, name)  # which brings them up to now
+            self.quotas.usage(scope, name)  # Reading the usage brings the levels up to date.
         return {
             (account.name, limit): bucket.level
             for account in self.quotas._accounts.values()
@@ -233,7 +233,7 @@ class QuotaMachine(RuleBasedStateMachine):
             for limit in LIMITS:
                 if (rate := rate_of(quota, limit)) is None:
                     continue
-                # A bucket with exact numbers, which knew from the start what each request would take.
+                # A bucket with exact numbers that knows in advance what each request will use.
                 level, at = Fraction(rate.capacity), Fraction(1000)
                 for ask in mine:
                     moment = Fraction(ask.at)

@@ -1,4 +1,4 @@
-"""Reloads of the settings of a running service: changes are applied, everything else stays untouched."""
+"""Reloads the settings of a running service. Changes are applied, and everything else stays untouched."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def running(make_service: Make, settings: str = "", models: tuple[str, ...] = ("
 
 
 def change(service: Service, *changes: tuple[str, str]) -> Reloaded:
-    """Replace these parts of the settings file and reload it."""
+    """Replace these parts of the settings file, and reload it."""
     text = service.config.read_text()
     for old, new in changes:
         assert old in text
@@ -106,7 +106,7 @@ def test_settings_of_the_service_are_applied_without_restarting_a_process(make_s
         f"{service.config}:2",
     )
     assert (shown.settings["queue"]["limit"], shown.places["queue.limit"]) == (7, f"{service.config}:6")
-    # What only a restart changes is said until there was one.
+    # Settings that only a restart changes are reported until the service has been restarted.
     assert reload(service).at_restart == reloaded.at_restart
 
 
@@ -213,7 +213,7 @@ def test_the_address_can_change_and_connections_continue(make_service: Make) -> 
     with pytest.raises(ConnectionRefusedError):
         service.connect("m 2", ("127.0.0.1", port))
     assert read_answer(stream)[-1] == "front-0 length"
-    # An address that holds the former one, and back.
+    # Change to an address that includes the previous one, and back.
     change(service, (f"127.0.0.1:{other}", f"0.0.0.0:{other}"))
     assert read_answer(service.connect("m 2", ("127.0.0.2", other)))[-1] == "front-0 length"
     change(service, (f"0.0.0.0:{other}", f"127.0.0.1:{other}"))
@@ -240,7 +240,7 @@ def test_fronts_are_added_and_surplus_fronts_finish_their_requests(make_service:
     change(service, ("fronts = 1", "fronts = 2"))
     wait_until(lambda: [front.state for front in service.admin.status().fronts] == ["ready"] * 2)
     answers = [read_answer(service.connect("m 2"))[-1] for _ in range(2)]
-    # A name that replicas may still have a word on is not given again.
+    # A name about which replicas may still send a message is not reused.
     assert sorted(answers) == ["front-0 length", "front-3 length"]
 
 
@@ -376,7 +376,7 @@ def test_a_reload_during_a_drain_does_not_change_the_drain(make_service: Make) -
     assert "503 model 'm' is draining" in read_answer(service.connect("m 1"))[-1]
     service.admin.resume(ResumeService(model="m"))
     assert read_answer(service.connect("m 1"))[-1] == "front-0 length"
-    # With a model its drain goes, too: one of that name that comes later serves.
+    # A model's drain ends when the model is removed, so a later model with the same name serves.
     change(service, ('[models.n]\nfolder = "n"\n', ""))
     wait_until(lambda: len(service.pids()) == 2)
     assert service.admin.status().drains == []

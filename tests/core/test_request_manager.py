@@ -1,4 +1,4 @@
-"""Tests of single decisions of the request manager."""
+"""Tests of individual decisions of the request manager."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ def test_what_is_held_keeps_its_order_and_is_no_part_of_what_a_drain_waits_for(
     assert (requests.state.held(), requests.state.held("m"), requests.state.held("other")) == (3, 3, 0)
     assert requests.state.queue_stats().waiting == 3
     assert [turn.request_id for turn in answers(front)] == ["r0"]
-    service.settle(front, "r2", 499)  # its client left
+    service.settle(front, "r2", 499)  # Its client has disconnected.
     read_all(service)
     requests.resume_admission(None)
     assert [turn.request_id for turn in answers(front)] == ["r0", "r1", "r3"]
@@ -234,7 +234,7 @@ def test_what_is_held_is_bounded_in_number_and_time_and_refused_when_the_service
 ) -> None:
     front = service.new_front()
     service.new_replica()
-    read_all(service)  # it has room
+    read_all(service)  # The core now knows that the replica has room.
     service.requests.pause_admission(None, "draining", hold=True)
     for _ in range(7):
         service.ask(front)
@@ -353,7 +353,8 @@ def test_a_request_whose_replica_died_goes_on_elsewhere_ahead_of_others(service:
         service.ask(front, tokens=TOKENS)
     read_all(service)
     service.kill_replica(first)
-    # The front reads the death before the core does: the core must not hand the request back to the dead one.
+    # The front notices the death before the core does. The core must not return the request to the dead
+    # replica.
     service.ask_again(front, "r0")
     read_all(service)
     assert all(turn.request_id != "r0" for turn in answers(front))
@@ -365,7 +366,7 @@ def test_a_request_whose_replica_died_goes_on_elsewhere_ahead_of_others(service:
     service.requests.settle(front.name, settle("r0", 6))
     service.requests.report(second.account, report(finished("r0", 2)))
     row = service.rows.ended[-1]
-    # The dead replica's count is lost; what was delivered was generated.
+    # The dead replica's count is lost, but the delivered tokens were certainly generated.
     assert (row.generated_tokens, row.billed_tokens, row.resubmissions) == (6, 6, 1)
 
 
@@ -390,7 +391,7 @@ def test_a_withdrawn_second_attempt_leaves_the_first_one_to_its_replica(service:
     service.ask(front)
     read_all(service)
     service.hear(front)
-    # The front's channel broke; the replica lives, and will say what it did.
+    # The front's channel broke, but the replica is alive and will report what it has done.
     service.ask_again(front, "r0")
     service.settle(front, "r0", 499)
     read_all(service)

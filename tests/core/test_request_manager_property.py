@@ -1,5 +1,5 @@
-"""Property tests of the request manager, for any order of messages and any deaths of fronts and replicas:
-every request ends in exactly one row, every credit is returned, and no quota is exceeded or leaks."""
+"""Property tests of the request manager, for any order of messages and any deaths of fronts and replicas.
+Every request ends in exactly one row, every credit is returned, and no quota is exceeded or leaks."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from tests.core.simulated_service import FakeFront, FakeReplica, SimulatedServic
 from tests.examples import examples
 
 BUCKET = 400
-"""Tokens of the tenant's quota that may be used at once; one comes back each second."""
+"""Number of tokens of the tenant's quota that may be used at once. One token is refilled each second."""
 CONCURRENT = 3
-"""Requests of it that may run at once."""
+"""Number of the tenant's requests that may run at once."""
 
 pick = st.integers(0, 1_000)
 
 
 class Steady(Forecast):
-    """A forecast with round rates, so that the order of additions does not change sums."""
+    """A forecast with round rates, so that sums do not depend on the order of additions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.check_quota()
 
     def check_quota(self) -> None:
-        """The quota's usage equals that of the rows, less the refill."""
+        """Check that the quota's usage equals the sum over the rows, less the refill."""
         service = self.service
         (usage,) = service.requests.state.quotas.usage("tenant", "t")
         assert [one.used for one in service.requests.state.usage("tenant", "t")] == [usage.used, 0]

@@ -1,4 +1,4 @@
-"""Quotas in the request manager: reserved when a request is accepted, and given back exactly once."""
+"""Tests of quotas in the request manager: reserved when a request is accepted, and returned exactly once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def limited(service: SimulatedService, key: Quota = Quota(), **tenant: float) ->
 
 @pytest.fixture
 def service() -> SimulatedService:
-    """Each request of a test reserves 8 tokens of prompt and 5 of output; it delivers 3."""
+    """Return a service. Each request in a test reserves 8 prompt tokens and 5 output tokens, and delivers
+    3."""
     service = SimulatedService()
     limited(service, tokens_per_minute=60.0)
     return service
@@ -323,7 +324,7 @@ def test_a_share_of_the_kv_blocks_is_held_by_the_most_that_requests_may_keep(
     for _ in range(4):
         service.ask(front)
     read_all(service)
-    assert running(front) == ["r0", "r1"]  # 8 + 5 + 64 tokens each, of a fifth of 1,024
+    assert running(front) == ["r0", "r1"]  # Each takes 8 + 5 + 64 tokens, out of a fifth of 1,024.
     (usage,) = service.requests.state.usage("tenant", "t")
     assert (usage.limit, usage.used, usage.capacity) == ("kv_share", 154, 204)
     service.settle_everything()

@@ -1,4 +1,4 @@
-"""Short forms of the scenarios of `tests.core.scenarios`, on a server in virtual time."""
+"""Short versions of the scenarios in `tests.core.scenarios`, on a server in virtual time."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ def test_a_flood_of_short_requests_hardly_delays_the_first_token_of_a_tenant_wit
 @pytest.mark.parametrize(("mix", "event"), [("exact", "steady"), ("chat", "death"), ("long", "steady")])
 def test_who_was_promised_a_deadline_meets_it_under_three_times_the_load(mix: str, event: str) -> None:
     figures = deadlines(mix=mix, event=event, seconds=15.0)
-    assert figures["met_but_those_at_a_death"] >= 0.97, figures  # a short run is mostly its first seconds
+    # A short run consists mostly of its first seconds.
+    assert figures["met_but_those_at_a_death"] >= 0.97, figures
     assert figures["refused_within_ms"] <= 10.0, figures
     assert figures["admitted"] >= 30, figures

@@ -1,4 +1,4 @@
-"""Tests of settings: their sources, and errors that name field, value and remedy."""
+"""Tests of settings: their sources, and errors that name the field, the value and the remedy."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_file_that_may_not_be_looked_for_is_named(
 ) -> None:
     path = tmp_path / ".config" / "appliance" / "appliance.toml"
 
-    def is_file(self: Path) -> bool:  # root, who may run this, may look everywhere
+    def is_file(self: Path) -> bool:  # Root may run this test, and has access everywhere.
         if self == path:
             raise PermissionError(13, "Permission denied", str(path))
         return False
@@ -212,7 +212,7 @@ def test_every_fault_of_every_file_is_told_with_its_line(tmp_path: Path) -> None
 
 
 def numbers_of(kind: Any, path: str = "", around: str = "{}") -> Iterator[tuple[str, str, Any]]:
-    """Yield the path of every number in a type, text that puts a number there, and the number's type."""
+    """Yield, for every number in a type: its path, text that puts a number there, and the number's type."""
     match kind:
         case msgspec.inspect.IntType() | msgspec.inspect.FloatType():
             yield path, around, kind

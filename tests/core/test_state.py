@@ -1,4 +1,4 @@
-"""Tests that the databases of a service are opened together."""
+"""Tests that a service's databases are opened together."""
 
 from __future__ import annotations
 

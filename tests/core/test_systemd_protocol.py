@@ -1,4 +1,4 @@
-"""The protocols between systemd and the service, sd_listen_fds(3) and sd_notify(3)."""
+"""Tests of the protocols between systemd and the service, sd_listen_fds(3) and sd_notify(3)."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ print(json.dumps({
 
 
 def activated(environ: dict[str, str], *sockets: socket.socket) -> dict[str, object]:
-    """Return the output of a process that is started as systemd does it, with sockets from descriptor 3
-    on."""
+    """Return the output of a process that is started as systemd would start it, with sockets from descriptor
+    3 on."""
     copies = [os.dup(sock.fileno()) for sock in sockets]
     moves = " ".join(f"{3 + number}<&{copy}" for number, copy in enumerate(copies))
     script = f'export LISTEN_PID=$$; exec "$0" -c "$1" {moves}'
@@ -95,7 +95,7 @@ def test_a_manager_that_does_not_listen_is_not_waited_for(tmp_path: Path) -> Non
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         systemd.bind(str(tmp_path / "notify"))
         manager = Manager({"NOTIFY_SOCKET": str(tmp_path / "notify")})
-        while manager.tell(WATCHDOG=1):  # until the kernel holds no more
+        while manager.tell(WATCHDOG=1):  # until the kernel accepts no more
             pass
         assert not manager.tell(READY=1)
         systemd.recv(4096)

@@ -1,5 +1,5 @@
-"""Fixtures for the tests of fronts. Most tests share one real front; tests that break the front start another
-one."""
+"""Fixtures for the tests of fronts. Most tests share one real front. Tests that break their front start a
+separate one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def front(shared: Harness) -> Harness:
 
 @pytest.fixture
 def own_front(folder: Path, tmp_path: Path) -> Iterator[Callable[[Limits], Harness]]:
-    """Starts a front for this test only."""
+    """Starts a front that is used only by this test."""
     started: list[Harness] = []
 
     def start(limits: Limits | None = None) -> Harness:
@@ -49,7 +49,7 @@ def own_front(folder: Path, tmp_path: Path) -> Iterator[Callable[[Limits], Harne
 
 @pytest.fixture
 def client(front: Harness) -> Iterator[openai.OpenAI]:
-    """OpenAI's client on the Unix socket, with a placeholder as its key."""
+    """OpenAI's client on the Unix socket, with a placeholder as the key."""
     transport = httpx2.HTTPTransport(uds=front.api_sock, verify=False)
     with openai.OpenAI(
         api_key="unused",

@@ -1,8 +1,8 @@
 """A real front process between a simulated core and simulated replicas, with real messages over real sockets.
 
 The simulated parts run on an event loop in a thread, so tests may use blocking clients. A replica generates
-the tokens that its script returns for the submission and the sample, so that a resubmission continues with
-the same tokens.
+the tokens that its script returns for the submission and the sample, so a resubmission continues with the
+same tokens.
 """
 
 from __future__ import annotations
@@ -102,24 +102,24 @@ def write_model(folder: Path) -> Path:
 
 @dataclass
 class Harness:
-    """Begins with `start` and ends with `close`. The loop's thread sets the attributes, and tests read
-    them."""
+    """The test harness, which is used from `start` to `close`. The loop's thread sets the attributes, and
+    tests read them."""
 
     folder: Path
     runtime: Path
     limits: Limits = field(default_factory=Limits)
     admit: Literal["at once", "hold", "refuse"] = "at once"
-    """With "hold", the core never answers."""
+    """How the core answers requests for admission. With "hold", it never answers."""
     claims: Callable[[Claim], Claimed | None] = lambda claim: Claimed(claim.scope, False)
-    """Answers claims; if it returns None, no answer is sent."""
+    """Answers claims. If it returns None, no answer is sent."""
     refusal: Refused | None = None
     turn: dict[str, Any] = field(default_factory=dict)
-    """Fields of `Admitted` that differ from the usual ones."""
+    """Fields of `Admitted` that differ from the defaults."""
     models: list[ServedModel] = field(default_factory=list)
     module: str = "appliance.front"
-    """The command that is started as the front."""
+    """The module that is run as the front."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Environment variables of the front in addition to those of the test."""
+    """Environment variables of the front, in addition to those of the test."""
 
     def __post_init__(self) -> None:
         self.tokenizer = Tokenizer.load(self.folder)
@@ -132,14 +132,15 @@ class Harness:
         self.worked: list[Worked] = []
         self.reports: list[FrontReport] = []
         self.serial = 0
-        """Serial number of the last configuration that was sent."""
+        """Serial number of the last configuration sent."""
         self.claimed: list[Claim] = []
         self.releases: list[Release] = []
         self.retried: list[Retried] = []
         self.kept: dict[str, list[KeptText]] = {}
-        """By request id."""
+        """Kept texts by request id."""
         self.moved: list[tuple[HandOver, int, int]] = []
-        """Messages with the descriptors of the connection and of the request, for `give_back`."""
+        """Hand-over messages, each with the descriptors of the connection and of the request, for
+        `give_back`."""
         self.replicas: dict[str, FakeReplica] = {}
         self.script: Script = self.sentence_script
         self.step_s = 0.001
@@ -154,7 +155,7 @@ class Harness:
     # ── for tests ──
 
     def sentence_script(self, submit: Submit, sample: int) -> list[int]:
-        """Return the tokens of the sample's number, of the sentence, and the end token."""
+        """Return the tokens of the sample's number, the tokens of the sentence, and the end token."""
         return [*self.tokenizer.encode_blocking(f"{sample}{SENTENCE}", False), self.eos]
 
     def text(self, sample: int = 0) -> str:
@@ -162,8 +163,8 @@ class Harness:
         return f"{sample}{SENTENCE}"
 
     def endless(self, token_id: int = 50) -> None:
-        """Let the replica generate this token repeatedly, until the context of `MAX_MODEL_LEN` is full. That
-        takes half a minute, longer than any test."""
+        """Make the replica generate this token repeatedly, until the context of `MAX_MODEL_LEN` is full. That
+        takes half a minute, which is longer than any test."""
         self.script = self.replica.script = lambda submit, sample: [token_id]
         self.step_s = self.replica.step_s = 0.06
 
@@ -181,23 +182,23 @@ class Harness:
 
     @property
     def replica(self) -> FakeReplica:
-        """The replica that was attached last."""
+        """The replica attached most recently."""
         return list(self.replicas.values())[-1]
 
     def report(self) -> FrontReport:
-        """Return a report that the front sends from now on. The next report may have been on its way already,
-        so the one after it is returned."""
+        """Wait for a report that the front sends after this call. The next report to arrive may already have
+        been on its way, so the one after it is returned."""
         seen = len(self.reports)
         self.wait_for(lambda: len(self.reports) >= seen + 2)
         return self.reports[-1]
 
     def settled(self, count: int, timeout_s: float = 30.0) -> list[Settle]:
-        """Return the settlements when there are at least `count`."""
+        """Wait until there are at least `count` settlements, and return all of them."""
         self.wait_for(lambda: len(self.settles) >= count, timeout_s)
         return self.settles
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-        """Poll until `condition` is true; raises TimeoutError."""
+        """Poll until `condition` is true. Raises TimeoutError."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             if time.monotonic() > deadline:
@@ -205,7 +206,7 @@ class Harness:
             time.sleep(0.005)
 
     def reset(self) -> None:
-        """Clear the records, and restore the default behaviour."""
+        """Clear the records and restore the default behaviour."""
 
         def forget() -> None:
             self.admits, self.settles, self.rejected, self.worked = [], [], [], []
@@ -249,7 +250,7 @@ class Harness:
         retries: RetryRules = RetryRules(),  # noqa: B008
         keeping: KeepRules = KeepRules(),  # noqa: B008
     ) -> None:
-        """Send the front the served models and the settings."""
+        """Send the served models and the settings to the front."""
         configure = Configure(
             front="front-0",
             models=self.models or [self.served()],
@@ -269,7 +270,7 @@ class Harness:
         self.wait_for(lambda: bool(self.reports) and self.reports[-1].configured == self.serial)
 
     def identify(self, **changes: Any) -> None:
-        """Send the table of identities; by default one key, and the uid of this process."""
+        """Send the identity table, by default with one key and the uid of this process."""
         table: dict[str, Any] = {
             "keys": {hashlib.sha256(KEY.encode()).hexdigest(): Identity(tenant="acme", key_id="key_1")},
             "uids": {os.getuid(): Identity(tenant="local")},
@@ -279,7 +280,7 @@ class Harness:
         self.call(lambda: self.channel.send(identities))
 
     def attach(self, name: str = "demo-0") -> FakeReplica:
-        """Attach a new replica to the front. Requests are admitted to the replica that was attached last."""
+        """Attach a new replica to the front. Requests are admitted to the replica attached most recently."""
 
         def make() -> FakeReplica:
             ours, theirs = socketpair()
@@ -293,8 +294,8 @@ class Harness:
         return self.call(make)
 
     def give_back(self) -> HandOver:
-        """Give the connection that the front handed over first back to it, as the core gives a connection to
-        another front."""
+        """Return the connection that the front handed over first to the same front, in the way that the core
+        gives a connection to another front."""
 
         def give() -> HandOver:
             moved, *descriptors = self.moved.pop(0)
@@ -306,10 +307,10 @@ class Harness:
         return self.call(give)
 
     def send(self, message: Abort | StopFront | Admitted | Claimed) -> None:
-        """Send a message of the core to the front."""
+        """Send a message from the core to the front."""
         self.call(lambda: self.channel.send(message))
 
-    # ── life ──
+    # ── start and stop ──
 
     def start(self) -> Harness:
         """Start the front process and wait until it is ready."""
@@ -396,7 +397,7 @@ class Harness:
             self.ready.set()
 
     def close(self) -> None:
-        """End the front, the replicas and the loop."""
+        """Stop the front, the replicas and the loop."""
 
         def end() -> None:
             for listener in self._listeners:

@@ -13,7 +13,7 @@ from tests.front.harness import Harness
 
 
 def connect(front: Harness, tcp: bool = False) -> socket.socket:
-    """Return a connection to the API that has a timeout."""
+    """Return a connection to the API, with a timeout."""
     if tcp:
         return socket.create_connection(("127.0.0.1", front.port), 30)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -38,7 +38,7 @@ class Answer:
 
     @property
     def error(self) -> dict[str, Any]:
-        """Return the error object in OpenAI's format; checks its shape."""
+        """Return the error object in OpenAI's format, after checking its fields."""
         document = self.json
         assert set(document) == {"error"}
         assert set(document["error"]) == {"message", "type", "param", "code"}
@@ -46,7 +46,7 @@ class Answer:
 
 
 def head(method: str, path: str, headers: dict[str, str] | None = None) -> bytes:
-    """Return a header of a request."""
+    """Return a request head."""
     lines = [
         f"{method} {path} HTTP/1.1",
         "Host: whatever.example",
@@ -62,8 +62,8 @@ def request(body: Any, path: str = "/v1/chat/completions", headers: dict[str, st
 
 
 def read_answer(sock: socket.socket, buffer: bytearray | None = None, has_body: bool = True) -> Answer:
-    """Read one response; bytes after it stay in `buffer`. A connection that closes before the response gives
-    status 0."""
+    """Read one response. Any bytes after it stay in `buffer`. If the connection closes before the response,
+    the status is 0."""
     buffer = bytearray() if buffer is None else buffer
 
     def more() -> bool:
@@ -123,7 +123,7 @@ def ask(
         headers.setdefault("Content-Type", "application/json")
     with connect(front, tcp) as sock:
         started = time.perf_counter()
-        # The server may answer and close before the whole request is sent.
+        # The server may respond and close the connection before the whole request has been sent.
         with contextlib.suppress(OSError):
             sock.sendall(head(method, path, headers) + (data or b""))
         answer = read_answer(sock, has_body=method != "HEAD")
@@ -142,6 +142,6 @@ def chat(**fields: Any) -> dict[str, Any]:
 
 
 def events(answer: Answer) -> list[Any]:
-    """Return the data of a stream's events; "[DONE]" as it is."""
+    """Return the data of a stream's events. "[DONE]" is returned unchanged."""
     data = [event.removeprefix("data: ") for event in answer.body.decode().split("\n\n") if event]
     return [item if item == "[DONE]" else json.loads(item) for item in data]

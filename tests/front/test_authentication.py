@@ -1,4 +1,4 @@
-"""Authentication, and the information in answers to clients that are not authenticated."""
+"""Tests of authentication, and of what responses reveal to clients that are not authenticated."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OPEN_PATHS = ("/health", "/health/live", "/health/ready", "/health/live/", "/hea
 
 
 def routes() -> list[tuple[str, str]]:
-    """Return method and path of every route of the application."""
+    """Return the method and path of every route in the application."""
     app, _ = build_app(AppState(lambda message: None, lambda message, descriptors: None))
     table = [
         (method, re.sub(r"\{[^}]*\}", "demo", route.path))
@@ -97,7 +97,7 @@ def test_a_revoked_key_stops_working_at_once(front: Harness) -> None:
 
 
 def test_the_body_of_an_unauthenticated_request_is_not_read(front: Harness) -> None:
-    # The test sends only the header, so a server that waited for the body would never answer.
+    # The test sends only the request head, so a server that waited for the body would never respond.
     answer = ask(front, "POST", "/v1/chat/completions", None, {"Content-Length": "1000000"}, tcp=True)
     assert answer.status == 401
 
@@ -205,8 +205,8 @@ def test_requests_for_a_model_with_a_broken_tokenizer_get_the_reason(front: Harn
 
 
 def test_unknown_properties_of_a_model_do_not_refuse_requests(front: Harness) -> None:
-    """For example with an unreadable config.json: the core knows why the model cannot be served, but the
-    front does not."""
+    """This happens, for example, if config.json is unreadable. The core then knows why the model cannot be
+    served, but the front does not."""
     front.models = [front.served(max_model_len=0, vocab_size=0)]
     front.configure()
     try:

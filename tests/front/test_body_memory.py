@@ -1,4 +1,4 @@
-"""The memory that a front uses for the bodies of requests that wait in the queue."""
+"""Tests of the memory that a front uses for the bodies of requests waiting in the queue."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def waiting(front: Harness) -> Iterator[contextlib.ExitStack]:
 
 
 def post(front: Harness, waiting: contextlib.ExitStack, body: object, **headers: str) -> socket.socket:
-    """Send a request; the connection stays open."""
+    """Send a request and leave the connection open."""
     sock = waiting.enter_context(connect(front))
     sock.sendall(request(body, COMPLETIONS, headers))
     return sock
@@ -60,7 +60,7 @@ def test_a_waiting_request_holds_only_its_tokens(
     send(3)
     before = memory().rss
     send(20)
-    # Each of these bodies takes 10 MB when it is parsed.
+    # Each of these bodies takes 10 MB once parsed.
     front.wait_for(lambda: memory().rss - before < 60e6)
     assert all(admit.prompt_tokens == 1 for admit in front.admits)
 
@@ -98,7 +98,7 @@ def test_prompts_that_the_log_policy_keeps_count_as_bodies_until_the_request_end
         held.append(send(number))
         front.wait_for(lambda number=number: len(front.admits) == number + 1)
     if has_key:
-        # The run continues for some time after its client has left, and holds the prompt.
+        # The run continues for some time after its client has disconnected, and still holds the prompt.
         held[0].close()
     refused: Answer = read_answer(send(2))
     assert (refused.status, refused.error["code"]) == (503, "too_many_body_bytes")

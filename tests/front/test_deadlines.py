@@ -1,4 +1,4 @@
-"""How fronts pass deadlines to the core, and the answers that clients get when a deadline cannot be met."""
+"""Tests how fronts pass deadlines to the core, and what clients receive if a deadline cannot be met."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fields of vLLM's API that OpenAI's API lacks have the same meaning as in vLLM."""
+"""Tests that fields of vLLM's API which OpenAI's API lacks have the same meaning as in vLLM."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def completion(front: Harness, **fields: Any) -> Any:
 
 
 def chunks(front: Harness, path: str, body: dict[str, Any]) -> list[Any]:
-    """Return the events of a stream, without the last."""
+    """Return the events of a stream, except the last."""
     answer = post(front, path, body | {"stream": True})
     assert answer.status == 200, answer.body
     return events(answer)[:-1]
@@ -34,7 +34,7 @@ def submitted(front: Harness) -> Submit:
     return front.replica.submits[-1]
 
 
-# ── which tokens may come ────────────────────────────────────────────────────────────────────────
+# ── which tokens may be generated ────────────────────────────────────────────────────────────────
 
 
 def test_allowed_tokens_reach_the_replica_as_a_bit_map(front: Harness) -> None:
@@ -199,7 +199,7 @@ def test_include_stop_str_in_output_keeps_the_stop_string(
 def test_best_of_returns_the_answers_with_the_highest_cumulative_log_probability(
     front: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The tokens of each sample are equally likely. Sample i has 3 of them and the end token.
+    # The tokens of each sample are equally likely. Sample i has three of them, followed by the end token.
     values = {60: -0.5, 61: -0.1, 62: -0.9, 63: -0.2}
     front.replica.script = lambda submit, sample: [60 + sample] * 3 + [front.eos]
     monkeypatch.setattr(
@@ -212,7 +212,7 @@ def test_best_of_returns_the_answers_with_the_highest_cumulative_log_probability
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
     assert [choice["text"] for choice in answer["choices"]] == [text[1], text[3]] * 2
     assert all(choice["logprobs"] is None for choice in answer["choices"])
-    # All samples were generated for the client, so all are billed.
+    # All samples were generated for the client, so all of them are billed.
     assert answer["usage"]["completion_tokens"] == 2 * 4 * 4 == front.settled(1)[0].delivered_tokens
     assert front.admits[0].num_seqs == 8
     (best,) = completion(front, best_of=4, logprobs=0, echo=True)["choices"]
@@ -240,7 +240,7 @@ def test_best_of_continues_after_a_replica_is_lost(front: Harness, monkeypatch: 
         assert read_answer(sock).json["choices"] == expected
 
 
-# ── what the answer tells ────────────────────────────────────────────────────────────────────────
+# ── contents of the answer ───────────────────────────────────────────────────────────────────────
 
 
 def test_return_token_ids_returns_the_ids_of_prompt_and_answer(front: Harness) -> None:
@@ -276,7 +276,7 @@ def test_prompts_have_log_probabilities_as_in_vllm(front: Harness) -> None:
     first, second, third = choice["prompt_logprobs"]
     assert first is None
     text = front.tokenizer.token_text
-    # The simulated alternatives are the token itself, then 40, 41 and so on.
+    # The simulated alternatives are the token itself, followed by 40, 41 and so on.
     assert second == {
         "50": {"logprob": -0.25, "rank": 1, "decoded_token": text(50)},
         "40": {"logprob": -42.0, "rank": 2, "decoded_token": text(40)},
@@ -322,7 +322,7 @@ def test_without_max_tokens_an_answer_with_many_log_probabilities_is_shorter(fro
 
 
 def test_too_many_token_ids_of_prompts_are_refused(front: Harness) -> None:
-    """The length of this model is not known yet; models of known length refuse so long a prompt earlier."""
+    """This model's length is not known yet. Models of known length refuse such a long prompt earlier."""
     front.models = [front.served("long", max_model_len=0)]
     front.reconfigure()
     body = {"model": "long", "prompt": [[5] * 1100] * 100, "n": 10, "return_token_ids": True}

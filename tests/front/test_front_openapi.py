@@ -1,4 +1,4 @@
-"""The OpenAPI document is complete, and answers match it."""
+"""Tests that the OpenAPI document is complete and that responses match it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The front process: its start, its messages to the core, and every way in which it ends."""
+"""Tests of the front process: its start, its messages to the core, and every way in which it ends."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_front_ends_at_once_when_the_core_closes_its_channel(own_front: OwnFro
         begin_stream(front, sock)
         front.call(front.channel.close)
         assert front.process.wait(30) == 0
-        read_answer(sock)  # The stream ends when the connection closes, without [DONE].
+        read_answer(sock)  # The stream ends with the connection, without [DONE].
 
 
 def test_a_front_logs_in_the_cores_format_and_adds_its_name() -> None:
@@ -80,7 +80,7 @@ def test_the_kernel_kills_the_front_when_the_core_is_killed(tmp_path: object) ->
         "keeper = subprocess.Popen(['sleep', '300'], pass_fds=(a.fileno(),))\n"
         "front = subprocess.Popen([sys.executable, '-m', 'appliance.front', '--channel', str(b.fileno())],"
         " pass_fds=(b.fileno(),))\n"
-        "a.recv(1)\n"  # The first report shows that the front has begun.
+        "a.recv(1)\n"  # The first report shows that the front is running.
         "print(front.pid, keeper.pid, flush=True)\n"
         "time.sleep(300)\n"
     )

@@ -1,4 +1,4 @@
-"""Events between the admission and the end of a request."""
+"""Tests of events between a request's admission and its end."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_client_that_leaves_while_queued_withdraws_its_request(front: Harness,
         front.wait_for(lambda: len(front.admits) == 1)
     (settle,) = front.settled(1)
     assert (settle.status, settle.submitted, settle.delivered_tokens) == (499, False, 0)
-    # The core's admission crosses the withdrawal on the channel, so nothing is submitted.
+    # The core's admission crosses the front's withdrawal in the channel, so nothing is submitted.
     front.send(Admitted(front.admits[0].request_id, 0, front.replica.name, "salt", 1))
     time.sleep(0.05)
     assert not front.replica.submits and len(front.settles) == 1
@@ -250,7 +250,8 @@ def test_a_slow_reader_takes_bounded_memory_and_delays_no_other_client(
     def made(tokens: int) -> list[int]:
         return [whole[position % len(whole)] for position in range(tokens)]
 
-    # Far more than sockets and the transport can buffer, if each token were sent as a separate event.
+    # If each token were sent as a separate event, this would be far more than sockets and the transport can
+    # buffer.
     slow_tokens = 20_000
     front.models = [front.served(max_model_len=1 << 20)]
     front.configure()

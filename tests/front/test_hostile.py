@@ -1,4 +1,4 @@
-"""Malformed and malicious input is refused at low cost, and the front continues to serve."""
+"""Tests that malformed and malicious input is refused at low cost, and that the front continues to serve."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.front.raw import Answer, ask, chat, connect, head, read_answer, reque
 
 MEGABYTE = 1 << 20
 MAX_MS = 25_000
-"""Time limit. On an idle machine, linear work takes a tenth of a second; work that is not linear takes
+"""Time limit. On an idle machine, linear work takes a tenth of a second, but work that is not linear takes
 minutes."""
 
 
@@ -93,7 +93,7 @@ def test_a_hostile_body_is_refused_within_a_time_limit(front: Harness, name: str
 
 
 def send_slowly(sock: socket.socket, data: bytes) -> threading.Thread:
-    """Send in a thread, and ignore errors."""
+    """Send data in a thread, ignoring errors."""
 
     def send() -> None:
         with contextlib.suppress(OSError):
@@ -110,7 +110,8 @@ def test_a_body_of_100_megabytes_is_refused_by_its_length(front: Harness, tcp: b
     headers = {"Content-Length": str(100 * MEGABYTE), "Authorization": f"Bearer {KEY}"}
     request = head("POST", "/v1/chat/completions", headers)
     with connect(front, tcp) as sock:
-        sock.sendall(request + bytes(1000))  # the answer comes before the rest of the request is sent
+        # The response arrives before the rest of the request has been sent.
+        sock.sendall(request + bytes(1000))
         answer = read_answer(sock)
         assert (answer.status, answer.error["code"]) == (413, "body_too_large")
     with connect(front, tcp) as sock:
@@ -200,8 +201,8 @@ def test_slow_headers_slow_bodies_and_idle_connections_time_out(own_front: Calla
         body.sendall(head("POST", "/v1/completions", {"Content-Length": "10000"}) + b"{")
         idle.sendall(head("GET", "/v1/models"))
         assert read_answer(idle).status == 200
-        # Sending single bytes does not extend the time: the loop continues until both connections are
-        # answered.
+        # Sending individual bytes does not extend the time limit. The loop continues until both connections
+        # have received a response.
         deadline = time.monotonic() + 30
         drops = {headers: b"a", body: b" "}
         while drops:

@@ -1,4 +1,4 @@
-"""The HTTP server over a listening socket, as the admin API uses it."""
+"""Tests of the HTTP server on a listening socket, as used by the admin API."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def exchange(path: Path, request: bytes) -> bytes:
 
 
 def run_on(main: Coroutine[Any, Any, None], uvloop: bool) -> None:
-    """Run `main` on an event loop of uvloop or of asyncio."""
+    """Run `main` on a uvloop or asyncio event loop."""
     if uvloop:
         import uvloop as loops
 
@@ -203,7 +203,8 @@ def test_the_total_memory_of_unread_answers_is_bounded(tmp_path: Path, uvloop: b
                 await asyncio.sleep(0.01)
             while server.connections > MAX_UNSENT_BYTES // (7 << 20) + 1:
                 await asyncio.sleep(0.01)
-            # The clients that connected last are still served, and so is a client that reads its answer.
+            # The most recently connected clients are still served, and so is a client that reads its
+            # response.
             answer = await exchange(
                 tmp_path / "s", b"GET /big HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
             )
@@ -217,7 +218,7 @@ def test_the_total_memory_of_unread_answers_is_bounded(tmp_path: Path, uvloop: b
 
 
 def test_unread_answers_of_one_tenant_do_not_cut_off_clients_of_another(tmp_path: Path) -> None:
-    """The slow client has waited longest each time the other tenant's answers exceed the bound."""
+    """The slow client has waited longest each time the other tenant's responses exceed the limit."""
     count = 3 * MAX_UNSENT_BYTES // (8 << 20)
 
     def ask(tenant: str) -> socket.socket:
@@ -255,8 +256,9 @@ def test_unread_answers_of_one_tenant_do_not_cut_off_clients_of_another(tmp_path
 def test_an_error_of_the_application_releases_the_requests_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The frames of an error refer to the request's body. In this test, they also refer to the error."""
-    # pytest keeps the frames of errors that are logged.
+    """The frames of an error refer to the request's body. In this test, they also refer to the error
+    itself."""
+    # pytest keeps the frames of logged errors.
     monkeypatch.setattr("appliance.http.exchange.log.exception", lambda *arguments: None)
     bodies: list[weakref.ref[set[int]]] = []
 

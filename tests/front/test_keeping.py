@@ -1,4 +1,4 @@
-"""The prompts and answers that a front keeps, depending on the log policy of the caller's tenant."""
+"""Tests which prompts and answers a front keeps, depending on the log policy of the caller's tenant."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def keeps(front: Harness, log_policy: str) -> None:
 
 
 def kept(front: Harness, count: int = 1) -> list[KeptText]:
-    """Return the kept contents of the only request."""
+    """Return the kept texts of the only request."""
     front.wait_for(lambda: len(front.kept) == count)
     return front.kept[front.settled(1)[-1].request_id]
 
@@ -105,7 +105,7 @@ def test_only_the_beginning_of_a_long_text_is_kept_without_parts_of_secrets(
 ) -> None:
     keeps(policy, "full")
     policy.configure(keeping=KeepRules(max_text_chars=40, secret_prefixes=("acme_",)))
-    # The limit falls inside the key, and the remaining part alone would not look like a key.
+    # The limit falls inside the key, and the part before it would not look like a key on its own.
     prompt = "acme_12345 " + "x" * 20 + " " + KEY
     client.completions.create(model=MODEL, prompt=prompt, max_tokens=100)
     asked, answered = kept(policy)

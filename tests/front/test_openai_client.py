@@ -1,4 +1,4 @@
-"""The API, tested with OpenAI's own client."""
+"""Tests of the API with OpenAI's own client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits on the number of connections: which connection is closed when a limit is reached."""
+"""Tests of limits on the number of connections: which connection is closed when a limit is reached."""
 
 from __future__ import annotations
 

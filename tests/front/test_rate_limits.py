@@ -1,4 +1,5 @@
-"""The headers that tell clients their rate limits, and the limit on an answer's length that the core sets."""
+"""Tests of the headers that tell clients their rate limits, and of the answer length limit that the core
+sets."""
 
 from __future__ import annotations
 

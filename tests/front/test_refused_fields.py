@@ -1,4 +1,4 @@
-"""Refused fields, values that a field does not allow, and the messages of both."""
+"""Tests of refused fields and disallowed values, and of the messages for both."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.front.raw import chat, post
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
 WRONG: dict[str, Any] = {"do_sample": 0, "suffix": "secret end", "add_special_tokens": 7}
-"""Values that are not neutral, for fields for which 3 is neutral or not a clear example."""
+"""Values that are not neutral, for those fields for which 3 is neutral or is not a clear example."""
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])

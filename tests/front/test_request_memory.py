@@ -1,5 +1,5 @@
-"""The memory of request headers is bounded for all connections together. The tenant that holds most loses a
-request first."""
+"""Tests that the memory of request heads is limited over all connections, and that the tenant holding the
+most memory is the first to lose a request."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ class Client:
         assert b"known" in await asyncio.get_running_loop().sock_recv(self.sock, 1 << 16)
 
     def received(self) -> bytes | None:
-        """Return the bytes that have arrived: b"" at the end of the connection, None if there are none."""
+        """Return the bytes that have arrived: b"" at the end of the connection, or None if nothing has
+        arrived."""
         try:
             return self.sock.recv(1 << 16)
         except BlockingIOError:
@@ -64,7 +65,7 @@ class Client:
 def serve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: Callable[[HttpServer, Path], Awaitable[None]]
 ) -> None:
-    """Run a server that holds at most 2 MiB of request headers."""
+    """Run a server that holds at most 2 MiB of request heads."""
     monkeypatch.setattr(appliance.http.request_memory, "MAX_REQUEST_MEMORY_BYTES", LIMIT)
 
     async def run() -> None:

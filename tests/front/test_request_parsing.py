@@ -1,4 +1,4 @@
-"""Requests are parsed one at a time from a connection's bytes, however the bytes are split."""
+"""Tests that requests are parsed one at a time from a connection's bytes, however the bytes are split."""
 
 from __future__ import annotations
 

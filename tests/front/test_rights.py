@@ -1,4 +1,4 @@
-"""The rights of callers: scopes, models, classes and lengths, and the answers to requests that exceed
+"""Tests of callers' rights: scopes, models, classes and lengths, and the responses to requests that exceed
 them."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def limited(front: Harness, **rights: Any) -> None:
     """Give the key these rights, and wait until the front has them."""
     marked = f"key_{time.monotonic_ns()}"
     front.identify(keys={SHA256: Identity(tenant="acme", key_id=marked, **rights)})
-    # The front has the rights when a request with a key of this name is logged or admitted.
+    # The front has the rights once a request with a key of this name has been logged or admitted.
     front.wait_for(lambda: probe(front) == marked)
     front.rejected.clear()
 
@@ -48,7 +48,7 @@ def probe(front: Harness) -> str:
 
 @pytest.fixture
 def rights(front: Harness) -> Iterator[Harness]:
-    """The front. Afterwards, the rights of all callers are restored."""
+    """The front. Afterwards, all callers' rights are restored."""
     yield front
     front.identify()
     front.models = []
@@ -92,7 +92,7 @@ def test_a_key_without_the_scope_is_refused_with_the_scopes_name(rights: Harness
         assert (answer.status, answer.error["code"]) == (403, "insufficient_scope")
         assert "scope 'inference'" in answer.error["message"]
         assert ask(rights, "GET", "/v1/models", headers=BEARER).status == 403
-        # The answer does not reveal which methods a path accepts.
+        # The response does not reveal which methods a path accepts.
         assert ask(rights, "GET", "/v1/chat/completions", headers=BEARER).status == 403
     assert not rights.admits
 
@@ -113,7 +113,7 @@ def test_a_key_can_use_and_see_only_its_models(rights: Harness) -> None:
             ask(rights, "POST", "/tokenize", {"model": name, "prompt": "x"}, BEARER),
             ask(rights, "POST", "/detokenize", {"model": name, "tokens": [1]}, BEARER),
         ]
-        # The answer is the same for an existing model and for one that does not exist.
+        # The response is the same whether or not the model exists.
         for answer in refusals:
             assert (answer.status, answer.error["code"]) == (403, "model_not_allowed")
             assert answer.error["param"] == "model"
@@ -140,7 +140,7 @@ def test_the_answer_names_the_requests_class(
     for stream in (False, True):
         answer = generate(rights, headers, service_tier=tier, stream=stream)
         assert (answer.status, answer.headers["x-appliance-class"]) == (200, got)
-    # The core decides on the class, so the front sends it the requested one.
+    # The core decides on the class, so the front passes on the requested one.
     assert {admit.asked_class for admit in rights.admits} == {
         (asked or tier or "").upper() if asked else tier or ""
     }

@@ -1,4 +1,4 @@
-"""Clients that send many requests do not delay the requests of other clients."""
+"""Tests that clients which send many requests do not delay the requests of other clients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from appliance.http import HttpServer
 from appliance.http.turns import BURST_S, MAX_TURNS_PER_PASS, TURN_S, Source, Turns
 
 GREEDY = 200
-"""Number of connections of the client that sends requests without a pause."""
+"""Number of connections of the client that sends requests without pausing."""
 
 
 ONE = Source("one", "one")
@@ -202,7 +202,7 @@ def test_a_new_connection_is_answered_before_many_requests_of_other_connections(
         sent = len(answered)
         writer.write(b"GET /modest HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         assert (await reader.read()).endswith(b"done")
-        # The loop needs a few passes until the request is read, then one turn.
+        # The loop needs a few iterations until the request has been read, and then one turn.
         assert answered.index("/modest") - sent < GREEDY // 2
         for _, other in [*greedy, (reader, writer)]:
             other.close()

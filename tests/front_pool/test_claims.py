@@ -1,4 +1,4 @@
-"""A request with an Idempotency-Key is run, and its answer kept, by one front at a time."""
+"""Tests that a request with an Idempotency-Key is run, and its answer kept, by one front at a time."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Fronts as the core sees them: starts that fail, the choice of a front, and what is reported to
-operators."""
+"""Tests of the core's view of fronts: failed starts, the choice of a front, and reports to operators."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ class Events:
 
 
 def held() -> tuple[list[str], str]:
-    """Return this process's descriptors and children."""
+    """Return this process's open descriptors and its children."""
     return sorted(os.listdir("/proc/self/fd")), Path(f"/proc/self/task/{os.getpid()}/children").read_text()
 
 
@@ -91,7 +90,7 @@ def test_a_failed_start_of_a_front_releases_everything_and_is_retried(
 
 def test_a_front_that_never_becomes_ready_is_a_problem_and_is_killed() -> None:
     class Unconfigured(Events):
-        """Fronts are told nothing, so that they report and never become ready."""
+        """Fronts are sent no configuration, so they report but never become ready."""
 
         def front_started(self, front: Front) -> None: ...
 
@@ -118,7 +117,7 @@ def test_a_front_that_never_becomes_ready_is_a_problem_and_is_killed() -> None:
 
 
 class Full(Front):
-    """A front that is full, or not."""
+    """A front that can be marked as full."""
 
     def __init__(self, number: int, *, room: bool) -> None:
         super().__init__(number, Events(), hang_timeout_s=60, load_timeout_s=60)  # type: ignore[arg-type]

@@ -1,4 +1,5 @@
-"""The table of identities: derived from tenants, keys, peers and settings, and sent to fronts."""
+"""Tests of the identity table, which is derived from tenants, keys, peers and settings, and sent to
+fronts."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def peer(kind: str, number: int, tenant: str) -> PeerRecord:
 
 
 class Box:
-    """Policies that change, and the table derived from them."""
+    """Policies that can be changed, and the table derived from them."""
 
     def __init__(self, *records: TenantRecord | KeyRecord | PeerRecord, unix: Any = "owner") -> None:
         self.policies = Policies([tenant("local"), tenant("default")])
@@ -140,7 +141,8 @@ def test_rights_sent_by_a_front_are_replaced_by_those_of_the_core() -> None:
     assert box.table.of(Identity(tenant="acme", key_id="k", **claim)) == box.key("k")  # type: ignore[arg-type]
     as_peer = box.table.of(Identity(tenant="acme", **claim))  # type: ignore[arg-type]
     assert (as_peer.highest_class, as_peer.scopes) == (2, ("inference",))
-    # A key of another tenant, and what is not there (any more), get what anybody would.
+    # A key of another tenant, or a tenant or key that does not exist (any more), gets the rights of an
+    # unknown caller.
     for tenant_name, key_id in (("rich", "k"), ("acme", "gone"), ("gone", ""), ("gone", "k")):
         claimed = Identity(tenant=tenant_name, key_id=key_id, **claim)  # type: ignore[arg-type]
         assert box.table.of(claimed) == Identity(tenant=tenant_name, key_id=key_id)

@@ -1,4 +1,4 @@
-"""Tests of the choice of GPUs by their links, with the tables of real machines."""
+"""Tests of choosing GPUs by their links, with the tables of real machines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from appliance.protocol import ReplicaStatus
 
 
 def topology(table: str) -> Topology:
-    """Return the topology of a table as `nvidia-smi topo -m` prints it, without headings."""
+    """Return the topology described by a table in the format of `nvidia-smi topo -m`, without headings."""
     paths = {"PIX": Path.SWITCH, "PXB": Path.SWITCH, "PHB": Path.HOST_BRIDGE, "NODE": Path.NUMA_NODE}
     rows = [line.split() for line in table.strip().splitlines()]
     links = {}
@@ -49,7 +49,7 @@ PAIRS = topology(
     NV4 SYS SYS X
     """
 )
-"""4 × A100 PCIe with NVLink bridges between 0 and 3 and between 1 and 2."""
+"""4 × A100 PCIe, with NVLink bridges between GPUs 0 and 3 and between GPUs 1 and 2."""
 
 NO_PEERS = topology(
     """
@@ -58,7 +58,7 @@ NO_PEERS = topology(
     SYS! SYS! X
     """
 )
-"""3 GPUs of a virtual machine without peer access."""
+"""3 GPUs in a virtual machine without peer access."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Tokenizers that are trained in the test session and written to model folders."""
+"""Tokenizers that are trained during the test session and written to model folders."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ TEMPLATE = (
 
 
 def byte_level() -> tokenizers.Tokenizer:
-    """A tokenizer like those of Llama 3 and Qwen: byte-level BPE after a regular expression, so that tokens
-    split characters."""
+    """Return a tokenizer like those of Llama 3 and Qwen: byte-level BPE after a regular expression, so that
+    tokens split characters."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -50,11 +50,11 @@ def byte_level() -> tokenizers.Tokenizer:
 
 
 def byte_fallback(decoder: decoders.Decoder | None = None) -> tokenizers.Tokenizer:
-    """A tokenizer like those of Llama 2 and Mistral: "▁" for a space, and byte tokens for characters outside
-    of the vocabulary."""
+    """Return a tokenizer like those of Llama 2 and Mistral: "▁" represents a space, and byte tokens represent
+    characters outside the vocabulary."""
     trained = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
     trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    # The second half of the corpus stays outside of the alphabet.
+    # The characters in the second half of the corpus stay outside the alphabet.
     trainer = trainers.BpeTrainer(vocab_size=150, special_tokens=SPECIAL, show_progress=False)
     trained.train_from_iterator(CORPUS[:1], trainer)
     state = json.loads(trained.to_str())
@@ -70,13 +70,13 @@ def byte_fallback(decoder: decoders.Decoder | None = None) -> tokenizers.Tokeniz
 
 
 def metaspace() -> tokenizers.Tokenizer:
-    """A tokenizer for which the detokenizer has no token table."""
+    """Return a tokenizer for which the detokenizer has no token table."""
     return byte_fallback(decoders.Metaspace(prepend_scheme="always"))
 
 
 def write_model(folder: Path, backend: tokenizers.Tokenizer, **config: object) -> Path:
-    """Write a model folder with `backend`, and with a tokenizer_config.json that has `config` and the usual
-    names."""
+    """Write a model folder with `backend` and with a tokenizer_config.json that contains `config` and the
+    usual names."""
     folder.mkdir(parents=True, exist_ok=True)
     backend.save(str(folder / "tokenizer.json"))
     named = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "TokenizersBackend"}

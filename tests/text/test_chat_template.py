@@ -1,5 +1,5 @@
-"""Chat templates render the same text as transformers, messages cannot abuse them, and refusals name their
-reason."""
+"""Tests that chat templates render the same text as in transformers, that messages cannot abuse them, and
+that refusals give a reason."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Control tokens in text from a client are encoded as plain text. All other encoding is the same as in
-transformers."""
+"""Tests that control tokens in client text are encoded as plain text, and that all other text is encoded as
+in transformers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WITH_SPECIALS = st.lists(
 
 
 def prompt(tokenizer: Tokenizer, template: ChatTemplate, *contents: str) -> list[int]:
-    """Return the token ids of a prompt, as the front encodes it."""
+    """Return a prompt's token ids, encoded as in the front."""
     shield = tokenizer.shield()
     messages = [{"role": "user", "content": run_steps(shield.hide(content))} for content in contents]
     return run_steps(tokenizer.encode_rendered_steps(template.render(messages), shield))[0]
@@ -104,7 +104,7 @@ def test_what_is_hidden_survives_the_filters_of_templates(loaded: dict[str, Toke
 
 
 def test_special_tokens_beyond_the_vocabulary_keep_their_ids() -> None:
-    """As in Llama 3, whose control tokens have the ids after the vocabulary."""
+    """This is the case in Llama 3, whose control tokens have the ids after the vocabulary."""
     backend = byte_level()
     backend.add_special_tokens(["<|late|>", "<|later|>"])
     control = ControlTokens(backend)

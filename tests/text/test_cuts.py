@@ -1,5 +1,5 @@
-"""Texts are cut only at places where the cut does not change the token ids, and no token stands for more
-bytes than the tokenizer reports."""
+"""Tests that texts are cut only where cutting does not change the token ids, and that no token represents
+more bytes than the tokenizer reports."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ TEXT = st.lists(st.sampled_from(PARTS) | st.characters(exclude_categories=["Cs"]
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sets the piece size so small that texts are cut at every possible place."""
+    """Makes pieces so small that texts are cut at every possible position."""
     monkeypatch.setattr(cuts, "PIECE_CHARACTERS", 1)
     monkeypatch.setattr("appliance.text.encoder.PIECE_CHARACTERS", 1)
 

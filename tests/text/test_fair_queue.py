@@ -1,4 +1,5 @@
-"""Tenants share the work on texts. Each tenant's work is bounded without affecting the others."""
+"""Tests that tenants share the work on texts, and that each tenant's work is limited without affecting other
+tenants."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ def test_a_tenant_that_used_its_share_of_a_thread_rests_and_its_work_ends_later(
         assert await hog == "hog"
         return time.monotonic() - began
 
-    # The first ten steps may follow each other; each of the others costs a tenth of BURST_S.
+    # The first ten steps may follow each other immediately. Each later step costs a tenth of BURST_S.
     assert asyncio.run(main()) > 0.1 * BURST_S * 5
 
 
@@ -69,11 +70,11 @@ def test_a_tenant_is_refused_for_its_own_bytes_only() -> None:
     with memory.reserved("hog", 900_000):
         with pytest.raises(TooMuchWorkError, match="'hog'"), memory.reserved("hog", 200_000):
             pass
-        # Half of the memory belongs to the other tenant, although both together exceed the limit.
+        # Half of the memory belongs to the other tenant, although both tenants together exceed the limit.
         with memory.reserved("small", 100_000), memory.reserved("small", 300_000):
             with pytest.raises(TooMuchWorkError, match="'small'"), memory.reserved("small", 200_000):
                 pass
-            with memory.reserved("third", 5_000_000):  # the first text of a tenant
+            with memory.reserved("third", 5_000_000):  # the tenant's first text
                 pass
     with memory.reserved("hog", 900_000):
         pass

@@ -1,4 +1,4 @@
-"""The stream as a whole: text, stop strings and delivered text, counted in tokens."""
+"""Tests of the whole stream: text, stop strings, and the number of delivered tokens."""
 
 from __future__ import annotations
 

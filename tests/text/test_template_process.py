@@ -1,4 +1,4 @@
-"""Chat templates run in a process with limits on time and memory."""
+"""Tests that chat templates run in a process with limits on time and memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading tokenizers and encoding, compared with transformers."""
+"""Tests of loading tokenizers and of encoding, compared with transformers."""
 
 from __future__ import annotations
 
@@ -173,7 +173,8 @@ def test_the_event_loop_keeps_ticking_while_two_megabytes_are_encoded(loaded):
         return stall / (last - began), ticks
 
     assert sum(len(text.encode()) for text in texts) > 2_000_000
-    # Take the best of three attempts, since other processes may delay one. Only the encoder itself must not.
+    # Take the best of three attempts, because other processes may delay an attempt. Only the encoder must not
+    # stall the loop.
     stalled, ticks = min(asyncio.run(watch()) for _ in range(3))
     assert ticks > 20
     assert stalled < 0.25  # fraction of the time that encoding took
