@@ -67,25 +67,38 @@ class Turns:
         self._loop = asyncio.get_running_loop()
         self._last_pass = 0.0
         self._scheduled = False
+        """Whether `_take` runs in the next iteration."""
+        self._rest: asyncio.TimerHandle | None = None
+        """Set while all waiting sources pause."""
 
     def add(self, source: Source, rank: int, work: Callable[[], None]) -> None:
         """Do `work` when its turn comes. The turn comes at once if no turn was taken in this iteration of the
         event loop and the source's budget is not used up."""
-        if not self._scheduled:
-            self._scheduled = True
-            now = self._last_pass = time.monotonic()
-            rest_s = self._rest_s(source, now)
-            if not rest_s:
-                self._used.append(source.budget)
-                work()
-                self._loop.call_soon(self._take)
-                return
-            self._loop.call_later(rest_s, self._take_after_rest)
-        heapq.heappush(self._waiting.setdefault(source, []), (rank, next(self._serial), work))
+        now = time.monotonic()
+        if self._scheduled or self._rest_s(source, now):
+            heapq.heappush(self._waiting.setdefault(source, []), (rank, next(self._serial), work))
+            if not self._scheduled:
+                self._pause(now)
+            return
+        self._scheduled = True
+        self._last_pass = now
+        self._used.append(source.budget)
+        work()
+        self._loop.call_soon(self._take)
+
+    def _pause(self, now: float) -> None:
+        """Take the next turn when one of the waiting sources, all of which pause, may take it."""
+        if self._rest is not None:
+            self._rest.cancel()
+        rest_s = min(self._rest_s(source, now) for source in self._waiting)
+        self._rest = self._loop.call_later(rest_s, self._take_after_rest)
 
     def _take_after_rest(self) -> None:
-        self._last_pass = time.monotonic()
-        self._take()
+        self._rest = None
+        if not self._scheduled:
+            self._scheduled = True
+            self._last_pass = time.monotonic()
+            self._take()
 
     def _take(self) -> None:
         now = time.monotonic()
@@ -106,11 +119,10 @@ class Turns:
             # The event loop runs this after the tasks that the turns have started, and after handling what
             # was read.
             self._loop.call_soon(self._take)
-        elif self._waiting:
-            rest_s = min(self._rest_s(source, now) for source in self._waiting)
-            self._loop.call_later(rest_s, self._take_after_rest)
-        else:
-            self._scheduled = False
+            return
+        self._scheduled = False
+        if self._waiting:
+            self._pause(now)
 
     def _rest_s(self, source: Source, now: float) -> float:
         """Return how long the source must pause, in seconds, or 0 if its turn may be taken at once."""

@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from appliance.background import TimeBudgets
 from appliance.http import HttpServer
-from appliance.http.turns import BURST_S, MAX_TURNS_PER_PASS, TURN_S, Source, Turns
+from appliance.http.turns import BURST_S, MAX_SHARE, MAX_TURNS_PER_PASS, TURN_S, Source, Turns
 
 GREEDY = 200
 """Number of connections of the client that sends requests without pausing."""
@@ -86,26 +86,32 @@ def test_slow_passes_take_more_turns_up_to_a_bound() -> None:
     run(main)
 
 
-def test_a_budget_that_is_used_up_rests_and_other_work_is_done_meanwhile() -> None:
+def test_work_is_done_at_once_while_a_source_with_another_budget_pauses() -> None:
     async def main() -> None:
         turns, greedy, other = Turns(), list[int](), list[int]()
-
-        def work() -> None:
-            turns.add(Source(f"address {len(greedy) % 7}", "tcp"), 0, work)
-            time.sleep(0.002)
-            greedy.append(1)
-
-        work()
-        began = time.monotonic()
-        while time.monotonic() < began + 2 * BURST_S:
-            await asyncio.sleep(0)
-        before = len(greedy)
-        for number in range(2000):
+        turns._budgets.charge("tcp", 100.0, time.monotonic())
+        for number in range(3):
+            turns.add(Source(f"address {number}", "tcp"), 0, lambda: greedy.append(1))
+        for number in range(100):
             turns.add(Source(f"tenant {number}", f"tenant {number}"), 0, lambda: other.append(1))
-            await asyncio.sleep(0)
-        assert len(greedy) - before < 1000
-        while len(other) < 2000:
-            await asyncio.sleep(0)
+            assert len(other) == number + 1
+            while turns._scheduled:
+                await asyncio.sleep(0)
+        assert not greedy
+
+    run(main)
+
+
+def test_work_that_pauses_is_done_when_its_budget_is_within_its_share_again() -> None:
+    async def main() -> None:
+        turns, done = Turns(), list[str]()
+        turns._budgets.charge("tcp", 0.1 * MAX_SHARE + BURST_S * MAX_SHARE, time.monotonic())
+        for name in ("a", "b"):
+            turns.add(Source(name, "tcp"), 0, lambda name=name: done.append(name))  # type: ignore[misc]
+        assert not done
+        while len(done) < 2:
+            await asyncio.sleep(0.01)
+        assert done == ["a", "b"]
 
     run(main)
 
