@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import logging
 import os
@@ -36,6 +37,7 @@ from engine.logs import log_state
 log = logging.getLogger(__name__)
 
 _REPORT_EVERY_S = 0.5
+_TRIM_EVERY_S = 10.0
 _MEND_EVERY_S = 5.0
 """Interval between attempts to read a broken tokenizer again, because its folder may have become
 available."""
@@ -66,6 +68,7 @@ class FrontProcess:
         self._state.background.run(self._configure())
         self._state.background.run(self._report())
         self._state.background.run(self._mend())
+        self._state.background.run(_return_memory())
 
     # ── messages from the core ──
 
@@ -224,6 +227,15 @@ class FrontProcess:
 def _core_gone() -> None:
     """Exit at once, because the core has ended. This closes the clients' connections."""
     os._exit(0)
+
+
+async def _return_memory() -> None:
+    """Return freed memory to the system at intervals. Otherwise the C library keeps it if a small block
+    behind it is still in use."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    while trim is not None:
+        await asyncio.sleep(_TRIM_EVERY_S)
+        await asyncio.to_thread(trim, 0)
 
 
 async def run_front(sock: socket.socket) -> None:

@@ -7,7 +7,6 @@ body ends. It is strict: a request that two servers could frame differently is r
 
 from __future__ import annotations
 
-import re
 import urllib.parse
 from dataclasses import dataclass
 
@@ -20,7 +19,6 @@ MAX_HEAD_BYTES = 64 << 10
 _HEADER_OBJECTS_BYTES = 128
 """Memory in bytes of the three Python objects that hold one header, not counting the header's text."""
 
-_BARE_LINE_FEED = re.compile(rb"(?<!\r)\n")
 _END = b"\r\n\r\n"
 
 
@@ -85,7 +83,8 @@ class HeadReader:
             raise RequestError(
                 431, f"the request's header is larger than {MAX_HEAD_BYTES} bytes", "header_too_large"
             )
-        if _BARE_LINE_FEED.search(collected, max(before - 1, 0), length):
+        line_feeds = collected.count(b"\n", before, length)
+        if line_feeds != collected.count(b"\r\n", max(before - 1, 0), length):
             raise RequestError(400, "this is not a valid HTTP/1.1 request: end lines with CR LF")
         del data[: length - before]
         return None if end < 0 else _parse(bytes(collected[:length]))
