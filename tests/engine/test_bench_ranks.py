@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.engine.tiny import TINY
 
@@ -166,9 +167,14 @@ time.sleep(600)  # as in a collective that never returns
     ("device", "lose", "reason"),
     [
         ("cpu", "kill", r"rank 2 .* was killed by SIGKILL"),
-        ("tpu", "wait", r"rank [12] .* ended with exit code 1: UnsupportedError: device is 'tpu'"),
+        (
+            "cuda",
+            "wait",
+            r"rank [12] .* ended with exit code 1: DeviceError: device is 'cuda', which needs 3",
+        ),
     ],
 )
+@pytest.mark.skipif(torch.cuda.device_count() >= 3, reason="needs a machine with fewer than three GPUs")
 def test_a_process_that_waits_for_a_lost_rank_ends(start: Start, device: str, lose: str, reason: str) -> None:
     code, _, errors = finish(start("-c", LOSE, device, lose))
     assert code == 1
