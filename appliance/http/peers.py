@@ -32,20 +32,17 @@ class Peer(NamedTuple):
     def source(self) -> str:
         """Origin of the connection: the address of a TCP peer, or the uid of a Unix peer. For IPv6 it is the
         address's /64 network, because one host can use every address in that network."""
-        return str(self) if self.kind == "unix" else source_of(self.address)
+        if self.kind == "unix":
+            return str(self)
+        host = self.address.rpartition(":")[0].strip("[]")
+        if ":" not in host:
+            return host
+        with contextlib.suppress(ValueError):
+            return str(ipaddress.ip_network((host.partition("%")[0], 64), strict=False))
+        return host
 
     def __str__(self) -> str:
         return f"uid {self.uid}" if self.kind == "unix" else self.address
-
-
-def source_of(address: str) -> str:
-    """Return the host part of a TCP peer's address, or its /64 network for IPv6."""
-    host = address.rpartition(":")[0].strip("[]")
-    if ":" not in host:
-        return host
-    with contextlib.suppress(ValueError):
-        return str(ipaddress.ip_network((host.partition("%")[0], 64), strict=False))
-    return host
 
 
 def unix_peer(sock: socket.socket) -> Peer:
