@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +19,7 @@ from appliance.settings import (
     read_settings,
 )
 from appliance.settings.files import field_lines
+from tests.pages import check_page
 
 
 def load(folder: Path, text: str, environ: dict[str, str] | None = None, **flags: object) -> Settings:
@@ -326,13 +324,4 @@ inline = { x = 1, "y z" = { w = 2 } }
 
 
 def test_the_page_of_settings_says_what_the_settings_say() -> None:
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(
-        [sys.executable, str(root / "scripts" / "configuration_page.py"), "--check"],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
+    check_page("configuration_page.py")

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +15,7 @@ from appliance.front.refused_fields import (
 )
 from tests.front.harness import Harness
 from tests.front.raw import chat, post
+from tests.pages import check_page
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
@@ -169,13 +166,4 @@ def test_a_field_user_that_is_too_long_is_refused(front: Harness) -> None:
 
 
 def test_the_api_page_lists_the_fields_of_the_schemas() -> None:
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(
-        [sys.executable, str(root / "scripts" / "api_page.py"), "--check"],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
+    check_page("api_page.py")
