@@ -326,11 +326,6 @@ class Release(msgspec.Struct, tag="release", frozen=True):
     """The front no longer has an answer for this scope, so the next request will run."""
 
     scope: bytes
-    request_id: str
-    """Request id of the run."""
-    void: bool
-    """Whether the run failed, was given up, or was dropped early. If so, the next request is a retry that
-    runs from the beginning."""
 
 
 class HandOver(msgspec.Struct, tag="hand_over", frozen=True):
@@ -405,8 +400,6 @@ class Retried(LoggedFields, tag="retried", frozen=True, kw_only=True):
     request_class: int
     status: int
     finish_reason: str
-    error: str
-    ttft_ms: float | None
     e2e_ms: float
 
 

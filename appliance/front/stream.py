@@ -105,6 +105,7 @@ class EventStream:
         except Exception:
             # An error here must end only this stream, because other streams are waiting to be flushed.
             log.exception("request %s: its events could not be built", self.generation.context.request_id)
+            self.generation.client_disconnected()
             self._connection.abort()
 
     def _flush(self) -> None:

@@ -32,6 +32,7 @@ FIRST_PROBE_S = 0.5
 or may have disconnected. Each probe sends `100 Continue`, to which a closed connection replies with a reset.
 The delay doubles after each probe."""
 _POLL_S = 0.5
+_SENT_CHECK_S = 0.01
 _PIECE_BYTES = 64 << 10
 _LARGE_READ_BYTES = 16 << 10
 """After a read of at least this size, the connection must wait for a turn before it reads again, because the
@@ -61,6 +62,8 @@ class Connection(asyncio.BufferedProtocol):
         self.on_lost: Callable[[], None] | None = None
         """Called once, when the connection has closed. `on_writable` and `on_lost` belong to the response in
         progress."""
+        self.on_chunk: Callable[[bytes], None] | None = None
+        """Called with each argument of `write_chunk`, even after the connection has closed."""
         self.last_chunk_at = 0.0
         """When part of a response was last written, in seconds of the monotonic clock."""
         self._address = address
@@ -121,6 +124,10 @@ class Connection(asyncio.BufferedProtocol):
 
     def write_chunk(self, data: bytes) -> None:
         """Write part of a response that was started without a content length. `data` must not be empty."""
+        if self.on_chunk is not None:
+            self.on_chunk(data)
+            if self.lost:
+                return
         if self._exchange is not None and self._exchange.chunked:
             data = b"%x\r\n%b\r\n" % (len(data), data)
         self.last_chunk_at = time.monotonic()
@@ -153,23 +160,15 @@ class Connection(asyncio.BufferedProtocol):
 
     # ── handing a request to another process ──
 
-    def leave(self) -> int | None:
-        """Stop reading and return the connection's descriptor, so that another process can take the
-        connection over. Return None if bytes of a further request have been read or part of an earlier
-        response is still unsent."""
-        if self._input or self.transport.get_write_buffer_size():
-            return None
+    async def leave(self) -> tuple[int, bytes]:
+        """Stop reading, and wait until earlier responses have been sent. Return the connection's descriptor,
+        and the bytes of further requests that have already been read."""
         self._waits_to_read = False
         self._pause_reading(True)
+        while self.transport.get_write_buffer_size() and not self.lost:
+            await asyncio.sleep(_SENT_CHECK_S)
         descriptor: int = self.transport.get_extra_info("socket").fileno()
-        return descriptor
-
-    async def abandon(self) -> None:
-        """Close this process's descriptor. Another process has a duplicate and keeps the connection."""
-        closed = asyncio.Event()
-        self.on_lost = closed.set
-        self.transport.abort()
-        await closed.wait()
+        return descriptor, bytes(self._input)
 
     # ── opening and closing the connection ──
 
