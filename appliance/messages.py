@@ -201,7 +201,7 @@ class Claimed(msgspec.Struct, tag="claimed", frozen=True):
     """Whether another front runs the request or keeps its answer. If so, send the connection to that front
     (`HandOver`). Otherwise this front runs the request."""
     retry_of: str = ""
-    """Request id of an earlier run whose answer is lost."""
+    """Request id of an earlier run whose answer is no longer kept."""
 
 
 class RateLimits(msgspec.Struct, array_like=True, frozen=True):
@@ -308,7 +308,7 @@ class Admit(LoggedFields, tag="admit", frozen=True, kw_only=True):
     asked_class: str = ""
     """Class that the client asked for, or "" for the default."""
     retry_of: str = ""
-    """Request id of an earlier run with the same `Idempotency-Key` whose answer is lost."""
+    """Request id of an earlier run with the same `Idempotency-Key` whose answer is no longer kept."""
     deadline_ms: float | None = None
     """Time after `arrived_at` within which the whole answer is needed, or None for no deadline."""
 

@@ -84,8 +84,8 @@ class Generation:
         """Whether the request has been submitted to a replica."""
         self.on_progress: Callable[[Sample], None] | None = None
         """Called after each output that a sample has taken."""
-        self.on_disconnect = self.client_disconnected
-        """Called when the client disconnects."""
+        self.on_disconnect: Callable[[], None] | None = None
+        """Called when the client disconnects, if the request does not end with it."""
         self.on_end: Callable[[], None] | None = None
         self.headers: dict[str, str] = {}
         """Headers of the answer that report the caller's rate limits."""
@@ -118,10 +118,11 @@ class Generation:
         """Ask the core for admission."""
         self.state.active[self.context.request_id] = self
         self.context.admitted = True
-        self.context.connection.on_lost = self.on_disconnect
+        on_lost = self.on_disconnect or self.client_disconnected
+        self.context.connection.on_lost = on_lost
         unpaid = self.context.encoded_tokens
         if self.context.connection.lost:
-            self.on_disconnect()
+            on_lost()
         if not self.left:
             self._ask()
             unpaid -= self.task.prompt_tokens

@@ -50,7 +50,7 @@ class RequestContext:
     admitted: bool = False
     """Whether `Admit` was sent. If so, the request ends with `Settle` or `Refused`, never with `Rejected`."""
     retry_of: str = ""
-    """Request id of an earlier run with the same `Idempotency-Key` whose answer is lost."""
+    """Request id of an earlier run with the same `Idempotency-Key` whose answer is no longer kept."""
     arrived_at: float = field(default_factory=time.time)
     """When the request arrived, in unix seconds."""
     started: float = field(default_factory=time.monotonic)

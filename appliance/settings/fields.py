@@ -108,8 +108,8 @@ class QueueSettings(QueueRules, forbid_unknown_fields=True, kw_only=True, frozen
 
 
 class IdempotencySettings(RetryRules, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """Requests with an `Idempotency-Key`: a retry joins the running request, or gets its answer again.
-    Answers are kept in memory only."""
+    """Requests with an `Idempotency-Key`: a retry waits for the running request, or gets its answer
+    again. Answers are kept in memory only."""
 
 
 class LogSettings(KeepRules, forbid_unknown_fields=True, frozen=True, kw_only=True):

@@ -189,8 +189,8 @@ ROWS = (
 )
 RETRIES = (
     Metric("counter", "appliance_retries_total", "requests",
-           "Retries with a known Idempotency-Key: joined the run in progress, repeated its kept answer, or "
-           "ran again.",
+           "Retries with a known Idempotency-Key: waited for the run in progress, repeated its kept answer, "
+           "or ran again.",
            lambda row: {} if row.retry is None else {row.retry: 1}, ("retry",)),
 )
 TIMES = (
