@@ -320,7 +320,7 @@ class Connection(asyncio.BufferedProtocol):
         else:
             self._arm(self.server.limits.body_timeout_s, self._body_late)
         assert self._peer is not None
-        self._source = source_of_request(self.server.tenant_of(head.headers, self._peer), self._peer)
+        self._source = source_of_request(self.server.tenant_of(head.headers, state), self._peer)
         second, count = self._begun
         self._begun = self.server.second, (count + 1 if second == self.server.second else 1)
         self.server.turns.add(self._source, self._begun[1], lambda: self._run(exchange))
