@@ -147,13 +147,25 @@ def launch_dot(
 
 
 @triton.jit
-def _weight_rows(tile, columns, BLOCK_N: tl.constexpr, SILU: tl.constexpr):
+def weight_rows(tile, columns, BLOCK_N: tl.constexpr, SILU: tl.constexpr):
     """Return the weight rows of a tile as int64. With SwiGLU, gate and up of a column are adjacent."""
     row = tl.arange(0, BLOCK_N)
     if SILU:
         column = tl.minimum(tile * (BLOCK_N // 2) + row // 2, columns - 1)
         return (column + (row % 2) * columns).to(tl.int64)
     return tl.minimum(tile * BLOCK_N + row, columns - 1).to(tl.int64)
+
+
+@triton.jit
+def gated(acc, dtype: tl.constexpr):
+    """Return silu(gate) × up of the sums `acc [n, rows]` of `weight_rows`, as float32 `[n / 2, rows]`. The
+    operands are rounded to `dtype` as in `reference.silu_mul`."""
+    width: tl.constexpr = acc.shape[0] // 2
+    rows: tl.constexpr = acc.shape[1]
+    gate, up = tl.split(tl.permute(tl.reshape(acc, [width, 2, rows]), 0, 2, 1))
+    gate = gate.to(dtype).to(tl.float32)
+    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    return silu * up.to(dtype).to(tl.float32)
 
 
 @triton.jit
@@ -177,15 +189,12 @@ def _finish(
     dtype: tl.constexpr = out.dtype.element_ty
     row = tl.arange(0, ROWS)
     if BIAS:
-        weight_row = _weight_rows(tile, columns, BLOCK_N, SILU)
+        weight_row = weight_rows(tile, columns, BLOCK_N, SILU)
         acc += tl.load(bias + weight_row).to(tl.float32)[:, None]
     width: tl.constexpr = BLOCK_N // 2 if SILU else BLOCK_N
     column = tile * width + tl.arange(0, width)
     if SILU:
-        gate, up = tl.split(tl.permute(tl.reshape(acc, [width, 2, ROWS]), 0, 2, 1))
-        gate = gate.to(dtype).to(tl.float32)
-        gated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-        acc = gated * up.to(dtype).to(tl.float32)
+        acc = gated(acc, dtype)
     inside = (column < columns)[:, None] & (row < rows)[None, :]
     if RESIDUAL:
         before = residual + row.to(tl.int64)[None, :] * residual_stride + column[:, None]
@@ -213,7 +222,7 @@ def _write_deferred_norm(
 
 
 @triton.jit
-def _widen(values, FP8: tl.constexpr):
+def widen(values, FP8: tl.constexpr):
     """Convert to float32. e4m3 converts through float16, which takes one instruction for two values."""
     if FP8:
         values = values.to(tl.float16)
@@ -262,7 +271,7 @@ def _dot(
     depth: tl.constexpr = K // SPLIT
     tile = tl.program_id(0) // SPLIT
     split = tl.program_id(0) % SPLIT
-    weight_row = _weight_rows(tile, columns, BLOCK_N, SILU)
+    weight_row = weight_rows(tile, columns, BLOCK_N, SILU)
     k = split * depth + tl.arange(0, BLOCK_K)
     row = tl.arange(0, ROWS)
     live = row < rows
@@ -351,7 +360,7 @@ def _gemv(
     """Multiply BLOCK_N weight rows by one token, over all of K. The first block of weights is loaded before
     the wait for the previous kernel."""
     tile = tl.program_id(0)
-    weight_row = _weight_rows(tile, columns, BLOCK_N, SILU)
+    weight_row = weight_rows(tile, columns, BLOCK_N, SILU)
     k = tl.arange(0, BLOCK_K)
     weights = weight + weight_row[:, None] * K + k[None, :]
     ragged: tl.constexpr = K % BLOCK_K != 0
@@ -393,8 +402,8 @@ def _gemv(
             gain = tl.load(norm_weight + at + k, mask=inside, other=0.0).to(tl.float32)
             part = (part * gain * inverse).to(x.dtype.element_ty).to(tl.float32)
         if QUANTISE:
-            part = _widen((part * factor).to(weight.dtype.element_ty), FP8)
-        products = _widen(w, FP8) * part[None, :]
+            part = widen((part * factor).to(weight.dtype.element_ty), FP8)
+        products = widen(w, FP8) * part[None, :]
         acc += tl.sum(tl.reshape(products, [BLOCK_N, BLOCK_K // VECTOR, VECTOR]), axis=2)
     total = tl.sum(acc, axis=1)
     if QUANTISE:
