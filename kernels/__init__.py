@@ -92,6 +92,39 @@ class NextNorm:
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """The router and the routed experts of a mixture-of-experts layer on one rank. Each expert is an MLP with
+    SwiGLU. If the experts are FP8, their `Fp8Weight`s have one more dimension before the others: values
+    [experts, out, in] and scales [experts, out]."""
+
+    router: torch.Tensor
+    """The router's matrix, in the model's dtype: [experts, hidden]."""
+    gate_up: Weight
+    """[experts, 2 × intermediate, hidden]: the rows of an expert's gate, then the rows of its up matrix."""
+    down: Weight
+    """[experts, hidden, intermediate]."""
+    top_k: int
+    """Number of experts that each token chooses."""
+    normalised: bool
+    """Whether the softmax is over the logits of the chosen experts, so that their weights add up to one. If
+    not, it is over the logits of all experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertActivation:
+    """The activations of the experts that each token has chosen. Only the backend that computed them can read
+    `values`."""
+
+    chosen: torch.Tensor
+    """The experts of each token, by falling logit: [tokens, top_k] int32. Of equal logits, the one of the
+    expert with the lower index comes first."""
+    weights: torch.Tensor
+    """The factors of their results: [tokens, top_k] float32."""
+    values: Any
+    """The activations `silu(gate) × up`. In the reference implementation: [tokens × top_k, intermediate]."""
+
+
+@dataclass(frozen=True, slots=True)
 class Rotation:
     """Parameters of rotary position embedding (RoPE, Su et al. 2021) and of the optional QK-norm before
     it."""
@@ -246,6 +279,22 @@ class Ops(Protocol):
         rows: number of rows of the result. weight: of the linear whose parts are summed; the next linear's
         weight has the same type. gain, eps: of the norm that reads the result.
         """
+
+    def norm_experts(
+        self, x: Residual, norm_weight: torch.Tensor, eps: float, experts: Experts
+    ) -> ExpertActivation:
+        """Choose the experts of each token by the logits `rms_norm(x.values) @ router.T`, which are computed
+        in float32, and return `silu(gate) × up` of the chosen experts, as `norm_gate_up` does for one MLP."""
+
+    def experts_sum(self, x: ExpertActivation, experts: Experts) -> torch.Tensor:
+        """Return each token's sum of `weight × down(activation)` over its chosen experts: `[tokens, hidden]`
+        in the router's dtype."""
+
+    def experts_add(
+        self, x: ExpertActivation, experts: Experts, residual: Residual, next_gain: torch.Tensor | None
+    ) -> Residual:
+        """Return `residual + experts_sum(x)`. May overwrite `residual.values`. next_gain: as in
+        `linear_add`."""
 
     def plan_attention(self, inputs: AttentionInput) -> Any:
         """Prepare what `attend` needs. Called once per pass; every layer uses the result."""

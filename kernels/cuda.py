@@ -15,6 +15,8 @@ import torch
 from kernels import (
     Activation,
     AttentionInput,
+    ExpertActivation,
+    Experts,
     Fp8Activation,
     Fp8Weight,
     KvPool,
@@ -23,7 +25,8 @@ from kernels import (
     Rotation,
     Weight,
 )
-from kernels.reference import embedding
+from kernels.every_expert import activate, weighted_sum
+from kernels.reference import embedding, route
 from kernels.triton import attention_decode, attention_prefill, fused, linear
 from kernels.triton.attention_decode import DecodeConfig, DecodeWorkspace
 from kernels.triton.embedding import embedding_part
@@ -190,6 +193,23 @@ class CudaOps:
             options |= {"x_scale": x.scales, "dtype": x.dtype}
             return linear.linear_fp8(x.values, weight.values, weight.scales, **options)
         return linear.linear_fp8(x, weight.values, weight.scales, **options)
+
+    # ── experts ──────────────────────────────────────────────────────────────────────────────────
+
+    def norm_experts(
+        self, x: Residual, norm_weight: torch.Tensor, eps: float, experts: Experts
+    ) -> ExpertActivation:
+        normed = self.rms_norm(x.values, norm_weight, eps)
+        chosen, weights = route(normed, experts.router, experts.top_k, experts.normalised)
+        return ExpertActivation(chosen, weights, activate(normed, chosen, experts.gate_up))
+
+    def experts_sum(self, x: ExpertActivation, experts: Experts) -> torch.Tensor:
+        return weighted_sum(x.values, x.chosen, x.weights, experts.down)
+
+    def experts_add(
+        self, x: ExpertActivation, experts: Experts, residual: Residual, next_gain: torch.Tensor | None
+    ) -> Residual:
+        return Residual(residual.values.add_(self.experts_sum(x, experts)))
 
     # ── attention ────────────────────────────────────────────────────────────────────────────────
 

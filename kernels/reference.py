@@ -16,6 +16,8 @@ from kernels import (
     Activation,
     AttentionInput,
     ChunkSpan,
+    ExpertActivation,
+    Experts,
     Fp8Activation,
     Fp8Weight,
     KvPool,
@@ -110,6 +112,63 @@ def linear_add(
 
 def next_norm(rows: int, weight: Weight, gain: torch.Tensor, eps: float) -> NextNorm | None:
     return None
+
+
+def norm_experts(x: Residual, norm_weight: torch.Tensor, eps: float, experts: Experts) -> ExpertActivation:
+    normed = rms_norm(x.values, norm_weight, eps)
+    chosen, weights = route(normed, experts.router, experts.top_k, experts.normalised)
+    rows = normed.repeat_interleave(experts.top_k, dim=0)
+    products = experts_linear(rows, chosen.flatten(), experts.gate_up)
+    return ExpertActivation(chosen, weights, silu_mul(products))
+
+
+def experts_sum(x: ExpertActivation, experts: Experts) -> torch.Tensor:
+    tokens, top_k = x.chosen.shape
+    results = experts_linear(x.values, x.chosen.flatten(), experts.down)
+    weighted = results.float().mul_(x.weights.view(-1, 1))
+    return weighted.view(tokens, top_k, -1).sum(dim=1).to(experts.router.dtype)
+
+
+def experts_add(
+    x: ExpertActivation, experts: Experts, residual: Residual, next_gain: torch.Tensor | None
+) -> Residual:
+    return Residual(residual.values.add_(experts_sum(x, experts)))
+
+
+def route(
+    x: torch.Tensor, router: torch.Tensor, top_k: int, normalised: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the experts that each token `x [tokens, hidden]` chooses, and their weights, as in
+    `kernels.ExpertActivation`."""
+    logits = F.linear(x.float(), router.float())
+    # torch.topk does not define the order of equal values.
+    falling, experts = logits.sort(dim=-1, descending=True, stable=True)
+    best = falling[:, :top_k]
+    weights = best.softmax(dim=-1) if normalised else falling.softmax(dim=-1)[:, :top_k]
+    return experts[:, :top_k].int(), weights.contiguous()
+
+
+def experts_linear(x: torch.Tensor, expert: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """Multiply each row of `x [rows, in]` by the matrix of its expert `expert [rows]`, of `weight [experts,
+    out, in]`: `[rows, out]` in x's dtype."""
+    by_expert = expert.argsort(stable=True)
+    counts = expert.bincount(minlength=len(_values(weight))).tolist()
+    out = x.new_empty(len(x), _values(weight).shape[1])
+    for index, rows in enumerate(by_expert.split(counts)):
+        if len(rows):
+            out[rows] = linear(x[rows], expert_weight(weight, index), None)
+    return out
+
+
+def expert_weight(weight: Weight, expert: int) -> Weight:
+    """Return one expert's matrix `[out, in]` of `weight [experts, out, in]`."""
+    if isinstance(weight, Fp8Weight):
+        return Fp8Weight(weight.values[expert], weight.scales[expert])
+    return weight[expert]
+
+
+def _values(weight: Weight) -> torch.Tensor:
+    return weight.values if isinstance(weight, Fp8Weight) else weight
 
 
 def quantise_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
