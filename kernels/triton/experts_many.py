@@ -1,0 +1,379 @@
+# mypy: allow-untyped-defs
+"""The experts of many tokens: choices are sorted by expert on the device, and each GEMM is one launch over
+the tokens of all experts.
+
+`sort` is a stable counting sort: one launch counts the choices of each expert in blocks of tokens, and one
+adds the counts of the blocks and writes each choice to its place. `up` reads the tokens in this order and
+computes SwiGLU. `down` multiplies the results by their routing weights and writes them back in the order of
+the choices, and `combine` adds the results of each token in the order of its choices, plus the residual. No
+kernel adds with atomics, so results do not depend on timing.
+
+The GEMMs have a fixed number of programs, which read the number of tokens of each expert on the device and
+compute the tiles one after another. So no launch depends on the routing, and all can be captured in a graph.
+The weight is the 64-row side of the tensor-core instruction, so that experts with few tokens need small tiles
+only.
+
+Rounding: sums are float32. SwiGLU rounds as the reference does. The product of an expert's result and its
+routing weight is rounded once to the model's dtype, where the reference rounds the result before it
+multiplies; sums of a token are float32 and rounded once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.triton.experts_plans import ExpertsPlan
+from kernels.triton.linear_rows import gated, weight_rows
+
+_ONE_HOT = 8192
+"""Number of elements of a program's table of tokens and experts in `sort`."""
+
+_COMBINED_COLUMNS = 1024
+"""Number of columns per program of `combine`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sorted:
+    """Choices of experts in the order of the experts, for each expert in the order of the tokens. A choice is
+    numbered token × top_k + turn."""
+
+    order: torch.Tensor
+    """The choices: [tokens × top_k] int32."""
+    begins: torch.Tensor
+    """First position in `order` of each expert, then the number of choices: [experts + 1] int32."""
+
+
+def sort(chosen: torch.Tensor, experts: int, *, pdl: bool = True) -> Sorted:
+    """Sort `chosen [tokens, top_k]` int32, contiguous; the experts of a token are distinct."""
+    tokens, top_k = chosen.shape
+    device = chosen.device
+    order = torch.empty(tokens * top_k, dtype=torch.int32, device=device)
+    begins = torch.empty(experts + 1, dtype=torch.int32, device=device)
+    every = triton.next_power_of_2(experts)
+    block = max(1, _ONE_HOT // every)
+    blocks = max(1, triton.cdiv(tokens, block))
+    counts = torch.empty((blocks, every), dtype=torch.int32, device=device)
+    shape = {"TOP_K": top_k, "BLOCK": block, "ALL": every, "PDL": pdl, "num_warps": 8, "launch_pdl": pdl}
+    if blocks > 1:
+        _count[(blocks,)](chosen, counts, tokens, **shape)
+    _place[(blocks,)](
+        chosen, counts, order, begins, tokens, EXPERTS=experts, ONE_BLOCK=blocks == 1, SUMMED=32, **shape
+    )
+    return Sorted(order, begins)
+
+
+def up(
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    by_expert: Sorted,
+    top_k: int,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor | None,
+    plan: ExpertsPlan,
+    multiprocessors: int,
+    *,
+    dtype: torch.dtype | None = None,
+    pdl: bool = True,
+) -> torch.Tensor:
+    """Return `silu(gate) × up` of the choices in the order of `by_expert`: `[tokens × top_k, intermediate]`
+    in the model's dtype.
+
+    x, x_scale, weight, weight_scale, dtype: as in `experts_few.up`. multiprocessors: of the device.
+    """
+    columns = weight.shape[1] // 2
+    out = torch.empty((len(x) * top_k, columns), dtype=dtype or x.dtype, device=x.device)
+    options = {"TOP_K": top_k, "UP": True}
+    _launch(x, x_scale, by_expert, None, weight, weight_scale, out, plan, multiprocessors, pdl, options)
+    return out
+
+
+def down(
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    by_expert: Sorted,
+    weights: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor | None,
+    plan: ExpertsPlan,
+    multiprocessors: int,
+    *,
+    dtype: torch.dtype | None = None,
+    pdl: bool = True,
+) -> torch.Tensor:
+    """Return `routing weight × down(x)` in the order of the choices: `[tokens × top_k, hidden]` in the
+    model's dtype.
+
+    x: `[tokens × top_k, intermediate]` in the order of `by_expert`, of the weight's dtype; quantised with
+    x_scale `[tokens × top_k, 1]`. weights: routing weights, `[tokens, top_k]` float32. weight: `[experts,
+    hidden, intermediate]`; weight_scale: `[experts, hidden]`.
+    """
+    out = torch.empty((len(x), weight.shape[1]), dtype=dtype or x.dtype, device=x.device)
+    options = {"TOP_K": weights.shape[1], "UP": False}
+    _launch(x, x_scale, by_expert, weights, weight, weight_scale, out, plan, multiprocessors, pdl, options)
+    return out
+
+
+def combine(
+    results: torch.Tensor,
+    tokens: int,
+    *,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    pdl: bool = True,
+) -> torch.Tensor:
+    """Return the sum of each token's `results [tokens × top_k, hidden]`, plus the residual: `[tokens,
+    hidden]`, in results' dtype or in `out`, which may be the residual."""
+    rows, hidden = results.shape
+    out = torch.empty((tokens, hidden), dtype=results.dtype, device=results.device) if out is None else out
+    for name, tensor in (("out", out), ("residual", residual)):
+        if tensor is not None and (tensor.shape != (tokens, hidden) or not tensor.is_contiguous()):
+            raise ValueError(f"{name} is {tuple(tensor.shape)}; needs {(tokens, hidden)}, contiguous")
+    if tokens:
+        block = min(_COMBINED_COLUMNS, triton.next_power_of_2(hidden))
+        _combine[(tokens, triton.cdiv(hidden, block))](
+            results,
+            residual,
+            out,
+            hidden,
+            TOP_K=rows // tokens,
+            BLOCK=block,
+            RESIDUAL=residual is not None,
+            PDL=pdl,
+            num_warps=max(1, block // 256),
+            launch_pdl=pdl,
+        )
+    return out
+
+
+def _launch(
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    by_expert: Sorted,
+    weights: torch.Tensor | None,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor | None,
+    out: torch.Tensor,
+    plan: ExpertsPlan,
+    multiprocessors: int,
+    pdl: bool,
+    options: dict[str, object],
+) -> None:
+    experts, n, k = weight.shape
+    if x.shape[1] != k or not x.is_contiguous() or not weight.is_contiguous():
+        raise ValueError(
+            f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}; their last dimensions must be equal, "
+            "and both contiguous"
+        )
+    if len(by_expert.begins) != experts + 1 or len(by_expert.order) != len(out):
+        raise ValueError(
+            f"the choices are {len(by_expert.order)} of {len(by_expert.begins) - 1} experts; "
+            f"needs {len(out)} of {experts}"
+        )
+    if not len(x):
+        return
+    _grouped[(plan.programs * multiprocessors,)](
+        x,
+        x_scale,
+        by_expert.order,
+        by_expert.begins,
+        weights,
+        weight,
+        weight_scale,
+        out,
+        EXPERTS=experts,
+        COLUMNS=out.shape[1],
+        N=n,
+        K=k,
+        ROWS=plan.rows,
+        BLOCK_N=plan.block_n,
+        BLOCK_K=plan.block_k,
+        ALL=triton.next_power_of_2(experts),
+        SCALED=weight_scale is not None,
+        PDL=pdl,
+        num_warps=plan.warps,
+        num_stages=plan.stages,
+        launch_pdl=pdl,
+        **options,
+    )
+
+
+# ── kernels ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+@triton.jit
+def _one_hot(chosen, tokens, TOP_K: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr):
+    """Return for each token of a block and each expert whether the token has chosen the expert (0 or 1), and
+    the number of this choice: `[BLOCK, ALL]` int32 each."""
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    index = tl.arange(0, ALL)
+    taken = tl.zeros([BLOCK, ALL], tl.int32)
+    choice = tl.zeros([BLOCK, ALL], tl.int32)
+    for turn in tl.static_range(TOP_K):
+        number = token * TOP_K + turn
+        expert = tl.load(chosen + number, mask=token < tokens, other=-1)
+        this = expert[:, None] == index[None, :]
+        taken = tl.where(this, 1, taken)
+        choice = tl.where(this, number[:, None], choice)
+    return taken, choice
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _count(
+    chosen, counts, tokens, TOP_K: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr, PDL: tl.constexpr
+):
+    """Count the choices of each expert in a block of tokens."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    taken, _ = _one_hot(chosen, tokens, TOP_K, BLOCK, ALL)
+    tl.store(counts + tl.program_id(0) * ALL + tl.arange(0, ALL), tl.sum(taken, axis=0))
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _place(
+    chosen,
+    counts,
+    order,
+    begins,
+    tokens,
+    EXPERTS: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
+    SUMMED: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALL: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Write the choices of a block of tokens to their places. Each program adds the counts of all blocks
+    itself, SUMMED blocks at once."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    index = tl.arange(0, ALL)
+    taken, choice = _one_hot(chosen, tokens, TOP_K, BLOCK, ALL)
+    if ONE_BLOCK:
+        totals = tl.sum(taken, axis=0)
+        earlier = tl.zeros([ALL], tl.int32)
+    else:
+        totals = tl.zeros([ALL], tl.int32)
+        earlier = tl.zeros([ALL], tl.int32)
+        blocks = tl.num_programs(0)
+        for first in tl.range(0, blocks, SUMMED):
+            block = first + tl.arange(0, SUMMED)
+            count = tl.load(
+                counts + block[:, None] * ALL + index[None, :], mask=(block < blocks)[:, None], other=0
+            )
+            totals += tl.sum(count, axis=0)
+            earlier += tl.sum(tl.where((block < tl.program_id(0))[:, None], count, 0), axis=0)
+    ends = tl.cumsum(totals, axis=0)
+    if tl.program_id(0) == 0:
+        tl.store(begins, 0)
+        tl.store(begins + 1 + index, ends, mask=index < EXPERTS)
+    place = (ends - totals + earlier)[None, :] + tl.cumsum(taken, axis=0) - taken
+    tl.store(order + place, choice, mask=taken > 0)
+
+
+@triton.jit
+def _grouped(
+    x,
+    x_scale,
+    order,
+    begins,
+    weights,
+    weight,
+    weight_scale,
+    out,
+    EXPERTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    UP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ALL: tl.constexpr,
+    SCALED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Compute tiles of BLOCK_N weight rows by ROWS choices of one expert. UP: x has a row per token, and the
+    result is SwiGLU in the order of x's choices. Otherwise x has a row per choice, and the result is weighted
+    and written to the choice's own row."""
+    dtype: tl.constexpr = out.dtype.element_ty
+    width: tl.constexpr = BLOCK_N // 2 if UP else BLOCK_N
+    across: tl.constexpr = (COLUMNS + width - 1) // width
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    index = tl.arange(0, ALL)
+    begin = tl.load(begins + index, mask=index < EXPERTS, other=0)
+    end = tl.load(begins + 1 + index, mask=index < EXPERTS, other=0)
+    groups = (end - begin + ROWS - 1) // ROWS
+    group_ends = tl.cumsum(groups, axis=0)
+    k = tl.arange(0, BLOCK_K)
+    for number in tl.range(tl.program_id(0), tl.sum(groups, axis=0) * across, tl.num_programs(0)):
+        group = number // across
+        tile = number % across
+        expert = tl.sum((group_ends <= group).to(tl.int32), axis=0)
+        this = index == expert
+        last = tl.sum(tl.where(this, end, 0), axis=0) - 1
+        first = tl.sum(tl.where(this, begin - (group_ends - groups) * ROWS, 0), axis=0) + group * ROWS
+        place = first + tl.arange(0, ROWS)
+        # Rows past the last choice repeat it; their results are not stored.
+        choice = tl.load(order + tl.minimum(place, last))
+        source = choice // TOP_K if UP else tl.minimum(place, last)
+        weight_row = weight_rows(tile, COLUMNS, BLOCK_N, UP) + expert.to(tl.int64) * N
+        ws = weight + weight_row[:, None] * K + k[None, :]
+        xs = x + source.to(tl.int64)[:, None] * K + k[None, :]
+        acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
+        for at in tl.range(0, K, BLOCK_K):
+            if K % BLOCK_K:
+                inside = (at + k < K)[None, :]
+                w = tl.load(ws + at, mask=inside, other=0.0)
+                part = tl.load(xs + at, mask=inside, other=0.0)
+            else:
+                w = tl.load(ws + at)
+                part = tl.load(xs + at)
+            acc = tl.dot(w, tl.trans(part), acc, input_precision="ieee")
+        if SCALED:
+            acc = acc * tl.load(x_scale + source)[None, :] * tl.load(weight_scale + weight_row)[:, None]
+        column = tile * width + tl.arange(0, width)
+        if UP:
+            result = gated(acc, dtype).to(dtype)
+            to = place
+        else:
+            result = (acc * tl.load(weights + choice)[None, :]).to(dtype)
+            to = choice
+        inside = (column < COLUMNS)[:, None] & (place <= last)[None, :]
+        tl.store(out + to.to(tl.int64)[None, :] * COLUMNS + column[:, None], result, mask=inside)
+
+
+@triton.jit
+def _combine(
+    results,
+    residual,
+    out,
+    hidden,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Add the results of one token in the order of its choices, for BLOCK columns."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < hidden
+    total = tl.zeros([BLOCK], tl.float32)
+    for turn in tl.static_range(TOP_K):
+        result = results + (token * TOP_K + turn) * hidden + column
+        total += tl.load(result, mask=inside, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        total += tl.load(residual + token * hidden + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * hidden + column, total.to(out.dtype.element_ty), mask=inside)
