@@ -370,6 +370,7 @@ def _down_gemv(
         most = tl.max(tl.abs(whole), axis=1)
         factor = tl.div_rn(tl.full([TOP_K_BLOCK], 448.0, tl.float32), tl.where(most > 0.0, most, 1.0))
         scale = tl.div_rn(most, tl.full([TOP_K_BLOCK], 448.0, tl.float32))
+    parts: tl.constexpr = [BLOCK_N, TOP_K_BLOCK, BLOCK_K // VECTOR, VECTOR]
     acc = tl.zeros([BLOCK_N, TOP_K_BLOCK, BLOCK_K // VECTOR], tl.float32)
     for at in tl.static_range(0, K, BLOCK_K):
         inside = at + k < K
@@ -379,7 +380,6 @@ def _down_gemv(
         if SCALED:
             part = widen((part * factor[:, None]).to(weight.dtype.element_ty), SCALED)
         products = widen(w, SCALED) * part[None, :, :]
-        parts: tl.constexpr = [BLOCK_N, TOP_K_BLOCK, BLOCK_K // VECTOR, VECTOR]
         acc += tl.sum(tl.reshape(products, parts), axis=3)
     total = tl.sum(acc, axis=2)
     if SCALED:

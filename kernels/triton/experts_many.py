@@ -4,18 +4,16 @@ the tokens of all experts.
 
 `sort` is a stable counting sort: one launch counts the choices of each expert in blocks of tokens, and one
 adds the counts of the blocks and writes each choice to its place. `up` reads the tokens in this order and
-computes SwiGLU. `down` multiplies the results by their routing weights and writes them back in the order of
-the choices, and `combine` adds the results of each token in the order of its choices, plus the residual. No
-kernel adds with atomics, so results do not depend on timing.
+computes SwiGLU. `down` writes its results back in the order of the choices, and `combine` multiplies them by
+their routing weights and adds those of each token in the order of its choices, plus the residual. No kernel
+adds with atomics, so results do not depend on timing.
 
 The GEMMs have a fixed number of programs, which read the number of tokens of each expert on the device and
 compute the tiles one after another. So no launch depends on the routing, and all can be captured in a graph.
 The weight is the 64-row side of the tensor-core instruction, so that experts with few tokens need small tiles
 only.
 
-Rounding: sums are float32. SwiGLU rounds as the reference does. The product of an expert's result and its
-routing weight is rounded once to the model's dtype, where the reference rounds the result before it
-multiplies; sums of a token are float32 and rounded once.
+Rounding is the reference's, except that the residual is added to the float32 sum, which is rounded once.
 """
 
 from __future__ import annotations
@@ -87,7 +85,7 @@ def up(
     columns = weight.shape[1] // 2
     out = torch.empty((len(x) * top_k, columns), dtype=dtype or x.dtype, device=x.device)
     options = {"TOP_K": top_k, "UP": True}
-    _launch(x, x_scale, by_expert, None, weight, weight_scale, out, plan, multiprocessors, pdl, options)
+    _launch(x, x_scale, by_expert, weight, weight_scale, out, plan, multiprocessors, pdl, options)
     return out
 
 
@@ -95,7 +93,6 @@ def down(
     x: torch.Tensor,
     x_scale: torch.Tensor | None,
     by_expert: Sorted,
-    weights: torch.Tensor,
     weight: torch.Tensor,
     weight_scale: torch.Tensor | None,
     plan: ExpertsPlan,
@@ -104,30 +101,31 @@ def down(
     dtype: torch.dtype | None = None,
     pdl: bool = True,
 ) -> torch.Tensor:
-    """Return `routing weight × down(x)` in the order of the choices: `[tokens × top_k, hidden]` in the
-    model's dtype.
+    """Return `down(x)` in the order of the choices: `[tokens × top_k, hidden]` in the model's dtype.
 
     x: `[tokens × top_k, intermediate]` in the order of `by_expert`, of the weight's dtype; quantised with
-    x_scale `[tokens × top_k, 1]`. weights: routing weights, `[tokens, top_k]` float32. weight: `[experts,
-    hidden, intermediate]`; weight_scale: `[experts, hidden]`.
+    x_scale `[tokens × top_k, 1]`. weight: `[experts, hidden, intermediate]`; weight_scale: `[experts,
+    hidden]`.
     """
     out = torch.empty((len(x), weight.shape[1]), dtype=dtype or x.dtype, device=x.device)
-    options = {"TOP_K": weights.shape[1], "UP": False}
-    _launch(x, x_scale, by_expert, weights, weight, weight_scale, out, plan, multiprocessors, pdl, options)
+    options = {"TOP_K": 1, "UP": False}
+    _launch(x, x_scale, by_expert, weight, weight_scale, out, plan, multiprocessors, pdl, options)
     return out
 
 
 def combine(
     results: torch.Tensor,
-    tokens: int,
+    weights: torch.Tensor,
     *,
     residual: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     pdl: bool = True,
 ) -> torch.Tensor:
-    """Return the sum of each token's `results [tokens × top_k, hidden]`, plus the residual: `[tokens,
-    hidden]`, in results' dtype or in `out`, which may be the residual."""
-    rows, hidden = results.shape
+    """Return the sum of each token's `results [tokens × top_k, hidden]` times its routing `weights [tokens,
+    top_k]` float32, plus the residual: `[tokens, hidden]`, in results' dtype or in `out`, which may be the
+    residual."""
+    tokens, top_k = weights.shape
+    hidden = results.shape[1]
     out = torch.empty((tokens, hidden), dtype=results.dtype, device=results.device) if out is None else out
     for name, tensor in (("out", out), ("residual", residual)):
         if tensor is not None and (tensor.shape != (tokens, hidden) or not tensor.is_contiguous()):
@@ -136,10 +134,11 @@ def combine(
         block = min(_COMBINED_COLUMNS, triton.next_power_of_2(hidden))
         _combine[(tokens, triton.cdiv(hidden, block))](
             results,
+            weights,
             residual,
             out,
             hidden,
-            TOP_K=rows // tokens,
+            TOP_K=top_k,
             BLOCK=block,
             RESIDUAL=residual is not None,
             PDL=pdl,
@@ -153,7 +152,6 @@ def _launch(
     x: torch.Tensor,
     x_scale: torch.Tensor | None,
     by_expert: Sorted,
-    weights: torch.Tensor | None,
     weight: torch.Tensor,
     weight_scale: torch.Tensor | None,
     out: torch.Tensor,
@@ -180,7 +178,6 @@ def _launch(
         x_scale,
         by_expert.order,
         by_expert.begins,
-        weights,
         weight,
         weight_scale,
         out,
@@ -196,6 +193,7 @@ def _launch(
         PDL=pdl,
         num_warps=plan.warps,
         num_stages=plan.stages,
+        maxnreg=plan.max_registers,
         launch_pdl=pdl,
         **options,
     )
@@ -206,18 +204,18 @@ def _launch(
 
 @triton.jit
 def _one_hot(chosen, tokens, TOP_K: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr):
-    """Return for each token of a block and each expert whether the token has chosen the expert (0 or 1), and
-    the number of this choice: `[BLOCK, ALL]` int32 each."""
+    """Return for each expert and each token of a block whether the token has chosen the expert (0 or 1), and
+    the number of this choice: `[ALL, BLOCK]` int32 each."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     index = tl.arange(0, ALL)
-    taken = tl.zeros([BLOCK, ALL], tl.int32)
-    choice = tl.zeros([BLOCK, ALL], tl.int32)
+    taken = tl.zeros([ALL, BLOCK], tl.int32)
+    choice = tl.zeros([ALL, BLOCK], tl.int32)
     for turn in tl.static_range(TOP_K):
         number = token * TOP_K + turn
         expert = tl.load(chosen + number, mask=token < tokens, other=-1)
-        this = expert[:, None] == index[None, :]
+        this = index[:, None] == expert[None, :]
         taken = tl.where(this, 1, taken)
-        choice = tl.where(this, number[:, None], choice)
+        choice = tl.where(this, number[None, :], choice)
     return taken, choice
 
 
@@ -230,7 +228,7 @@ def _count(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     taken, _ = _one_hot(chosen, tokens, TOP_K, BLOCK, ALL)
-    tl.store(counts + tl.program_id(0) * ALL + tl.arange(0, ALL), tl.sum(taken, axis=0))
+    tl.store(counts + tl.program_id(0) * ALL + tl.arange(0, ALL), tl.sum(taken, axis=1))
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -256,7 +254,7 @@ def _place(
     index = tl.arange(0, ALL)
     taken, choice = _one_hot(chosen, tokens, TOP_K, BLOCK, ALL)
     if ONE_BLOCK:
-        totals = tl.sum(taken, axis=0)
+        totals = tl.sum(taken, axis=1)
         earlier = tl.zeros([ALL], tl.int32)
     else:
         totals = tl.zeros([ALL], tl.int32)
@@ -273,7 +271,7 @@ def _place(
     if tl.program_id(0) == 0:
         tl.store(begins, 0)
         tl.store(begins + 1 + index, ends, mask=index < EXPERTS)
-    place = (ends - totals + earlier)[None, :] + tl.cumsum(taken, axis=0) - taken
+    place = (ends - totals + earlier)[:, None] + tl.cumsum(taken, axis=1) - taken
     tl.store(order + place, choice, mask=taken > 0)
 
 
@@ -283,7 +281,6 @@ def _grouped(
     x_scale,
     order,
     begins,
-    weights,
     weight,
     weight_scale,
     out,
@@ -301,8 +298,8 @@ def _grouped(
     PDL: tl.constexpr,
 ):
     """Compute tiles of BLOCK_N weight rows by ROWS choices of one expert. UP: x has a row per token, and the
-    result is SwiGLU in the order of x's choices. Otherwise x has a row per choice, and the result is weighted
-    and written to the choice's own row."""
+    result is SwiGLU in the order of x's choices. Otherwise x has a row per choice, and the result is
+    written to the choice's own row."""
     dtype: tl.constexpr = out.dtype.element_ty
     width: tl.constexpr = BLOCK_N // 2 if UP else BLOCK_N
     across: tl.constexpr = (COLUMNS + width - 1) // width
@@ -346,7 +343,7 @@ def _grouped(
             result = gated(acc, dtype).to(dtype)
             to = place
         else:
-            result = (acc * tl.load(weights + choice)[None, :]).to(dtype)
+            result = acc.to(dtype)
             to = choice
         inside = (column < COLUMNS)[:, None] & (place <= last)[None, :]
         tl.store(out + to.to(tl.int64)[None, :] * COLUMNS + column[:, None], result, mask=inside)
@@ -355,6 +352,7 @@ def _grouped(
 @triton.jit
 def _combine(
     results,
+    weights,
     residual,
     out,
     hidden,
@@ -372,8 +370,9 @@ def _combine(
     inside = column < hidden
     total = tl.zeros([BLOCK], tl.float32)
     for turn in tl.static_range(TOP_K):
-        result = results + (token * TOP_K + turn) * hidden + column
-        total += tl.load(result, mask=inside, other=0.0).to(tl.float32)
+        choice = token * TOP_K + turn
+        result = tl.load(results + choice * hidden + column, mask=inside, other=0.0)
+        total += result.to(tl.float32) * tl.load(weights + choice)
     if RESIDUAL:
         total += tl.load(residual + token * hidden + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * hidden + column, total.to(out.dtype.element_ty), mask=inside)

@@ -12,6 +12,9 @@ import torch
 
 from kernels.triton.linear_plans import HOPPER_SHARED
 
+_REGISTERS, _MAX_REGISTERS = 1 << 16, 255
+"""Registers of a multiprocessor, and the largest number of registers of a thread (CUDA programming guide)."""
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertsPlan:
@@ -33,6 +36,11 @@ class ExpertsPlan:
     """Number of pipeline stages: steps whose weights are being loaded."""
     programs: int = 1
     """Number of programs per multiprocessor, for `grouped`, whose programs compute several tiles."""
+
+    @property
+    def max_registers(self) -> int:
+        """Number of registers per thread with which `programs` programs fit on a multiprocessor."""
+        return min(_MAX_REGISTERS, _REGISTERS // (self.programs * self.warps * 32) // 8 * 8)
 
 
 @dataclass(frozen=True, slots=True)

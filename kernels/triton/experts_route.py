@@ -28,6 +28,8 @@ MAX_EXPERTS = 512
 
 MAX_TOP_K = 32
 
+_LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+
 
 @dataclass(frozen=True, slots=True)
 class Routed:
@@ -91,7 +93,7 @@ def route(
         QUANTISE=values is not None,
         NORMALISED=normalised,
         PDL=pdl,
-        num_warps=min(max(block * block_e // 2048, 1), 16),
+        num_warps=min(max(block * block_e // 1024, 1), 16),
         launch_pdl=pdl,
     )
     return routed
@@ -158,8 +160,8 @@ def _check(x: torch.Tensor, norm_weight: torch.Tensor, router: torch.Tensor, top
     experts, hidden = router.shape
     if x.shape[1:] != (hidden,) or norm_weight.shape != (hidden,):
         raise ValueError(
-            f"x is {tuple(x.shape)}, norm_weight {tuple(norm_weight.shape)} and router {tuple(router.shape)}; "
-            "their last dimensions must be equal"
+            f"x is {tuple(x.shape)}, norm_weight {tuple(norm_weight.shape)} and router "
+            f"{tuple(router.shape)}; their last dimensions must be equal"
         )
     if router.dtype != x.dtype:
         raise ValueError(f"router is {router.dtype} and x is {x.dtype}; they must be the same")
@@ -241,8 +243,10 @@ def _route(
         step: tl.constexpr = min(ALL, 128)
         for first in tl.static_range(0, ALL, step):
             other = first + tl.arange(0, step)
-            value = tl.load(of_token + other, mask=other < EXPERTS, other=lowest, cache_modifier=".cg")
-            value = tl.where(value == value, value, lowest)
+            value = comparable
+            if step < ALL:
+                value = tl.load(of_token + other, mask=other < EXPERTS, other=lowest, cache_modifier=".cg")
+                value = tl.where(value == value, value, lowest)
             higher = value[None, :] > comparable[:, None]
             same = value[None, :] == comparable[:, None]
             before = higher | (same & (other[None, :] < index[:, None]))
@@ -293,25 +297,24 @@ def _route_tile(
             part = tl.load(xs + at)
             w = tl.load(ws + at)
         logit = tl.dot(part, tl.trans(w), logit, input_precision="ieee")
-    lowest = float("-inf")
-    logit = tl.where((index < EXPERTS)[None, :], logit, lowest)
-    left = tl.where(logit == logit, logit, lowest)
-    share = tl.exp(logit - tl.max(logit, axis=1)[:, None])
+    # Experts that do not exist or are chosen are below every other expert, also below those with a NaN.
+    gone = float("-inf")
+    left = tl.where(logit > _LOWEST, logit, _LOWEST)
+    left = tl.where((index < EXPERTS)[None, :], left, gone)
+    top = tl.max(left, axis=1)[:, None]
     place = tl.arange(0, TOP_K_BLOCK)
     picked = tl.zeros([ROWS, TOP_K_BLOCK], tl.int32)
-    weight = tl.zeros([ROWS, TOP_K_BLOCK], tl.float32)
-    free = tl.full([ROWS, ALL], 1, tl.int1)
+    share = tl.zeros([ROWS, TOP_K_BLOCK], tl.float32)
+    total = tl.sum(tl.exp(left - top), axis=1)
     for turn in tl.static_range(TOP_K):
-        highest = tl.max(tl.where(free, left, lowest), axis=1)
-        among = free & (left == highest[:, None])
-        best = tl.min(tl.where(among, index[None, :], ALL), axis=1)
-        this = index[None, :] == best[:, None]
+        highest, best = tl.max(left, axis=1, return_indices=True)  # of equal values the first
         now = (place == turn)[None, :]
         picked = tl.where(now, best[:, None], picked)
-        weight = tl.where(now, tl.sum(tl.where(this, share, 0.0), axis=1)[:, None], weight)
-        free = free & (index[None, :] != best[:, None])
-    total = tl.sum(weight, axis=1) if NORMALISED else tl.sum(share, axis=1)
+        share = tl.where(now, tl.exp(highest[:, None] - top), share)
+        left = tl.where(index[None, :] == best[:, None], gone, left)
+    if NORMALISED:
+        total = tl.sum(share, axis=1)
     to = token.to(tl.int64)[:, None] * TOP_K + place[None, :]
     stored = live[:, None] & (place < TOP_K)[None, :]
     tl.store(chosen + to, picked, mask=stored)
-    tl.store(weights + to, weight / total[:, None], mask=stored)
+    tl.store(weights + to, share / total[:, None], mask=stored)
