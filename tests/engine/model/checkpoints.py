@@ -17,6 +17,10 @@ MODELS: dict[str, tuple[Any, Any]] = {
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "qwen2_moe": (transformers.Qwen2MoeConfig, transformers.Qwen2MoeForCausalLM),
+    "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+    "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
+    "olmoe": (transformers.OlmoeConfig, transformers.OlmoeForCausalLM),
 }
 
 SMALL = {
@@ -32,6 +36,16 @@ SMALL = {
     "pad_token_id": None,
 }
 
+EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
+QWEN3_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "head_dim": 32}
+QWEN2_EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 80,
+}
+OLMOE_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 4}
+
 
 @dataclass
 class Case:
@@ -44,6 +58,8 @@ class Case:
     edit: Callable[[dict[str, Any]], None] | None = None
     """Modifies config.json after it was saved."""
     max_model_len: int | None = None
+    fused_experts: bool = False
+    """Whether all experts of a layer are stored in one tensor."""
 
 
 def make(case: Case, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
@@ -59,8 +75,8 @@ def make(case: Case, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
             elif name.endswith("bias"):
                 parameter.normal_(std=0.3)
             else:
-                parameter.normal_(std=1.2 * parameter.shape[1] ** -0.5)
-    model.save_pretrained(folder, max_shard_size=case.shard_size)
+                parameter.normal_(std=1.2 * parameter.shape[-1] ** -0.5)
+    model.save_pretrained(folder, max_shard_size=case.shard_size, save_original_format=not case.fused_experts)
     if case.edit is not None:
         path = folder / "config.json"
         values = json.loads(path.read_text())
