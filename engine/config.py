@@ -2,7 +2,7 @@
 imports this module.
 
 Every supported family is the same decoder: pre-norm, rotary embedding, grouped-query attention, SiLU-gated
-MLP. `engine.families` reads a checkpoint's `config.json` into a `ModelConfig`.
+MLP or experts. `engine.families` reads a checkpoint's `config.json` into a `ModelConfig`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,16 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 ROPE_KINDS: tuple[RopeKind, ...] = get_args(RopeKind)
+
+
+DENSE, EXPERTS = "dense", "experts"
+"""The kinds of layers: with an MLP, and with a mixture of experts."""
+
+_MLPS = {
+    "intermediate_size": "an MLP",
+    "moe_intermediate_size": "experts",
+    "shared_expert_intermediate_size": "a shared expert",
+}
 
 
 class CheckpointError(Exception):
@@ -54,6 +64,24 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """The mixture of experts of a layer, which takes the place of the MLP."""
+
+    count: int
+    """Number of routed experts."""
+    top_k: int
+    """Number of routed experts that each token chooses."""
+    intermediate_size: int
+    """The width of each routed expert."""
+    normalised: bool
+    """Whether the weights of the chosen experts are normalised to add up to one, as `kernels.Experts`
+    defines."""
+    shared_intermediate_size: int | None = None
+    """The width of the expert that computes every token, times the sigmoid of its own gate (Qwen2-MoE); None
+    if the model has none."""
+
+
+@dataclass(frozen=True, slots=True)
 class Shard:
     """One rank's share of the model's dimensions. Ranges are [first, first + count)."""
 
@@ -66,12 +94,15 @@ class Shard:
     head."""
     first_kv_head: int
     intermediate: int
-    first_intermediate: int
     vocab: int
     """Rows of the embedding and of the output matrix, padding included; equal on every rank."""
     vocab_real: int
     """Rows that belong to real tokens: fewer than `vocab` only on the last ranks."""
     first_vocab: int
+
+    def part(self, width: int) -> int:
+        """Return the width on this rank of experts of `width`, which are all divided equally."""
+        return width // self.size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +126,12 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     """RMSNorm over each query and key head before the rotation (Qwen3)."""
+    qk_norm_all_heads: bool
+    """RMSNorm over all query heads together, and one over all key heads, before the rotation (OLMoE)."""
     layer_kinds: tuple[str, ...]
-    """The kind of each layer: a key of `engine.model.layers.LAYER_KINDS`."""
+    """The kind of each layer: a key of `engine.model.kinds.LAYER_KINDS`."""
+    experts: ExpertsConfig | None
+    """The experts of the layers of kind "experts"; None if the model has no such layers."""
     sliding_windows: tuple[int | None, ...]
     """One per layer: a token attends to itself and the window - 1 tokens before it; None: to all earlier
     tokens."""
@@ -121,6 +156,18 @@ class ModelConfig:
         if self.rope.kind in ("linear", "dynamic"):
             return int(self.max_position_embeddings * self.rope.factor)
         return self.context_length
+
+    @property
+    def mlp_widths(self) -> dict[str, int]:
+        """The widths of the MLPs and experts of the model, by the field of `config.json` or a like name."""
+        widths = {}
+        if any(kind != EXPERTS for kind in self.layer_kinds):
+            widths["intermediate_size"] = self.intermediate_size
+        if self.experts is not None and EXPERTS in self.layer_kinds:
+            widths["moe_intermediate_size"] = self.experts.intermediate_size
+            if self.experts.shared_intermediate_size is not None:
+                widths["shared_expert_intermediate_size"] = self.experts.shared_intermediate_size
+        return widths
 
     def representative_layers(self) -> list[int]:
         """Return the indices of a few layers that together launch every kernel of the model, if they run one
@@ -169,8 +216,7 @@ class ModelConfig:
             problems.append(f"{self.heads} attention heads")
         if self.kv_heads % size and size % self.kv_heads:
             problems.append(f"{self.kv_heads} KV heads")
-        if self.intermediate_size % size:
-            problems.append(f"an MLP of {self.intermediate_size}")
+        problems += [f"{_MLPS[name]} of {width}" for name, width in self.mlp_widths.items() if width % size]
         if problems:
             fitting = [n for n in range(1, self.heads + 1) if self._divides(n)]
             raise UnsupportedError(
@@ -180,7 +226,8 @@ class ModelConfig:
 
     def _divides(self, size: int) -> bool:
         kv_fits = self.kv_heads % size == 0 or size % self.kv_heads == 0
-        return self.heads % size == 0 and kv_fits and self.intermediate_size % size == 0
+        mlps_fit = all(width % size == 0 for width in self.mlp_widths.values())
+        return self.heads % size == 0 and kv_fits and mlps_fit
 
     def shard(self, size: int, rank: int) -> Shard:
         """Return the dimensions of rank `rank` of `size`. Raises UnsupportedError like `check_parallel`."""
@@ -199,7 +246,6 @@ class ModelConfig:
             kv_heads=max(1, self.kv_heads // size),
             first_kv_head=rank * self.kv_heads // size,
             intermediate=self.intermediate_size // size,
-            first_intermediate=rank * (self.intermediate_size // size),
             vocab=vocab,
             vocab_real=min(vocab, self.vocab_size - first_vocab),
             first_vocab=first_vocab,

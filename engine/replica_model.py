@@ -40,8 +40,6 @@ class ReplicaModel:
         config, size = self.config, self.tensor_parallel_size
         shard = config.shard(size, 0)
         group = shard.heads // shard.kv_heads
-        each = f" ({shard.intermediate} on each of {size} ranks)" if size > 1 else ""
-        intermediate = f"intermediate_size is {config.intermediate_size}{each}"
         serve = f"serve this model {_WITHOUT_KERNELS}"
         serve_unquantised = f"serve this model with weights that are not FP8, {_WITHOUT_KERNELS}"
         problem = None
@@ -63,16 +61,16 @@ class ReplicaModel:
                 f"hidden_size is {config.hidden_size}; FP8 weights on a GPU need a multiple of "
                 f"{limits.FP8_ALIGNMENT}: {serve_unquantised}"
             )
-        elif self.fp8 and shard.intermediate % limits.FP8_ALIGNMENT:
-            problem = (
-                f"{intermediate}; FP8 weights on a GPU need a multiple of {limits.FP8_ALIGNMENT}: "
-                f"{serve_unquantised}"
-            )
-        elif self.fp8 and shard.intermediate > limits.LARGEST_ROW:
-            problem = (
-                f"{intermediate}; FP8 weights on a GPU allow at most {limits.LARGEST_ROW}: "
-                f"{serve_unquantised}"
-            )
+        for name, width in config.mlp_widths.items() if self.fp8 and problem is None else ():
+            part = shard.part(width)
+            each = f" ({part} on each of {size} ranks)" if size > 1 else ""
+            if part % limits.FP8_ALIGNMENT:
+                allowed = f"need a multiple of {limits.FP8_ALIGNMENT}"
+            elif part > limits.LARGEST_ROW:
+                allowed = f"allow at most {limits.LARGEST_ROW}"
+            else:
+                continue
+            problem = f"{name} is {width}{each}; FP8 weights on a GPU {allowed}: {serve_unquantised}"
         if problem is not None:
             raise UnsupportedError(problem)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from engine.config import DTYPE_BYTES, ModelConfig, Shard
+from engine.config import DTYPE_BYTES, EXPERTS, ModelConfig, Shard
 from engine.families import read_config
 from engine.messages import BLOCK_TOKENS
 
@@ -132,25 +132,41 @@ def weight_bytes(config: ModelConfig, shard: Shard, dtype: str, weights: str) ->
     width = DTYPE_BYTES[dtype]
     if weights != FP8:
         return _parameters(config, shard) * width
-    matrices = config.layers * _matrices(config, shard)
-    hidden, q, kv = config.hidden_size, shard.heads * config.head_dim, shard.kv_heads * config.head_dim
-    outputs = config.layers * (q + 2 * kv + hidden + 2 * shard.intermediate + hidden)
-    return matrices + 4 * outputs + (_parameters(config, shard) - matrices) * width
+    quantised = _matrices(config, shard)
+    matrices = sum(outputs * inputs for outputs, inputs in quantised)
+    scales = sum(outputs for outputs, _ in quantised)
+    return matrices + 4 * scales + (_parameters(config, shard) - matrices) * width
 
 
-def _matrices(config: ModelConfig, shard: Shard) -> int:
-    """Return the number of elements of a layer's matrices: qkv, o, gate, up and down."""
+def _matrices(config: ModelConfig, shard: Shard) -> list[tuple[int, int]]:
+    """Return the outputs and inputs of the matrices of all layers that can be quantised: qkv, o, and gate, up
+    and down of every MLP and expert. The matrices of a layer's experts count as one."""
     hidden, q, kv = config.hidden_size, shard.heads * config.head_dim, shard.kv_heads * config.head_dim
-    return hidden * (q + 2 * kv) + q * hidden + 3 * hidden * shard.intermediate
+    found = [(q + 2 * kv, hidden), (hidden, q)] * config.layers
+    for kind in config.layer_kinds:
+        for count, width in _mlps(config, shard, kind):
+            found += [(count * 2 * width, hidden), (count * hidden, width)]
+    return found
+
+
+def _mlps(config: ModelConfig, shard: Shard, kind: str) -> list[tuple[int, int]]:
+    """Return the MLPs and experts of a layer on this rank: the number of each width, and the width."""
+    if kind != EXPERTS or config.experts is None:
+        return [(1, shard.intermediate)]
+    experts, shared = config.experts, config.experts.shared_intermediate_size
+    routed = (experts.count, shard.part(experts.intermediate_size))
+    return [routed] if shared is None else [routed, (1, shard.part(shared))]
 
 
 def _parameters(config: ModelConfig, shard: Shard) -> int:
     """Return the number of elements of all weights of this rank, including the padding of the vocabulary.
 
-    A layer has its matrices, two norms and, depending on the model family, biases and QK-norms.
+    A layer has its matrices, two norms and, depending on the model family, biases, QK-norms, a router and the
+    gate of a shared expert.
     """
     hidden, q, kv = config.hidden_size, shard.heads * config.head_dim, shard.kv_heads * config.head_dim
-    layer = _matrices(config, shard) + 2 * hidden
+    matrices = sum(outputs * inputs for outputs, inputs in _matrices(config, shard))
+    layer = 2 * hidden
     first = shard.rank == 0
     if config.qkv_bias:
         layer += q + 2 * kv
@@ -160,8 +176,14 @@ def _parameters(config: ModelConfig, shard: Shard) -> int:
         layer += 2 * shard.intermediate + (hidden if first else 0)
     if config.qk_norm:
         layer += 2 * config.head_dim
+    if config.qk_norm_all_heads:
+        layer += q + kv
+    routers = 0
+    if config.experts is not None:
+        gates = config.experts.count + (config.experts.shared_intermediate_size is not None)
+        routers = config.layer_kinds.count(EXPERTS) * gates * hidden
     vocabulary = shard.vocab * hidden * (1 if config.tie_word_embeddings else 2)
-    return vocabulary + config.layers * layer + hidden
+    return vocabulary + matrices + routers + config.layers * layer + hidden
 
 
 def _activations(config: ModelConfig, shard: Shard, dtype: str, tokens: int) -> int:
@@ -169,12 +191,18 @@ def _activations(config: ModelConfig, shard: Shard, dtype: str, tokens: int) -> 
     MLP.
 
     The residual and the normalised input (2 × hidden per token) are alive in both. Attention adds qkv,
-    rotated q and k in float32, q and the result. The MLP adds gate_up, its activation and the result.
+    rotated q and k in float32, q and the result. The MLP adds gate_up, its activation and the result. Experts
+    add, for each token and chosen expert, a copy of the input, gate_up, its activation and its result.
     """
     width = DTYPE_BYTES[dtype]
     q, kv = shard.heads * config.head_dim, shard.kv_heads * config.head_dim
     attention = (q + 2 * kv) * width + (q + kv) * 4 + 2 * q * width
     mlp = 3 * shard.intermediate * width + config.hidden_size * width
+    if config.experts is not None:
+        experts = config.experts
+        each = 3 * shard.part(experts.intermediate_size) + 2 * config.hidden_size
+        shared = 3 * shard.part(experts.shared_intermediate_size or 0)
+        mlp = max(mlp, (experts.top_k * each + shared) * width + experts.count * 4)
     return tokens * (2 * config.hidden_size * width + max(attention, mlp))
 
 

@@ -19,7 +19,7 @@ def activate(x: torch.Tensor, chosen: torch.Tensor, gate_up: Weight) -> torch.Te
     matrices = _expanded(gate_up, x.dtype).mT
     parts = []
     for rows, experts in zip(x.split(_TOKENS), chosen.long().split(_TOKENS), strict=True):
-        products = rows @ matrices  # [experts, rows, 2 × intermediate]
+        products = rows.expand(len(matrices), -1, -1).bmm(matrices)  # [experts, rows, 2 × intermediate]
         parts.append(silu_mul(products[experts, _every_row(experts)]))
     return torch.cat(parts)
 
@@ -35,7 +35,7 @@ def weighted_sum(
     for rows, experts in zip(weighted.split(_TOKENS), chosen.long().split(_TOKENS), strict=True):
         by_expert = rows.new_zeros(len(matrices), len(rows), rows.shape[-1])
         by_expert[experts, _every_row(experts)] = rows
-        parts.append((by_expert @ matrices).sum(dim=0))
+        parts.append(by_expert.bmm(matrices).sum(dim=0))
     return torch.cat(parts)
 
 

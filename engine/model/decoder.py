@@ -17,7 +17,8 @@ from engine.config import ModelConfig
 from engine.forward import ForwardInput
 from engine.messages import BLOCK_TOKENS
 from engine.model.halves import run_in_halves, split_attention
-from engine.model.layers import LAYER_KINDS, LayerInput, ParameterFactory, WeightShard, run_layer
+from engine.model.kinds import LAYER_KINDS
+from engine.model.layers import LayerInput, ParameterFactory, WeightShard, run_layer
 from engine.model.rotary import rotary_table
 from engine.model.weight_fit import WeightFit
 from engine.parallel import Ranks

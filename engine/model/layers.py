@@ -1,8 +1,8 @@
 """The layers of a decoder on one rank, and how their weights are found in a checkpoint.
 
-A layer is a class of LAYER_KINDS: it has its parameters, runs a pass (`run`) and lists the tensors of a
-checkpoint that fill it. Compiling, loading and tuning kernels run the layers themselves, so a new kind needs
-no entry anywhere else.
+A layer is a class of `engine.model.kinds.LAYER_KINDS`: it has its parameters, runs a pass (`run`) and lists
+the tensors of a checkpoint that fill it. Compiling, loading and tuning kernels run the layers themselves, so
+a new kind needs no entry anywhere else.
 
 Each half of a layer reads the residual through its norm and ends in a linear that is added to the residual.
 q, k and v are one fused weight; gate and up are another.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -53,12 +53,12 @@ class ParameterFactory:
     def empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
-    def matrix(self, outputs: int, inputs: int) -> Weight:
-        """Return a weight of a layer with undefined values."""
+    def matrix(self, *shape: int) -> Weight:
+        """Return a weight of a layer with undefined values: `[out, in]`, or `[experts, out, in]`."""
         if not self.fp8:
-            return self.empty(outputs, inputs)
-        values = torch.empty((outputs, inputs), dtype=torch.float8_e4m3fn, device=self.device)
-        return Fp8Weight(values, torch.empty(outputs, dtype=torch.float32, device=self.device))
+            return self.empty(*shape)
+        values = torch.empty(shape, dtype=torch.float8_e4m3fn, device=self.device)
+        return Fp8Weight(values, torch.empty(shape[:-1], dtype=torch.float32, device=self.device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +129,7 @@ class Linear:
         """
         if ranks.size == 1:
             return self.ops.linear_add(x, self.weight, self.bias, residual, next_gain)
-        part = self(x)
-        if next_gain is None:
-            return ranks.add_sum(residual, part, None)
-        return ranks.add_sum(residual, part, self.ops.next_norm(len(part), self.weight, next_gain, eps))
+        return add_sum(self.ops, residual, self(x), self.weight, next_gain, eps, ranks)
 
     def pack(self) -> None:
         self.weight = self.ops.pack_weight(self.weight)
@@ -140,7 +137,7 @@ class Linear:
     def output_shards(self, name: str, whole: int, start: int, first: int, count: int) -> list[WeightShard]:
         """Map rows `[first, first + count)` of this weight (and bias) to the rows from `start` on of the
         checkpoint's tensor, which has `whole` rows."""
-        values, scales = self._parts()
+        values, scales = values_and_scales(self.weight)
         target = values[first : first + count]
         scales = None if scales is None else scales[first : first + count]
         weight_shards = [WeightShard(f"{name}.weight", (whole, values.shape[1]), target, 0, start, scales)]
@@ -154,26 +151,57 @@ class Linear:
         """Map all columns of this weight to the columns from `start` on of the checkpoint's tensor, which has
         `whole` columns. Only the first rank has the bias, because the sum over the ranks must contain it
         once."""
-        values, scales = self._parts()
+        values, scales = values_and_scales(self.weight)
         outputs = values.shape[0]
         weight_shards = [WeightShard(f"{name}.weight", (outputs, whole), values, 1, start, scales)]
         if bias:
             weight_shards.append(WeightShard(f"{name}.bias", (outputs,), self.bias))
         return weight_shards
 
-    def _parts(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if isinstance(self.weight, Fp8Weight):
-            return self.weight.values, self.weight.scales
-        return self.weight, None
+
+def values_and_scales(weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the values of a weight, and its scales if it is FP8."""
+    if isinstance(weight, Fp8Weight):
+        return weight.values, weight.scales
+    return weight, None
+
+
+def add_sum(
+    ops: Ops,
+    residual: Residual,
+    part: torch.Tensor,
+    weight: Weight,
+    next_gain: torch.Tensor | None,
+    eps: float,
+    ranks: Ranks,
+) -> Residual:
+    """Return `residual` plus the sum of `part` over several ranks. weight: the matrix that computed `part`;
+    the others are as in `Linear.add_to`."""
+    norm = None if next_gain is None else ops.next_norm(len(part), weight, next_gain, eps)
+    return ranks.add_sum(residual, part, norm)
+
+
+class Summand(Protocol):
+    """The last operation of half a layer, whose result is added to the residual: a `Linear`, or experts."""
+
+    def __call__(self, x: Any) -> torch.Tensor:
+        """Return this rank's part of the result: `[tokens, hidden]`."""
+
+    def add_to(
+        self, residual: Residual, x: Any, next_gain: torch.Tensor | None, eps: float, ranks: Ranks
+    ) -> Residual:
+        """Return `residual` plus the result, summed over the ranks, as `Linear.add_to`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Addition:
-    """An addition to the residual, which a layer yields: the result of a linear, summed over the ranks."""
+    """An addition to the residual, which a layer yields: the result of a linear or of experts, summed over
+    the ranks."""
 
     residual: Residual
-    linear: Linear
-    x: Activation
+    linear: Summand
+    x: Any
+    """The input of `linear`."""
     next_gain: torch.Tensor | None
     """The gain of the norm that reads the result; None after the last layer."""
     eps: float
@@ -203,11 +231,17 @@ class Attention:
         self.o = Linear(factory, inputs, config.hidden_size, config.o_bias and shard.rank == 0)
         self.q_norm = factory.empty(config.head_dim) if config.qk_norm else None
         self.k_norm = factory.empty(config.head_dim) if config.qk_norm else None
+        self.qk_norm = None
+        """The gains of the norm of all query heads, and of that of all key heads, if the model has them."""
+        if config.qk_norm_all_heads:
+            self.qk_norm = factory.empty((shard.heads + shard.kv_heads) * config.head_dim)
 
     def __call__(self, qkv: torch.Tensor, inputs: LayerInput, kv: KvPool) -> torch.Tensor:
         """Return the attention of `qkv [tokens, (heads + 2 kv_heads) × head_dim]`, which is the input of `o`:
         `[rows, heads × head_dim]` for this rank's heads. There is one row per token, or per entry of
         `inputs.kept`."""
+        if self.qk_norm is not None:
+            self._normalise(qkv, self.qk_norm, inputs.ranks)
         attended = self.ops.attend(
             qkv,
             inputs.positions,
@@ -220,6 +254,17 @@ class Attention:
             self.window,
         )
         return attended.view(len(attended), -1)
+
+    def _normalise(self, qkv: torch.Tensor, gain: torch.Tensor, ranks: Ranks) -> None:
+        """Apply the norms of all query heads and of all key heads to `qkv`, in place."""
+        q = self.shard.heads * self.config.head_dim
+        both = qkv[:, : len(gain)].float()
+        # All ranks have equally many numbers, so the mean over all of them is the mean of their means.
+        means = [part.square().mean(dim=1) for part in (both[:, :q], both[:, q:])]
+        mean = ranks.all_reduce(torch.stack(means)).div(ranks.size).unsqueeze(-1)
+        scale_q, scale_k = torch.rsqrt(mean + self.config.rms_norm_eps)
+        qkv[:, :q] = both[:, :q] * scale_q * gain[:q]
+        qkv[:, q : len(gain)] = both[:, q:] * scale_k * gain[q:]
 
     def weight_shards(self, prefix: str) -> list[WeightShard]:
         config, shard, size = self.config, self.shard, self.config.head_dim
@@ -235,6 +280,10 @@ class Attention:
         if config.qk_norm:
             weight_shards.append(WeightShard(f"{prefix}.q_norm.weight", (size,), self.q_norm))
             weight_shards.append(WeightShard(f"{prefix}.k_norm.weight", (size,), self.k_norm))
+        if self.qk_norm is not None:
+            q_gain, k_gain = self.qk_norm.split((q, kv))
+            weight_shards.append(WeightShard(f"{prefix}.q_norm.weight", (whole_q,), q_gain, 0, q_start))
+            weight_shards.append(WeightShard(f"{prefix}.k_norm.weight", (whole_kv,), k_gain, 0, kv_start))
         return weight_shards
 
     def pack(self) -> None:
@@ -242,17 +291,41 @@ class Attention:
         self.o.pack()
 
 
-class Mlp:
-    """`down(silu(gate x) × up x)`. `forward` stops before `down`, whose result is added to the residual."""
+class FeedForward(Protocol):
+    """The half of a layer after attention: an MLP, or experts."""
 
-    def __init__(self, config: ModelConfig, shard: Shard, factory: ParameterFactory) -> None:
+    def __init__(self, config: ModelConfig, shard: Shard, factory: ParameterFactory) -> None: ...
+
+    @property
+    def down(self) -> Summand:
+        """The operation whose result is added to the residual."""
+
+    def activate(self, x: Residual, norm_weight: torch.Tensor, eps: float) -> Any:
+        """Return the input of `down`, computed from the residual."""
+
+    def weight_shards(self, prefix: str) -> list[WeightShard]:
+        """Return the tensors of the checkpoint that fill the parameters. Their names begin with `prefix`."""
+
+    def pack(self) -> None:
+        """As `Layer.pack`."""
+
+
+class Mlp:
+    """`down(silu(gate x) × up x)`. `activate` stops before `down`, whose result is added to the residual.
+
+    width: of the whole MLP; None: the model's `intermediate_size`.
+    """
+
+    def __init__(
+        self, config: ModelConfig, shard: Shard, factory: ParameterFactory, width: int | None = None
+    ) -> None:
         self.config = config
         self.shard = shard
         self.ops = factory.ops
-        self.gate_up = Linear(factory, config.hidden_size, 2 * shard.intermediate, config.mlp_bias)
-        self.down = Linear(
-            factory, shard.intermediate, config.hidden_size, config.mlp_bias and shard.rank == 0
-        )
+        self.width = config.intermediate_size if width is None else width
+        self.part = shard.part(self.width)
+        self.gate_up = Linear(factory, config.hidden_size, 2 * self.part, config.mlp_bias)
+        self.down = Linear(factory, self.part, config.hidden_size, config.mlp_bias and shard.rank == 0)
 
     def activate(self, x: Residual, norm_weight: torch.Tensor, eps: float) -> Activation:
         """Return the input of `down`: `[tokens, intermediate on this rank]`, computed from the residual."""
@@ -260,8 +333,8 @@ class Mlp:
         return self.ops.norm_gate_up(x, norm_weight, eps, up.weight, up.bias)
 
     def weight_shards(self, prefix: str) -> list[WeightShard]:
-        whole, count = self.config.intermediate_size, self.shard.intermediate
-        start = self.shard.first_intermediate
+        whole, count = self.width, self.part
+        start = self.shard.rank * count
         return [
             *self.gate_up.output_shards(f"{prefix}.gate_proj", whole, start, 0, count),
             *self.gate_up.output_shards(f"{prefix}.up_proj", whole, start, count, count),
@@ -276,13 +349,16 @@ class Mlp:
 class Layer:
     """The dense layer: norm, attention, norm, MLP."""
 
+    feed_forward_type: type[FeedForward] = Mlp
+    """The class of the half after attention."""
+
     def __init__(self, config: ModelConfig, shard: Shard, factory: ParameterFactory, index: int) -> None:
         self.eps = config.rms_norm_eps
         self.input_norm = factory.empty(config.hidden_size)
         """The gain of the norm that reads the residual first. The previous layer may fuse this norm."""
         self.attention = Attention(config, shard, factory, index)
         self.post_norm = factory.empty(config.hidden_size)
-        self.mlp = Mlp(config, shard, factory)
+        self.mlp = self.feed_forward_type(config, shard, factory)
 
     def run(
         self, residual: Residual, inputs: LayerInput, kv: KvPool, next_gain: torch.Tensor | None
@@ -327,7 +403,3 @@ def run_layer(layer_run: LayerRun, ranks: Ranks) -> Residual:
     except StopIteration as end:
         residual: Residual = end.value
         return residual
-
-
-LAYER_KINDS: dict[str, type[Layer]] = {"dense": Layer}
-"""The class of each kind of layer (values of `ModelConfig.layer_kinds`)."""

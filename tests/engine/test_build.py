@@ -49,17 +49,37 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "rope_scaling": None, "head_dim": 128},
 }
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "rope_scaling": None,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 192,
+        "mlp_only_layers": [0],
+    },
+    "olmoe": {"architectures": ["OlmoeForCausalLM"], "rope_scaling": None, "num_experts": 16},
+}
 
 
 def folder_of(tmp_path: Path, family: str, **changes: Any) -> Path:
-    config = SMALL | {"model_type": family} | FAMILIES[family] | changes
+    config = SMALL | {"model_type": family} | (FAMILIES | MIXTURES)[family] | changes
     (tmp_path / "config.json").write_text(json.dumps(config))
     return tmp_path
 
 
 @pytest.mark.parametrize(
     ("family", "fp8", "kv_fp8", "ranks"),
-    [("llama", 0, 0, 1), ("llama", 1, 1, 1), ("qwen2", 0, 1, 1), ("qwen3", 1, 0, 1), ("llama", 0, 1, 2)],
+    [
+        ("llama", 0, 0, 1),
+        ("llama", 1, 1, 1),
+        ("qwen2", 0, 1, 1),
+        ("qwen3", 1, 0, 1),
+        ("llama", 0, 1, 2),
+        ("qwen2_moe", 1, 0, 1),
+        ("olmoe", 0, 0, 2),
+    ],
 )
 def test_warm_up_launches_and_a_build_compiles_every_kernel_that_serving_launches(
     tmp_path: Path, family: str, fp8: int, kv_fp8: int, ranks: int
@@ -70,7 +90,9 @@ def test_warm_up_launches_and_a_build_compiles_every_kernel_that_serving_launche
     assert "NOT LOADED" not in done.stdout
     built, loaded, served, long = (int(word) for word in done.stdout.split() if word.isdecimal())
     assert built >= loaded >= served > 30
-    assert long == (FAMILIES[family].get("head_dim") == 128)  # the kernel that exists only for Hopper GPUs
+    assert long == (
+        (FAMILIES | MIXTURES)[family].get("head_dim") == 128
+    )  # the kernel that exists only for Hopper GPUs
 
 
 def test_the_collectives_of_every_rank_are_enumerated(tmp_path: Path) -> None:

@@ -99,6 +99,17 @@ def test_the_linears_of_every_family_are_found_those_that_write_the_residual_fir
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="float32 linears need the interpreter")
+def test_the_linears_of_layers_with_experts_are_found(tmp_path: Path) -> None:
+    served = replace(read_served(folder_of(tmp_path, "qwen2_moe")), dtype="float32")
+    with torch.inference_mode():
+        layers = LayerChain(served, CPU, GPU)
+        layers.set_rows(3)
+    attention, dense, shared = [(256, 256), (512, 256)], [(256, 512), (1024, 256)], [(256, 192), (384, 256)]
+    shapes = {*attention, *dense, *shared, (1, 256)}  # the last one is the gate of the shared expert
+    assert {*layers.products} == {Product(torch.float32, n, k) for n, k in shapes}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="float32 linears need the interpreter")
 def test_a_plan_is_compared_with_the_reference_and_shares_its_norm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,8 +23,8 @@ import triton.language as tl
 from engine import build, families, kernel_build
 from engine.config import ModelConfig, Shard
 from engine.launch_enumeration import MetaReplica
+from engine.model.kinds import LAYER_KINDS
 from engine.model.layers import (
-    LAYER_KINDS,
     Layer,
     LayerInput,
     LayerRun,
@@ -101,7 +101,7 @@ def main() -> None:
             operation = gated_add if kind is CudaOps else reference_gated_add
             stack.enter_context(mock.patch.object(kind, "gated_add", operation, create=True))
         stack.enter_context(mock.patch.dict(LAYER_KINDS, toy=ToyLayer))
-        family = replace(families._FAMILIES["llama"], layer_kind="toy")
+        family = replace(families._FAMILIES["llama"], layer_kinds=lambda fields, layers: ("toy",) * layers)
         stack.enter_context(mock.patch.dict(families._FAMILIES, llama=family))
         print(json.dumps({"without": without, "with": found(folder, folder / "with")}))
 

@@ -15,7 +15,7 @@ from engine.parallel import RankLost, join, single
 from kernels.draws import BAD_TOKEN
 
 from . import rank_worker
-from .checkpoints import Case, Fp8, make, quantise
+from .checkpoints import OLMOE_EXPERTS, QWEN2_EXPERTS, Case, Fp8, make, quantise
 
 GROUPS = [
     # Neither number of ranks divides the vocabulary, so its last shard is padded. KV heads are split over 2
@@ -23,6 +23,8 @@ GROUPS = [
     Case("biased", "llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     Case("normed", "qwen3", {"head_dim": 32}, shard_size="100KB"),
     Case("windowed", "qwen2", {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}),
+    Case("shared expert", "qwen2_moe", QWEN2_EXPERTS),
+    Case("normed over heads, fused experts", "olmoe", OLMOE_EXPERTS, fused_experts=True),
 ]
 
 

@@ -14,7 +14,7 @@ from engine.families import read_config
 from engine.model.decoder import TORCH_DTYPES, Decoder
 from kernels import select_backend
 
-from .checkpoints import SMALL, Case, make, oracle
+from .checkpoints import EXPERTS, OLMOE_EXPERTS, QWEN2_EXPERTS, QWEN3_EXPERTS, SMALL, Case, make, oracle
 
 CASES = [
     Case("llama", "llama"),
@@ -24,6 +24,10 @@ CASES = [
     Case("mistral", "mistral", {"head_dim": 24}),
     Case("qwen2", "qwen2"),
     Case("qwen3", "qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    Case("qwen3 moe", "qwen3_moe", {**QWEN3_EXPERTS, "mlp_only_layers": [1]}),
+    Case("qwen2 moe", "qwen2_moe", QWEN2_EXPERTS),
+    Case("mixtral", "mixtral", EXPERTS),
+    Case("olmoe", "olmoe", {**OLMOE_EXPERTS, "num_key_value_heads": 4}),
 ]
 STEP: dict[str, Any] = {
     "max_num_seqs": 16,
