@@ -25,12 +25,13 @@ from kernels import (
     Rotation,
     Weight,
 )
-from kernels.every_expert import activate, weighted_sum
-from kernels.reference import embedding, route
+from kernels.reference import embedding
 from kernels.triton import attention_decode, attention_prefill, fused, linear
+from kernels.triton import experts as moe
 from kernels.triton.attention_decode import DecodeConfig, DecodeWorkspace
 from kernels.triton.embedding import embedding_part
 from kernels.triton.linear_plans import GemmPlan
+from kernels.triton.linear_rows import Workspace
 from kernels.triton.linear_table import Table
 
 __all__ = ["CudaOps"]
@@ -85,7 +86,7 @@ class CudaOps:
         self._table = Table() if table is None else table
         self._decode_workspaces: dict[tuple[int, int, int], DecodeWorkspace] = {}
         self._scratches: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
-        self._product_workspace: linear.Workspace | None = None
+        self._product_workspace: Workspace | None = None
 
     def pack_weight(self, weight: Weight) -> Weight:
         """Return the weight unchanged: the GPU's GEMMs need no other layout."""
@@ -182,10 +183,8 @@ class CudaOps:
 
     def _product(self, x: Activation, weight: Weight, **options: Any) -> torch.Tensor:
         """Call `linear.linear` or `linear.linear_fp8`, depending on the types of weight and x."""
-        if self._product_workspace is None:
-            device = x.values.device if isinstance(x, Fp8Activation) else x.device
-            self._product_workspace = linear.allocate_workspace(device)
-        options |= {"workspace": self._product_workspace, "table": self._table, "pdl": self._pdl}
+        device = x.values.device if isinstance(x, Fp8Activation) else x.device
+        options |= {"workspace": self._workspace(device), "table": self._table, "pdl": self._pdl}
         if not isinstance(weight, Fp8Weight):
             assert isinstance(x, torch.Tensor)
             return linear.linear(x, weight, **options)
@@ -194,22 +193,30 @@ class CudaOps:
             return linear.linear_fp8(x.values, weight.values, weight.scales, **options)
         return linear.linear_fp8(x, weight.values, weight.scales, **options)
 
+    def _workspace(self, device: torch.device) -> Workspace:
+        if self._product_workspace is None:
+            self._product_workspace = linear.allocate_workspace(device)
+        return self._product_workspace
+
     # ── experts ──────────────────────────────────────────────────────────────────────────────────
 
     def norm_experts(
         self, x: Residual, norm_weight: torch.Tensor, eps: float, experts: Experts
     ) -> ExpertActivation:
-        normed = self.rms_norm(x.values, norm_weight, eps)
-        chosen, weights = route(normed, experts.router, experts.top_k, experts.normalised)
-        return ExpertActivation(chosen, weights, activate(normed, chosen, experts.gate_up))
+        table, workspace = self._table, self._workspace(x.values.device)
+        options: dict[str, Any] = {"shared_bytes": table.shared_bytes, "pdl": self._pdl}
+        return moe.activate(x.values, norm_weight, eps, experts, workspace=workspace, **options)
 
     def experts_sum(self, x: ExpertActivation, experts: Experts) -> torch.Tensor:
-        return weighted_sum(x.values, x.chosen, x.weights, experts.down)
+        workspace = self._workspace(x.chosen.device)
+        return moe.weighted_sum(x, experts, workspace=workspace, pdl=self._pdl)
 
     def experts_add(
         self, x: ExpertActivation, experts: Experts, residual: Residual, next_gain: torch.Tensor | None
     ) -> Residual:
-        return Residual(residual.values.add_(self.experts_sum(x, experts)))
+        values, workspace = residual.values, self._workspace(x.chosen.device)
+        options: dict[str, Any] = {"residual": values, "out": values, "pdl": self._pdl}
+        return Residual(moe.weighted_sum(x, experts, workspace=workspace, **options))
 
     # ── attention ────────────────────────────────────────────────────────────────────────────────
 

@@ -16,6 +16,13 @@ registers."""
 WIDE_HEADS_SHARED = 113 << 10
 """Bytes of shared memory that the attention of prompts needs for heads wider than 128."""
 
+MAX_EXPERTS = 512
+"""Maximum number of experts of a layer. The program that chooses a token's experts compares all of their
+logits in registers."""
+
+MAX_TOP_K = 32
+"""Maximum number of experts that a token chooses."""
+
 MIN_CAPABILITY = 80
 """Minimum compute capability, times ten: the first that supports bfloat16."""
 

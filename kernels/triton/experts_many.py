@@ -84,8 +84,7 @@ def up(
     """
     columns = weight.shape[1] // 2
     out = torch.empty((len(x) * top_k, columns), dtype=dtype or x.dtype, device=x.device)
-    options = {"TOP_K": top_k, "UP": True}
-    _launch(x, x_scale, by_expert, weight, weight_scale, out, plan, multiprocessors, pdl, options)
+    _launch(x, x_scale, by_expert, weight, weight_scale, out, plan, multiprocessors, pdl, top_k)
     return out
 
 
@@ -108,8 +107,7 @@ def down(
     hidden]`.
     """
     out = torch.empty((len(x), weight.shape[1]), dtype=dtype or x.dtype, device=x.device)
-    options = {"TOP_K": 1, "UP": False}
-    _launch(x, x_scale, by_expert, weight, weight_scale, out, plan, multiprocessors, pdl, options)
+    _launch(x, x_scale, by_expert, weight, weight_scale, out, plan, multiprocessors, pdl, None)
     return out
 
 
@@ -158,8 +156,9 @@ def _launch(
     plan: ExpertsPlan,
     multiprocessors: int,
     pdl: bool,
-    options: dict[str, object],
+    top_k: int | None,
 ) -> None:
+    """Launch `_grouped` for `up`, or, if top_k is None, for `down`."""
     experts, n, k = weight.shape
     if x.shape[1] != k or not x.is_contiguous() or not weight.is_contiguous():
         raise ValueError(
@@ -185,6 +184,8 @@ def _launch(
         COLUMNS=out.shape[1],
         N=n,
         K=k,
+        TOP_K=top_k or 1,
+        UP=top_k is not None,
         ROWS=plan.rows,
         BLOCK_N=plan.block_n,
         BLOCK_K=plan.block_k,
@@ -195,7 +196,6 @@ def _launch(
         num_stages=plan.stages,
         maxnreg=plan.max_registers,
         launch_pdl=pdl,
-        **options,
     )
 
 

@@ -5,12 +5,15 @@ This module does not import Triton, so plans can be made and tested on any machi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
 from kernels.triton.linear_plans import HOPPER_SHARED
+
+_SHARED_BESIDE = 4 << 10
+"""Upper bound on the shared memory in bytes that a program uses besides its tiles."""
 
 _REGISTERS, _MAX_REGISTERS = 1 << 16, 255
 """Registers of a multiprocessor, and the largest number of registers of a thread (CUDA programming guide)."""
@@ -55,13 +58,16 @@ class LayerPlans:
         return self.up.form == "grouped"
 
 
-MAX_GEMV_TOKENS = 2
+MAX_GEMV_TOKENS, MAX_FP8_GEMV_TOKENS = 2, 1
 """Largest number of tokens for `gemv`. With more tokens, several tokens choose the same expert, whose weights
-`gemv` reads again for each of them."""
+`gemv` reads again for each of them; and `gemv` converts FP8 weights on the CUDA cores."""
 
 MAX_FEW_TOKENS = 64
 """Largest number of tokens for `dot`. With more tokens, multiplying each expert by all tokens takes longer
 than reading its weights."""
+
+_QUANTISED = 1 << 14
+"""Largest number of activations of a token that a program of `gemv` quantises in registers."""
 
 
 def choose(
@@ -76,34 +82,37 @@ def choose(
     """Return the plans for experts with weights of `dtype`, for a GPU with `shared_bytes` of shared memory
     per program. intermediate: width of one expert on this rank."""
     size = dtype.itemsize
-    if tokens <= MAX_GEMV_TOKENS:
-        # FP8: each program quantises the activations of `down` itself, so it has more weight rows.
-        up = ExpertsPlan("gemv", 1, 4 if size > 1 else 8, min(1024, _power_of_2(hidden)), warps=4)
-        down = ExpertsPlan("gemv", 1, 4 if size > 1 else 8, min(256, _power_of_2(intermediate)), warps=4)
-        return LayerPlans(up, down)
-    if tokens <= MAX_FEW_TOKENS:
-        rows = max(16, _power_of_2(tokens))
-        one = ExpertsPlan("dot", rows, 64, 0, warps=4, stages=4)
-    else:
+    if tokens > MAX_FEW_TOKENS:
         # Tiles fit the mean number of tokens of an expert; an expert with more tokens gets several tiles.
         mean = -(-tokens * top_k // experts)
         rows = min(128, max(16, _power_of_2(mean)))
         if rows == 128:
-            one = ExpertsPlan("grouped", rows, 128, 64 * 2 // size, warps=8, stages=3, programs=2)
+            one = ExpertsPlan("grouped", rows, 128, 128 // size, warps=8, stages=3, programs=2)
         else:
-            one = ExpertsPlan("grouped", rows, 64, 0, warps=4, stages=4, programs=3)
-    return LayerPlans(_fit(one, hidden, size, shared_bytes), _fit(one, intermediate, size, shared_bytes))
+            one = ExpertsPlan("grouped", rows, 64, 256 // size, warps=4, stages=4, programs=3)
+        return LayerPlans(_fit(one, hidden, size, shared_bytes), _fit(one, intermediate, size, shared_bytes))
+    rows = max(16, _power_of_2(tokens))
+    one = ExpertsPlan("dot", rows, 64, 256 // size, warps=4, stages=4 if rows < 64 else 3)
+    up, down = (_fit(one, k, size, shared_bytes) for k in (hidden, intermediate))
+    if tokens <= (MAX_GEMV_TOKENS if size > 1 else MAX_FP8_GEMV_TOKENS):
+        # With FP8 weights, each program quantises the activations itself, so it has more weight rows.
+        block_n = 4 if size > 1 else 8
+        up = ExpertsPlan("gemv", 1, block_n, min(1024, _power_of_2(hidden)), warps=4)
+        chosen = _power_of_2(top_k)
+        if size > 1 or chosen * _power_of_2(intermediate) <= _QUANTISED:
+            block_k = min(max(64, 2048 // chosen), _power_of_2(intermediate))
+            down = ExpertsPlan("gemv", 1, block_n, block_k, warps=4)
+    return LayerPlans(up, down)
 
 
 def _fit(plan: ExpertsPlan, k: int, size: int, shared_bytes: int) -> ExpertsPlan:
-    """Return the plan with steps of 256 bytes, or less where K or the shared memory requires less."""
-    block_k = plan.block_k or 256 // size
-    while k % block_k and block_k > 64 // size:
+    """Return the plan with steps that divide K and fit the shared memory."""
+    block_k = plan.block_k
+    while k % block_k and block_k > 32:
         block_k //= 2
     step = (plan.block_n + plan.rows) * block_k * size
-    available = shared_bytes // plan.programs - (4 << 10)
-    stages = max(1, min(plan.stages, available // step, -(-k // block_k)))
-    return ExpertsPlan(plan.form, plan.rows, plan.block_n, block_k, plan.warps, stages, plan.programs)
+    available = shared_bytes // plan.programs - _SHARED_BESIDE
+    return replace(plan, block_k=block_k, stages=max(1, min(plan.stages, available // step)))
 
 
 def _power_of_2(size: int) -> int:

@@ -19,14 +19,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.limits import LARGEST_ROW
+from kernels.limits import LARGEST_ROW, MAX_EXPERTS, MAX_TOP_K
 from kernels.triton import fused, linear
 from kernels.triton.linear_rows import Workspace
-
-MAX_EXPERTS = 512
-"""Largest number of experts: the programs that choose compare all logits of a token in registers."""
-
-MAX_TOP_K = 32
 
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
