@@ -328,7 +328,7 @@ def test_arguments_that_do_not_match_are_reported() -> None:
 # ── on a GPU ─────────────────────────────────────────────────────────────────────────────────────────
 
 QWEN = (128, 8, 2048, 768)
-SHAPES = [QWEN, (8, 2, 4096, 1024), (60, 4, 2048, 352), (16, 4, 1024, 96)]
+SHAPES = [QWEN, (8, 2, 4096, 1024), (60, 6, 2048, 352), (16, 4, 1024, 96)]
 """Experts, top_k, hidden and width: of Qwen3-30B-A3B, and of other models on several ranks."""
 
 
