@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from engine.config import DTYPE_BYTES, ModelConfig
+from engine.config import DTYPE_BYTES, EXPERTS, ExpertsConfig, ModelConfig
 from engine.sizing import FP8, parameters
 
 
@@ -46,9 +46,35 @@ def ceilings(device: str) -> Ceilings | None:
 
 
 def layer_parameters(config: ModelConfig) -> int:
-    """Return the number of parameters of the layers, without embeddings and the output matrix."""
+    """Return the number of parameters of the layers, without embeddings and the output matrix, that a token
+    is multiplied by: of a mixture of experts, only the chosen experts."""
     matrices = 1 if config.tie_word_embeddings else 2
-    return parameters(config) - matrices * config.vocab_size * config.hidden_size
+    every = parameters(config) - matrices * config.vocab_size * config.hidden_size
+    if config.experts is None:
+        return every
+    return every - (config.experts.count - config.experts.top_k) * _expert_parameters(config)
+
+
+def read_parameters(config: ModelConfig, tokens: int) -> float:
+    """Return the number of parameters of the layers that a pass of `tokens` tokens reads: of a mixture of
+    experts, those that at least one token chooses (`expected_experts`)."""
+    if config.experts is None:
+        return layer_parameters(config)
+    others = expected_experts(config.experts, tokens) - config.experts.top_k
+    return layer_parameters(config) + others * _expert_parameters(config)
+
+
+def expected_experts(experts: ExpertsConfig, tokens: int) -> float:
+    """Return how many different experts of a layer `tokens` tokens choose on average, if each token is
+    equally likely to choose any of them."""
+    return experts.count * (1 - (1 - experts.top_k / experts.count) ** tokens)
+
+
+def _expert_parameters(config: ModelConfig) -> int:
+    """Return the number of parameters of one routed expert in every layer that has experts."""
+    assert config.experts is not None
+    each = 3 * config.hidden_size * config.experts.intermediate_size
+    return config.layer_kinds.count(EXPERTS) * each
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +95,7 @@ def least_times(config: ModelConfig, device: str, weights: str, ranks: int) -> L
     rates = ceilings(device)
     if rates is None:
         return LeastTimes()
-    matrices = layer_parameters(config)
+    matrices = layer_parameters(config)  # also those that a step of one token reads
     weight_bytes = 1 if weights == FP8 else DTYPE_BYTES[weights]
     head_bytes = 2 * config.vocab_size * config.hidden_size
     return LeastTimes(

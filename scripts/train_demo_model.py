@@ -1,9 +1,11 @@
 #!/usr/bin/env python
-"""Makes the demo model that ships in appliance/demo_model, in three steps.
+"""Makes the demo model that ships in appliance/demo_model, in three steps, and a mixture of experts from
+it.
 
     python scripts/train_demo_model.py corpus          # on CPython 3.11: its sources become build/demo_corpus
     python scripts/train_demo_model.py train FOLDER    # on a GPU; needs torch, numpy, safetensors, tokenizers
     python scripts/train_demo_model.py score FOLDER    # anywhere; needs transformers
+    python scripts/train_demo_model.py mixture FOLDER  # on a CPU; makes a mixture of experts
 
 The corpus comes from the Python that runs the first step; the other steps run on any Python. A run is seeded,
 and is repeatable on the same machine with the same software. One H200 trains for a minute and a half.
@@ -42,12 +44,19 @@ def main() -> None:
     scoring.add_argument("folder", type=Path)
     scoring.add_argument("--device", default="cpu")
     scoring.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    mixing = commands.add_parser("mixture", help="make a mixture of experts from the demo model")
+    mixing.add_argument("out", type=Path, help="folder to write the checkpoint to")
+    mixing.add_argument("--steps", type=int, default=100, help="training steps (default: %(default)s)")
     arguments = parser.parse_args()
 
     if arguments.command == "corpus":
         _corpus(arguments.corpus)
     elif arguments.command == "train":
         _train(arguments.corpus, arguments.out, arguments.device, arguments.set, arguments.smoke)
+    elif arguments.command == "mixture":
+        from demo_model.mixture import make_mixture
+
+        make_mixture(ROOT / "appliance" / "demo_model", arguments.out, arguments.steps, SEED)
     else:
         _score(arguments.corpus, arguments.folder, arguments.device, arguments.dtype)
 

@@ -9,7 +9,8 @@ median result. For decode-only steps and for steps with prefill ("mixed") it has
 mean time, the fraction of it in which the device waited for the host ("idle"), and the largest such fraction
 of all runs ("max"). With several ranks, this process is rank 0 of a replica, the limit counts bytes and
 operations of one GPU without communication, and a second line per workload has the mean time in which rank 0
-encodes and sends the plan of a step.
+encodes and sends the plan of a step. For a mixture of experts on one rank, a further line has the number of
+different experts that a decode step reads in each layer, beside the number that the limit counts.
 
 Needs torch, numpy and msgspec, and triton on a GPU. Needs no service and downloads nothing.
 """
@@ -28,6 +29,7 @@ from typing import Any
 import msgspec
 
 from engine.bench.limits import limit
+from engine.bench.routing import count_experts
 from engine.bench.start import FAILURES, add_options, devices_text, leave, started
 from engine.bench.table import HEADING, line, median_run, plans_line
 from engine.bench.workloads import WORKLOADS, EngineWorkload, run
@@ -74,10 +76,14 @@ def _measure(
         print(line(name, workload, runs, upper_bound), flush=True)
         if info.tensor_parallel_size > 1:
             print(plans_line(workload, runs), flush=True)
+        routing = count_experts(engine, workload)
+        if routing is not None:
+            print(routing.line(), flush=True)
         results["workloads"][name] = {
             "result": median_run(workload, runs).result,
             "unit": workload.unit,
             "limit": upper_bound,
+            "experts": None if routing is None else asdict(routing),
             "runs": [asdict(one) for one in runs],
         }
         if arguments.json:  # written after each workload, because the run may be interrupted

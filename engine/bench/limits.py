@@ -2,7 +2,8 @@
 that each must do, divided by the peak rates of a device. No engine can be faster; results are printed as a
 fraction of the limit. Communication between devices is not counted.
 
-A decode step reads every matrix once (large batches are bound by GEMM operations instead), and reads the keys
+A decode step reads every matrix once, and of a mixture of experts those experts that its tokens are expected
+to choose if routing is uniform (large batches are bound by GEMM operations instead), and reads the keys
 and values of every sequence once. A prefill does its GEMMs and its causal attention. The model assumes no
 overlap between GEMMs and cache reads, because the next token needs both.
 """
@@ -10,7 +11,7 @@ overlap between GEMMs and cache reads, because the next token needs both.
 from __future__ import annotations
 
 from engine.bench.workloads import EngineWorkload
-from engine.ceilings import Ceilings, layer_parameters
+from engine.ceilings import Ceilings, layer_parameters, read_parameters
 from engine.config import DTYPE_BYTES, ModelConfig
 from engine.messages import BLOCK_TOKENS
 from engine.sizing import FP8, kv_bytes_per_block
@@ -37,18 +38,22 @@ def limit(
     at_once = 1 if workload.one_at_a_time else workload.requests
     prompt, output = workload.prompt_tokens, workload.output_tokens
 
+    def read_s(tokens: int) -> float:
+        """Return the time in which a pass of `tokens` tokens reads its matrices."""
+        return (read_parameters(config, tokens) / ranks * weight_bytes + head * 2) / device.bytes_per_s
+
     pairs = prompt * (prompt + 1) / 2
     attention = 4 * config.layers * config.heads * config.head_dim * pairs / ranks
     gemms = 2 * matrices * prompt / per_s
     prefill_s = at_once * (gemms + attention / device.attention_per_s)
     # Every matrix is read at least once.
-    prefill_s = max(prefill_s, (matrices * weight_bytes + head * 2) / device.bytes_per_s)
+    prefill_s = max(prefill_s, read_s(at_once * prompt))
 
     # If there are more ranks than KV heads, several ranks hold the same head.
     kv_per_token = kv_bytes_per_block(config, kv_cache_dtype, ranks) / BLOCK_TOKENS
     mean_context = prompt + output / 2
     step_s = max(
-        (matrices * weight_bytes + head * 2) / device.bytes_per_s,
+        read_s(at_once),
         2 * at_once * (matrices / per_s + head / device.gemm_per_s),
     )
     step_s += at_once * mean_context * kv_per_token / device.bytes_per_s

@@ -14,11 +14,14 @@ END = 6
 """The demo model's end-of-turn token."""
 
 
-def engine(device: str, dtype: str, kv_cache_dtype: str = "auto", weights: str = "auto") -> LocalEngine:
+def engine(
+    device: str, dtype: str, kv_cache_dtype: str = "auto", weights: str = "auto", model: Path = DEMO
+) -> LocalEngine:
+    """Start an engine. model: the folder of the demo model, or of a model with the same tokenizer."""
     return LocalEngine(
         ReplicaSpec(
             replica=f"{device}-0",
-            model_path=str(DEMO),
+            model_path=str(model),
             device=device,
             dtype=dtype,
             quantization=weights,

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import zip_longest
+from pathlib import Path
 
 from engine.generate import GeneratedSample
 from engine.messages import TokenLogprob
-from tests.demo_model.asking import engine, generated
+from tests.demo_model.asking import DEMO, engine, generated
 
 NEAR_TIE = 0.25
 """The gap between the reference's two best tokens below which another device may choose the second. Nats, or
@@ -73,11 +74,13 @@ class Parity:
         )
 
 
-def measure(device: str, dtype: str = "bfloat16", reference_dtype: str = "bfloat16") -> Parity:
+def measure(
+    device: str, dtype: str = "bfloat16", reference_dtype: str = "bfloat16", model: Path = DEMO
+) -> Parity:
     """Compare the answers to the 200 frozen questions on a device with those on the CPU, which is the
     reference."""
-    reference = generated(engine("cpu", reference_dtype), logprobs=2)
-    return compare(device, dtype, generated(engine(device, dtype), logprobs=2), reference)
+    reference = generated(engine("cpu", reference_dtype, model=model), logprobs=2)
+    return compare(device, dtype, generated(engine(device, dtype, model=model), logprobs=2), reference)
 
 
 def compare(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from engine.generate import LocalEngine
@@ -87,15 +88,17 @@ def measure(
     asked: int | None = None,
     windows: int | None = None,
     forms: Iterable[Form] = FORMS,
+    model: Path = DEMO,
     progress: Callable[[str], None] = lambda line: None,
 ) -> list[Score]:
     """Return the scores of `forms`, the unquantised one first. `asked` and `windows` limit the number of
-    questions and windows of held-out text, which are selected at even intervals; None uses all."""
+    questions and windows of held-out text, which are selected at even intervals; None uses all. model:
+    the folder of a model with the demo model's tokenizer."""
     first: _Run | None = None
     scores = []
     for form in forms:
         progress(f"{device} {dtype}: {form.name}")
-        run = _run(device, dtype, form, asked, windows)
+        run = _run(model, device, dtype, form, asked, windows)
         first = first or run
         scores.append(_score(device, dtype, form, run, first))
     return scores
@@ -112,7 +115,7 @@ def held_out_windows() -> list[list[int]]:
     return [[BEGIN, *ids[index * WINDOW : (index + 1) * WINDOW]] for index in range(count)]
 
 
-def _run(device: str, dtype: str, form: Form, asked: int | None, windows: int | None) -> _Run:
+def _run(model: Path, device: str, dtype: str, form: Form, asked: int | None, windows: int | None) -> _Run:
     from tokenizers import Tokenizer
 
     prompts, expected = questions()
@@ -120,7 +123,7 @@ def _run(device: str, dtype: str, form: Form, asked: int | None, windows: int | 
     engine = LocalEngine(
         ReplicaSpec(
             replica="quality-0",
-            model_path=str(DEMO),
+            model_path=str(model),
             device=device,
             dtype=dtype,
             quantization=form.weights,

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,17 @@ import pytest
 from engine.bench import __main__ as bench
 from engine.bench import start
 from engine.bench.limits import limit
+from engine.bench.routing import count_experts
 from engine.bench.shapes import SHAPES, write_config
 from engine.bench.table import HEADING, line, median_run, plans_line
 from engine.bench.workloads import WORKLOADS, EngineWorkload, StepStats, WorkloadResult
-from engine.ceilings import CEILINGS, LeastTimes, ceilings, least_times
+from engine.ceilings import CEILINGS, LeastTimes, ceilings, layer_parameters, least_times
 from engine.families import read_config
+from engine.generate import LocalEngine
+from engine.messages import ReplicaSpec
+from engine.model.decoder import Decoder
 from engine.profile import __main__ as profile
+from engine.sizing import parameters
 from kernels.writable import check_writable
 from tests.engine.tiny import TINY
 
@@ -108,6 +114,77 @@ def test_the_limits_of_the_70b_shape_on_four_gpus_are_close_to_hand_computed_val
     config = read_config(write_config("llama-3.1-70b", tmp_path))
     for dtype, expected in (("bfloat16", bf16), ("fp8", fp8)):
         assert limit(config, WORKLOADS[workload], H200, dtype, dtype, 4) == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("shape", "total", "active"),
+    [
+        # Published: 30.5 billion parameters, 3.3 active with embeddings; 235 and 22; 46.7 and 12.9.
+        ("qwen3-30b-a3b", 30.53e9, 3.35e9),
+        ("qwen3-235b-a22b", 235.1e9, 22.2e9),
+        ("mixtral-8x7b", 46.70e9, 12.88e9),
+    ],
+)
+def test_shapes_with_experts_have_their_published_sizes(
+    tmp_path: Path, shape: str, total: float, active: float
+) -> None:
+    config = read_config(write_config(shape, tmp_path))
+    assert parameters(config) == pytest.approx(total, rel=1e-3)
+    vocabulary = 2 * config.vocab_size * config.hidden_size
+    assert layer_parameters(config) + vocabulary == pytest.approx(active, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("workload", "bf16", "fp8"),
+    [
+        # 2.73 G parameters of the layers, 0.31 G of the output matrix, 49 MB of cache.
+        ("b1_decode", 685, 1_250),
+        # 51.6 of 128 experts for 8 tokens, which have 4.72 M parameters in each of 48 layers.
+        ("b8_decode", 1_300, 2_530),
+        # 126 experts for 64 tokens.
+        ("b64_decode", 4_110, 8_080),
+        # 5.46 GFLOP per token at 700 and 1,320 TFLOP/s, and 1.6 GFLOP of attention at 700 in both cases.
+        ("prefill", 99_000, 155_000),
+    ],
+)
+def test_the_limits_of_a_shape_with_experts_count_the_experts_that_are_chosen(
+    tmp_path: Path, workload: str, bf16: float, fp8: float
+) -> None:
+    config = read_config(write_config("qwen3-30b-a3b", tmp_path))
+    for dtype, expected in (("bfloat16", bf16), ("fp8", fp8)):
+        assert limit(config, WORKLOADS[workload], H200, dtype, dtype) == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_random_weights_route_nearly_uniformly(tmp_path: Path, fp8: bool) -> None:
+    shape = SHAPES["qwen3-30b-a3b"] | {"hidden_size": 128, "num_hidden_layers": 4, "vocab_size": 512}
+    shape |= {"num_attention_heads": 4, "head_dim": 32, "moe_intermediate_size": 16, "num_experts": 64}
+    (tmp_path / "config.json").write_text(json.dumps(shape | {"bos_token_id": 1, "eos_token_id": 2}))
+    spec = ReplicaSpec(
+        replica="bench-0",
+        model_path=str(tmp_path),
+        load_format="dummy",
+        device="cpu",
+        dtype="float32",
+        max_model_len=128,
+        max_num_seqs=16,
+        max_num_batched_tokens=512,
+        kv_blocks=40,
+        quantization="fp8" if fp8 else "auto",
+    )
+    engine = LocalEngine(spec)
+    try:
+        found = count_experts(engine, replace(WORKLOADS["b8_decode"], prompt_tokens=20))
+        alone = count_experts(engine, WORKLOADS["b1_50tok"])
+        assert count_experts(engine, WORKLOADS["prefill"]) is None
+        assert engine.runner.decoder.forward.__func__ is Decoder.forward
+    finally:
+        engine.close()
+    assert alone is not None and alone.counted == alone.expected == 8
+    assert found is not None and found.experts == 64
+    assert found.expected == pytest.approx(64 * (1 - (56 / 64) ** 8))
+    assert found.counted == pytest.approx(found.expected, rel=0.06)
+    assert "of 64 chosen, 42.0 expected" in found.line()
 
 
 @pytest.mark.parametrize("weights", ["bfloat16", "fp8"])

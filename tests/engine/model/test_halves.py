@@ -21,12 +21,14 @@ from kernels import AttentionInput, ChunkSpan, Residual, select_backend
 from kernels.triton.peer_arena import Arena
 from tests.engine.running.thread_ranks import ThreadRank, on_ranks
 
-from .checkpoints import Case, make
+from .checkpoints import OLMOE_EXPERTS, QWEN2_EXPERTS, Case, make
 from .driver import Driver, Sequence
 
 CASES = [
     Case("plain", "llama", {"attention_bias": True, "mlp_bias": True}),
     Case("windowed", "qwen2", {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}),
+    Case("experts", "qwen2_moe", QWEN2_EXPERTS),
+    Case("norms of all heads", "olmoe", OLMOE_EXPERTS),
 ]
 
 

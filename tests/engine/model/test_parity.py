@@ -18,7 +18,7 @@ from kernels import select_backend
 from .checkpoints import EXPERTS, OLMOE_EXPERTS, QWEN2_EXPERTS, QWEN3_EXPERTS, Case, make, oracle
 from .driver import Driver, greedy, teacher_forced
 
-TOLERANCE = 1e-4
+TOLERANCE = 2e-5
 LENGTHS = [1, 2, 63, 64, 65, 127, 128, 129, 190, 300]
 CHUNKS = [7, 64, 100]
 DECODES = 6
