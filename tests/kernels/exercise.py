@@ -22,12 +22,14 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from kernels.draws import Logits
-from kernels.triton import attention_decode, decode_step, fused, linear, sampling
+from kernels.triton import attention_decode, decode_step, experts_many, fused, linear, sampling
 from kernels.triton.embedding import embedding_part
 from kernels.triton.linear_plans import GemmPlan
 from tests.kernels import decode_cases
 from tests.kernels import test_triton_attention_prefill as prefill_cases
 from tests.kernels import test_triton_attention_prefill_hopper as hopper_cases
+from tests.kernels import test_triton_experts as experts_cases
+from tests.kernels import test_triton_experts_route as route_cases
 from tests.kernels import test_triton_fused as fused_cases
 from tests.kernels import test_triton_linear as linear_cases
 from tests.kernels import test_triton_sampling as sampling_cases
@@ -124,6 +126,25 @@ def multiply() -> None:
             _finite(linear.linear(half.values, case.weight, **options, plan=of_two_bytes, pdl=ON_GPU))
             _finite(deferred_norm.values, deferred_norm.squares)
     _finite(*linear.quantise(case.x, values=E4M3 if ON_GPU else torch.float32, pdl=ON_GPU))
+
+
+def mix() -> None:
+    """Run the routers and every kernel of experts, in the model's dtype and in FP8, with sizes that are not
+    multiples of a tile, with experts that no or every token chooses, and with several blocks to sort."""
+    values = E4M3 if ON_GPU else None
+    for case in route_cases.CASES[:2]:
+        made = route_cases.Case(*case, DTYPE)
+        for way in ("few", "many"):
+            for quantised in {None, values}:
+                routed = made.run(way, normalised=True, values=quantised, pdl=ON_GPU)
+                _finite(routed.normed, routed.weights)
+    for *shape, kind in (experts_cases.FEW[0], experts_cases.LATE[2]):
+        for quantised in {None, values}:
+            layer = experts_cases.Case(*shape, DTYPE, kind, quantised)
+            for plan in (experts_cases.GEMV, experts_cases.DOT):
+                layer.check_few(plan, plan, pdl=ON_GPU)
+            layer.check_many(experts_cases.GROUPED, experts_cases.GROUPED, programs=3, pdl=ON_GPU)
+    _finite(experts_many.sort(experts_cases.choices("odd", 50, 500, 3), 500, pdl=ON_GPU).order)
 
 
 def ship(dtype: torch.dtype) -> None:
@@ -242,6 +263,7 @@ GROUPS: dict[str, Callable[[], None]] = {
     "prefill_hopper": prefill_hopper,
     "fuse": fuse,
     "multiply": multiply,
+    "mix": mix,
     "ship_bf16": partial(ship, torch.bfloat16),
     "ship_fp8": partial(ship, E4M3),
     "sample": sample,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +18,6 @@ from kernels import (
     Ops,
     Residual,
     Rotation,
-    every_expert,
     reference,
     select_backend,
 )
@@ -175,22 +173,6 @@ def test_every_token_may_choose_the_same_experts_and_leave_the_others() -> None:
     found = OPS.norm_experts(Residual(_random(33, HIDDEN)), torch.ones(HIDDEN), EPS, experts)
     assert found.chosen.tolist() == [[0, 1, 2]] * 33
     _close(found.weights, torch.full((33, 3), 1 / 3, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("quantised", [False, True])
-@pytest.mark.parametrize("tokens", [1, 64, 65, 130])
-def test_computing_every_expert_gives_the_same_sum(tokens: int, quantised: bool) -> None:
-    """The path of a GPU without kernels for experts."""
-    experts = _experts(_random(8, HIDDEN, seed=3), 3, normalised=True)
-    weights = [experts.gate_up, experts.down]
-    if quantised:
-        weights = [_fp8(weight) for weight in weights]
-        experts = replace(experts, gate_up=_expanded(weights[0]), down=_expanded(weights[1]))
-    x = _random(tokens, HIDDEN)
-    _, expected = _mixture(x, experts)
-    chosen, factors = reference.route(x, experts.router, 3, normalised=True)
-    values = every_expert.activate(x, chosen, weights[0])
-    _close(every_expert.weighted_sum(values, chosen, factors, weights[1]), expected)
 
 
 def _expanded(weight: Fp8Weight) -> torch.Tensor:

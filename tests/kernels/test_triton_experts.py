@@ -328,15 +328,16 @@ def test_arguments_that_do_not_match_are_reported() -> None:
 # ── on a GPU ─────────────────────────────────────────────────────────────────────────────────────────
 
 QWEN = (128, 8, 2048, 768)
-SHAPES = [QWEN, (8, 2, 4096, 1024), (60, 6, 2048, 352), (16, 4, 1024, 96)]
+OTHERS = [(8, 2, 4096, 1024), (60, 6, 2048, 352), (16, 4, 1024, 96)]
 """Experts, top_k, hidden and width: of Qwen3-30B-A3B, and of other models on several ranks."""
+LAYERS = [(shape, torch.bfloat16, values) for shape in (QWEN, *OTHERS) for values in (None, E4M3)]
+LAYERS += [(QWEN, torch.float16, None), (QWEN, torch.float16, E4M3)]
+"""Shapes, dtypes of the model and dtypes of quantised weights."""
 
 
 @on_gpu
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("values", [None, E4M3], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("shape", "dtype", "values"), LAYERS, ids=str)
 def test_few_tokens_are_accurate_in_16_bits_and_fp8(
     shape: tuple, dtype: torch.dtype, values: torch.dtype | None
 ) -> None:
@@ -353,9 +354,7 @@ def test_few_tokens_are_accurate_in_16_bits_and_fp8(
 
 @on_gpu
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("values", [None, E4M3], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("shape", "dtype", "values"), LAYERS, ids=str)
 def test_many_tokens_are_accurate_in_16_bits_and_fp8(
     shape: tuple, dtype: torch.dtype, values: torch.dtype | None
 ) -> None:
