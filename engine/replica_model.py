@@ -39,7 +39,7 @@ class ReplicaModel:
         serve it. The message contains the field of `config.json`, its value and the remedy."""
         config, size = self.config, self.tensor_parallel_size
         shard = config.shard(size, 0)
-        group = shard.heads // shard.kv_heads
+        group, experts = shard.heads // shard.kv_heads, config.experts
         serve = f"serve this model {_WITHOUT_KERNELS}"
         serve_unquantised = f"serve this model with weights that are not FP8, {_WITHOUT_KERNELS}"
         problem = None
@@ -60,6 +60,13 @@ class ReplicaModel:
             problem = (
                 f"hidden_size is {config.hidden_size}; FP8 weights on a GPU need a multiple of "
                 f"{limits.FP8_ALIGNMENT}: {serve_unquantised}"
+            )
+        elif experts is not None and experts.count > limits.MAX_EXPERTS:
+            problem = f"num_experts is {experts.count}; the GPU kernels support at most {limits.MAX_EXPERTS}: {serve}"
+        elif experts is not None and experts.top_k > limits.MAX_TOP_K:
+            problem = (
+                f"num_experts_per_tok is {experts.top_k}; the GPU kernels support at most "
+                f"{limits.MAX_TOP_K}: {serve}"
             )
         for name, width in config.mlp_widths.items() if self.fp8 and problem is None else ():
             part = shard.part(width)

@@ -168,6 +168,16 @@ UNSERVED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"fp8": True},
         f"intermediate_size is 65552; FP8 .* at most 65536{SERVE_UNQUANTISED}",
     ),
+    (
+        MIXTURES["olmoe"] | {"model_type": "olmoe", "num_experts": 513},
+        {},
+        f"num_experts is 513; .* support at most 512{SERVE}",
+    ),
+    (
+        MIXTURES["olmoe"] | {"model_type": "olmoe", "num_experts": 64, "num_experts_per_tok": 33},
+        {},
+        f"num_experts_per_tok is 33; .* support at most 32{SERVE}",
+    ),
 ]
 
 
