@@ -117,8 +117,8 @@ def test_an_entry_that_no_kernel_can_run_is_reported(
         ("{", "cannot be read"),
         ("[]", "has no `products` object"),
         ('{"products": {"int8 4x4": {}}}', "'int8 4x4' is not a GEMM"),
-        ('{"products": {"bfloat16 4096x4096": {"some": {}}}}', "a key for each number of rows"),
-        ('{"products": {"bfloat16 4096x4096": {"1": 3}}}', "is 3, not an object"),
+        ('{"products": {"bfloat16 4096x4096": {"some": {}}}}', "an object whose keys are numbers of rows"),
+        ('{"products": {"bfloat16 4096x4096": {"1": 3}}}', "expected an object, not 3"),
     ],
 )
 def test_an_invalid_table_file_is_reported(tmp_path: Path, text: str, message: str) -> None:
