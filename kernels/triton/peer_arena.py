@@ -104,7 +104,7 @@ mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0;
 
 @gluon.jit
 def receive(address, stop):
-    """Wait until each thread's four words have arrived, and return them."""
+    """Wait until four words per thread have arrived, and return them."""
     return gl.inline_asm_elementwise(
         _POLL, "=&r,=&r,=&r,=&r,l,l,l,l,l,l,l,l", [address, stop], gl.int32, False, 4
     )
@@ -112,7 +112,7 @@ def receive(address, stop):
 
 @gluon.jit
 def send(address, words):
-    """Store four words per thread at the given addresses in any rank's arena."""
+    """Store four words per thread in any rank's arena."""
     gl.inline_asm_elementwise(_PUSH, "=r,=r,=r,=r,l,l,l,l,r,r,r,r", [address, words], gl.int32, False, 4)
 
 
