@@ -46,8 +46,8 @@ def all_gather(
     count = x.numel()
     if not fits(count, arena):
         raise ValueError(
-            f"a message of {count} words does not fit an arena of {arena.max_words} words; use another "
-            "collective"
+            f"a message of {count} words does not fit into an arena of {arena.max_words} words; "
+            "use another collective"
         )
     block = _WARP_WORDS if count <= _WARP_WORDS * _MAX_WARP_PROGRAMS else REGION_BLOCK
     result = torch.empty((count // width, arena.world, width), dtype=torch.int32, device=x.device)

@@ -62,7 +62,7 @@ def all_reduce_add(
     rows, hidden = x.shape
     if not fits(rows, hidden, arena):
         raise ValueError(
-            f"a message of {rows} × {hidden} numbers does not fit an arena of {arena.max_words} words; "
+            f"a message of {rows} × {hidden} numbers does not fit into an arena of {arena.max_words} words; "
             "use another collective"
         )
     words = hidden // 2

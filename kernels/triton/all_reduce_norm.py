@@ -46,7 +46,7 @@ def all_reduce_norm_fp8(
     rows, hidden = x.shape
     if not fits(rows, hidden, arena):
         raise ValueError(
-            f"a message of {rows} × {hidden} numbers does not fit {PROGRAMS} programs of "
+            f"a message of {rows} × {hidden} numbers exceeds {PROGRAMS} rows of "
             f"{arena.items * REGION_BLOCK} words; use all_reduce_add and a separate norm"
         )
     values = torch.empty((rows, hidden), dtype=FP8, device=x.device)

@@ -228,8 +228,8 @@ def _query_heads(q: torch.Tensor, kv_heads: int, head_dim: int, rotation: Rotati
     heads = q.shape[1] // head_dim - 2 * kv_heads
     if q.shape[1] % head_dim or heads < 1 or heads % kv_heads:
         raise ValueError(
-            f"q has {q.shape[1]} columns; needs (heads + 2 × {kv_heads}) × {head_dim} with heads a "
-            f"multiple of {kv_heads}"
+            f"q has {q.shape[1]} columns; expected (heads + 2 × {kv_heads}) × {head_dim}, "
+            f"where heads is a multiple of {kv_heads}"
         )
     if (rotation.q_norm is None) != (rotation.k_norm is None):
         raise ValueError("only one of q_norm and k_norm is given; give both or neither")

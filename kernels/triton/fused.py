@@ -150,7 +150,7 @@ def rope_cache_write(
     for name, tensor in (("qkv", qkv), ("keys", keys), ("values", values), ("cos_sin", cos_sin)):
         _whole(name, tensor)
     if page != PAGE_TOKENS:
-        raise ValueError(f"keys has pages of {page} tokens; the kernels need {PAGE_TOKENS}")
+        raise ValueError(f"keys has pages of {page} tokens; the kernels support only {PAGE_TOKENS}")
     if qkv.shape[1] != (heads + 2 * kv_heads) * head_dim:
         raise ValueError(
             f"qkv has {qkv.shape[1]} columns; {heads} + 2 × {kv_heads} heads of {head_dim} need "
@@ -323,7 +323,7 @@ def _launch_silu(
     tokens, width = out.shape
     _whole("gate_up", gate_up)
     if gate_up.shape[1] != 2 * width:
-        raise ValueError(f"gate_up has {gate_up.shape[1]} columns; it needs gate and up of equal width")
+        raise ValueError(f"gate_up has {gate_up.shape[1]} columns; the number must be even, for gate and up")
     if tokens == 0:
         return
     _silu_mul[(tokens, triton.cdiv(width, block))](

@@ -350,4 +350,6 @@ def _check_shared(plan: GemmPlan | None, x: torch.Tensor, weight: torch.Tensor, 
         wanted.append(("deferred_norm.squares", extras.deferred_norm.squares, (parts, rows)))
     for name, tensor, shape in wanted:
         if tensor is None or tensor.shape != shape or not tensor.is_contiguous():
-            raise ValueError(f"{name} is {None if tensor is None else tuple(tensor.shape)}; needs {shape}")
+            raise ValueError(
+                f"{name} is {None if tensor is None else tuple(tensor.shape)}; expected {shape}, contiguous"
+            )

@@ -29,7 +29,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float8_e4m3fn":
 _LIBRARY = "library"
 _FORMS = ("gemv", "stream", "dot", "tiles")
 _NUMBERS = ("rows", "block_n", "block_k", "warps", "stages", "split")
-_REMEDY = "write the table again with python -m engine.tune"
+_REMEDY = "recreate the table with python -m engine.tune"
 
 
 class TableError(ValueError):

@@ -411,15 +411,15 @@ def test_a_norm_that_cannot_be_shared_is_refused() -> None:
     x, weight, squares = torch.zeros(2, 64), torch.zeros(32, 64), torch.zeros(1, 2)
     with pytest.raises(ValueError, match="dot or tiles can share a norm, not the library"):
         linear.linear(x, weight, squares=squares)
-    with pytest.raises(ValueError, match=r"squares is \(1, 3\); needs \(1, 2\)"):
+    with pytest.raises(ValueError, match=r"squares is \(1, 3\); expected \(1, 2\)"):
         linear.linear(x, weight, squares=torch.zeros(1, 3), plan=DOT)
     with pytest.raises(ValueError, match="squares and norm_weight are both given"):
         linear.linear(x, weight, squares=squares, norm_weight=torch.zeros(64), plan=DOT)
     deferred_norm = linear.allocate_deferred_norm(DOT, torch.zeros(2, 32))
-    with pytest.raises(ValueError, match=r"next_gain is None; needs \(32,\)"):
+    with pytest.raises(ValueError, match=r"next_gain is None; expected \(32,\)"):
         linear.linear(x, weight, deferred_norm=deferred_norm, plan=DOT)
     options = {"next_gain": torch.zeros(32), "deferred_norm": deferred_norm}
-    with pytest.raises(ValueError, match=r"deferred_norm.squares is \(1, 2\); needs \(2, 2\)"):
+    with pytest.raises(ValueError, match=r"deferred_norm.squares is \(1, 2\); expected \(2, 2\)"):
         linear.linear(x, weight, **options, plan=replace(DOT, block_n=16))
     with pytest.raises(ValueError, match="without SwiGLU"):
         linear.linear(x, weight, **options, silu_mul=True, plan=DOT)
