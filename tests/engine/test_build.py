@@ -255,7 +255,7 @@ def test_a_missing_gpu_is_reported_with_a_remedy(
         (
             ["--cache", "FILE"],
             1,
-            "the cache is FILE, which cannot be written (File exists): name another folder",
+            "the cache folder FILE is not writable (File exists): choose another folder",
         ),
     ],
 )
