@@ -347,5 +347,5 @@ def test_the_compiling_process_is_told_how_the_model_is_served(
 def test_a_build_that_fails_is_logged_and_not_raised(caplog: pytest.LogCaptureFixture) -> None:
     failing = KernelBuild(subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"]))
     failing.wait()
-    assert "could not be compiled before the start (exit code 3)" in caplog.text
+    assert "compiling the kernels in advance failed (exit code 3)" in caplog.text
     assert not failing.running
