@@ -241,6 +241,6 @@ def _line(raw: dict[str, Any], kept: set[str]) -> str:
     )
 
 
-DESCENT_HEADER = """dtype rows: µs per layer with the table's plans → with the plans found, relative difference
+DESCENT_HEADER = """dtype rows: µs per layer with the table's plans → with the new plans, relative difference
 of their hidden states, duration of the search in s; plans: form rows block_n block_k warps stages split,
 (=): unchanged"""
