@@ -1,6 +1,7 @@
-"""Reads the `config.json` of a checkpoint, written by transformers 4 or 5, into a `ModelConfig`.
+"""Reads a checkpoint's `config.json`, written by transformers 4 or 5, into a `ModelConfig`.
 
-A model family is a mapping of fields. Does not load torch, since `engine.sizing` reads configurations too.
+Each model family is defined by a mapping of fields. This module does not load torch, because `engine.sizing`
+also reads configurations.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from engine.config import DTYPE_BYTES, ROPE_KINDS, CheckpointError, ModelConfig,
 def read_config(folder: str | Path) -> ModelConfig:
     """Read the `config.json` of a checkpoint.
 
-    Raises CheckpointError for a missing or unreadable file, an unsupported architecture, and fields that are
-    missing, of the wrong type, out of range or contradictory.
+    Raises CheckpointError if the file is missing or unreadable, if the architecture is not supported, or if
+    fields are missing, have the wrong type, are out of range or contradict each other.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -30,9 +31,9 @@ def read_config(folder: str | Path) -> ModelConfig:
 
 
 class _Fields:
-    """A JSON object of a checkpoint whose getters raise CheckpointError with file, field, value and remedy.
+    """A JSON object of a checkpoint. Its getters raise CheckpointError with file, field, value and remedy.
 
-    A field that is null counts as absent, as in transformers.
+    As in transformers, a field that is null counts as absent.
     """
 
     def __init__(self, file: Path, values: dict[str, Any], prefix: str = "") -> None:
@@ -68,7 +69,7 @@ class _Fields:
 
     def number(self, name: str, default: float | None = None, above: float = 0.0) -> float:
         value = self._value(name, default)
-        # The upper bound refuses NaN and infinity, which Python's JSON reader accepts.
+        # The upper bound rejects NaN and infinity, which Python's JSON parser accepts.
         if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < 1e30:
             raise self.error(name, f"a number above {above:g} is needed")
         return float(value)
@@ -96,7 +97,8 @@ class _Fields:
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """How the `config.json` of one architecture is read. Defaults are those of its transformers class."""
+    """The rules for reading the `config.json` of one architecture. Default values are those of the
+    transformers class."""
 
     architecture: str
     qkv_bias: Callable[[_Fields], bool]
@@ -105,12 +107,13 @@ class _Family:
     qk_norm: bool
     windows: Callable[[_Fields, int], tuple[int | None, ...]]
     head_dim: int | None = None
-    """Used if the file has no head_dim; None: hidden_size / num_attention_heads."""
+    """Default head_dim if the file does not contain it. None selects hidden_size / num_attention_heads."""
     kv_heads: int | None = None
-    """Used if the file has no num_key_value_heads; None: num_attention_heads."""
+    """Default number of KV heads if the file does not contain num_key_value_heads. None selects
+    num_attention_heads."""
     max_position_embeddings: int = 2048
     layer_kind: str = "dense"
-    """The kind of the model's layers: a key of `engine.model.layers.LAYER_KINDS`."""
+    """Kind of the model's layers, a key of `engine.model.layers.LAYER_KINDS`."""
 
 
 def _never(_fields: _Fields) -> bool:
@@ -134,16 +137,16 @@ def _no_windows(_fields: _Fields, layers: int) -> tuple[int | None, ...]:
 
 
 def _mistral_windows(fields: _Fields, layers: int) -> tuple[int | None, ...]:
-    """Return one window for all layers: 4096 if the field is absent (Mistral 7B v0.1), none if it is null
-    (v0.2 and later)."""
+    """Return the attention window of all layers. It is 4096 if the field is absent (Mistral 7B v0.1), and
+    there is no window if the field is null (v0.2 and later)."""
     if "sliding_window" in fields.values and fields.get("sliding_window") is None:
         return (None,) * layers
     return (fields.integer("sliding_window", 4096),) * layers
 
 
 def _qwen_windows(fields: _Fields, layers: int) -> tuple[int | None, ...]:
-    """Return the windows by `layer_types` if given; otherwise, with `use_sliding_window`, one window for the
-    layers from `max_window_layers` on."""
+    """Return the attention windows according to `layer_types`, if it is given. Otherwise, if
+    `use_sliding_window` is true, layers from `max_window_layers` onwards have a window."""
     in_use = fields.flag("use_sliding_window", False)
     absent = "sliding_window" in fields.values and fields.get("sliding_window") is None
     window = fields.integer("sliding_window", 4096) if in_use and not absent else None
@@ -247,7 +250,8 @@ def _from_fields(fields: _Fields) -> ModelConfig:
 
 
 def _dtype(fields: _Fields) -> str:
-    """Return `dtype` (transformers 5) or `torch_dtype` (4); float32 if neither is given."""
+    """Return the field `dtype` (transformers 5) or `torch_dtype` (transformers 4), or float32 if both are
+    absent."""
     name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
     value = fields.get(name)
     if value is None:
@@ -259,8 +263,8 @@ def _dtype(fields: _Fields) -> str:
 
 
 def _quantised(fields: _Fields) -> bool:
-    """Return whether the checkpoint declares FP8 matrices. The dtypes of its tensors show which matrices are
-    FP8."""
+    """Return whether the checkpoint declares FP8 matrices. Which matrices are FP8 is determined by the dtypes
+    of the tensors."""
     value = fields.get("quantization_config")
     if value is None:
         return False
@@ -285,7 +289,7 @@ def _quantised(fields: _Fields) -> bool:
         _expect(scheme, "type", ("float",))
         _expect(scheme, "strategy", ("tensor", "channel"))
         _expect(scheme, "symmetric", (None, True))
-    # Without a group, only the checkpoint's KV cache is quantised; the dtype of our KV cache is a setting of
+    # Without groups, only the checkpoint's KV cache is quantised. The dtype of our KV cache is a setting of
     # the replica.
     return bool(groups)
 
@@ -300,8 +304,8 @@ def _expect(config: _Fields, name: str, loadable: tuple[Any, ...]) -> None:
 
 
 def _rope(fields: _Fields, positions: int) -> RopeConfig:
-    """Read `rope_parameters` (transformers 5), or `rope_scaling` and `rope_theta` (4), which take
-    precedence."""
+    """Read the rotary embedding from `rope_parameters` (transformers 5), or from `rope_scaling` and
+    `rope_theta` (transformers 4). The latter take precedence."""
     name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
     values = fields.get(name) or {}
     if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):
@@ -320,7 +324,7 @@ def _rope(fields: _Fields, positions: int) -> RopeConfig:
         return RopeConfig(theta=theta)
     if kind in ("linear", "dynamic"):
         return RopeConfig(theta=theta, kind=kind, factor=_factor(rope))
-    # In transformers the top-level field takes precedence over the inner one.
+    # As in transformers, the top-level field takes precedence over the nested field.
     outside = fields.get("original_max_position_embeddings") is not None
     original = (fields if outside else rope).integer("original_max_position_embeddings", positions)
     if kind == "llama3":
