@@ -30,7 +30,7 @@ class PromptSlice:
     first: int
     """Index of the slice's first row of logits."""
     targets: torch.Tensor
-    """The prompt token that follows each token of the slice: [count] int64."""
+    """Next prompt token after each token of the slice: [count] int64."""
     top: int
 
 
@@ -41,7 +41,7 @@ class SamplingBatch:
     slots: torch.Tensor
     """The sampling slots, in the plan's order: [sampling slots] int64."""
     positions: torch.Tensor
-    """Positions of the sampled tokens in their sequences: [sampling slots] int64."""
+    """Position of each sampled token in its sequence: [sampling slots] int64."""
     logit_rows: torch.Tensor | None
     """Row of the logits from which each slot samples: [sampling slots] int64. None means that slot i samples
     from row i."""
@@ -104,7 +104,7 @@ class SlotTables:
         """Number of cached tokens of each slot, which is the next position to compute: [slots] int64. Updated
         by `advance`."""
         self.last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
-        """The last sampled token of each slot, which is its next input: [slots] int64."""
+        """Last sampled token of each slot, which is the slot's next input: [slots] int64."""
         self._lengths_host = np.zeros(max_num_seqs, dtype=np.int64)
         self._iota = torch.arange(max_num_seqs, dtype=torch.int64, device=device)
         self._slots_cache: tuple[list[int], torch.Tensor] = ([], self._upload(np.zeros(0, dtype=np.int64)))

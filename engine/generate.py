@@ -73,7 +73,7 @@ class LocalEngine:
         self.finished: list[Finished] = []
         """Final token counts of the submissions of all calls."""
         self.timings: list[StepTiming] = []
-        """Timings of the steps of all calls."""
+        """Timing of each step, over all calls."""
         self._handles = 0
 
     def generate(

@@ -169,7 +169,7 @@ class LeaderLoop:
 
 
 class _StepMeans:
-    """The mean timing of steps of one kind since the last report."""
+    """Mean duration and mean idle time of decode-only or mixed steps since the last report."""
 
     def __init__(self) -> None:
         self._count, self._ms, self._idle_us = 0, 0.0, 0.0
@@ -180,8 +180,8 @@ class _StepMeans:
         self._idle_us += timing.idle_us
 
     def take(self) -> tuple[int, float, float]:
-        """Return and reset the number of steps, their mean duration in ms, and the mean idle time before them
-        in µs."""
+        """Return the number of steps, their mean duration in ms and the mean idle time before a step in µs,
+        and reset all three."""
         count = max(1, self._count)
         means = self._count, self._ms / count, self._idle_us / count
         self._count, self._ms, self._idle_us = 0, 0.0, 0.0

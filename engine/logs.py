@@ -125,7 +125,7 @@ class LineWriter(QueueListener):
                 room = select.poll()
                 room.register(self._descriptor, select.POLLOUT)
                 room.poll()
-            except OSError:  # the reader has closed its end
+            except OSError:  # the reader has closed its end of the pipe
                 self._lines.dropped += 1
                 self._reported += 1
                 return

@@ -25,7 +25,7 @@ class PeerWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop watching the channels, and wait until the thread has ended."""
         os.close(self._end)
         self._thread.join()
 

@@ -213,7 +213,7 @@ def _kind_of(error: Exception) -> Literal["checkpoint", "memory", "device", "int
 
     if isinstance(error, CheckpointError | UnsupportedError):
         return "checkpoint"
-    # On a CPU torch raises a plain RuntimeError when memory runs out.
+    # torch raises a plain RuntimeError when a CPU runs out of memory.
     out_of_memory = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     if out_of_memory or isinstance(error, MemoryError | torch.OutOfMemoryError):
         return "memory"

@@ -35,6 +35,6 @@ def reserve_pinned(max_bytes: int) -> None:
 
 
 def reservations(max_bytes: int) -> list[tuple[int, int]]:
-    """Return the (count, bytes) of the buffers that `reserve_pinned` allocates."""
+    """Return the buffers that `reserve_pinned` allocates, as (count, bytes) pairs."""
     sizes = [1 << bits for bits in range((max_bytes - 1).bit_length() + 1)]
     return [(_SMALL_COUNT if nbytes <= _SMALL_BYTES else _LARGE_COUNT, nbytes) for nbytes in sizes]

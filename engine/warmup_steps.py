@@ -33,7 +33,7 @@ _ROWS = 8
 """Number of sequences in a step that represents one kind. Kernels that depend on this number are loaded by
 passes of all sizes (`engine.warmup.run_padded_passes`)."""
 _LENGTH = 8
-"""Maximum length of these sequences in tokens."""
+"""Maximum length in tokens of the sequences in these steps."""
 
 
 def largest_steps(max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int) -> list[StepPlan]:

@@ -77,9 +77,9 @@ class WorkloadResult:
     seconds: float
     p50_ms: float | None
     decode: StepStats
-    """Decode-only steps."""
+    """Statistics of the decode-only steps."""
     mixed: StepStats
-    """Steps with prefill."""
+    """Statistics of the steps with prefill."""
 
 
 def run(engine: LocalEngine, workload: EngineWorkload, seed: int) -> WorkloadResult:

@@ -42,7 +42,7 @@ class ColumnExchange:
         return self._ranks > 1 and rows % self._ranks == 0 and columns % self._ranks == 0
 
     def part(self, name: str, entry: TensorEntry) -> TensorSlice:
-        """Return the rows that this rank reads."""
+        """Return the rows of a tensor that this rank reads."""
         rows = entry.shape[0] // self._ranks
         return TensorSlice(name, entry, self._rank * rows, rows)
 

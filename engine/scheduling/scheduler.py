@@ -125,7 +125,7 @@ class Scheduler:
         self._step = 0
         self._arrivals = 0
         self._arrivals_before = 0
-        """Number of arrivals when the previous step was planned."""
+        """Number of submissions that had arrived when the previous step was planned."""
 
     @property
     def running(self) -> int:

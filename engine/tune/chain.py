@@ -112,7 +112,7 @@ class LayerChain:
         return decoder.forward(inputs, self._kv[:layers])
 
     def run_few(self) -> torch.Tensor:
-        """Run the smallest number of layers that launches every kernel."""
+        """Run the smallest number of layers that together launch every kernel."""
         return self.run(self._few)
 
     def _make_inputs(self, rows: int) -> ForwardInput:
