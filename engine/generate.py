@@ -71,7 +71,7 @@ class LocalEngine:
             raise
         self.scheduler = self.core.scheduler
         self.finished: list[Finished] = []
-        """Final token counts of the submissions of all calls."""
+        """Final token counts of all submissions, over all calls."""
         self.timings: list[StepTiming] = []
         """Timing of each step, over all calls."""
         self._handles = 0

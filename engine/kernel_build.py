@@ -63,8 +63,8 @@ class BuildResult:
 
 
 def check_kernels(served: ReplicaModel, device: torch.device) -> None:
-    """Raise UnsupportedError if the model cannot be split across the ranks, or if it is not supported by our
-    GPU kernels or by this GPU. The CPU backend and float32 models on a GPU do not use our kernels."""
+    """Raise UnsupportedError if the model cannot be split across the ranks, or if our GPU kernels or this GPU
+    do not support the model. The CPU backend and float32 models on a GPU do not use our kernels."""
     served.config.check_parallel(served.tensor_parallel_size)
     if _has_kernels(served, device):
         # Imported here because a replica on a CPU does not use Triton.

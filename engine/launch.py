@@ -24,9 +24,9 @@ from engine.messages import Attach, CancelSequences, RankOutbound, ReplicaSpec, 
 from engine.wire import Channel, socketpair
 
 _EXIT_GRACE_S = 0.5
-"""Maximum time in seconds until a rank must exit after it has closed its channel, or after another rank has
-exited. A rank that takes longer is killed. Before exiting, a rank aborts the GPU kernels that wait for the
-lost rank."""
+"""Time limit in seconds for a rank to exit after it has closed its channel, or after another rank has exited.
+A rank that exceeds the limit is killed. Before exiting, a rank aborts the GPU kernels that wait for the lost
+rank."""
 _STOP_CHECK_S = 1.0
 """Interval in seconds at which the launcher looks for ranks that are stopped (SIGSTOP). A rank that is
 stopped at two consecutive checks is killed, because its peers wait for it."""

@@ -39,9 +39,9 @@ _MAX_MODEL_LEN = 4096
 """Assumed maximum sequence length in tokens. Longer sequences launch no additional kernels, because the
 largest length that affects a launch is `kernels.triton.attention_prefill.HOPPER_ABOVE`."""
 _KV_BLOCKS = 64
-"""Assumed number of blocks in the KV cache, which does not affect the compiled kernels."""
+"""Assumed number of KV blocks. It does not affect the compiled kernels."""
 _MULTIPROCESSORS = 132
-"""Number of multiprocessors of a Hopper GPU, which does not affect the compiled kernels."""
+"""Number of multiprocessors of a Hopper GPU. It does not affect the compiled kernels."""
 _DIFFERENT_ROWS = 256
 """Largest number of rows for which a table in `kernels/tuned` contains a plan. Above this number, only powers
 of two and the largest size are enumerated."""

@@ -47,7 +47,8 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     model_path: str
     """Folder of a Hugging Face checkpoint, with `config.json` and safetensors files."""
     load_format: LoadFormat = "safetensors"
-    """Use the checkpoint's "safetensors", or "dummy" for random weights generated on the device."""
+    """Source of the weights: "safetensors" (the checkpoint's files) or "dummy" (random weights generated on
+    the device)."""
     device: Device = "auto"
     """Device type. "auto" selects CUDA if it is available, and otherwise the CPU."""
     dtype: DType = "auto"

@@ -22,10 +22,11 @@ from engine.messages import Fatal, RankOutbound, ReplicaSpec, Start, Stop
 from engine.wire import Channel, socketpair
 
 STOP_GRACE_S = 10.0
-"""Maximum time in seconds until a rank must exit after `Stop`, before it is killed."""
+"""Time limit in seconds for a rank to exit after `Stop`. A rank that exceeds the limit is killed."""
 LOSS_GRACE_S = 2.0
-"""Maximum time in seconds until rank 0 must report the loss of another rank. Afterwards this process exits,
-because rank 0 may be blocked in a collective that never returns, for example while it loads the model."""
+"""Time limit in seconds for rank 0 to report the loss of another rank. If rank 0 exceeds the limit, this
+process exits, because rank 0 may be blocked in a collective that never returns, for example while it loads
+the model."""
 
 
 class OtherRanks:

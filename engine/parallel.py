@@ -38,8 +38,8 @@ class Overlap(Protocol):
         tensors."""
 
     def finish(self, half: int) -> Residual:
-        """Wait for the result of `start` for one half, and return it. The result is valid until the second
-        next `start` of this half."""
+        """Wait for the result of `start` for one half, and return it. The second following call of `start`
+        for this half may overwrite the result."""
 
 
 class Ranks(Protocol):

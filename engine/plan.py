@@ -81,11 +81,11 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
 
 
 LOWEST_LOGPROB = -9999.0
-"""Value that replaces log probabilities that are lower than it or not finite."""
+"""Lowest reported log probability. It also replaces log probabilities that are not finite."""
 
 BAD_TOKEN = -1
-"""Value that replaces a sampled token if the logits have no finite maximum, because the weights are damaged
-or a value overflowed."""
+"""Value that is reported instead of a sampled token if the logits have no finite maximum. This happens if the
+weights are damaged or a value overflowed."""
 
 
 class StepTokens(msgspec.Struct, array_like=True):

@@ -1,13 +1,13 @@
-"""Short forward passes of prompts as CUDA graphs. For passes of up to a few hundred tokens, launching each
-kernel separately takes the host longer than the computation takes the device.
+"""Short forward passes of prompts as CUDA graphs. For passes of up to a few hundred tokens, the host needs
+more time to launch the kernels one by one than the device needs to compute them.
 
 Each pass is padded to the next captured number of tokens. Padding tokens have KV slot -1, so they are not
 written to the cache. No attention tile covers them, so attention does not compute them.
 
 Captured passes read an FP8 cache directly instead of expanding it first, because the extent of the expansion
 depends on the plan. Direct reads are slow for long contexts, so passes with more than `MAX_FP8_KEYS` cached
-tokens do not use the graphs. In these passes, launching takes the host less time than the computation takes
-the device.
+tokens do not use the graphs. In these passes, the host launches the kernels faster than the device computes
+them.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ MAX_CHUNKS = 4
 """Maximum number of prompts in a captured pass."""
 
 MAX_FP8_KEYS = 4096
-"""Maximum number of FP8 cache tokens read by a captured pass. At this limit, for 512 tokens of an 8B model,
-attention takes the device as long as the launch takes the host."""
+"""Maximum number of FP8 cache tokens read by a captured pass. At this limit, attention for 512 tokens of an
+8B model takes the device as long as the host needs to launch the pass."""
 
 
 class PromptGraphs:

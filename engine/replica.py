@@ -44,8 +44,8 @@ FAILURE_CHECK_S = 0.05
 FATAL_TIMEOUT_S = 1.0
 """Maximum time in seconds for which a failing rank waits for the core to read the reason."""
 LOSS_GRACE_S = 0.3
-"""Maximum time in seconds until a rank that has lost a peer must exit. The launcher kills it a little
-later."""
+"""Time limit in seconds for a rank to exit after it has lost a peer. The launcher's limit is slightly
+longer."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -78,7 +78,7 @@ def main() -> None:
         kind = _kind_of(error)
         if kind == "internal":
             # For other exceptions, the core logs the message, which contains the remedy.
-            log.exception("the engine failed with an unexpected error")
+            log.exception("the engine failed")
         control.send(Fatal(kind, f"{type(error).__name__}: {error}"))
         control.drain(FATAL_TIMEOUT_S)
         code = 1

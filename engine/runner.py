@@ -226,7 +226,7 @@ class ModelRunner:
         """Return the number of KV blocks, which is equal on every rank. Raises PoolTooSmall.
 
         If no maximum sequence length is configured and the checkpoint's maximum does not fit, the maximum is
-        lowered to the available memory. The new maximum is reported by `progress`.
+        lowered to the length that fits. The new maximum is reported by `progress`.
         """
         per_block = self._predict(None).kv_bytes_per_block
         given = self.spec.kv_blocks is not None

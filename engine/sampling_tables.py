@@ -54,13 +54,14 @@ class LogitsProcessors:
     bias: Biases | None
     banned: Bans | None
     counted: tuple[torch.Tensor, torch.Tensor] | None
-    """Indices of slots with penalties in the list of sampling slots, and their rows in the penalty counts."""
+    """Slots with penalties, as indices in the list of sampling slots, and their rows in the penalty
+    counts."""
     excluded: torch.Tensor | None
     """Tokens that each processed slot may not sample: [processed, vocabulary] bool. None if no slot has
     allowed tokens."""
     bad_words: BadWords | None
     remembered: tuple[torch.Tensor, torch.Tensor] | None
-    """Indices of slots with bad words in the list of sampling slots, and their slot numbers. Their sampled
+    """Slots with bad words, as indices in the list of sampling slots and as slot numbers. Their sampled
     tokens are stored as recent tokens."""
 
 
@@ -72,7 +73,7 @@ class SamplingMetadata:
     """The cheapest sampling variant that supports every sampling slot."""
     processors: LogitsProcessors | None = None
     logprob_index: torch.Tensor | None = None
-    """Indices of the slots that return log probabilities in the list of sampling slots."""
+    """Slots that return log probabilities, as indices in the list of sampling slots."""
     logprob_rows: list[tuple[int, int]] = field(default_factory=list)
     """(index in the list of sampling slots, k) for each entry of `logprob_index`."""
 

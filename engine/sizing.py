@@ -37,9 +37,10 @@ _GRAPH_LAYER_BYTES = 300 << 10
 _CUDA_BYTES = 700 << 20
 """Memory in bytes used by CUDA itself for its context, modules and library workspaces."""
 PEER_ARENA_BYTES = 34_603_008
-"""Memory in bytes through which GPUs exchange messages, for each rank of a group (`engine.peer_memory`)."""
+"""Size in bytes of the memory through which a GPU exchanges messages, per rank of its group
+(`engine.peer_memory`)."""
 OVERLAP_FROM_TOKENS = 4096
-"""Minimum number of tokens in a pass on several GPUs whose sums overlap with computation
+"""Minimum number of tokens for which a pass on several GPUs overlaps its sums with computation
 (docs/parallel.md)."""
 _SPLIT_TOKENS = 256
 """The number of tokens in the first half of an overlapped pass is a multiple of this value, so that GEMM
@@ -214,8 +215,9 @@ def _workspace_on_gpu(
     """Return the size of a GPU's buffers in bytes.
 
     The buffers contain two sets of logits (one is used by the CUDA graphs) and processed logits in float32.
-    They also contain penalty counts and exclusions for every slot, the exclusions both per slot and per step.
-    The result includes the expansion of an FP8 cache, the CUDA graphs, and the memory of CUDA itself.
+    They also contain penalty counts for every slot, and exclusions for every slot and for every processed
+    slot of a step. The result includes the expansion of an FP8 cache, the CUDA graphs, and the memory of CUDA
+    itself.
     """
     width = DTYPE_BYTES[dtype]
     logits = max_num_seqs * shard.vocab * (2 * width + 10)
@@ -231,8 +233,8 @@ def graph_bytes(
     """Return the memory in bytes that the driver and the memory pools retain for CUDA graphs, excluding the
     logits of decode steps.
 
-    With 32 layers, the four graphs of one batch size take 8 to 9 MiB (measured). A prompt pass has one graph
-    with as many kernels. The activations of the largest prompt pass are added.
+    With 32 layers, the four graphs of one batch size take 8 to 9 MiB (measured). A prompt pass has one graph,
+    which contains the same number of kernels. The activations of the largest prompt pass are added.
     """
     prompts = prompt_capture_sizes(max_num_batched_tokens)
     working = _activations(config, shard, dtype, prompts[-1]) if prompts else 0
@@ -252,7 +254,8 @@ def prompt_capture_sizes(max_num_batched_tokens: int) -> list[int]:
 
 def gemm_sizes(largest: int) -> list[int]:
     """Return the numbers of rows, up to `largest`, for which GEMM kernels are loaded at start. Passes are
-    padded to these numbers. They are close together where the library often selects a different kernel."""
+    padded to these numbers. The numbers are closer together in ranges where the library often selects a
+    different kernel."""
     sizes = [*range(8, 513, 8), *range(576, 4097, 64), *range(4352, largest, 256)]
     return [size for size in sizes if size < largest] + [largest]
 

@@ -1,8 +1,8 @@
 """Warm-up, which launches every kernel used for serving before the replica reports ready.
 
 The driver loads a kernel at its first launch, and waits until the device is idle before it does so. Loading a
-kernel in a step with prompts would delay every decoding sequence by a tenth of a second. For different
-numbers of rows, cuBLAS and the attention kernels select different kernels. Passes with prompts are therefore
+kernel in a step with prompts would delay every decoding sequence by a tenth of a second. cuBLAS and the
+attention operations select different kernels for different numbers of rows. Passes with prompts are therefore
 padded to the token counts that were warmed up (`engine.device_tables.Padding`), and decode-only steps replay
 captured graphs.
 

@@ -37,8 +37,8 @@ _LENGTH = 8
 
 
 def largest_steps(max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int) -> list[StepPlan]:
-    """Return the steps with the highest memory use. They need only one block of KV cache, because they may
-    read meaningless values, as long as the number of values is correct.
+    """Return the steps with the highest memory use. They need only one block of KV cache, because the number
+    of values that they read affects the memory use, but the values themselves do not.
 
     The steps, in this order, contain:
 
@@ -109,8 +109,8 @@ def every_kind(max_model_len: int, max_num_seqs: int, max_num_batched_tokens: in
 
 
 def _prompts(max_num_seqs: int, max_num_batched_tokens: int, longest: int) -> list[Chunk]:
-    """Return the first chunks of prompts, with at most `longest` tokens each. Together they fill the token
-    budget or use every sequence. The prompts continue after these chunks."""
+    """Return the first chunks of prompts with at most `longest` tokens each. The chunks fill the token
+    budget, unless every sequence already has one. The prompts continue after these chunks."""
     left, chunks = max_num_batched_tokens, list[Chunk]()
     while left and len(chunks) < max_num_seqs:
         count = min(left, longest)

@@ -1,8 +1,8 @@
 """The layers of a decoder on one rank, and the mapping of their weights to a checkpoint's tensors.
 
 Each kind of layer is a class in LAYER_KINDS. A layer contains its parameters, runs its part of a forward pass
-(`run`), and lists its tensors in a checkpoint. Kernels are compiled and tuned, and weights are loaded, by
-using the layers themselves. A new kind of layer therefore only needs an entry in LAYER_KINDS.
+(`run`), and lists its tensors in a checkpoint. Weight loading, kernel compilation and kernel tuning use the
+layers themselves. A new kind of layer therefore only needs an entry in LAYER_KINDS.
 
 Each half of a layer applies a norm to the residual, and ends with a linear whose result is added to the
 residual. q, k and v are fused into one weight, and gate and up are fused into another.

@@ -105,7 +105,7 @@ def keep_cached(paths: Iterable[Path]) -> threading.Thread:
     """Load files into the page cache in a background thread, unless they would use more than half of the free
     memory.
 
-    This uses the disk, and 0.1 s of CPU time for each GB that was not cached.
+    Loading uses the disk and takes 0.1 s of CPU time for each GB that was not cached.
     """
     thread = threading.Thread(target=_fetch, args=(list(paths),), name="page cache", daemon=True)
     thread.start()

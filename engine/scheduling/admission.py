@@ -24,8 +24,8 @@ class Admission:
     """Starts waiting sequences.
 
     On admission, all blocks of a sequence's prefill are allocated, so only decodes can run out of blocks. As
-    many samples of a submission as fit are started together. One of them, the leader, computes the prompt.
-    The others, its forks, only occupy slots, and share the leader's blocks when the prefill ends. Samples
+    many samples of a submission as fit are started together. One sample, the leader, computes the prompt. The
+    other samples, its forks, only occupy slots, and share the leader's blocks when the prefill ends. Samples
     that do not fit remain in the waiting queue as separate sequences. When they are admitted, their prompt is
     found in the prefix cache.
     """
@@ -60,10 +60,10 @@ class Admission:
         self._setup_numbers = 0
 
     def admit(self, step: ScheduledStep, budget: int, better_than: int = LEVELS) -> int:
-        """Start waiting sequences of levels below `better_than` (higher-priority levels), in order, until one
-        does not fit. Returns the number of scheduled tokens.
+        """Start waiting sequences, in order, until one does not fit. Returns the number of scheduled tokens.
 
-        If all free slots are reserved for higher priorities, a sequence blocks only its own level.
+        Only levels lower than `better_than`, which have a higher priority, are considered. If all free slots
+        are reserved for higher priorities, a sequence blocks only its own level.
         """
         given = budget
         for level in range(better_than):
@@ -125,7 +125,7 @@ class Admission:
         self._preemption.preempt_worse(slots, worse_for_slots, needed - available, worse_for_blocks)
 
     def note_batch_size(self, plan: StepPlan) -> None:
-        """Record the step's number of sequences in each sequence that this step started."""
+        """Store the number of sequences in the step in each sequence that starts with this step."""
         if not self._started:
             return
         size = len(plan.decodes) + sum(max(1, len(chunk.sample_slots)) for chunk in plan.chunks)

@@ -15,8 +15,8 @@ class PrefillScheduler:
     """Adds prefill chunks to a step's plan.
 
     A step that contains a chunk skips the prompts of lower-priority levels, because the chunk's submission
-    waits for the whole step. To prevent starvation, they are not skipped if the previous step already skipped
-    prompts in favour of the same or a higher-priority level. Prompts are therefore skipped in at most as many
+    waits for the whole step. To prevent starvation, a step does not skip prompts if the previous step already
+    did so in favour of the same or a higher-priority level. Prompts are therefore skipped in at most as many
     consecutive steps as there are higher-priority levels.
     """
 

@@ -42,7 +42,7 @@ class LayerChain:
     `kernels.tune.search.Chain`.
 
     `context` is the number of tokens per sequence to which the layers attend. If it is None, attention is not
-    computed, because its time does not depend on the linears' plans.
+    computed, because the time of attention does not depend on the linears' plans.
     """
 
     def __init__(

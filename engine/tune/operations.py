@@ -1,6 +1,5 @@
-"""The decoder's operations with additional functions for the tuner. The tuner can replace kernel plans,
-record the linears that use a plan, skip the operations of one linear, and compare results with the reference
-implementation."""
+"""The decoder's operations, extended for the tuner. The tuner can replace kernel plans, record the linears
+that use a plan, skip the operations of one linear, and compare results with the reference implementation."""
 
 from __future__ import annotations
 
