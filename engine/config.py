@@ -179,7 +179,7 @@ class ModelConfig:
             fitting = [n for n in range(1, self.heads + 1) if self._divides(n)]
             raise UnsupportedError(
                 f"tensor_parallel_size is {size}, which does not divide {' and '.join(problems)}; "
-                f"this model can use {', '.join(map(str, fitting))}"
+                f"this model supports {', '.join(map(str, fitting))}"
             )
 
     def _divides(self, size: int) -> bool:

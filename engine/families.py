@@ -196,11 +196,11 @@ def _family(fields: _Fields) -> tuple[str, _Family]:
     model_type = fields.get("model_type")
     family = _FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
-        raise fields.error("model_type", f"supported are {supported}")
+        raise fields.error("model_type", f"supported values: {supported}")
     architectures = fields.get("architectures")
     named = architectures if isinstance(architectures, list) else [architectures]
     if architectures is not None and family.architecture not in named:
-        raise fields.error("architectures", f"supported are {supported}")
+        raise fields.error("architectures", f"supported values: {supported}")
     return str(model_type), family
 
 
@@ -258,7 +258,7 @@ def _dtype(fields: _Fields) -> str:
         return "float32"
     value = value.removeprefix("torch.") if isinstance(value, str) else value
     if value not in list(DTYPE_BYTES):
-        raise fields.error(name, f"supported are {', '.join(DTYPE_BYTES)}")
+        raise fields.error(name, f"supported values: {', '.join(DTYPE_BYTES)}")
     return str(value)
 
 
@@ -316,7 +316,7 @@ def _rope(fields: _Fields, positions: int) -> RopeConfig:
     kind_field = "rope_type" if rope.get("rope_type") is not None else "type"
     kind = rope.get(kind_field) or "default"
     if kind not in ROPE_KINDS:
-        raise rope.error(kind_field, f"supported are {', '.join(ROPE_KINDS)}")
+        raise rope.error(kind_field, f"supported values: {', '.join(ROPE_KINDS)}")
     for source in (rope, fields):
         if source.get("partial_rotary_factor") not in (None, 1, 1.0):
             raise source.error("partial_rotary_factor", "only full rotation (1.0) is supported")

@@ -133,7 +133,7 @@ def _no_steps(kind: Kind, skip: int, most_in_a_row: int) -> str:
     if not most_in_a_row:
         return f"the workload has no {kind} steps: choose another --kind or --workload"
     return (
-        f"--skip is {skip}, but the workload has no more than {most_in_a_row} {kind} steps in a row: lower "
+        f"--skip is {skip}, but the workload has at most {most_in_a_row} consecutive {kind} steps: lower "
         "--skip, or choose another --kind or --workload"
     )
 
