@@ -1,4 +1,4 @@
-"""The peak rates of known devices, and the lower bounds of step times that follow from them."""
+"""Peak rates of known devices, and the lower bounds on step times that follow from them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from engine.sizing import FP8, parameters
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Peak rates of one device."""
+    """Peak memory bandwidth and compute rates of one device."""
 
     bytes_per_s: float
-    """Read bandwidth of the device's memory."""
+    """Read bandwidth of the device's memory in bytes per second."""
     gemm_per_s: float
     """Rate of 16-bit GEMMs in floating-point operations per second."""
     fp8_gemm_per_s: float
     attention_per_s: float
 
     def gemm_rate(self, weights: str) -> float:
-        """Return the operations per second of GEMMs with weights of a dtype, or "fp8"."""
+        """Return the GEMM rate in operations per second for weights of dtype `weights`, which may be
+        "fp8"."""
         return self.fp8_gemm_per_s if weights == FP8 else self.gemm_per_s
 
 
@@ -28,26 +29,28 @@ _H200 = Ceilings(bytes_per_s=4355e9, gemm_per_s=700e12, fp8_gemm_per_s=1320e12, 
 
 CEILINGS: dict[str, Ceilings] = {
     "NVIDIA H200": _H200,
-    # Not measured. Memory: the data sheet's 3.35 TB/s times the fraction that an H200 reaches of its data
-    # sheet's 4.8 TB/s. Operations: those of an H200, which has the same multiprocessors and data-sheet rates.
+    # These rates are estimates. The memory bandwidth is the data sheet's 3.35 TB/s, scaled by the fraction of
+    # the data sheet's 4.8 TB/s that an H200 reaches. The compute rates are those of an H200, because both
+    # GPUs have the same multiprocessors and the same compute rates in their data sheets.
     "NVIDIA H100 80GB HBM3": replace(_H200, bytes_per_s=3.35e12 * _H200.bytes_per_s / 4.8e12),
 }
-"""Peak rates by device name. docs/performance.md describes the measurements."""
+"""Peak rates by device name. Their measurement is described in docs/performance.md."""
 
 
 def device_model(device: str) -> str:
-    """Return the model of a device named as in `ReplicaInfo.devices`: the name without its number."""
+    """Return the device model without its device number: "NVIDIA H200" for "cuda:0 NVIDIA H200"."""
     return device.partition(" ")[2] or device
 
 
 def ceilings(device: str) -> Ceilings | None:
-    """Return the peak rates of a device named as in `ReplicaInfo.devices`; None if they are not known."""
+    """Return the peak rates of a device, or None if they are unknown. `device` is an entry of
+    `ReplicaInfo.devices`."""
     return CEILINGS.get(device_model(device))
 
 
 def layer_parameters(config: ModelConfig) -> int:
-    """Return the number of parameters of the layers, without embeddings and the output matrix, that a token
-    is multiplied by: of a mixture of experts, only the chosen experts."""
+    """Return the number of parameters in the model's layers that each token is multiplied by. Embeddings and
+    the output matrix are excluded, and so are the experts that the token does not choose."""
     matrices = 1 if config.tie_word_embeddings else 2
     every = parameters(config) - matrices * config.vocab_size * config.hidden_size
     if config.experts is None:
@@ -79,18 +82,19 @@ def _expert_parameters(config: ModelConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LeastTimes:
-    """Lower bounds of the times of a replica; 0 if the device is not known."""
+    """Lower bounds on a replica's step times. They are 0 for an unknown device."""
 
     step_s: float = 0.0
-    """Lower bound of the time of a decode step, in which every rank reads its matrices once."""
+    """Lower bound on the duration of a decode step, in which every rank reads each of its matrices once."""
     prompt_token_s: float = 0.0
-    """Lower bound of the time per prompt token, from the GEMMs of the layers."""
+    """Lower bound on the time per prompt token, derived from the layers' GEMMs."""
 
 
 def least_times(config: ModelConfig, device: str, weights: str, ranks: int) -> LeastTimes:
-    """Return the bounds for a model on `ranks` devices named as in `ReplicaInfo.devices`.
+    """Return the time bounds for a model on `ranks` devices.
 
-    weights: dtype of the layers' matrices, from DTYPE_BYTES or "fp8".
+    `device` is an entry of `ReplicaInfo.devices`. `weights` is the dtype of the layers' matrices: a key of
+    DTYPE_BYTES, or "fp8".
     """
     rates = ceilings(device)
     if rates is None:

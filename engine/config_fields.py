@@ -10,9 +10,9 @@ from engine.config import CheckpointError
 
 
 class Fields:
-    """A JSON object of a checkpoint whose getters raise CheckpointError with file, field, value and remedy.
+    """A JSON object of a checkpoint. Its getters raise CheckpointError with file, field, value and remedy.
 
-    A field that is null counts as absent, as in transformers.
+    As in transformers, a field that is null counts as absent.
     """
 
     def __init__(self, file: Path, values: dict[str, Any], prefix: str = "") -> None:
@@ -48,7 +48,7 @@ class Fields:
 
     def number(self, name: str, default: float | None = None, above: float = 0.0) -> float:
         value = self._value(name, default)
-        # The upper bound refuses NaN and infinity, which Python's JSON reader accepts.
+        # The upper bound rejects NaN and infinity, which Python's JSON parser accepts.
         if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < 1e30:
             raise self.error(name, f"a number above {above:g} is needed")
         return float(value)

@@ -1,6 +1,7 @@
-"""Reads the `config.json` of a checkpoint, written by transformers 4 or 5, into a `ModelConfig`.
+"""Reads a checkpoint's `config.json`, written by transformers 4 or 5, into a `ModelConfig`.
 
-A model family is a mapping of fields. Does not load torch, since `engine.sizing` reads configurations too.
+Each model family is defined by a mapping of fields. This module does not load torch, because `engine.sizing`
+also reads configurations.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from engine.config_fields import Fields
 def read_config(folder: str | Path) -> ModelConfig:
     """Read the `config.json` of a checkpoint.
 
-    Raises CheckpointError for a missing or unreadable file, an unsupported architecture, and fields that are
-    missing, of the wrong type, out of range or contradictory.
+    Raises CheckpointError if the file is missing or unreadable, if the architecture is not supported, or if
+    fields are missing, have the wrong type, are out of range or contradict each other.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -44,7 +45,8 @@ def _dense(_fields: Fields, layers: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """How the `config.json` of one architecture is read. Defaults are those of its transformers class."""
+    """The rules for reading the `config.json` of one architecture. Default values are those of the
+    transformers class."""
 
     architecture: str
     qkv_bias: Callable[[Fields], bool]
@@ -53,16 +55,17 @@ class _Family:
     qk_norm: bool
     windows: Callable[[Fields, int], tuple[int | None, ...]]
     head_dim: int | None = None
-    """Used if the file has no head_dim; None: hidden_size / num_attention_heads."""
+    """Default head_dim if the file does not contain it. None selects hidden_size / num_attention_heads."""
     kv_heads: int | None = None
-    """Used if the file has no num_key_value_heads; None: num_attention_heads."""
+    """Default number of KV heads if the file does not contain num_key_value_heads. None selects
+    num_attention_heads."""
     max_position_embeddings: int = 2048
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     qk_norm_all_heads: bool = False
     layer_kinds: Callable[[Fields, int], tuple[str, ...]] = _dense
     experts: Callable[[Fields], ExpertsConfig] | None = None
-    """The experts of the layers of kind EXPERTS; None: the family has none."""
+    """Reads the experts of the layers of kind EXPERTS. None if the family has no such layers."""
 
 
 def _never(_fields: Fields) -> bool:
@@ -86,16 +89,16 @@ def _no_windows(_fields: Fields, layers: int) -> tuple[int | None, ...]:
 
 
 def _mistral_windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """Return one window for all layers: 4096 if the field is absent (Mistral 7B v0.1), none if it is null
-    (v0.2 and later)."""
+    """Return the attention window of all layers. It is 4096 if the field is absent (Mistral 7B v0.1), and
+    there is no window if the field is null (v0.2 and later)."""
     if "sliding_window" in fields.values and fields.get("sliding_window") is None:
         return (None,) * layers
     return (fields.integer("sliding_window", 4096),) * layers
 
 
 def _qwen_windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """Return the windows by `layer_types` if given; otherwise, with `use_sliding_window`, one window for the
-    layers from `max_window_layers` on."""
+    """Return the attention windows according to `layer_types`, if it is given. Otherwise, if
+    `use_sliding_window` is true, layers from `max_window_layers` onwards have a window."""
     in_use = fields.flag("use_sliding_window", False)
     absent = "sliding_window" in fields.values and fields.get("sliding_window") is None
     window = fields.integer("sliding_window", 4096) if in_use and not absent else None
@@ -289,11 +292,11 @@ def _family(fields: Fields) -> tuple[str, _Family]:
     model_type = fields.get("model_type")
     family = _FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
-        raise fields.error("model_type", f"supported are {supported}")
+        raise fields.error("model_type", f"supported values: {supported}")
     architectures = fields.get("architectures")
     named = architectures if isinstance(architectures, list) else [architectures]
     if architectures is not None and family.architecture not in named:
-        raise fields.error("architectures", f"supported are {supported}")
+        raise fields.error("architectures", f"supported values: {supported}")
     return str(model_type), family
 
 
@@ -345,20 +348,21 @@ def _from_fields(fields: Fields) -> ModelConfig:
 
 
 def _dtype(fields: Fields) -> str:
-    """Return `dtype` (transformers 5) or `torch_dtype` (4); float32 if neither is given."""
+    """Return the field `dtype` (transformers 5) or `torch_dtype` (transformers 4), or float32 if both are
+    absent."""
     name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
     value = fields.get(name)
     if value is None:
         return "float32"
     value = value.removeprefix("torch.") if isinstance(value, str) else value
     if value not in list(DTYPE_BYTES):
-        raise fields.error(name, f"supported are {', '.join(DTYPE_BYTES)}")
+        raise fields.error(name, f"supported values: {', '.join(DTYPE_BYTES)}")
     return str(value)
 
 
 def _quantised(fields: Fields) -> bool:
-    """Return whether the checkpoint declares FP8 matrices. The dtypes of its tensors show which matrices are
-    FP8."""
+    """Return whether the checkpoint declares FP8 matrices. Which matrices are FP8 is determined by the dtypes
+    of the tensors."""
     value = fields.get("quantization_config")
     if value is None:
         return False
@@ -383,7 +387,7 @@ def _quantised(fields: Fields) -> bool:
         _expect(scheme, "type", ("float",))
         _expect(scheme, "strategy", ("tensor", "channel"))
         _expect(scheme, "symmetric", (None, True))
-    # Without a group, only the checkpoint's KV cache is quantised; the dtype of our KV cache is a setting of
+    # Without groups, only the checkpoint's KV cache is quantised. The dtype of our KV cache is a setting of
     # the replica.
     return bool(groups)
 
@@ -398,8 +402,8 @@ def _expect(config: Fields, name: str, loadable: tuple[Any, ...]) -> None:
 
 
 def _rope(fields: Fields, positions: int, default_theta: float) -> RopeConfig:
-    """Read `rope_parameters` (transformers 5), or `rope_scaling` and `rope_theta` (4), which take
-    precedence."""
+    """Read the rotary embedding from `rope_parameters` (transformers 5), or from `rope_scaling` and
+    `rope_theta` (transformers 4). The latter take precedence."""
     name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
     values = fields.get(name) or {}
     if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):
@@ -410,7 +414,7 @@ def _rope(fields: Fields, positions: int, default_theta: float) -> RopeConfig:
     kind_field = "rope_type" if rope.get("rope_type") is not None else "type"
     kind = rope.get(kind_field) or "default"
     if kind not in ROPE_KINDS:
-        raise rope.error(kind_field, f"supported are {', '.join(ROPE_KINDS)}")
+        raise rope.error(kind_field, f"supported values: {', '.join(ROPE_KINDS)}")
     for source in (rope, fields):
         if source.get("partial_rotary_factor") not in (None, 1, 1.0):
             raise source.error("partial_rotary_factor", "only full rotation (1.0) is supported")
@@ -418,7 +422,7 @@ def _rope(fields: Fields, positions: int, default_theta: float) -> RopeConfig:
         return RopeConfig(theta=theta)
     if kind in ("linear", "dynamic"):
         return RopeConfig(theta=theta, kind=kind, factor=_factor(rope))
-    # In transformers the top-level field takes precedence over the inner one.
+    # As in transformers, the top-level field takes precedence over the nested field.
     outside = fields.get("original_max_position_embeddings") is not None
     original = (fields if outside else rope).integer("original_max_position_embeddings", positions)
     if kind == "llama3":

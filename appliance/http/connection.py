@@ -33,9 +33,9 @@ or may have disconnected. Each probe sends `100 Continue`, to which a closed con
 The delay doubles after each probe."""
 _POLL_S = 0.5
 _PIECE_BYTES = 64 << 10
-_LARGE_READ_BYTES = 16 << 10
+LARGE_READ_BYTES = 16 << 10
 """After a read of at least this size, the connection must wait for a turn before it reads again, because the
-client is probably sending a large body."""
+client is probably sending a large head or body."""
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -220,9 +220,12 @@ class Connection(asyncio.BufferedProtocol):
     # ── reading ──
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Return the server's shared read buffer. The transport fills the buffer and `buffer_updated` empties
-        it in the same step of the event loop."""
-        return self.server.read_buffer
+        """Return the part of the server's shared read buffer that the transport may fill. `buffer_updated`
+        empties it in the same step of the event loop. One iteration of the loop reads from every connection
+        that has data, so only a body that the application is waiting for is read in large pieces."""
+        buffer = self.server.read_buffer
+        exchange = self._exchange
+        return buffer if exchange is not None and exchange.wants_body else buffer[:LARGE_READ_BYTES]
 
     def buffer_updated(self, nbytes: int) -> None:
         """Process the bytes that were read."""
@@ -233,7 +236,7 @@ class Connection(asyncio.BufferedProtocol):
         else:
             self._input += self.server.read_buffer[:nbytes]
             self.advance()
-        if nbytes >= _LARGE_READ_BYTES and not self._waits_to_read and not self.transport.is_closing():
+        if nbytes >= LARGE_READ_BYTES and not self._waits_to_read and not self.transport.is_closing():
             self._waits_to_read = True
             self.server.turns.add(self._source, 0, self._read_on)
             if self._waits_to_read:

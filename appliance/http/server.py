@@ -23,7 +23,7 @@ MAX_UNSENT_BYTES = 64 << 20
 """Maximum total number of unsent response bytes over all connections. Above this limit, the tenant with the
 most unsent bytes loses the connection that has been congested longest."""
 READ_BYTES = 64 << 10
-"""Maximum number of bytes read from a connection at once, and therefore held of a further request."""
+"""Maximum number of bytes of a body that are read from a connection at once."""
 
 
 class HttpServer:

@@ -1,4 +1,4 @@
-"""Public model shapes, as `config.json` files to use with random weights."""
+"""Public model shapes, written as `config.json` files for models with random weights."""
 
 from __future__ import annotations
 
@@ -133,8 +133,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def write_config(shape: str, folder: Path) -> Path:
-    """Write the `config.json` of a shape into `folder` and return `folder`. Raises KeyError for an unknown
-    shape."""
+    """Write the `config.json` of a public model shape into `folder`, and return `folder`. Raises KeyError for
+    an unknown shape."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
     return folder

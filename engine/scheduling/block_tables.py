@@ -1,9 +1,10 @@
-"""Block tables: which KV blocks each running sequence holds, and which entries the device already has.
+"""Manages the block tables of sequences: which KV blocks a sequence uses, and which table entries have been
+sent to the device.
 
-A sequence is the only owner of the blocks in its table, with two exceptions: blocks found in the prefix
-cache, and blocks shared with forks (`SharedBlocks` for the full ones). The last, partly filled block of a
-shared prompt is copied before any sequence writes to it. Full blocks whose values are known to be finite are
-offered to the prefix cache.
+A block belongs to only one sequence, with two exceptions: blocks found in the prefix cache, and blocks shared
+with forks (`SharedBlocks` for full blocks). If the last block of a shared prompt is only partly filled, it is
+copied before any sequence writes to it. Full blocks whose values are known to be finite are offered to the
+prefix cache.
 """
 
 from __future__ import annotations
@@ -15,16 +16,17 @@ from engine.scheduling.sequence import Sequence, SharedBlocks, blocks_for
 
 
 class BlockTables:
-    """Maintains `Sequence.table` and the fields that depend on it, with blocks of one pool."""
+    """Updates the block tables of sequences (`Sequence.table`) and the fields that depend on them. All blocks
+    belong to one pool."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
 
     def find(self, sequence: Sequence) -> tuple[list[int], int, int]:
-        """Return the cached blocks of a prefill, how many more blocks it needs, and how many the pool can
-        give."""
+        """Return the cached blocks of a prefill, the number of additional blocks it needs, and the number of
+        blocks available in the pool."""
         pool, count = self._pool, sequence.prefill_end
-        # Prompt logprobs need the logits of every prompt token, so nothing may be taken from the cache.
+        # Prompt log probabilities need the logits of every prompt token, so the prefix cache is not used.
         hits = [] if sequence.wants_prompt_logprobs else pool.match(sequence.chain, sequence.tokens, count)
         return hits, blocks_for(count) - len(hits), pool.available - pool.unused_among(hits)
 
@@ -37,7 +39,8 @@ class BlockTables:
         sequence.position = sequence.finite = len(hits) * BLOCK_TOKENS
 
     def fork(self, plan: StepPlan, leader: Sequence, forks: list[Sequence], end: int) -> None:
-        """Let forks share all blocks of their leader, whose prefill of `end` tokens is complete."""
+        """Share all blocks of a leader with its forks. The leader's prefill of `end` tokens must be
+        complete."""
         full = end // BLOCK_TOKENS
         shared = None
         if full:
@@ -54,8 +57,8 @@ class BlockTables:
             self.send(plan, fork)
 
     def make_writable(self, plan: StepPlan, sequence: Sequence) -> bool:
-        """Allocate a block for `position`, or copy the shared one. Returns False if the pool has no block
-        left."""
+        """Make the next position writable by allocating a block or by copying the shared last block. Returns
+        False if the pool has no free block."""
         pool, table, slot = self._pool, sequence.table, sequence.slot
         if sequence.position == len(table) * BLOCK_TOKENS:
             if not pool.available:
@@ -102,8 +105,8 @@ class BlockTables:
     def release(self, sequence: Sequence) -> None:
         """Free a sequence's blocks.
 
-        Steps in flight may still write to them, but every later plan runs after those steps. The values that
-        they write may be non-finite, so those blocks are marked.
+        Steps in flight may still write to these blocks, but all later plans run after those steps. The
+        written values may not be finite, so the affected blocks are marked.
         """
         if sequence.finite < sequence.position:
             for block in sequence.table[sequence.finite // BLOCK_TOKENS : blocks_for(sequence.position)]:

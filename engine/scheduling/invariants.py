@@ -1,4 +1,4 @@
-"""Consistency checks of the scheduler's state, for tests and the soak test."""
+"""Consistency checks of the scheduler's state, used by the tests and the soak test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from engine.scheduling.waiting import WaitingQueue
 def check_consistency(
     unfinished: list[Sequence], waiting: WaitingQueue, running: RunningSequences, pool: BlockPool
 ) -> None:
-    """Raise InvariantError unless slots, queue and blocks agree about the unfinished sequences. O(blocks)."""
+    """Raise InvariantError if slots, waiting queue and blocks do not match the unfinished sequences. Takes
+    time proportional to the number of blocks."""
     shared = {id(one): one for sequence in unfinished if (one := sequence.shared) is not None}
     own = [s.table[len(s.shared.blocks) if s.shared is not None else 0 :] for s in unfinished]
     pool.check([*own, *(one.blocks for one in shared.values())])

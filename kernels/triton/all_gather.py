@@ -1,8 +1,9 @@
 # mypy: allow-untyped-defs, disable-error-code="assignment"
-"""All-gather of small messages between the GPUs of one host, and the choice of the best token over the ranks.
+"""All-gather of small messages between the GPUs of one host, and the selection of the best token over all
+ranks.
 
-Both use the push protocol of `kernels.triton.peer_arena`. They may take turns with `all_reduce_add` on the
-same arena.
+Both operations use the push protocol of `kernels.triton.peer_arena`. Their calls may alternate with calls of
+`all_reduce_add` on the same arena.
 """
 
 from __future__ import annotations
@@ -15,37 +16,38 @@ from kernels.draws import BAD_TOKEN
 from kernels.triton.peer_arena import EMPTY, PROGRAMS, REGION_BLOCK, Arena, receive, send, signal
 
 _WARP_WORDS = 128
-"""Number of words that a warp handles: four per thread."""
+"""Number of words per warp, four per thread."""
 _MAX_WARP_PROGRAMS = 8
-"""Maximum number of programs of a single warp. Longer messages use larger items."""
+"""Maximum number of single-warp programs. Longer messages use larger items."""
 
 
 def fits(words: int, arena: Arena) -> bool:
-    """Return whether `all_gather` can take a message of `words` 32-bit words."""
+    """Return whether `all_gather` supports a message of `words` 32-bit words."""
     return 0 < words <= arena.max_words
 
 
 def best_fits(rows: int) -> bool:
-    """Return whether `best_of_ranks` can take `rows` rows."""
+    """Return whether `best_of_ranks` supports `rows` rows."""
     return 0 < rows <= PROGRAMS * _WARP_WORDS
 
 
 def all_gather(
     x: torch.Tensor, width: int, arena: Arena, *, pdl: bool = True, fence: bool = False
 ) -> torch.Tensor:
-    """Return the words of all ranks.
+    """Return the words of all ranks: [rows, world, width] int32, where rows is count / width.
 
-    x: [count] int32, contiguous, the same count on every rank. width: number of words of a row. Returns
-    [rows, world, width] int32, where rows is count / width. The value EMPTY_WORD arrives as 0, so words that
-    represent floats lose at most the sign of a zero. fence: whether this call also makes everything that a
-    rank wrote earlier in its stream, in any memory, visible to the other ranks. Raises ValueError if `fits`
-    is False. Every rank must make the same calls in the same order.
+    x: [count] int32, contiguous, with the same count on every rank. width: number of words per row.
+    fence: whether this call also makes everything that a rank wrote earlier in its stream, in any memory,
+    visible to the other ranks.
+
+    The value EMPTY_WORD arrives as 0, so words that represent floats lose at most the sign of a zero. Raises
+    ValueError if `fits` is False. Every rank must make the same calls in the same order.
     """
     count = x.numel()
     if not fits(count, arena):
         raise ValueError(
-            f"a message of {count} words does not fit an arena of {arena.max_words} words; use another "
-            "collective"
+            f"a message of {count} words does not fit into an arena of {arena.max_words} words; "
+            "use another collective"
         )
     block = _WARP_WORDS if count <= _WARP_WORDS * _MAX_WARP_PROGRAMS else REGION_BLOCK
     result = torch.empty((count // width, arena.world, width), dtype=torch.int32, device=x.device)
@@ -72,11 +74,11 @@ def all_gather(
 
 
 def best_of_ranks(values: torch.Tensor, ids: torch.Tensor, arena: Arena, *, pdl: bool = True) -> torch.Tensor:
-    """Return the id of the largest value over the ranks: [rows] int64.
+    """Return the id of the largest value over all ranks: [rows] int64.
 
-    values: [rows] float32. ids: [rows] int64 below 2³¹. Among equal values, the lowest rank's wins. The
-    result is BAD_TOKEN if a value is NaN or the largest value is infinite. Every rank must make the same
-    calls in the same order, with rows for which `best_fits` is True.
+    values: [rows] float32. ids: [rows] int64 below 2³¹. Among equal values, the id of the lowest rank wins.
+    The result is BAD_TOKEN if a value is NaN or the largest value is infinite. Every rank must make the same
+    calls in the same order, with a number of rows for which `best_fits` is True.
     """
     rows = len(values)
     result = torch.empty(rows, dtype=torch.int64, device=values.device)
@@ -120,8 +122,8 @@ def _all_gather(
     FENCE: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Program i exchanges items i, i + programs, …; an item is BLOCK consecutive words. Lanes after the
-    end of the message exchange zeros."""
+    """Exchange items i, i + programs, … in program i. An item is BLOCK consecutive words. Lanes past the end
+    of the message exchange zeros."""
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
     program = gl.program_id(0)
     programs = gl.num_programs(0)
@@ -188,7 +190,7 @@ def _best_of_ranks(
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Program i exchanges the values of BLOCK rows as one item, and their ids as a second item."""
+    """Exchange the values of BLOCK rows as one item, and their ids as a second item."""
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
     program = gl.program_id(0)
     lane = gl.arange(0, BLOCK, layout=layout)

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, disable-error-code="assignment"
 """All-reduce of small messages between the GPUs of one host, fused with the residual add.
 
-It uses the push protocol of `kernels.triton.peer_arena`. Sums are taken in rank order in float32, so all
-ranks get the same bits.
+It uses the push protocol of `kernels.triton.peer_arena`. Sums are computed in rank order in float32, so
+results are bit-identical on all ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ _MIN_BLOCK = 128
 
 
 def block_words(words: int) -> int | None:
-    """Return the words of one item for rows of `words` 32-bit words, or None if such rows cannot be sent."""
+    """Return the number of words per item for rows of `words` 32-bit words, or None if rows of this length
+    cannot be sent."""
     block = REGION_BLOCK
     while block >= _MIN_BLOCK:
         if words % block == 0:
@@ -28,7 +29,7 @@ def block_words(words: int) -> int | None:
 
 
 def fits(rows: int, hidden: int, arena: Arena) -> bool:
-    """Return whether `all_reduce_add` can take a message of `[rows, hidden]` 16-bit numbers."""
+    """Return whether `all_reduce_add` supports a message of `[rows, hidden]` 16-bit numbers."""
     block = block_words(hidden // 2) if hidden % 2 == 0 else None
     return block is not None and rows * (hidden // 2 // block) <= PROGRAMS * arena.items
 
@@ -45,21 +46,23 @@ def all_reduce_add(
     squares: torch.Tensor | None = None,
     pdl: bool = True,
 ) -> None:
-    """Add the sum of `x` over all ranks to `residual`, in place and with one rounding. With `add=False`,
-    `residual` is only written.
+    """Add the sum of `x` over all ranks to `residual`, in place and with one rounding. With `add=False`, the
+    sum replaces `residual`.
 
     x, residual: [rows, hidden] bfloat16 or float16, contiguous. `residual` must be equal on all ranks.
-    two_shot: each item is summed by one rank, which sends the result to the others. That moves less data than
-        one-shot, where every rank sends everything to all others, but waits twice.
-    gain: [hidden], the gain of the RMSNorm that reads the residual next. If given, the call also computes:
-    scaled: [rows, hidden], residual × gain, and
+    two_shot: each item is summed by one rank, which sends the result to the other ranks. This moves less data
+    than one-shot, in which every rank sends all items to all other ranks, but it waits twice.
+    gain: [hidden], gain of the RMSNorm that follows. If it is given, the call also computes `scaled` and
+    `squares`.
+    scaled: [rows, hidden], residual × gain.
     squares: [parts, rows] float32, sums of residual² over `squares_parts` equal parts of each row.
+
     Raises ValueError if `fits` is False. Every rank must make the same calls in the same order.
     """
     rows, hidden = x.shape
     if not fits(rows, hidden, arena):
         raise ValueError(
-            f"a message of {rows} × {hidden} numbers does not fit an arena of {arena.max_words} words; "
+            f"a message of {rows} × {hidden} numbers does not fit into an arena of {arena.max_words} words; "
             "use another collective"
         )
     words = hidden // 2
@@ -93,7 +96,7 @@ def all_reduce_add(
 
 
 def squares_parts(hidden: int) -> int:
-    """Return the number of parts into which `all_reduce_add` divides a row for its sums of squares."""
+    """Return the number of parts into which `all_reduce_add` divides a row for the sums of squares."""
     block = block_words(hidden // 2)
     assert block is not None
     return hidden // 2 // block
@@ -116,7 +119,7 @@ def _high(words, FLOAT: gl.constexpr):
 
 @gluon.jit
 def _pack(low, high, FLOAT: gl.constexpr):
-    """Round two float32 numbers each and pack them into words."""
+    """Round two float32 tensors to 16-bit numbers and pack them into words."""
     first = low.to(FLOAT).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
     return (high.to(FLOAT).to(gl.int16, bitcast=True).to(gl.int32) << 16) | first
 
@@ -156,7 +159,8 @@ def _finish(
     FLOAT: gl.constexpr,
     NORM: gl.constexpr,
 ):
-    """Store an item of the new residual and, for a deferred norm, its scaled values and sums of squares."""
+    """Store an item of the new residual. With NORM, also store the scaled values and the sum of squares of a
+    deferred norm."""
     gl.store(residual + item * BLOCK + lane, words)
     if NORM:
         weights = gl.load(gain + (item % PARTS) * BLOCK + lane)
@@ -191,7 +195,7 @@ def _all_reduce_add(
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Program i exchanges items i, i + programs, …; an item is BLOCK words of one row."""
+    """Exchange items i, i + programs, … in program i. An item is BLOCK words of one row."""
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
     PARTS: gl.constexpr = WORDS // BLOCK
     program = gl.program_id(0)

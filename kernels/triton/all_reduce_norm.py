@@ -1,8 +1,9 @@
 # mypy: allow-untyped-defs, disable-error-code="assignment"
 """All-reduce of a few rows, fused with the residual add, the RMSNorm that follows, and its quantisation.
 
-The scale of a quantised row depends on the whole row, so one program exchanges and normalises one row. With
-one-shot exchange (`kernels.triton.all_reduce`) and the same order of sums, all ranks get the same bits.
+The scale of a quantised row depends on the whole row, so one program exchanges and normalises a whole row.
+The exchange is one-shot and sums in the same order as `kernels.triton.all_reduce`, so results are
+bit-identical on all ranks.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from kernels.triton.fused import FP8
 from kernels.triton.peer_arena import EMPTY, PROGRAMS, REGION_BLOCK, Arena, send, signal
 
 _MAX_BLOCK = 2048
-"""Maximum number of words that a program loads at once: 16 bytes for each thread of 16 warps."""
+"""Maximum number of words that a program loads at a time: 16 bytes for each thread of 16 warps."""
 _MIN_BLOCK = 128
 
 
 def fits(rows: int, hidden: int, arena: Arena) -> bool:
-    """Return whether `all_reduce_norm_fp8` can take a message of `[rows, hidden]` 16-bit numbers."""
+    """Return whether `all_reduce_norm_fp8` supports a message of `[rows, hidden]` 16-bit numbers."""
     words = hidden // 2
     return 0 < rows <= PROGRAMS and hidden % (2 * _MIN_BLOCK) == 0 and words <= arena.items * REGION_BLOCK
 
@@ -36,8 +37,8 @@ def all_reduce_norm_fp8(
     pdl: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add the sum of `x` over all ranks to `residual`, in place and with one rounding, and return the
-    quantised RMSNorm of the result: values `[rows, hidden]` e4m3 and scales `[rows, 1]` float32, rounded as
-    by `fused.rms_norm_fp8`.
+    quantised RMSNorm of the result: values `[rows, hidden]` e4m3 and scales `[rows, 1]` float32. Results are
+    rounded as in `fused.rms_norm_fp8`.
 
     x, residual: [rows, hidden] bfloat16 or float16, contiguous. `residual` must be equal on all ranks. gain:
     [hidden]. Raises ValueError if `fits` is False. Every rank must make the same calls in the same order.
@@ -45,7 +46,7 @@ def all_reduce_norm_fp8(
     rows, hidden = x.shape
     if not fits(rows, hidden, arena):
         raise ValueError(
-            f"a message of {rows} × {hidden} numbers does not fit {PROGRAMS} programs of "
+            f"a message of {rows} × {hidden} numbers exceeds {PROGRAMS} rows of "
             f"{arena.items * REGION_BLOCK} words; use all_reduce_add and a separate norm"
         )
     values = torch.empty((rows, hidden), dtype=FP8, device=x.device)
@@ -79,8 +80,8 @@ def all_reduce_norm_fp8(
 
 
 def block_words(words: int) -> int:
-    """Return the number of words that a program loads at once from a row of `words` words, a multiple of
-    _MIN_BLOCK."""
+    """Return the number of words that a program loads at a time from a row of `words` words. It is a multiple
+    of _MIN_BLOCK."""
     block = _MAX_BLOCK
     while words % block:
         block //= 2
@@ -109,7 +110,7 @@ def _all_reduce_norm(
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Program i exchanges row i, in parts of BLOCK words."""
+    """Exchange row i in program i, in parts of BLOCK words."""
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
     numbers: gl.constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])
     PARTS: gl.constexpr = WORDS // BLOCK

@@ -25,7 +25,7 @@ EXPERTS, CHOSEN = 4, 2
 NOISE = 0.3
 """Standard deviation of the noise, as a fraction of that of each matrix."""
 CHAT_ROWS, TEXT_ROWS, TEXT_LENGTH = 16, 2, 256
-PEAK_RATE = 1e-3
+PEAK_RATE = 2e-4
 BALANCE = 0.01
 """The weight of the loss that keeps the experts equally busy."""
 _KEPT_FILES = (
@@ -92,7 +92,7 @@ def train(student: Any, teacher: Any, dense: Path, steps: int, seed: int) -> lis
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         divergences.append(divergence.item())
-        if (step + 1) % 10 == 0 or step + 1 == steps:
+        if (step + 1) % 5 == 0 or step + 1 == steps:
             print(json.dumps({"step": step + 1, "divergence": round(divergences[-1], 4)}), flush=True)
     return divergences
 

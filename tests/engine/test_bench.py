@@ -244,7 +244,7 @@ def test_several_ranks_show_what_a_step_spends_on_plans() -> None:
         10.0, 1.0, None, StepStats(255, 10.0, 1.0, 0.0, 31.6), StepStats(1, 7.0, 0.0, 0.0, 104.0)
     )
     said = plans_line(WORKLOADS["b8_decode"], [run]).strip()
-    assert said == "plans to the other ranks: 32 µs per decode step, 104 µs per mixed step"
+    assert said == "sending plans to the other ranks: 32 µs per decode step, 104 µs per mixed step"
     run.decode = StepStats(0, 0.0, 0.0, 0.0)
     assert plans_line(WORKLOADS["prefill"], [run]).endswith("ranks: 104 µs per mixed step")
 

@@ -287,7 +287,7 @@ def test_a_missing_gpu_is_reported_with_a_remedy(
         (
             ["--cache", "FILE"],
             1,
-            "the cache is FILE, which cannot be written (File exists): name another folder",
+            "the cache folder FILE is not writable (File exists): choose another folder",
         ),
     ],
 )
@@ -379,5 +379,5 @@ def test_the_compiling_process_is_told_how_the_model_is_served(
 def test_a_build_that_fails_is_logged_and_not_raised(caplog: pytest.LogCaptureFixture) -> None:
     failing = KernelBuild(subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"]))
     failing.wait()
-    assert "could not be compiled before the start (exit code 3)" in caplog.text
+    assert "compiling the kernels in advance failed (exit code 3)" in caplog.text
     assert not failing.running

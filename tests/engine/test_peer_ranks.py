@@ -214,7 +214,7 @@ def test_messages_larger_than_the_arena_are_refused() -> None:
     arena = _MetaMemory(2, 0).arena
     assert all_gather.fits(arena.max_words, arena)
     assert not all_gather.fits(arena.max_words + 1, arena)
-    with pytest.raises(ValueError, match=r"a message of \d+ words does not fit an arena of \d+ words"):
+    with pytest.raises(ValueError, match=r"a message of \d+ words does not fit into an arena of \d+ words"):
         all_gather.all_gather(torch.empty(arena.max_words + 1, dtype=torch.int32, device="meta"), 1, arena)
 
 

@@ -103,7 +103,7 @@ def test_decodes_are_recorded_after_the_skipped_ones(engine: LocalEngine, tmp_pa
 def test_a_workload_without_such_steps_is_an_error(engine: LocalEngine, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="the workload has no decode steps: choose another --kind"):
         record(engine, FIRST_TOKEN, "decode", 8, None, tmp_path / "trace.json")
-    with pytest.raises(RuntimeError, match="--skip is 15, but the workload has no more than 15 decode"):
+    with pytest.raises(RuntimeError, match="--skip is 15, but the workload has at most 15 consecutive"):
         record(engine, ONE, "decode", 8, 15, tmp_path / "trace.json")
     assert not (tmp_path / "trace.json").exists()
     assert not engine.scheduler.has_work

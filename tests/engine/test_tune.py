@@ -43,7 +43,7 @@ def test_an_unusable_table_or_gpu_is_reported(
     assert "no usable NVIDIA GPU found: check nvidia-smi" in capsys.readouterr().err
     monkeypatch.setattr(compiling, "this_gpu", lambda: compiling.GpuModel.of("NVIDIA H200", 90))
     assert main() == 1
-    assert f"{table}: has no object `products`" in capsys.readouterr().err
+    assert f"{table}: has no `products` object" in capsys.readouterr().err
 
 
 def test_errors_that_would_end_a_search_are_reported_before_it_begins(

@@ -147,12 +147,15 @@ def test_bytes_that_are_read_ahead_count_towards_the_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def use(server: HttpServer, path: Path) -> None:
-        clients = [Client(path) for _ in range(60)]
+        clients = []
+        while len(clients) < 180:
+            clients.append(Client(path))
+            await asyncio.sleep(0)  # The server accepts the connection.
         for one in clients:
             await one.send(b"GET /wait HTTP/1.1\r\nHost: x\r\n\r\n")
         for one in clients:
             await one.send(b"GET /wait HTTP/1.1\r\nHost: x\r\n\r\n" * 2000)
-        await until(lambda: server.request_memory.refused > 0 and server.connections < 60)
+        await until(lambda: server.request_memory.refused > 0 and server.connections < 180)
         assert any(one.received() is None for one in clients)
 
     serve(tmp_path, monkeypatch, use)

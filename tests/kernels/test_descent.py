@@ -157,7 +157,7 @@ def test_the_fastest_plans_of_an_earlier_search_are_preferred(tmp_path: Path) ->
     assert gone not in map(plan_text, plans)
     for text in ("{", "[1]", '[{"shape": "x", "rows": 1, "tried_layer_us": ["dot x"]}]'):
         (tmp_path / "tune.json").write_text(text)
-        with pytest.raises(ValueError, match=r"tune\.json: not a file of python -m engine\.tune --json"):
+        with pytest.raises(ValueError, match=r"tune\.json: not written by python -m engine\.tune --json"):
             read_tried(tmp_path / "tune.json")
 
 

@@ -121,9 +121,9 @@ def test_indices_may_be_of_either_width_and_queries_strided() -> None:
 def test_a_workspace_that_is_too_small_is_refused() -> None:
     case = make([130, 70, 5])
     small = kernel.allocate_workspace(2, 4, 2, 16, case.q.device)
-    with pytest.raises(ValueError, match="workspace has room for 2 sequences, but the batch has 3"):
+    with pytest.raises(ValueError, match="workspace supports 2 sequences, but the batch has 3"):
         case.run(workspace=small)
-    with pytest.raises(ValueError, match=r"items is 2; needs at least 3 .* at most 11"):
+    with pytest.raises(ValueError, match=r"items is 2; must be at least 3 .* at most 11"):
         case.run(config=kernel.DecodeConfig(2, 3))
     with pytest.raises(ValueError, match="workspace has kv_heads"):
         case.run(workspace=kernel.allocate_workspace(3, 4, 4, 16, case.q.device))

@@ -12,6 +12,8 @@ compares with the GEMM of quantised values plus 4e-3, since tensor cores sum in 
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,6 +21,7 @@ import torch.nn.functional as F
 from kernels import Experts, Fp8Weight, Residual, Weight, reference
 from kernels.triton.experts_plans import ExpertsPlan, choose
 from tests.kernels.closeness import error, worst_error
+from tests.kernels.test_compiling import compiled
 from tests.kernels.test_triton_linear import check_bits
 
 experts = pytest.importorskip("kernels.triton.experts", exc_type=ImportError)
@@ -323,6 +326,25 @@ def test_arguments_that_do_not_match_are_reported() -> None:
         many.up(case.x, None, by_expert, 2, case.gate_up, None, GROUPED, 2, pdl=False)
     with pytest.raises(ValueError, match=r"residual is \(1, 48\); needs \(2, 48\)"):
         many.combine(case.x.repeat(2, 1), case.weights, residual=case.x[:1], pdl=False)
+
+
+def test_the_compiled_kernels_wait_before_they_read_results() -> None:
+    done = compiled("tests.kernels.experts_compiled")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    wait, start = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
+    assert set(found) == {"_up_gemv", "_up_dot", "_down_gemv", "_down_dot", "_grouped"}
+    for name in ("_up_gemv", "_up_dot"):
+        # `down` reads the choices before its wait, so it may start only after the wait of `up`.
+        assert found[name][0][:2] == [wait, start]
+    for name in ("_down_gemv", "_down_dot"):
+        (events,) = found[name]
+        before = events[: events.index(wait)]
+        assert before[0] == start and set(before[1:]) == {"ld.global"}
+        assert name == "_down_dot" or len(before) > 3  # the choices, their weights and a tile of the matrix
+    assert all(events[:2] == [start, wait] for events in found["_grouped"])
+    on_tensor_cores = [events for name in ("_up_dot", "_down_dot", "_grouped") for events in found[name]]
+    assert all("wgmma.mma_async" in events for events in on_tensor_cores)
 
 
 # ── on a GPU ─────────────────────────────────────────────────────────────────────────────────────────

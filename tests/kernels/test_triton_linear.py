@@ -357,7 +357,7 @@ def test_an_argument_that_does_not_match_is_reported() -> None:
         linear.linear(x, weight, bias=torch.zeros(31))
     with pytest.raises(ValueError, match="second dimensions must be equal"):
         linear.linear(x, torch.zeros(32, 63))
-    with pytest.raises(ValueError, match="must be the same"):
+    with pytest.raises(ValueError, match="dtypes must be equal"):
         linear.linear(x, weight.half())
     with pytest.raises(ValueError, match="weight_scale"):
         linear.linear_fp8(x, weight, torch.zeros(1))
@@ -409,17 +409,17 @@ def test_a_gemm_of_a_sharded_model_has_its_dtype(library: list[torch.dtype]) -> 
 
 def test_a_norm_that_cannot_be_shared_is_refused() -> None:
     x, weight, squares = torch.zeros(2, 64), torch.zeros(32, 64), torch.zeros(1, 2)
-    with pytest.raises(ValueError, match="dot or tiles share a norm, not the library"):
+    with pytest.raises(ValueError, match="dot or tiles can share a norm, not the library"):
         linear.linear(x, weight, squares=squares)
-    with pytest.raises(ValueError, match=r"squares is \(1, 3\); needs \(1, 2\)"):
+    with pytest.raises(ValueError, match=r"squares is \(1, 3\); expected \(1, 2\)"):
         linear.linear(x, weight, squares=torch.zeros(1, 3), plan=DOT)
     with pytest.raises(ValueError, match="squares and norm_weight are both given"):
         linear.linear(x, weight, squares=squares, norm_weight=torch.zeros(64), plan=DOT)
     deferred_norm = linear.allocate_deferred_norm(DOT, torch.zeros(2, 32))
-    with pytest.raises(ValueError, match=r"next_gain is None; needs \(32,\)"):
+    with pytest.raises(ValueError, match=r"next_gain is None; expected \(32,\)"):
         linear.linear(x, weight, deferred_norm=deferred_norm, plan=DOT)
     options = {"next_gain": torch.zeros(32), "deferred_norm": deferred_norm}
-    with pytest.raises(ValueError, match=r"deferred_norm.squares is \(1, 2\); needs \(2, 2\)"):
+    with pytest.raises(ValueError, match=r"deferred_norm.squares is \(1, 2\); expected \(2, 2\)"):
         linear.linear(x, weight, **options, plan=replace(DOT, block_n=16))
     with pytest.raises(ValueError, match="without SwiGLU"):
         linear.linear(x, weight, **options, silu_mul=True, plan=DOT)

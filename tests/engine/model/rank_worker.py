@@ -61,6 +61,8 @@ def logits_of_all(folders: list[Path], ranks: Ranks, tokens: list[int]) -> dict[
     found["dummy"] = logits_of(folders[0], ranks, tokens, dummy=True)
     found["FP8 KV"] = logits_of(folders[0], ranks, tokens, kv_fp8=True)
     found["FP8 weights and KV"] = logits_of(folders[0], ranks, tokens, fp8=True, kv_fp8=True)
+    mixture = next(folder for folder in folders if folder.name == "shared expert")
+    found["FP8 experts"] = logits_of(mixture, ranks, tokens, fp8=True)
     return found
 
 

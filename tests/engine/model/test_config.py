@@ -152,9 +152,9 @@ def test_some_layers_of_a_qwen_model_with_experts_are_dense(family: dict[str, An
 
 def test_the_width_of_every_expert_must_divide_by_the_ranks(tmp_path: Path) -> None:
     family = QWEN2_MOE | {"num_key_value_heads": 8, "intermediate_size": 97, "moe_intermediate_size": 36}
-    with pytest.raises(UnsupportedError, match="does not divide experts of 36; this model can use 1, 2, 4"):
+    with pytest.raises(UnsupportedError, match="does not divide experts of 36; this model supports 1, 2, 4"):
         _read(tmp_path, family).check_parallel(8)
-    with pytest.raises(UnsupportedError, match=r"not divide an MLP of 97 and experts of 36; .* can use 1$"):
+    with pytest.raises(UnsupportedError, match=r"not divide an MLP of 97 and experts of 36; .* supports 1$"):
         _read(tmp_path, family | {"mlp_only_layers": [1]}).check_parallel(8)
     shared = family | {"shared_expert_intermediate_size": 30}
     with pytest.raises(
@@ -225,10 +225,10 @@ def test_fp8_matrices_are_detected_from_the_config(
 
 NAN = float("nan")
 REFUSED = [
-    ({"model_type": "gpt2"}, "model_type is 'gpt2'; supported are llama (LlamaForCausalLM), mistral ("),
-    ({"model_type": None}, "model_type is None; supported are llama"),
+    ({"model_type": "gpt2"}, "model_type is 'gpt2'; supported values: llama (LlamaForCausalLM), mistral ("),
+    ({"model_type": None}, "model_type is None; supported values: llama"),
     ({"architectures": ["LlamaForSequenceClassification"]}, "architectures is ['LlamaForSequenceClass"),
-    ({"architectures": 5}, "architectures is 5; supported are llama"),
+    ({"architectures": 5}, "architectures is 5; supported values: llama"),
     ({"hidden_size": None}, "hidden_size is missing; the model needs it"),
     ({"hidden_size": "64"}, "hidden_size is '64'; an integer of at least 1 is needed"),
     ({"num_hidden_layers": 0}, "num_hidden_layers is 0; an integer of at least 1"),
@@ -239,8 +239,8 @@ REFUSED = [
     ({"rms_norm_eps": NAN}, "rms_norm_eps is nan; a number above 0 is needed"),
     ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only silu is supported"),
     ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1; true or false is needed"),
-    ({"torch_dtype": "float64"}, "torch_dtype is 'float64'; supported are float32, bfloat16, float16"),
-    ({"dtype": ["float32"]}, "dtype is ['float32']; supported are float32"),
+    ({"torch_dtype": "float64"}, "torch_dtype is 'float64'; supported values: float32, bfloat16, float16"),
+    ({"dtype": ["float32"]}, "dtype is ['float32']; supported values: float32"),
     (
         {"quantization_config": ["fp8"]},
         "quantization_config is ['fp8']; an object with quant_method is needed",
@@ -275,9 +275,9 @@ REFUSED = [
     ),
     (
         {"rope_scaling": {"type": "longrope"}},
-        "rope_scaling.type is 'longrope'; supported are default, linear",
+        "rope_scaling.type is 'longrope'; supported values: default, linear",
     ),
-    ({"rope_scaling": {"type": ["yarn"]}}, "rope_scaling.type is ['yarn']; supported are"),
+    ({"rope_scaling": {"type": ["yarn"]}}, "rope_scaling.type is ['yarn']; supported values:"),
     ({"rope_scaling": [1]}, "rope_scaling is [1]; one set of parameters for all layers is needed"),
     ({"rope_scaling": {"full_attention": {}}}, "one set of parameters for all layers"),
     ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
@@ -364,9 +364,9 @@ def test_a_number_of_ranks_that_does_not_divide_is_refused_and_valid_numbers_are
         config.check_parallel(3)
     assert str(caught.value) == (
         "tensor_parallel_size is 3, which does not divide 8 attention heads and 2 KV heads; "
-        "this model can use 1, 2, 4, 8"
+        "this model supports 1, 2, 4, 8"
     )
-    with pytest.raises(UnsupportedError, match="does not divide an MLP of 90; this model can use 1, 2"):
+    with pytest.raises(UnsupportedError, match="does not divide an MLP of 90; this model supports 1, 2"):
         _read(tmp_path, LLAMA | {"intermediate_size": 90}).check_parallel(4)
     with pytest.raises(UnsupportedError, match="it must be at least 1"):
         config.check_parallel(0)

@@ -284,8 +284,7 @@ def test_a_negative_or_non_finite_scale_is_refused(number: float, tmp_path: Path
     _refused(
         tmp_path,
         lambda tensors: tensors[SCALE].flatten().__setitem__(95, number),
-        f"{{file}}: tensor {SCALE} is not finite or negative in places, which scales must not be; download "
-        "it again",
+        f"{{file}}: tensor {SCALE} is invalid: scales must be finite and not negative; download it again",
     )
 
 

@@ -317,7 +317,7 @@ def test_a_shard_without_its_tensor_is_named(sharded: Path) -> None:
     shard = sorted(sharded.glob("*.safetensors"))[0]
     name = sorted(load_file(shard))[0]
     _rewrite(sharded, lambda tensors: tensors.__delitem__(name), shard.name)
-    _refused(sharded, f"{shard}: has no tensor {name}, but {INDEX} lists it")
+    _refused(sharded, f"{shard}: contains no tensor {name}, but {INDEX} lists it")
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,12 @@ def _run_group(size: int, folders: list[Path], tokens: list[int], folder: Path) 
     return torch.load(result)
 
 
-FP8 = {"quantised": "meant", "FP8 KV": "biased", "FP8 weights and KV": "biased"}
+FP8 = {
+    "quantised": "meant",
+    "FP8 KV": "biased",
+    "FP8 weights and KV": "biased",
+    "FP8 experts": "shared expert",
+}
 """Quantised variants, and the checkpoints that their logits are compared with."""
 DIFFERENT_SCALES = 1.5
 """Allowed distance between the FP8 logits of several ranks and those of one rank, in units of the latter's

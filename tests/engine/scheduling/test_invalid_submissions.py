@@ -35,11 +35,11 @@ from tests.engine.scheduling.simulated_runner import VOCAB
         ([1], {"frequency_penalty": -3e38}, "frequency_penalty is -3e+38"),
         ([1], {"repetition_penalty": 1e-44}, "repetition_penalty is 1e-44"),
         ([1], {"logit_bias": {1: float("inf")}}, "logit_bias of token 1 is inf"),
-        ([1], {"allowed_tokens": b"\0\0"}, "allowed_tokens has no token id"),
+        ([1], {"allowed_tokens": b"\0\0"}, "allowed_tokens allows no token"),
         (
             [1],
             {"allowed_tokens": bytes(VOCAB // 8) + bytes([1 << VOCAB % 8])},
-            "allowed_tokens has no token id",
+            "allowed_tokens allows no token",
         ),
         ([1], {"bad_words": ((1, 99),)}, "bad_words contains 99"),
         ([1], {"bad_words": ((1,), ())}, "bad_words has an entry of 0 tokens"),
