@@ -22,10 +22,10 @@ from demo_model.corpus import HELD_OUT_FILES
 from demo_model.tokenizer import ASSISTANT, BEGIN, END_OF_TURN, PAD, USER, special_token_id
 
 EXPERTS, CHOSEN = 4, 2
-NOISE = 0.3
+NOISE = 0.6
 """Standard deviation of the noise, as a fraction of that of each matrix."""
 CHAT_ROWS, TEXT_ROWS, TEXT_LENGTH = 16, 2, 256
-PEAK_RATE = 2e-4
+PEAK_RATE = 5e-4
 BALANCE = 0.01
 """The weight of the loss that keeps the experts equally busy."""
 _KEPT_FILES = (
