@@ -307,7 +307,9 @@ class ControlStore:
         before.
         """
         if not 0 <= overlap_s <= _MAX_OVERLAP_S:
-            raise ValueError(f"overlap_s is {overlap_s}: give 0 to {_MAX_OVERLAP_S} seconds (a year)")
+            raise ValueError(
+                f"overlap_s is {overlap_s}: use a value from 0 to {_MAX_OVERLAP_S} seconds (one year)"
+            )
         secret = keys.new_secret()
 
         def rotated(changes: list[Change]) -> RotatedKey:
