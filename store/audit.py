@@ -91,8 +91,8 @@ class AuditRow(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The result of `verify`. `broken_seq` is the first row that is wrong or missing; `problem` says what is
-    wrong."""
+    """The result of `verify`. `broken_seq` is the first row that is wrong or missing, and `problem` describes
+    the fault."""
 
     rows: int
     head: Head

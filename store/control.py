@@ -2,8 +2,8 @@
 `ControlStore.change`, which writes the change and its audit row, with the old and new values, in one
 transaction. The transaction is flushed to disk (`synchronous=FULL`).
 
-Reads need no I/O because everything is kept in memory (`ControlStore.policies`), so a failing disk locks
-nobody out.
+Reads need no I/O because everything is kept in memory (`ControlStore.policies`), so all keys remain usable
+while the disk fails.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Opens and closes SQLite files, with one writer at a time and any number of readers.
 
-SQLite up to 3.51.2 can corrupt a WAL file when two connections write or checkpoint at once. Therefore only
-the writer's connection may do either, guarded across processes by a lock file. Readers open the file with
-`mode=ro`, which allows neither. Memory-mapped reads stay disabled, because a truncated file would kill the
-process instead of raising an error.
+SQLite up to 3.51.2 can corrupt a WAL file when two connections write or checkpoint at the same time.
+Therefore only the writer's connection may do either, guarded across processes by a lock file. Readers open
+the file with `mode=ro`, which allows neither. Memory-mapped reads stay disabled, because a truncated file
+would kill the process instead of raising an error.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _COPIED_PAGES = 1000
 class WritableDatabase:
     """The only connection that writes to a database. Use and close it on the thread that opened it.
 
-    With `synchronous="FULL"`, every commit is flushed to disk. With `"NORMAL"`, commits survive the death of
+    With `synchronous="FULL"`, every commit is flushed to disk. With `"NORMAL"`, commits survive a crash of
     the process at any moment; a power failure loses at most the commits since the last checkpoint.
     """
 

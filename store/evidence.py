@@ -44,7 +44,7 @@ class Findings(NamedTuple):
 
     verdict: Verdict
     problems: list[str]
-    """What is wrong, starting with the first wrong row of the chain."""
+    """The faults found, starting with the first wrong row of the chain."""
     notes: list[str]
     """Anything that could not be checked, and other remarks."""
     sources: dict[str, int]

@@ -34,7 +34,7 @@ class Field(NamedTuple):
     `Field`."""
 
     help: str
-    """What the field controls: a sentence without the final full stop."""
+    """Description of the field: a sentence without the final full stop."""
     unit: Unit = ""
     low: float = 1
     high: float = MAX_COUNT
@@ -60,7 +60,7 @@ class Declared(NamedTuple):
 
     @property
     def description(self) -> str:
-        """One line that describes what the field controls and what None means."""
+        """One line that describes the field and the meaning of None."""
         return self.field.help + (f" (none: {self.field.none})" if self.optional else "")
 
     @property

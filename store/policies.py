@@ -25,7 +25,8 @@ KeyScope = Literal["inference", "admin", "read"]
 SCOPES: tuple[KeyScope, ...] = get_args(KeyScope)
 """Permissions of a key: use the inference API, perform all operator actions, or read the service's state."""
 LogPolicy = Literal["metadata", "hashes", "full"]
-"""What the request log keeps of prompts and answers: nothing, the SHA-256 of each, or their redacted text."""
+"""Part of prompts and answers that the request log stores: nothing, the SHA-256 of each, or their redacted
+text."""
 
 PeerKind = Literal["uid", "gid"]
 PEER_KINDS: tuple[PeerKind, ...] = get_args(PeerKind)

@@ -87,7 +87,7 @@ class LoggedRequest(RequestRow, frozen=True, kw_only=True):
     """Position of the row's last change in the order of all changes, used by `RequestReader.changes`."""
     state: Literal["open", "ended"]
     double_ends: int
-    """Number of further ends after the first one; 0 unless the service has a defect."""
+    """Number of further ends after the first one; 0 unless the service has a bug."""
 
 
 _COLUMNS = RequestRow.__struct_encode_fields__
@@ -264,7 +264,7 @@ class RequestReader:
 
     def double_ends(self) -> int:
         """Return the total number of further ends after a request's first, over all rows. If it is above 0,
-        the service has a defect."""
+        the service has a bug."""
         return int(
             self._fetch("SELECT ifnull(sum(double_ends), 0) FROM requests WHERE double_ends > 0", ())[0][0]
         )

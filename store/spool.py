@@ -39,7 +39,7 @@ class SpoolState(NamedTuple):
 
     rows: int
     in_memory: int
-    """Number of entries that are not in the file. If the service dies, they survive only in its log."""
+    """Number of entries that are not in the file. If the service ends, they remain only in its log."""
     path: Path | None
     """File that contains the other entries; None if there are none in the file."""
     since: str | None

@@ -43,7 +43,7 @@ class TrailState(NamedTuple):
     """Newest row whose head is recorded outside the database."""
     spool: SpoolState
     last_error: str | None
-    """The reason why entries are spooled or heads cannot be recorded, or what is missing from the chain; None
+    """The reason why entries are spooled or heads cannot be recorded, or a description of missing rows; None
     if there is no problem."""
 
 
@@ -67,7 +67,7 @@ class AuditTrail:
         self._shorter: str | None = None
 
     def start(self) -> None:
-        """Append what an earlier run left behind: spooled entries, and a result for each intent without one.
+        """Append the entries that an earlier run left in the spool, and a result for each intent without one.
         Record the head after that. If the database refuses writes, all this happens later."""
         self._heads.start()
         self._call(self._begin).exception()

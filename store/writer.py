@@ -60,7 +60,7 @@ _KEEP_CONNECTION = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.
 class _Item(NamedTuple):
     operation: Operation[Any]
     submitted_at: float  # time.monotonic()
-    future: Future[Any] | None  # a caller waits for this item, so its batch is committed at once
+    future: Future[Any] | None  # a caller waits for this item, so its batch is committed immediately
     once: bool  # runs in a separate transaction; a failure goes to the future instead of being retried
     after_commit: Callable[[Any], None] | None
     begin_by: float | None = None  # time.monotonic(); an item that has not begun by then fails
