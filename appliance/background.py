@@ -38,7 +38,7 @@ class Background:
         self._tasks.discard(task)
         with contextlib.suppress(asyncio.CancelledError):
             if task.exception() is not None:
-                log.error("a background task failed", exc_info=task.exception())
+                log.error("a background task failed with an unexpected error", exc_info=task.exception())
 
 
 class Backoff:
@@ -64,7 +64,7 @@ class TimeBudgets:
 
     def __init__(self, max_share: float, burst_s: float) -> None:
         """`max_share` is between 0 and 1. A user that has been idle for `burst_s` may use its share of that
-        time at once."""
+        time immediately."""
         self._max_share = max_share
         self._burst_s = burst_s
         self._rests_until: dict[str, float] = {}

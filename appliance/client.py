@@ -155,9 +155,13 @@ class AdminClient:
             content = response.read()
         except (OSError, http.client.HTTPException) as error:
             raise ServiceNotRunningError(
-                f"the service behind {self.socket} did not answer {method} {path} "
-                f"({error or type(error).__name__}): see its log"
-                + ("" if body is None else ", and whether it was done: appliance audit list")
+                f"the service on {self.socket} did not respond to {method} {path} "
+                f"({error or type(error).__name__}); see its log"
+                + (
+                    ""
+                    if body is None
+                    else "; whether the action was performed is shown by: appliance audit list"
+                )
             ) from error
         finally:
             connection.close()
@@ -167,13 +171,13 @@ class AdminClient:
             except msgspec.DecodeError as error:
                 raise AdminError(
                     response.status,
-                    f"{self.socket} answered {method} {path} in a form that this version does not know "
-                    f"({error}): restart the service after an update",
+                    f"{self.socket} responded to {method} {path} with a response that this version of "
+                    f"the command cannot read ({error}): after an update, restart the service",
                 ) from error
         try:
             message = msgspec.json.decode(content, type=ErrorBody).message
         except msgspec.DecodeError:
-            message = f"{self.socket} answered {method} {path} with status {response.status}"
+            message = f"{self.socket} responded to {method} {path} with status {response.status}"
         raise AdminError(response.status, message)
 
 
@@ -191,8 +195,8 @@ def unix_connection(path: Path, timeout_s: float | None, connect_timeout_s: floa
             uids = trusted_directory(path.parent, "--run-dir")
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
-                # A blocking connect waits while the backlog is full. With settimeout(), it would fail at
-                # once.
+                # A blocking connect waits while the backlog is full. With settimeout(), it would fail
+                # immediately.
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(connect_timeout_s))
                 sock.connect(os.fspath(path))
                 check_peer(sock, uids)
@@ -209,13 +213,13 @@ def not_running(path: Path, error: OSError) -> ServiceNotRunningError:
     """Return an error that explains why nothing can be sent to the socket at `path`, with the remedy."""
     if isinstance(error, PermissionError):
         return NotAllowedError(
-            f"permission denied for uid {os.geteuid()} on {path}: run as root, the service's user or an "
-            f"operator of [admin] in the settings"
+            f"permission denied for uid {os.geteuid()} on {path}: run as root, as the service's user or "
+            "as an operator listed under [admin] in the settings"
         )
     if isinstance(error, FileNotFoundError | ConnectionRefusedError | NotADirectoryError):
         return ServiceNotRunningError(f"no service is running at {path}: {start_remedy(path.parent)}")
     return ServiceNotRunningError(
-        f"no service answers at {path} ({error.strerror or error}): {start_remedy(path.parent)}"
+        f"no service responds at {path} ({error.strerror or error}): {start_remedy(path.parent)}"
     )
 
 

@@ -88,17 +88,17 @@ Origin = Annotated[
     str,
     msgspec.Meta(
         pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s]+)$",
-        description='an origin without a path, such as "https://chat.example.com", or "*" for all',
+        description='an origin without a path, such as "https://chat.example.com", or "*" for all origins',
     ),
 ]
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of a front for its clients."""
+    """Limits on the connections and requests that a front accepts."""
 
     max_body_bytes: _Bytes = 2 << 20
-    """Maximum size of a body; a larger one is refused with 413. 131,072 tokens of text have about 1 MB.
-    Parsing blocks the other requests of a front for up to 20 ms for each MB."""
+    """Maximum size of a request body in bytes. A larger body is refused with 413. 131,072 tokens of text are
+    about 1 MB. Parsing a body blocks the front's other requests for up to 20 ms per MB."""
     header_timeout_s: _PositiveSeconds = 10.0
     """A request whose header does not arrive within this time is refused with 408."""
     body_timeout_s: _PositiveSeconds = 30.0
@@ -106,49 +106,53 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     idle_timeout_s: _PositiveSeconds = 75.0
     """An idle keep-alive connection is closed after this time."""
     max_connections: _Connections = 4096
-    """Connections of known clients in each front: local users of the Unix socket, and clients that have sent
-    a valid key. At the limit, the connection that has been idle longest is closed; if none is idle, the new
-    one gets 503."""
+    """Maximum number of authenticated connections per front. These are the connections of local users on the
+    Unix socket and of clients that have sent a valid key. At the limit, the connection that has been idle
+    longest is closed. If no connection is idle, the new connection is refused with 503."""
     max_unauthenticated_connections: _Connections = 256
-    """Connections in each front that have not yet sent a request with a valid key. At the limit, the oldest
-    such connection of the address with the most of them is closed."""
+    """Maximum number of unauthenticated connections per front. These are connections on which no request with
+    a valid key has arrived yet. At the limit, the address with the most unauthenticated connections loses its
+    oldest one."""
     unauthenticated_timeout_s: _PositiveSeconds = 10.0
-    """Such a connection is closed when it sends no request for this long; it shortens the other timeouts."""
+    """An unauthenticated connection that sends no request for this long is closed. On these connections, this
+    timeout also limits the other timeouts."""
     max_tenant_body_bytes: _Bytes = 32 << 20
-    """Total size of the request bodies of one tenant that a front holds at a time; a body beyond it is
-    refused with 503. One body of `max_body_bytes` is always possible."""
+    """Maximum total size in bytes of one tenant's unfinished request bodies per front. A body that would
+    exceed it is refused with 503. A single body of up to `max_body_bytes` is always accepted."""
     max_front_body_bytes: _Bytes = 64 << 20
-    """Total size of the request bodies that a front holds at a time; a body beyond it is refused with 503."""
+    """Maximum total size in bytes of all unfinished request bodies per front. A body that would exceed it is
+    refused with 503."""
     stream_comment_interval_s: _Seconds = 5.0
-    """A stream that has sent nothing for this long gets a comment (a line that clients skip), so that proxies
-    keep its connection; its headers are sent after half a second at most. 0: no comments, and the headers are
-    sent with the first token."""
+    """Interval of keep-alive comments. A stream that has sent nothing for this long gets a comment, which
+    clients ignore, so that proxies do not close the connection. Response headers are sent within half a
+    second. With 0, no comments are sent, and the headers are sent with the first token."""
     cors_origins: tuple[Origin, ...] = ()
-    """Origins (scheme, host and port, without a path) whose web pages may call the API, such as
-    "https://chat.example.com", or "*" for all; none by default."""
+    """Origins whose web pages may call the API, such as "https://chat.example.com", or "*" for all. An origin
+    has a scheme, a host and optionally a port, but no path. By default, no origin is allowed."""
 
 
 class RetryRules(msgspec.Struct, frozen=True, kw_only=True):
-    """How a front treats requests with an `Idempotency-Key`."""
+    """Rules for requests with an `Idempotency-Key`."""
 
     keep_s: _Seconds = 600.0
-    """For how long the answer of a run that ended is kept."""
+    """Time for which a finished request's answer is kept for retries."""
     grace_s: _Seconds = 30.0
-    """How long a run continues after its last client has disconnected."""
+    """Time for which a request continues after its last client has disconnected."""
     max_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 64 << 20
-    """Maximum memory for answers in each front."""
+    """Maximum memory in bytes for the kept answers per front."""
 
 
 class KeepRules(msgspec.Struct, frozen=True, kw_only=True):
-    """How prompts and answers are stored for tenants whose log policy requires it."""
+    """Rules for storing the prompts and answers of tenants whose log policy requires it."""
 
     redact: tuple[SecretKind, ...] = ("keys", "bearer_tokens", "passwords", "private_keys")
-    """Kinds of secrets that are removed."""
+    """Kinds of secrets that are removed from stored prompts and answers."""
     secret_prefixes: tuple[Annotated[str, msgspec.Meta(min_length=2)], ...] = ()
-    """Words of at least 8 characters that begin with one of these prefixes are removed too, such as the keys
-    of your own services: ["acme_"]."""
+    """Prefixes of additional secrets, such as ["acme_"] for the keys of your own services. Words of at least
+    8 characters that begin with one of these prefixes are also removed."""
     max_text_chars: Annotated[int, msgspec.Meta(ge=0, le=1 << 22)] = 65536
-    """Size limit of one stored prompt or answer; of a longer one, the beginning is stored."""
+    """Maximum number of characters stored per prompt or answer. Of a longer text, only the beginning is
+    stored."""
 
 
 class Configure(msgspec.Struct, tag="configure", frozen=True, kw_only=True):
@@ -217,7 +221,7 @@ class RateLimits(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Admitted(msgspec.Struct, tag="admitted", frozen=True):
-    """The request has been admitted and must be submitted to `replica` at once."""
+    """The request has been admitted and must be submitted to `replica` immediately."""
 
     request_id: str
     attempt: int
@@ -251,7 +255,8 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
-    """End this request at once, for an operator or after a drain's grace period. The client gets an error."""
+    """End this request immediately, for an operator or after a drain's grace period. The client gets an
+    error."""
 
     request_id: str
     message: str
@@ -352,7 +357,8 @@ class Taken(msgspec.Struct, tag="taken", frozen=True):
 
 
 class Settle(msgspec.Struct, tag="settle", frozen=True, kw_only=True):
-    """The end of a request that was not refused, and what the client received. Sent exactly once."""
+    """The end of a request that was not refused, with data about the answer that the client received. Sent
+    exactly once."""
 
     request_id: str
     submitted: bool

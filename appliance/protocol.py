@@ -36,7 +36,7 @@ class FrontStats(msgspec.Struct, frozen=True, kw_only=True):
     refused_connections: int = 0
     """Number of connections that were closed or answered with 503 because the limit was reached."""
     evicted_connections: int = 0
-    """Number of connections without a valid key that were closed to make room for others."""
+    """Number of connections without a valid key that were closed to make space for new connections."""
     cut_off_connections: int = 0
     """Number of connections that were closed because their clients did not read the answers."""
     refused_bodies: int = 0
@@ -127,8 +127,8 @@ class ReplicaStatus(ReplicaStats, frozen=True, kw_only=True):
 
 
 ModelState = Literal["ready", "loading", "silent", "restarting", "failed", "draining", "drained", "stopped"]
-"""A "ready" model answers requests. Requests for a "failed", "draining" or "drained" model are refused at
-once."""
+"""A "ready" model answers requests. Requests for a "failed", "draining" or "drained" model are refused
+immediately."""
 
 
 class ModelStatus(msgspec.Struct, kw_only=True):
@@ -198,7 +198,8 @@ class DrainStatus(msgspec.Struct, kw_only=True):
     held: int
     """Number of new requests that are waiting until service is resumed."""
     tokens_left: int
-    """Number of output tokens that the remaining requests are expected to need, judging by recent answers."""
+    """Number of output tokens that the remaining requests are expected to need, based on the lengths of
+    recent answers."""
     eta_s: float | None = None
     """Predicted time until the remaining requests have ended, in seconds, based on measured rates. Null
     without measurements."""
@@ -355,7 +356,7 @@ class Status(msgspec.Struct, kw_only=True):
 
 
 RequestState = Literal["queued", "running", "lost", "ending"]
-"""The replica of a "lost" request has died; its front resubmits the request."""
+"""The replica of a "lost" request has ended unexpectedly; its front resubmits the request."""
 
 
 class InFlight(msgspec.Struct, kw_only=True):
@@ -382,13 +383,13 @@ class LimitUsage(msgspec.Struct, kw_only=True):
     """"requests_per_minute", "tokens_per_minute", "tokens_per_day", "concurrent_requests", "queued_requests",
     or "kv_share": tokens in the KV cache of the model in which the share is greatest."""
     capacity: int
-    """Amount that can be used at once: `burst_s` seconds' worth of a per-minute rate, or one day's worth of a
-    per-day rate."""
+    """Capacity of the limit: the amount that refills within `burst_s` seconds for a per-minute limit, or
+    within a day for a per-day limit."""
     used: int
     """Amount of the capacity that has not been refilled yet. Running requests are counted at the maximum that
     they may use."""
     held: int
-    """Amount held by requests that have not ended. What they do not use is returned, except for the amount
+    """Amount held by requests that have not ended. The unused part is returned, except for the amount
     refilled since it was reserved. `held` can therefore exceed `used`."""
     resets_in_s: float | None
     """Time until the limit is fully available again if nothing more is used. None means that the limit

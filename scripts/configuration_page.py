@@ -53,16 +53,18 @@ def _section(title: str, table: type[msgspec.Struct], path: tuple[str, ...]) -> 
             continue
         meaning = _sentence(said.get(field.name, ""))
         if not meaning:
-            raise ValueError(f"{table.__name__}.{field.name} has no docstring: write what it means")
+            raise ValueError(
+                f"{table.__name__}.{field.name} has no docstring: add one that explains the setting"
+            )
         if not path and field.name in AT_RESTART:
-            meaning += " Changes at a restart only."
+            meaning += " A change takes effect after a restart."
         cells = (f"`{field.name}`", _type(shape.type), _default(field), meaning)
         yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
     yield ""
 
 
 def _when(path: tuple[str, ...]) -> str:
-    return "Changes at a restart only." if path and path[0] in AT_RESTART else ""
+    return "A change takes effect after a restart." if path and path[0] in AT_RESTART else ""
 
 
 def _words_of_fields(table: type[msgspec.Struct]) -> dict[str, str]:

@@ -26,7 +26,7 @@ def main() -> int:
     run_dir, state_dir = folder / "run", folder / "state"
     log = folder / "service.log"
     command = [appliance, "serve", "--run-dir", str(run_dir), "--state-dir", str(state_dir)]
-    print(f"$ {' '.join(command)}    (its log: {log})", flush=True)
+    print(f"$ {' '.join(command)}    (log: {log})", flush=True)
     with log.open("w") as output:
         service = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
     try:
@@ -34,7 +34,7 @@ def main() -> int:
         ask(run_dir / "api.sock")
         show_row(appliance, run_dir)
         if sys.stdin.isatty() and sys.stdout.isatty():
-            print("\nThe service runs until you leave this chat (Ctrl-D).\n", flush=True)
+            print("\nThe service runs until you exit this chat with Ctrl-D.\n", flush=True)
             chat(appliance, run_dir)
     finally:
         code = stop(service)
@@ -106,7 +106,7 @@ def show_row(appliance: str, run_dir: Path) -> None:
         if rows and rows[-1].get("finish_reason"):
             break
         time.sleep(0.1)
-    print("Its row in the request log:")
+    print("The row of this request in the request log:")
     for name, value in rows[-1].items():
         print(f"  {name:20} {value}")
 

@@ -32,15 +32,19 @@ def main() -> None:
         "--corpus", type=Path, default=CORPUS, help="folder of the corpus (default: %(default)s)"
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("corpus", help="collect text, names, questions and train the tokenizer")
-    training = commands.add_parser("train", help="train and export")
-    training.add_argument("out", type=Path, help="folder to write the checkpoint to")
+    commands.add_parser("corpus", help="collect the text, names and questions, and train the tokenizer")
+    training = commands.add_parser("train", help="train the model and export the checkpoint")
+    training.add_argument("out", type=Path, help="output folder for the checkpoint")
     training.add_argument("--device", default="cuda")
     training.add_argument(
         "--set", action="append", default=[], metavar="NAME=NUMBER", help="change a field of the recipe"
     )
-    training.add_argument("--smoke", action="store_true", help="use tiny batches, to try the script on a CPU")
-    scoring = commands.add_parser("score", help="ask the frozen questions and measure perplexity")
+    training.add_argument(
+        "--smoke", action="store_true", help="use tiny batches to try out the script on a CPU"
+    )
+    scoring = commands.add_parser(
+        "score", help="measure the accuracy on the frozen questions and the perplexity"
+    )
     scoring.add_argument("folder", type=Path)
     scoring.add_argument("--device", default="cpu")
     scoring.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")

@@ -91,8 +91,8 @@ class AuditRow(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The result of `verify`. `broken_seq` is the first row that is wrong or missing; `problem` says what is
-    wrong."""
+    """The result of `verify`. `broken_seq` is the first row that is wrong or missing, and `problem` describes
+    the fault."""
 
     rows: int
     head: Head
@@ -184,8 +184,8 @@ def append(connection: sqlite3.Connection, entry: Entry) -> Head:
     """
     if not connection.in_transaction:
         raise ValueError(
-            f"audit row for {entry.action} outside a transaction: "
-            "append it within the transaction of the change"
+            f"the audit row for {entry.action} was appended outside a transaction: append it in the "
+            "transaction of the change"
         )
     previous = head(connection)
     # The new seq is above every seq ever used: a chain that lost its end must not reuse the missing numbers.
@@ -275,7 +275,7 @@ def check(chain: Iterable[AuditRow], recorded: Iterable[Head] = (), highest_seq:
     highest = max([highest_seq, *expected])
     if highest > last.seq:
         missing = f"row {highest} is" if highest == last.seq + 1 else f"rows {last.seq + 1} to {highest} are"
-        return Verdict(last.seq, last, last.seq + 1, f"{missing} missing from the end")
+        return Verdict(last.seq, last, last.seq + 1, f"{missing} missing from the end of the chain")
     return Verdict(last.seq, last)
 
 
@@ -283,9 +283,9 @@ def _problem(row: AuditRow, last: Head, recorded: set[str] | None, confirmed: in
     """Return the first wrong seq and the problem, given that the preceding row is correct; None if the row is
     correct."""
     if row.seq != last.seq + 1:
-        return last.seq + 1, f"missing: row {row.seq} follows row {last.seq}"
+        return last.seq + 1, f"missing: row {last.seq} is followed by row {row.seq}"
     if any(value is not None and not isinstance(value, str) for value in row[1:]):
-        return row.seq, "rewritten: a value of it is not a text"
+        return row.seq, "rewritten: one of its values is not text"
     if row.previous_hash != last.hash:
         return row.seq, f"rewritten: its previous_hash is not the hash of row {last.seq}"
     if row.hash != row_hash(row):
@@ -294,7 +294,8 @@ def _problem(row: AuditRow, last: Head, recorded: set[str] | None, confirmed: in
         other = sorted(recorded - {row.hash})[0]
         since = f" (rows up to {confirmed} are correct)" if confirmed else ""
         return row.seq, (
-            f"rewritten, it or a row before it{since}: its hash is {row.hash}, recorded outside was {other}"
+            f"this row or an earlier one was rewritten{since}: its hash is {row.hash}, but a recorded "
+            f"head has {other}"
         )
     return None
 

@@ -2,8 +2,8 @@
 `ControlStore.change`, which writes the change and its audit row, with the old and new values, in one
 transaction. The transaction is flushed to disk (`synchronous=FULL`).
 
-Reads need no I/O because everything is kept in memory (`ControlStore.policies`), so a failing disk locks
-nobody out.
+Reads need no I/O because everything is kept in memory (`ControlStore.policies`), so all keys remain usable
+while the disk fails.
 """
 
 from __future__ import annotations
@@ -307,7 +307,9 @@ class ControlStore:
         before.
         """
         if not 0 <= overlap_s <= _MAX_OVERLAP_S:
-            raise ValueError(f"overlap_s is {overlap_s}: give 0 to {_MAX_OVERLAP_S} seconds (a year)")
+            raise ValueError(
+                f"overlap_s is {overlap_s}: use a value from 0 to {_MAX_OVERLAP_S} seconds (one year)"
+            )
         secret = keys.new_secret()
 
         def rotated(changes: list[Change]) -> RotatedKey:

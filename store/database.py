@@ -1,9 +1,9 @@
 """Opens and closes SQLite files, with one writer at a time and any number of readers.
 
-SQLite up to 3.51.2 can corrupt a WAL file when two connections write or checkpoint at once. Therefore only
-the writer's connection may do either, guarded across processes by a lock file. Readers open the file with
-`mode=ro`, which allows neither. Memory-mapped reads stay disabled, because a truncated file would kill the
-process instead of raising an error.
+SQLite up to 3.51.2 can corrupt a WAL file when two connections write or checkpoint at the same time.
+Therefore only the writer's connection may do either, guarded across processes by a lock file. Readers open
+the file with `mode=ro`, which allows neither. Memory-mapped reads stay disabled, because a truncated file
+would kill the process instead of raising an error.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _COPIED_PAGES = 1000
 class WritableDatabase:
     """The only connection that writes to a database. Use and close it on the thread that opened it.
 
-    With `synchronous="FULL"`, every commit is flushed to disk. With `"NORMAL"`, commits survive the death of
+    With `synchronous="FULL"`, every commit is flushed to disk. With `"NORMAL"`, commits survive a crash of
     the process at any moment; a power failure loses at most the commits since the last checkpoint.
     """
 
@@ -80,7 +80,9 @@ class WritableDatabase:
             if known is None:
                 self._files[path] = found
             elif found != known:
-                return f"{path} was {'deleted' if found is None else 'replaced'} while the service runs"
+                return (
+                    f"{path} was {'deleted' if found is None else 'replaced'} while the service was running"
+                )
         return ""
 
     def write_back(self, progress: Callable[[], None]) -> str:
@@ -92,8 +94,8 @@ class WritableDatabase:
         """
         if not self.path.parent.is_dir():
             raise MissingDatabaseError(
-                f"{self.path}: the folder {self.path.parent} does not exist any more: create it for the "
-                f"service's user, and the service writes the file back"
+                f"{self.path}: the folder {self.path.parent} no longer exists: create it for the "
+                "service's user, and the service will restore the file"
             )
         copy = self.path.with_name(f"{self.path.name}.restored")
         try:
@@ -108,7 +110,7 @@ class WritableDatabase:
         try:
             self.connection.close()
         except sqlite3.Error as error:
-            log.warning("closing the displaced file of %s: %s", self.path, error)
+            log.warning("closing the deleted or replaced file of %s failed: %s", self.path, error)
         self.connection = _open_writer(self.path, self._schema, self._synchronous)
         self._files = self._identities()
         return aside
@@ -153,7 +155,7 @@ class WritableDatabase:
         try:
             self._leave_wal()
         except sqlite3.Error as error:
-            log.warning("%s stays in WAL mode (%s): keep its -wal file beside it", self.path, error)
+            log.warning("%s stays in WAL mode (%s): keep its -wal file in the same folder", self.path, error)
         finally:
             self.abandon()
 
@@ -162,7 +164,7 @@ class WritableDatabase:
         try:
             self.connection.close()
         except sqlite3.Error as error:
-            log.warning("closing %s: %s", self.path, error)
+            log.warning("closing %s failed: %s", self.path, error)
         finally:
             os.close(self._lock)
 
@@ -191,11 +193,13 @@ def open_readonly(path: Path, schema: Schema | None = None) -> sqlite3.Connectio
         path.stat()
     except FileNotFoundError as error:
         raise MissingDatabaseError(
-            f"{path} does not exist: start the service once to make it, or name its state directory"
+            f"{path} does not exist: start the service once to create it, or set the state directory "
+            "that contains it"
         ) from error
     except OSError as error:
         raise StoreError(
-            f"{path} cannot be reached ({error.strerror}): read it as the service's user, its group, or root"
+            f"{path} cannot be opened ({error.strerror}): run this command as root, as the service's "
+            "user or as a member of its group"
         ) from error
     try:
         connection = _open_and_touch(path, "mode=ro")
@@ -216,8 +220,9 @@ def open_readonly(path: Path, schema: Schema | None = None) -> sqlite3.Connectio
             check_not_newer(connection, path, schema)
             if schema_version(connection) < len(schema.migrations):
                 raise SchemaVersionError(
-                    f"{path} has schema version {schema_version(connection)}, this version reads "
-                    f"{len(schema.migrations)}: start the service once, it brings the file up to date"
+                    f"{path} has schema version {schema_version(connection)}, but this version of "
+                    f"Appliance reads {len(schema.migrations)}: start the service once, which upgrades "
+                    "the file"
                 )
         except SchemaVersionError:
             connection.close()
@@ -264,8 +269,8 @@ def _open_writer(path: Path, schema: Schema, synchronous: Synchronous) -> sqlite
         mode = connection.execute("PRAGMA journal_mode=WAL").fetchone()[0]
         if mode != "wal":
             raise NotWritableError(
-                f"{path}: its file system offers journal mode {mode!r} only, not 'wal': "
-                f"put the state directory on a local disk"
+                f"{path}: the file system supports only journal mode {mode!r}, not 'wal': put the state "
+                "directory on a local disk"
             )
         connection.execute(f"PRAGMA synchronous={synchronous}")
         connection.execute(f"PRAGMA journal_size_limit={_JOURNAL_SIZE_LIMIT_BYTES}")
@@ -316,8 +321,8 @@ def _check_writable(path: Path) -> None:
     for place in (path.parent, path):
         if place.exists() and not os.access(place, os.W_OK, effective_ids=True):
             raise NotWritableError(
-                f"{place} cannot be written by uid {os.geteuid()}: give it to the service's user "
-                f"or name another state directory"
+                f"{place} is not writable by uid {os.geteuid()}: make the service's user its owner, or "
+                "set another state directory"
             )
 
 
@@ -344,7 +349,8 @@ def _lock(path: Path) -> int:
         holder = os.read(descriptor, 32).decode("ascii", "replace").strip() or "unknown"
         os.close(descriptor)
         raise DatabaseInUseError(
-            f"{path} is being written by process {holder}: ask that service for the change, or stop it first"
+            f"{path} is being written by process {holder}: make the change through that service, or "
+            "stop it first"
         ) from error
     try:
         os.ftruncate(descriptor, 0)

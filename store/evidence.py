@@ -44,7 +44,7 @@ class Findings(NamedTuple):
 
     verdict: Verdict
     problems: list[str]
-    """What is wrong, starting with the first wrong row of the chain."""
+    """The faults found, starting with the first wrong row of the chain."""
     notes: list[str]
     """Anything that could not be checked, and other remarks."""
     sources: dict[str, int]
@@ -199,12 +199,12 @@ def examine_folder(folder: Path, recorded: Iterable[Recorded] = ()) -> Findings:
         known += read_heads(folder / HEADS_FILE)
     except StoreError as error:
         if has_rows:
-            problems.append(f"no heads beside the chain: {error}")
+            problems.append(f"the recorded heads of the audit chain cannot be read: {error}")
     key = None
     try:
         key = read_key(folder / KEY_FILE)
     except StoreError as error:
-        unchecked = f"signatures of heads were not checked: {error}"
+        unchecked = f"the signatures of recorded heads were not checked: {error}"
         # An auditor cannot read the key, but the key file must exist.
         kept_from_us = (folder / KEY_FILE).exists() and not os.access(
             folder / KEY_FILE, os.R_OK, effective_ids=True
@@ -213,16 +213,17 @@ def examine_folder(folder: Path, recorded: Iterable[Recorded] = ()) -> Findings:
     waiting = read_spool(folder)
     if waiting:
         notes.append(
-            f"{len(waiting)} entries since {waiting[0].at} wait in {folder / SPOOL_FILE}, "
-            f"and are not in the chain yet"
+            f"{len(waiting)} entries since {waiting[0].at} are waiting in {folder / SPOOL_FILE} and are "
+            "not in the chain yet"
         )
     found = examine(folder / "control.db", known, key)
     newest = found.verdict.head.seq
     newer = newest - max(found.confirmed_seq, _recorded_by_now(folder, newest))
     if found.verdict.ok and newer > ROWS_BETWEEN_HEADS and not waiting:
         problems.append(
-            f"no head confirms the last {newer} rows, and the service records one after "
-            f"{ROWS_BETWEEN_HEADS}: lines were removed from {folder / HEADS_FILE}, or were not written to it"
+            f"no recorded head confirms the last {newer} rows, although the service records a head at "
+            f"least every {ROWS_BETWEEN_HEADS} rows: lines of {folder / HEADS_FILE} were removed or "
+            "never written"
         )
     return found._replace(problems=found.problems + problems, notes=found.notes + notes, spooled=len(waiting))
 
@@ -259,8 +260,8 @@ def examine(path: Path, recorded: Iterable[Recorded] = (), key: SigningKey | Non
     signed, replaced, forged = _by_signature(known, key, since)
     verdict = checked(signed)
     problems = [
-        f"the head of row {one.head.seq} in {one.source} does not carry this service's signature: "
-        f"another key, or a forged line"
+        f"the head of row {one.head.seq} in {one.source} does not carry this service's signature: it "
+        "was signed with another key, or forged"
         for one in forged
     ]
     notes = []
@@ -273,21 +274,23 @@ def examine(path: Path, recorded: Iterable[Recorded] = (), key: SigningKey | Non
         older = checked(replaced)
         if older.problem is not None:
             problems.insert(
-                0, f"row {older.broken_seq}: {older.problem} (signed with a key before row {since})"
+                0,
+                f"row {older.broken_seq}: {older.problem} (according to a head signed with the key used "
+                f"before row {since})",
             )
         else:
             notes.append(
-                f"{len(replaced)} of the heads were signed with another key, which this one replaced in row "
-                f"{since}: their hashes agree, their signatures were not checked"
+                f"{len(replaced)} recorded heads were signed with an earlier key, which was replaced in "
+                f"row {since}: their hashes match, but their signatures cannot be checked"
             )
     heads = [one.head for one in signed]
     confirmed = max([head.seq for head in heads if head.seq <= verdict.head.seq], default=0)
     if verdict.ok and confirmed < verdict.head.seq:
         newer = verdict.head.seq - confirmed
         notes.append(
-            f"the last {newer} rows are newer than every recorded head: their removal would not be detected"
+            f"the last {newer} rows are newer than any recorded head, so their removal would not be detected"
             if newer > 1
-            else "the last row is newer than every recorded head: its removal would not be detected"
+            else "the last row is newer than any recorded head, so its removal would not be detected"
         )
     sources = dict(Counter(one.source for one in (*signed, *replaced)))
     return Findings(verdict, problems, notes, sources, confirmed, 0)

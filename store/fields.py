@@ -34,7 +34,7 @@ class Field(NamedTuple):
     `Field`."""
 
     help: str
-    """What the field controls: a sentence without the final full stop."""
+    """Description of the field: a sentence without the final full stop."""
     unit: Unit = ""
     low: float = 1
     high: float = MAX_COUNT
@@ -55,25 +55,23 @@ class Declared(NamedTuple):
 
     @property
     def optional(self) -> bool:
-        """Return one line that describes what the field controls and what None means."""
+        """Whether the field can be None."""
         return is_optional(self.type)
 
     @property
     def description(self) -> str:
-        """Return the display name, such as "tokens per minute" or "burst"."""
+        """One line that describes the field and the meaning of None."""
         return self.field.help + (f" (none: {self.field.none})" if self.optional else "")
 
     @property
     def label(self) -> str:
-        """Return the allowed texts for the field, or for each item of its list; empty if any text is
-        allowed."""
+        """Display name, such as "tokens per minute" or "burst"."""
         words = self.name.removesuffix("_s").removesuffix("_at").replace("_", " ")
         return words.replace("kv ", "KV ")
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Return the allowed texts of the field, or of each item of its list; empty if any text is
-        allowed."""
+        """Allowed texts of the field, or of each item in its list; empty if any text is allowed."""
         inner = without_none(self.type)
         if get_origin(inner) is tuple:
             inner = get_args(inner)[0]
@@ -81,7 +79,7 @@ class Declared(NamedTuple):
 
     @property
     def kind(self) -> Kind:
-        """Return the kind of the field, which determines how a value is written and read."""
+        """Kind of the field, which determines how a value is written and read."""
         inner = without_none(self.type)
         if get_origin(inner) is tuple:
             return "list"
@@ -93,7 +91,7 @@ class Declared(NamedTuple):
 
     @property
     def expected(self) -> str:
-        """Return a description of the allowed values."""
+        """Description of the allowed values."""
         low, high = self.field.low, self.field.high
         match self.kind:
             case "number" | "span":

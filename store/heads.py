@@ -128,9 +128,9 @@ def read_key(path: Path) -> SigningKey:
         secret = b""
     if len(secret) != _KEY_BYTES:
         raise NotWritableError(
-            f"{path} is not a key ({_KEY_BYTES} bytes in hex): restore it from a backup, or move it away "
-            f"for the next start to make a new one, which the audit chain records (signatures of older heads "
-            f"cannot be checked then, their hashes can)"
+            f"{path} does not contain a key ({_KEY_BYTES} bytes in hex): restore it from a backup, or "
+            "move it away, so that the next start creates a new key and records it in the audit chain "
+            "(signatures of older heads can then no longer be checked)"
         )
     return SigningKey(secret)
 
@@ -221,8 +221,10 @@ class HeadKeeper:
             append_line(self.path, head.line)
             self.last_error = None
         except OSError as error:
-            self.last_error = f"{self.path} could not record the head of row {head.seq} ({error.strerror})"
-            log.error("%s: the head is in this log only", self.last_error)
+            self.last_error = (
+                f"the head of audit row {head.seq} could not be written to {self.path} ({error.strerror})"
+            )
+            log.error("%s; the head is only in this log", self.last_error)
 
 
 def append_line(path: Path, line: str, mode: int = 0o640) -> None:

@@ -87,7 +87,7 @@ class LoggedRequest(RequestRow, frozen=True, kw_only=True):
     """Position of the row's last change in the order of all changes, used by `RequestReader.changes`."""
     state: Literal["open", "ended"]
     double_ends: int
-    """Number of further ends after the first one; 0 unless the service has a defect."""
+    """Number of further ends after the first one; 0 unless the service has a bug."""
 
 
 _COLUMNS = RequestRow.__struct_encode_fields__
@@ -121,7 +121,8 @@ class RequestLog:
         """
         if row.finished_at is not None:
             raise ValueError(
-                f"request {row.request_id} has finished_at {row.finished_at}: end() takes ended rows"
+                f"request {row.request_id} has finished_at {row.finished_at}: pass a row that has ended "
+                "to end()"
             )
         return self._writer.submit(partial(self._write_open, row))
 
@@ -147,11 +148,11 @@ class RequestLog:
 
     def _write_open(self, row: RequestRow, connection: sqlite3.Connection) -> None:
         if self._execute(connection, _OPEN, row) == 0:
-            log.error("request %s was opened twice: keeping the first row", row.request_id)
+            log.error("request %s was opened twice: only the first row is kept", row.request_id)
 
     def _write_end(self, row: RequestRow, connection: sqlite3.Connection) -> None:
         if self._execute(connection, _END, row) == 0:
-            log.error("request %s was ended twice: keeping the first end", row.request_id)
+            log.error("request %s was ended twice: only the first end is kept", row.request_id)
             connection.execute(
                 "UPDATE requests SET double_ends = double_ends + 1 WHERE request_id = ?",
                 (_storable(row.request_id),),
@@ -263,7 +264,7 @@ class RequestReader:
 
     def double_ends(self) -> int:
         """Return the total number of further ends after a request's first, over all rows. If it is above 0,
-        the service has a defect."""
+        the service has a bug."""
         return int(
             self._fetch("SELECT ifnull(sum(double_ends), 0) FROM requests WHERE double_ends > 0", ())[0][0]
         )
@@ -291,5 +292,5 @@ def _storable(value: Any) -> Any:
 
 def _checked(limit: int) -> int:
     if limit < 1:
-        raise ValueError(f"limit is {limit}, and must be at least 1")
+        raise ValueError(f"limit is {limit}, but must be at least 1")
     return limit

@@ -17,8 +17,8 @@ from store.policies import KeyFields, TenantRecord
 from store.records import column_type, column_value
 
 # Times are unix seconds. A request is open while finished_at is null. sequence is the position of the row's
-# last change in the order of all changes. Readers that follow the log ask for rows above the last sequence
-# they have seen.
+# last change in the order of all changes. Readers that follow the log query the rows above the last sequence
+# that they have read.
 _REQUESTS = (
     """
 CREATE TABLE requests (
@@ -108,7 +108,7 @@ WHERE finished_at IS NOT NULL AND (status >= 400 OR error IS NOT NULL)
 """,
 )
 
-# The key itself is not stored, only its SHA-256 and its first characters, which help people recognise it.
+# The key itself is not stored, only its SHA-256 and its first characters, which identify it to people.
 _KEYS = (
     """
 CREATE TABLE keys (

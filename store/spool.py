@@ -30,7 +30,7 @@ MAX_ENTRIES = 10_000
 
 _PURPOSE = "audit spool"
 _FIRST_MAC = "0" * 64
-_UNSIGNED = "the signature of its line in the spool was invalid"
+_UNSIGNED = "the spool line of this entry has an invalid signature"
 _UNREADABLE = "unreadable"
 
 
@@ -39,7 +39,7 @@ class SpoolState(NamedTuple):
 
     rows: int
     in_memory: int
-    """Number of entries that are not in the file. If the service dies, they survive only in its log."""
+    """Number of entries that are not in the file. If the service ends, they remain only in its log."""
     path: Path | None
     """File that contains the other entries; None if there are none in the file."""
     since: str | None
@@ -106,13 +106,17 @@ class Spool:
         with self._lock:
             if len(self._entries) >= MAX_ENTRIES:
                 self._lost += 1
-                log.critical("audit entry lost, %d entries wait already: %s", MAX_ENTRIES, _content(entry))
+                log.critical(
+                    "the audit spool is full (%d entries), so this audit entry is only in this log: %s",
+                    MAX_ENTRIES,
+                    _content(entry),
+                )
                 return
             self._entries.append(entry)
             self._in_memory += 1
             self._write()
             if self._in_memory:
-                log.critical("audit entry in memory only: %s", _content(entry))
+                log.critical("this audit entry is only in memory: %s", _content(entry))
 
     def retry(self) -> None:
         """Try again to write the entries that are only in memory to the file."""
@@ -138,7 +142,7 @@ class Spool:
             try:
                 self._clear()
             except OSError as error:
-                log.warning("%s cannot be emptied (%s)", self._path, error.strerror)
+                log.warning("%s cannot be cleared (%s)", self._path, error.strerror)
 
     def state(self) -> SpoolState:
         """Return how many entries are waiting, and where."""
@@ -156,7 +160,11 @@ class Spool:
         """Close the file, and remove it if it contains no entries."""
         with self._lock:
             if self._in_memory:
-                log.critical("%d audit entries are only in the log above: the process ends", self._in_memory)
+                log.critical(
+                    "the service is stopping: %d audit entries could not be stored and are only in the log "
+                    "above",
+                    self._in_memory,
+                )
             if self._descriptor is not None:
                 os.close(self._descriptor)
                 self._descriptor = None
@@ -170,7 +178,7 @@ class Spool:
             try:
                 self._append(entry)
             except OSError as error:
-                log.warning("%s cannot store an audit entry (%s)", self._path, error.strerror)
+                log.warning("an audit entry cannot be written to %s (%s)", self._path, error.strerror)
                 return
             self._in_memory -= 1
 

@@ -44,4 +44,4 @@ class WriterState(msgspec.Struct, frozen=True, kw_only=True):
     rejected_rows: int
     """Operations dropped because the database cannot store them (a defect, logged each time)."""
     restored: str = ""
-    """Description of what happened and how the writer reacted, if the open file was deleted or replaced."""
+    """Description of the event and of the writer's reaction, if the open file was deleted or replaced."""

@@ -43,7 +43,7 @@ class TrailState(NamedTuple):
     """Newest row whose head is recorded outside the database."""
     spool: SpoolState
     last_error: str | None
-    """The reason why entries are spooled or heads cannot be recorded, or what is missing from the chain; None
+    """The reason why entries are spooled or heads cannot be recorded, or a description of missing rows; None
     if there is no problem."""
 
 
@@ -67,7 +67,7 @@ class AuditTrail:
         self._shorter: str | None = None
 
     def start(self) -> None:
-        """Append what an earlier run left behind: spooled entries, and a result for each intent without one.
+        """Append the entries that an earlier run left in the spool, and a result for each intent without one.
         Record the head after that. If the database refuses writes, all this happens later."""
         self._heads.start()
         self._call(self._begin).exception()
@@ -134,7 +134,9 @@ class AuditTrail:
         late = audit.utc_now()
         for spooled in waiting:
             if not audit.holds(connection, spooled):
-                note = f"spooled, written {late}" + (f"; {spooled.note}" if spooled.note else "")
+                note = f"spooled; written to the chain at {late}" + (
+                    f"; {spooled.note}" if spooled.note else ""
+                )
                 audit.append(connection, spooled._replace(note=note))
         if entry is not None:
             audit.append(connection, entry)
@@ -147,7 +149,7 @@ class AuditTrail:
         self._heads.saw(appended.head)
         if appended.from_spool:
             self._spool.drop(appended.from_spool)
-            log.warning("%d spooled audit entries were added to the chain", appended.from_spool)
+            log.warning("%d audit entries were moved from the spool to the audit chain", appended.from_spool)
         self._refused = None
 
     def refused(self, entry: Entry, error: BaseException) -> None:
@@ -156,24 +158,30 @@ class AuditTrail:
         self._spool.put(entry)
         if news:
             place = self._spool.state().path or "memory only"
-            log.error("%s; until it can be written, audit entries wait in %s", error, place)
+            log.error("%s; until control.db can be written, audit entries wait in %s", error, place)
 
     def _begin(self, connection: sqlite3.Connection) -> Appended:
         appended = self.append(connection)
         key, newest = self._heads.key_id, appended.head.seq
         if (beyond := self._heads.beyond(newest)) is not None:
             self._shorter = (
-                f"the audit chain ends at row {newest}, but {self._heads.path} has the head of row "
-                f"{beyond.seq}: the database has lost all changes after that; stop the service, keep the "
-                "files, and restore a backup (details: appliance audit verify)"
+                f"the audit chain ends at row {newest}, but {self._heads.path} contains the head of row "
+                f"{beyond.seq}: control.db has lost all changes after row {newest}; stop the service, "
+                "keep the files, and restore a backup (details: appliance audit verify)"
             )
             log.error("%s", self._shorter)
         named = audit.key_named(audit.rows_of(connection, audit.KEY_ACTION), key)
         if newest and self._heads.replaced_another(named, newest):
-            log.warning("heads of the audit chain are signed with another key from now on: %s", key)
+            log.warning("a new key now signs the heads of the audit chain: %s", key)
             audit.append(connection, audit.outcome(_SERVICE, audit.KEY_ACTION, {"key": key}, "ok"))
         for row in audit.unfinished(connection, _LOOKED_THROUGH):
-            log.warning("audit row %d: %s by %s has no result", row.seq, row.action, row.actor)
+            log.warning(
+                "audit row %d: the result of %s by %s is unknown, because the service stopped before "
+                "recording it",
+                row.seq,
+                row.action,
+                row.actor,
+            )
             audit.append(
                 connection,
                 Entry(
@@ -181,7 +189,7 @@ class AuditTrail:
                     actor=row.actor,
                     action=row.action,
                     params=row.params,
-                    result="unknown: the service ended before the result was recorded",
+                    result="unknown: the service stopped before the result was recorded",
                     host=row.host,
                     act=row.act,
                     phase=audit.RESULT,

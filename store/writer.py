@@ -60,7 +60,7 @@ _KEEP_CONNECTION = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.
 class _Item(NamedTuple):
     operation: Operation[Any]
     submitted_at: float  # time.monotonic()
-    future: Future[Any] | None  # a caller waits for this item, so its batch is committed at once
+    future: Future[Any] | None  # a caller waits for this item, so its batch is committed immediately
     once: bool  # runs in a separate transaction; a failure goes to the future instead of being retried
     after_commit: Callable[[Any], None] | None
     begin_by: float | None = None  # time.monotonic(); an item that has not begun by then fails
@@ -92,7 +92,7 @@ class Writer:
             ("spool_rows", spool_rows),
         ):
             if value <= 0:
-                raise ValueError(f"{name} is {value}, and must be above 0")
+                raise ValueError(f"{name} is {value}, but must be greater than 0")
         self.path = path
         self._schema = schema
         self._synchronous = synchronous
@@ -190,7 +190,9 @@ class Writer:
             self._thread.join(timeout_s + 10.0)
             if self._thread.is_alive():
                 log.error(
-                    "%s: the disk did not answer within %.0f s; left as it is", self.path, timeout_s + 10.0
+                    "%s was not closed cleanly, because the disk did not respond within %.0f s",
+                    self.path,
+                    timeout_s + 10.0,
                 )
 
     def count_dropped(self, rows: int) -> None:
@@ -234,12 +236,14 @@ class Writer:
                 return True
             self._dropped_rows += 1
             dropped = self._dropped_rows
-        why = "is closed" if closed else f"is full ({self._spool_rows} rows wait; {self._last_error})"
+        why = "is closed" if closed else f"is full ({self._spool_rows} rows are waiting; {self._last_error})"
         if item.future is not None:
             error = WriterClosedError if closed else StorageFaultError
             item.future.set_exception(error(f"{self.path}: the writer {why}; the change was not made"))
         if dropped == 1 or dropped % 1000 == 0:
-            log.error("%s: the writer %s; %d rows lost so far", self.path, why, dropped)
+            log.error(
+                "%s: a row was lost, because the writer %s; %d rows lost so far", self.path, why, dropped
+            )
         return False
 
     # ── methods of the writer thread ───────────────────────────────────────────────────────────────────────
@@ -302,9 +306,9 @@ class Writer:
     def _write(self, batch: list[_Item]) -> None:
         if batch and (begin_by := batch[0].begin_by) is not None and time.monotonic() > begin_by:
             waited_s = time.monotonic() - batch[0].submitted_at
-            why = self._last_error or "a program may have locked the file, or the disk is slow"
+            why = self._last_error or "another program may have locked the file, or the disk is slow"
             error = StorageFaultError(
-                f"{self.path} accepted no change for {waited_s:.0f} s ({why}); the change was not made"
+                f"{self.path} could not be written for {waited_s:.0f} s ({why}); the change was not made"
             )
             self._fail(batch[0], error)
             return
@@ -334,7 +338,7 @@ class Writer:
                 if not _is_own_fault(error):
                     self._note_failure(str(self._explained(error)))
                     return
-                log.error("%s: a row cannot be written and is lost: %r", self.path, error)
+                log.error("%s: a row was rejected and is lost: %r", self.path, error)
                 self._fail(item, error)
 
     def _open(self) -> WritableDatabase:
@@ -348,10 +352,10 @@ class Writer:
     def _write_back(self, database: WritableDatabase, what: str) -> None:
         began = time.monotonic()
         aside = database.write_back(self._note_progress)
-        done = "its content was written back from the open file, so no rows are lost"
-        other = f"; the file that was there is {aside} now" if aside else ""
+        done = "the service restored it from the open file, so no rows are lost"
+        other = f"; the file found in its place was renamed to {aside}" if aside else ""
         self._restored = f"{what}: {done}{other}"
-        log.warning("%s (%.1f s)", self._restored, time.monotonic() - began)
+        log.warning("%s (restored in %.1f s)", self._restored, time.monotonic() - began)
         self._note_success([])
 
     def _note_progress(self) -> None:
@@ -413,7 +417,7 @@ class Writer:
         if failing_since is not None:
             seconds = time.monotonic() - failing_since
             log.warning(
-                "%s accepts writes again after %.1f s; %d rows still to write", self.path, seconds, waiting
+                "%s can be written again after %.1f s; %d rows are still waiting", self.path, seconds, waiting
             )
 
     def _note_failure(self, message: str) -> None:
@@ -427,7 +431,7 @@ class Writer:
             self._retry_s = min(self._retry_s * 2, _LAST_RETRY_S)
             waiting = len(self._queue)
         if news:
-            log.error("%s; %d rows wait in memory, trying again", message, waiting)
+            log.error("%s; %d rows are waiting in memory, and writing is retried", message, waiting)
 
     def _give_up_the_rest(self) -> None:
         with self._condition:
@@ -442,7 +446,9 @@ class Writer:
         for item in rest:
             if item.future is not None:
                 item.future.set_exception(
-                    WriterClosedError(f"{self.path}: not written before the writer closed ({why})")
+                    WriterClosedError(
+                        f"{self.path}: the change was not made before the writer closed ({why})"
+                    )
                 )
 
 
@@ -457,7 +463,7 @@ def _deliver(item: _Item, result: object) -> None:
         if item.after_commit is not None:
             item.after_commit(result)
     except Exception as error:
-        log.exception("the callback after a committed change failed")
+        log.exception("the callback for a committed change failed")
         if item.future is not None:
             item.future.set_exception(error)
         return

@@ -69,7 +69,7 @@ class AuditedActions:
         acting, recorded = self._control.trail.intend(actor, action.name, params)
         await _recorded(recorded)
         effect: Effect | None = None
-        outcome = "failed: the service's log says why"
+        outcome = "failed: see the service's log for the reason"
         try:
             effect = await self._handlers[action.parameters](acting, parameters)
             outcome = effect.outcome
@@ -114,4 +114,8 @@ async def _recorded(future: Future[None]) -> None:
     waiting = asyncio.wrap_future(future)
     await asyncio.wait([waiting], timeout=_MAX_AUDIT_WAIT_S)
     if not waiting.done():
-        log.error("the audit row was not written within %g s: the disk does not answer", _MAX_AUDIT_WAIT_S)
+        log.error(
+            "the audit row was not written within %g s, because the disk does not respond; the action "
+            "continues",
+            _MAX_AUDIT_WAIT_S,
+        )

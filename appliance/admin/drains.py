@@ -30,7 +30,7 @@ class DrainAdmin:
         """Cancel or end a drain. Raises DrainError."""
         before = self._state(asked.model)
         drain = self.drains.resume(asked.model)
-        return Effect(Done(message=f"{drain.name} accepts requests again"), before, "in service")
+        return Effect(Done(message=f"{drain.name} is accepting requests again"), before, "in service")
 
     def _state(self, model: str | None) -> str:
         drain = self.drains.of(model)

@@ -46,7 +46,7 @@ async def committed(change: Future[T]) -> T:
     await asyncio.wait([waiting], timeout=_MAX_CHANGE_S)
     if not waiting.done():
         raise OutcomeUnknownError(
-            f"control.db has not answered for {_MAX_CHANGE_S:.0f} s: the outcome of the change is "
-            "unknown; check the disk, then see: appliance audit list"
+            f"control.db has not responded for {_MAX_CHANGE_S:.0f} s, so it is unknown whether the "
+            "change was made; check the disk, then look for the change in: appliance audit list"
         )
     return waiting.result()

@@ -95,7 +95,7 @@ class RequestAdmin:
         request_id = asked.request_id
         before = next((one for one in self._in_flight() if one.request_id == request_id), None)
         if not self._cancel(request_id, "an operator cancelled the request"):
-            raise LookupError(f"no request {request_id!r} is running or queued")
+            raise LookupError(f"no running or queued request has id {request_id!r}")
         return Effect(
             Done(message=f"cancelling request {request_id}"),
             before={"state": before.state, "tenant": before.tenant} if before else None,
@@ -124,5 +124,7 @@ class BackupAdmin:
         if asked.error is not None and asked.rows is None and asked.sha256 is None:
             return Effect(Done(message=f"backup {asked.path} failed"), outcome=f"failed: {asked.error}")
         if asked.error is not None or asked.rows is None or asked.sha256 is None:
-            raise ValueError("backup.end: give rows and sha256 of a complete backup, or an error")
+            raise ValueError(
+                "backup.end: give either rows and sha256 (complete backup) or error (failed backup)"
+            )
         return done(f"backup {asked.path} is complete")

@@ -64,7 +64,9 @@ class KeyAdmin:
         key = self.control.policies.keys[asked.id]
         cancelled = None
         if asked.cancel:
-            cancelled = self.cancel(lambda identity: identity.key_id == asked.id, "its key was revoked")
+            cancelled = self.cancel(
+                lambda identity: identity.key_id == asked.id, "the key used for this request was revoked"
+            )
         return done(f"key {key.id} ({key.name}) revoked; {requests_after(cancelled)}")
 
     def _shown(self, record: KeyRecord) -> Key:

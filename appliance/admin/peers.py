@@ -69,5 +69,5 @@ def parse_peer(text: str) -> tuple[PeerKind, int]:
     """Parse `uid:1000` or `gid:100` into kind and number. Raises ValueError."""
     found = re.fullmatch(r"(uid|gid):(\d{1,10})", text, re.ASCII)
     if not found:
-        raise ValueError(f"peer is {text!r}: write for example uid:1000 or gid:100")
+        raise ValueError(f"peer {text!r} is not valid: write it as uid:1000 or gid:100")
     return _KINDS[found[1]], int(found[2])

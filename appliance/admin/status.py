@@ -211,14 +211,17 @@ class StatusReader:
     def _model_state(self, model: str, replicas: list[ReplicaStatus]) -> tuple[ModelState, str]:
         """Return a model's state and the explanation of the state."""
         if (drain := self.drains.of(model)) is not None:
-            return drain.public_state, f"taken out of service until: appliance resume --model {model}"
+            return (
+                drain.public_state,
+                f"taken out of service by an operator; put it back with: appliance resume --model {model}",
+            )
         # A model's state is that of its best replica, because that replica serves the clients.
         best = min(replicas, key=lambda replica: _BEST_FIRST.index(replica.state), default=None)
         if best is None:
-            return "loading", "its replica is being replaced"
+            return "loading", "the model's replica is being replaced"
         coming = [replica.name for replica in replicas if replica.state in ("starting", "loading")]
         if best.state == "ready":
-            return "ready", f"{', '.join(coming)} loads" if coming else best.detail
+            return "ready", f"still loading: {', '.join(coming)}" if coming else best.detail
         if best.state == "starting" or best.state == "draining":
             return "loading", best.detail
         return best.state, best.detail

@@ -64,7 +64,8 @@ class TenantAdmin:
         cancelled = None
         if asked.cancel:
             cancelled = self.cancel(
-                lambda identity: identity.tenant == asked.name, "its tenant was suspended"
+                lambda identity: identity.tenant == asked.name,
+                "the tenant that sent this request was suspended",
             )
         return done(f"tenant {asked.name} suspended; {requests_after(cancelled)}")
 
@@ -102,11 +103,11 @@ def changes(asked: msgspec.Struct, record: type[msgspec.Struct]) -> dict[str, ob
 
 
 def requests_after(cancelled: int | None) -> str:
-    """Return a text that says what happens to running requests. `cancelled` is the number of cancelled
-    requests, or None if none were to be cancelled."""
+    """Return a text about the effect on running requests. `cancelled` is the number of cancelled requests, or
+    None if none were to be cancelled."""
     if cancelled is None:
         return "its running requests continue"
-    return f"ending {cancelled} request{'' if cancelled == 1 else 's'}"
+    return f"cancelling {cancelled} request{'' if cancelled == 1 else 's'}"
 
 
 def _given(asked: msgspec.Struct, record: type[msgspec.Struct]) -> dict[str, object]:

@@ -78,7 +78,7 @@ class Exchange:
         if not self._streamed or status != 200:
             self.body += data
             if len(self.body) > _MAX_BODY_BYTES:
-                self.fail("protocol", f"the response is longer than {_MAX_BODY_BYTES:,} bytes")
+                self.fail("protocol", f"the response is larger than {_MAX_BODY_BYTES:,} bytes")
             return
         now = time.monotonic()
         *lines, self._rest = (self._rest + data).split(b"\n")
@@ -99,7 +99,7 @@ class Exchange:
             if not self.done.done():
                 self.done.set_result(None)
         elif self.first_at is None:
-            self.fail("protocol", "no completion was streamed")
+            self.fail("protocol", "the server streamed no completion")
         else:
             self.fail("closed", "the stream ended without a finish_reason")
 
@@ -110,7 +110,10 @@ class Exchange:
         try:
             event = _decode_event(data)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            self.fail("protocol", f"an event is not a chunk of a completion ({error}): {data[:60]!r}")
+            self.fail(
+                "protocol",
+                f"the server sent an event that is not a completion chunk ({error}): {data[:60]!r}",
+            )
             return
         if event.error is not None:
             self.fail("error event", _error_text(event.error))
@@ -162,14 +165,16 @@ class Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._fail("protocol", f"the response is not HTTP/1.1: {error}")
+            self._fail("protocol", f"the response is not valid HTTP/1.1: {error}")
             self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_open = False
         if self._exchange is not None and self._ends_at_close:
             self._end()
-        self._fail("closed", str(exc) if exc else "the server closed the connection before the end")
+        self._fail(
+            "closed", str(exc) if exc else "the server closed the connection before the response was complete"
+        )
 
     def close(self) -> None:
         """Close the connection immediately."""
@@ -242,9 +247,16 @@ class Client:
                 connection = self._free.pop() if is_reused else await self._connect(deadline)
             except OSError as error:
                 kind = "timeout" if isinstance(error, TimeoutError) else "connect"
-                exchange.fail(kind, error.strerror or str(error) or "the connection was not accepted")
+                exchange.fail(
+                    kind, error.strerror or str(error) or "the server did not accept the connection in time"
+                )
                 return
-            timer = loop.call_at(deadline, exchange.fail, "timeout", f"no end within {self._timeout_s:g} s")
+            timer = loop.call_at(
+                deadline,
+                exchange.fail,
+                "timeout",
+                f"the response was not complete within {self._timeout_s:g} s",
+            )
             try:
                 connection.start(request, exchange)
                 await exchange.done
@@ -304,7 +316,7 @@ def refusal_text(body: bytes) -> str:
     try:
         document = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return body[:200].decode("utf-8", "replace").strip() or "no reason was given"
+        return body[:200].decode("utf-8", "replace").strip() or "the server gave no reason"
     if isinstance(document, dict):
         return _error_text(document.get("error") or document.get("detail") or document)
     return str(document)[:200]

@@ -73,7 +73,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def streams(self) -> int:
-        """Maximum number of requests that may run at once."""
+        """Maximum number of requests that may run at the same time."""
         return min(self.concurrency, self.requests) or self.requests
 
     def numbers(self, worker: int, workers: int) -> list[int]:

@@ -68,7 +68,7 @@ def run_load(load: Load, workers: int | None, show: Callable[[RawRun], None]) ->
         run.busiest_worker_cpu = max(progress.cpu_share for progress in latest.values())
         return run
     except (EOFError, ConnectionError):
-        raise BenchError("a client process ended early; the reason is printed above") from None
+        raise BenchError("a client process exited unexpectedly; the reason is printed above") from None
     finally:
         for process, pipe in zip(processes, pipes, strict=True):
             pipe.close()

@@ -111,7 +111,7 @@ def judge(run: Run, slo: Slo, duration_s: float) -> list[str]:
     if run.backlog is not None and run.backlog.is_growing:
         reasons.append(str(run.backlog))
     if run.succeeded and run.ttft_ms is None:
-        reasons.append("no answer had a token")
+        reasons.append("no answer contained a token")
     elif (limit := slo.ttft_p99_ms) is not None:
         # A stopped request may have received its first token. A failed request counts as infinitely late.
         waits = sorted(
@@ -174,16 +174,16 @@ def find_rate(attempt: Callable[[int], Run], first: int) -> Search:
             failing = trial
         else:
             best = trial
-        limited = "the client may have been the bottleneck: give it more --workers, or cores"
+        limited = "the client may have been the bottleneck: use more --workers, or more cores"
         if best is None:
             if requests == 1:
-                return found(f"no rate down to {trial.rate:g} requests/s is sustained")
+                return found(f"the server did not sustain any tested rate, down to {trial.rate:g} requests/s")
             requests //= 2
         elif failing is None:
             if is_client_limited(best):
                 return found(limited)
             if 2 * requests > MAX_REQUESTS:
-                return found(f"a trial has at most {MAX_REQUESTS:,} requests")
+                return found(f"the search stopped at the maximum of {MAX_REQUESTS:,} requests per trial")
             requests *= 2
         elif failing.requests - best.requests <= max(1.0, _PRECISION * best.requests):
             return found(limited if is_client_limited(failing) else "")

@@ -86,7 +86,7 @@ class Session:
     def closed(self, name: str, workload: Workload, runs: int = 1) -> Result:
         """Run a workload `runs` times after a warm-up. Raises BenchError."""
         shape, requests, concurrency = workload.shape, workload.requests, workload.concurrency
-        size = f"{requests:,} requests, {concurrency:,} at once" if requests > 1 else "1 request"
+        size = f"{requests:,} requests, {concurrency:,} concurrent" if requests > 1 else "1 request"
         self._warm_up(shape, concurrency)
         return Result(
             name=name,
@@ -146,8 +146,9 @@ class Session:
         run = self._run("settling", shape, 1, concurrency=1, timeout_s=limit_s)
         if "timeout" in run.failures:
             raise UnsettledError(
-                f"the search ended early: {limit_s:g} s after a trial was stopped, the server still did not "
-                f"answer; it may continue requests whose clients have disconnected. Start at a lower --rate"
+                f"the search ended early, because the server still did not respond {limit_s:g} s after "
+                "a trial was stopped; it may be continuing requests whose clients have disconnected. "
+                "Start at a lower --rate"
             )
 
     def _warm_up(self, shape: Shape, streams: int) -> None:

@@ -23,7 +23,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A total of `requests` requests with one shape, of which at most `concurrency` run at once."""
+    """A total of `requests` requests with one shape, of which at most `concurrency` run at the same time."""
 
     requests: int
     concurrency: int

@@ -28,7 +28,7 @@ def main() -> int:
         # another error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):  # the reader closed the pipe on purpose, as `head` does
-            print(f"appliance: the output cannot be written: {error.strerror}", file=sys.stderr)
+            print(f"appliance: cannot write the output: {error.strerror}", file=sys.stderr)
         return 1
     return code
 

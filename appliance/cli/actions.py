@@ -45,11 +45,16 @@ def confirm(action: Action, target: str, *, yes: bool) -> None:
         return
     if not is_terminal(sys.stdin):
         raise CommandLineError(
-            f"'{action.title} {target}' needs --yes: standard input is not a terminal to ask on"
+            f"'{action.title} {target}' needs confirmation, but standard input is not a terminal: add --yes"
         )
     print(f"{action.title} {target}? ", end="", flush=True, file=sys.stderr)
-    print("Type its name: " if action.danger == "typed" else "[y/N] ", end="", flush=True, file=sys.stderr)
+    print(
+        "Type the name to confirm: " if action.danger == "typed" else "[y/N] ",
+        end="",
+        flush=True,
+        file=sys.stderr,
+    )
     answer = sys.stdin.readline().strip()
     agreed = answer == target if action.danger == "typed" else answer.lower() in ("y", "yes")
     if not agreed:
-        raise Failure("nothing was changed")
+        raise Failure("cancelled: nothing was changed")

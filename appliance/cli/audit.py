@@ -84,7 +84,7 @@ def list_actions(
         print_json([_shown(record) for record in found])
         return
     if not found:
-        print(f"No action matches in {location.database}.", file=sys.stderr)
+        print(f"No matching actions in {location.database}.", file=sys.stderr)
         return
     rows = [_cells(record) for record in found]
     heading, *lines = table(_COLUMNS, rows, width=terminal_width())
@@ -112,7 +112,8 @@ def verify(
         for name in heads:
             if name != "-" and not Path(name).exists():
                 raise Failure(
-                    f"--heads {name} does not exist: name a text with heads, such as the output of journalctl"
+                    f"--heads {name} does not exist: give a text file with recorded heads, such as the "
+                    "output of journalctl"
                 )
             recorded += (
                 recorded_in(sys.stdin or (), "standard input") if name == "-" else read_heads(Path(name))
@@ -151,9 +152,7 @@ def export(
             }
         )
     if key is None:
-        print(
-            "The export is not signed: signing needs read rights to the service's audit.key.", file=sys.stderr
-        )
+        print("The export is not signed, because the service's audit.key cannot be read.", file=sys.stderr)
 
 
 def _examine_file(path: Path, recorded: list[Recorded], state_dir: str | None) -> Findings:
@@ -164,7 +163,10 @@ def _examine_file(path: Path, recorded: list[Recorded], state_dir: str | None) -
         if state_dir is not None:
             raise
         found = examine(path, recorded)
-        unchecked = "signatures were not checked: name the folder of its service's audit.key with --state-dir"
+        unchecked = (
+            "signatures were not checked: use --state-dir to set the folder that contains the service's "
+            "audit.key"
+        )
         return found._replace(notes=[*found.notes, unchecked])
     return examine(path, recorded, key)
 
@@ -202,7 +204,7 @@ def _output(target: str | None) -> Iterator[TextIO]:
             os.fsync(out.fileno())
         unfinished.rename(path)
     except OSError as error:
-        raise Failure(f"{path} cannot be written ({error.strerror}): name another file") from error
+        raise Failure(f"{path} cannot be written ({error.strerror}): choose another file") from error
     finally:
         unfinished.unlink(missing_ok=True)
 
@@ -214,7 +216,8 @@ def _noted(text: str) -> Recorded:
     found = _HEAD.fullmatch(text.strip())
     if not found:
         raise CommandLineError(
-            f"--head {text[:100]!r} is not a head: write the row's number, a colon and its hash of 64 digits"
+            f"--head {text[:100]!r} is not valid: write SEQ:HASH, which is the row number, a colon and "
+            "the 64 hex digits of its hash"
         )
     return Recorded(Head(int(found[1]), found[2].lower()), "--head")
 
@@ -224,14 +227,19 @@ def _from_journal(location: ChainLocation, wanted: bool | None) -> JournalHeads:
         found = heads_in_journal(None)
         if not found.heads:
             raise Failure(
-                f"no head in the journal of this machine: {found.missing}. Use root or a member of "
-                f"systemd-journal, bring its output here with --heads FILE, or leave --journal out"
+                f"the journal's audit heads cannot be used: {found.missing}. Run this command as root "
+                "or as a member of the group systemd-journal, pass the journal's output with --heads "
+                "FILE, or omit --journal"
             )
         return found
     if wanted is not None:
         return JournalHeads([], "--no-journal")
     if location.folder is None:
-        return JournalHeads([], "no state directory is named; use --journal to read all heads in the journal")
+        return JournalHeads(
+            [],
+            "the journal was not read, because --file was given; add --journal to use all heads in the "
+            "journal",
+        )
     return heads_in_journal(location.folder)
 
 
@@ -243,7 +251,7 @@ def _say(location: ChainLocation, findings: Findings, missing: str | None) -> No
     from_journal = findings.sources.get(JOURNAL, 0)
     why = f" ({printable(missing)})" if missing else ""
     print(
-        f"sources: the chain, {_of_heads(findings.heads - from_journal, 'recorded')}, "
+        f"checked against: the chain itself, {_of_heads(findings.heads - from_journal, 'recorded')}, "
         f"{_of_heads(from_journal, 'journal')}{why}"
     )
     for problem in findings.problems:
@@ -254,9 +262,7 @@ def _say(location: ChainLocation, findings: Findings, missing: str | None) -> No
         print(f"{location.database} is complete and unchanged: {rows:,} rows")
         print(f"head {head.seq}:{head.hash}")
     else:
-        print(
-            f"{location.database} is not what the service wrote; {rows:,} rows before the fault are unchanged"
-        )
+        print(f"{location.database} is incomplete or was changed; the first {rows:,} rows are unchanged")
 
 
 def _of_heads(number: int, kind: str) -> str:

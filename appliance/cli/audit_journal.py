@@ -55,11 +55,11 @@ def heads_in_journal(folder: Path | None) -> JournalHeads:
         finally:
             timer.cancel()
         if late.is_set():
-            return JournalHeads(found, f"it was not read to its end within {MAX_READ_S:g} s")
+            return JournalHeads(found, f"journalctl did not finish within {MAX_READ_S:g} s")
         if process.returncode != 0:
             said.seek(0)
             why = said.read().decode(errors="replace").strip() or f"exit code {process.returncode}"
             return JournalHeads(found, f"journalctl failed: {why}")
     whose = UNIT if folder is None else f"{UNIT} with {folder}"
-    missing = f"it has no heads of {whose} that uid {os.geteuid()} may read"
+    missing = f"no audit heads of {whose} are readable by uid {os.geteuid()}"
     return JournalHeads(found, None if found else missing)

@@ -33,7 +33,7 @@ def take_backup(
     contents: bool,
     as_json: bool,
 ) -> None:
-    """Copy the state, check the copy, and print what was copied."""
+    """Copy the state, check the copy, and print a list of the copied files."""
     run = find_run_dir(run_dir, config)
     state, path = find_state_dir(state_dir, run, config), Path(target).absolute()
     check_databases(state, None if state_dir else run, *AUDIT_FILES, "history.db", "contents.db")
@@ -58,7 +58,8 @@ def take_backup(
         return
     if head is None:
         print(
-            f"No service is running in {run}: the backup is not recorded in its audit chain.", file=sys.stderr
+            f"No service is running in {run}, so the backup is not recorded in the audit chain.",
+            file=sys.stderr,
         )
     _say(done)
 
@@ -84,7 +85,10 @@ def _ended(run: Path, end: EndBackup) -> None:
         try:
             client.act(end)
         except (ServiceNotRunningError, AdminError) as error:
-            print(f"The result of this backup is not recorded in the audit chain: {error}", file=sys.stderr)
+            print(
+                f"The result of this backup could not be recorded in the audit chain: {error}",
+                file=sys.stderr,
+            )
 
 
 def _recorded(head: Head | None) -> Iterable[Recorded]:

@@ -15,9 +15,9 @@ from appliance.cli.service import find_run_dir
 
 _HELP = """\
   Ctrl-C   cancel the answer
-  Ctrl-D   leave
-  /reset   begin a new conversation
-  /help    this list"""
+  Ctrl-D   exit
+  /reset   start a new conversation
+  /help    show this list"""
 _INTERRUPTED = 130
 # An answer may contain line breaks and tabs. All other control characters are removed, because they could
 # control the terminal.
@@ -72,7 +72,7 @@ def chat(
     if prompt is None and not is_terminal(sys.stdin):
         prompt = sys.stdin.read() if sys.stdin is not None else ""
     if prompt is not None and not prompt.strip():
-        raise Failure("the prompt is empty: write one, or start a conversation with: appliance chat")
+        raise Failure("the prompt is empty: pass a prompt, or start a conversation with: appliance chat")
     with ChatClient(find_run_dir(run_dir)) as client:
         options: dict[str, Any] = {"model": _choose(client.models(), model), "temperature": temperature}
         if max_tokens is not None:
@@ -89,7 +89,7 @@ def _choose(models: list[str], wanted: str | None) -> str:
     if wanted is None:
         return models[0]
     if wanted not in models:
-        raise Failure(f"no model {wanted!r}: available models: {', '.join(models)}")
+        raise Failure(f"unknown model {wanted!r}; available models: {', '.join(models)}")
     return wanted
 
 
@@ -108,7 +108,7 @@ def _answer_once(conversation: Conversation, prompt: str) -> int:
 def _converse(conversation: Conversation, model: str) -> int:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (gives input() a history and its keys)
-    print(paint(f"Chatting with {printable(model)}. /help shows the keys, Ctrl-D leaves.", "dim"))
+    print(paint(f"Chatting with {printable(model)}. /help lists the commands, Ctrl-D exits.", "dim"))
     while True:
         try:
             line = input("> ").strip()
@@ -135,11 +135,11 @@ def _is_command(conversation: Conversation, line: str) -> bool:
         return False
     if line == "/reset":
         conversation.reset()
-        print(paint("A new conversation.", "dim"))
+        print(paint("Started a new conversation.", "dim"))
     elif line == "/help":
         print(paint(_HELP, "dim"))
     else:
-        print(paint(f"{line} is not a command: available commands: /reset, /help.", "dim"))
+        print(paint(f"{line} is not a command. Available commands: /reset, /help.", "dim"))
     return True
 
 

@@ -41,7 +41,7 @@ def _described(text: KeptText) -> str:
     if text.redactions:
         parts.append(f"{text.redactions} secret{'s' if text.redactions != 1 else ''} removed")
     if text.truncated:
-        parts.append("only the beginning is kept")
+        parts.append("truncated")
     return "; ".join(parts)
 
 

@@ -97,7 +97,7 @@ def _value(field: Declared, text: str) -> Any:
     if value is None or (field.kind not in ("text", "list") and not allows(field, value)):
         expected = "P0, P1, P2 or P3" if field.kind == "class" else field.expected
         lifted = ", or none" if field.optional else ""
-        raise CommandLineError(f"{name} {text[:40]!r} cannot be used: write {expected}{lifted}")
+        raise CommandLineError(f"{name} {text[:40]!r} is not valid: use {expected}{lifted}")
     return value
 
 

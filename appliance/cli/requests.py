@@ -86,7 +86,7 @@ def show_requests(
         raise Failure(str(error)) from error
     if wanted.request_id is not None and not rows and not follow:
         raise Failure(
-            f"{reader.path} has no request {wanted.request_id!r}: list them with: appliance requests"
+            f"{reader.path} has no request {wanted.request_id!r}: list the requests with: appliance requests"
         )
     if follow:
         shown: dict[str, LoggedRequest] = {row.request_id: row for row in rows}
@@ -98,7 +98,7 @@ def show_requests(
     elif rows:
         _show_as_they_come(rows, None, as_json)
     else:
-        print(f"No request matches in {reader.path}.", file=sys.stderr)
+        print(f"No matching requests in {reader.path}.", file=sys.stderr)
 
 
 def request_filter(
@@ -126,7 +126,7 @@ def request_filter(
     if re.fullmatch("[1-5][0-9][0-9]", status):
         return msgspec.structs.replace(wanted, status=int(status))
     raise CommandLineError(
-        f"--status {status[:40]!r} cannot be used: it can be open, ended, or an HTTP status such as 503"
+        f"--status {status[:40]!r} is not valid: use open, ended, or an HTTP status such as 503"
     )
 
 

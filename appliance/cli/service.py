@@ -94,7 +94,9 @@ def admin_key() -> str | None:
     cannot be sent in an HTTP header."""
     key = os.environ.get("APPLIANCE_ADMIN_KEY") or None
     if key is not None and not (key.isascii() and key.isprintable()):
-        raise Failure("$APPLIANCE_ADMIN_KEY has characters that are not allowed in a key: copy the key again")
+        raise Failure(
+            "$APPLIANCE_ADMIN_KEY contains characters that are not allowed in a key: copy the key again"
+        )
     return key
 
 
@@ -118,6 +120,6 @@ def _from_file(name: str, config: str | None) -> str | None:
         value = read_tables(path).values.get(name)
     except SettingsError as error:
         raise Failure(
-            f"{error}: correct it, or name the directory with --{name.replace('_', '-')}"
+            f"{error}: fix the settings, or set the directory with --{name.replace('_', '-')}"
         ) from error
     return value if isinstance(value, str) else None

@@ -28,17 +28,17 @@ def moment(text: str, option: str, *, ahead: bool, now: float | None = None) -> 
         date = datetime.fromisoformat(text.strip())
         if not _FIRST_YEAR <= date.year <= _LAST_YEAR:
             raise CommandLineError(
-                f"{option} {_shown(text)} is out of range: write a date from {_FIRST_YEAR} to {_LAST_YEAR}"
+                f"{option} {_shown(text)} is out of range: use a date from {_FIRST_YEAR} to {_LAST_YEAR}"
             )
         at = date.timestamp()
     except (ValueError, OverflowError, OSError):
         raise CommandLineError(
-            f"{option} {_shown(text)} is neither a span nor a date: write for example 90s, 30m, 12h, 7d, "
-            f"2026-11-20 or 2026-11-20T14:30"
+            f"{option} {_shown(text)} is neither a time span nor a date: use a span such as 90s, 30m, "
+            "12h or 7d, or a date such as 2026-11-20 or 2026-11-20T14:30"
         ) from None
     if ahead and at <= now:
         raise CommandLineError(
-            f"{option} {_shown(text)} is in the past: write a later date, or a span from now such as 90d"
+            f"{option} {_shown(text)} is in the past: use a future date, or a time span from now such as 90d"
         )
     return at
 
@@ -48,11 +48,11 @@ def span_s(text: str, option: str, max_s: float = MAX_SPAN_S) -> float:
     span = _SPAN.fullmatch(text.strip())
     if span is None:
         raise CommandLineError(
-            f"{option} {_shown(text)} is not a span of time: write for example 90s, 30m, 12h or 7d"
+            f"{option} {_shown(text)} is not a time span: use a value such as 90s, 30m, 12h or 7d"
         )
     seconds = float(span[1]) * _SECONDS[span[2]]
     if seconds > max_s:
-        raise CommandLineError(f"{option} {_shown(text)} is too long: write at most {of_span(max_s)}")
+        raise CommandLineError(f"{option} {_shown(text)} is too long: use at most {of_span(max_s)}")
     return seconds
 
 

@@ -61,7 +61,11 @@ class ContentKeeper:
         with self._lock:
             if self._waiting >= _MAX_WAITING:
                 self.writer.count_dropped(1)
-                log.error("request %s: its texts are not stored, too many are waiting", message.request_id)
+                log.error(
+                    "request %s: its prompts and answers are not stored, because too many requests are "
+                    "waiting to be stored",
+                    message.request_id,
+                )
                 return
             self._waiting += 1
         self._thread.submit(self._take, message, os.dup(descriptor))
@@ -72,10 +76,12 @@ class ContentKeeper:
             texts = message.identity.log_policy == "full"
             if not self._log.keep(_content(message, part, texts) for part in parts):
                 log.error(
-                    "request %s: its texts are not stored, too much waits for the disk", message.request_id
+                    "request %s: its prompts and answers are not stored, because too much data is "
+                    "waiting to be written to disk",
+                    message.request_id,
                 )
         except Exception:
-            log.exception("request %s: its texts could not be stored", message.request_id)
+            log.exception("request %s: its prompts and answers could not be stored", message.request_id)
         finally:
             with self._lock:
                 self._waiting -= 1
@@ -87,8 +93,8 @@ class ContentKeeper:
         found = await asyncio.to_thread(read_contents, self.writer.path, request_id)
         if not found:
             raise LookupError(
-                f"no texts are stored for request {request_id!r}: its tenant stores metadata only, or the "
-                f"texts were removed after their time"
+                f"no prompts or answers are stored for request {request_id!r}: the log policy of its "
+                "tenant is 'metadata', or the retention period is over"
             )
         first = found[0]
         days = self._days(first.tenant)

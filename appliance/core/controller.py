@@ -71,7 +71,11 @@ class Controller:
         if self._tick_timer is not None:
             self._tick_timer.cancel()
         if in_flight:
-            log.error("%d requests did not end: the next start closes their rows in the log", len(in_flight))
+            log.error(
+                "%d requests had not ended when the service stopped; the next start ends their rows in the "
+                "request log",
+                len(in_flight),
+            )
 
     def apply_policies(self) -> None:
         """Apply changed tenants and keys to the queue and to the fronts."""

@@ -129,12 +129,14 @@ class Drain:
         requests.pause_admission(self.model, self.why, hold=self.hold)
         self.state, self._grace_ends_at = "draining", time.monotonic() + self.grace_s
         left = len(list(requests.state.unfinished(self.model)))
-        log.info("draining %s: %d requests get %g s", self.name, left, self.grace_s)
+        log.info("draining %s: %d unfinished requests have %g s to finish", self.name, left, self.grace_s)
         if not await self._poll(self._finished, self.grace_s):
-            message = f"{self.why}, and this request did not finish in time"
+            message = f"{self.why}, and this request did not finish within the grace period"
             late = [request.request_id for request in requests.state.unfinished(self.model)]
             self.ended = sum([self._tools.cancel(request_id, message) for request_id in late])
-            log.warning("%s: %d requests did not finish in time", self.name, self.ended)
+            log.warning(
+                "%s: %d requests did not finish within the grace period and were ended", self.name, self.ended
+            )
             self._hurry = asyncio.Event()
             await self._poll(self._finished, self._abort_within_s)
         self.state, self._drained_at = "drained", time.monotonic()
@@ -190,7 +192,7 @@ class Drains:
         """Begin an operator's drain. It replaces an existing drain of the same model or service, so that an
         operator can change the grace period. Raises DrainError."""
         if self.stopping is not None:
-            raise DrainError(f"{STOPPING}: nothing else can be drained")
+            raise DrainError(f"{STOPPING}, so no drain can be started")
         if model is not None and model not in (names := self._models()):
             raise DrainError(f"unknown model {model!r}; available models: {', '.join(names) or 'none'}")
         drain = Drain(
@@ -212,11 +214,11 @@ class Drains:
         """Cancel or end an operator's drain. Requests are accepted again, beginning with those on hold.
         Raises DrainError."""
         if self.stopping is not None:
-            raise DrainError(f"{STOPPING}: it cannot be resumed")
+            raise DrainError(f"{STOPPING}, so it cannot be resumed")
         drain = self._active.get(model)
         if drain is None:
             others = ", ".join(other.name for other in self._active.values())
-            raise DrainError(f"{_name(model)} is not draining; {others or 'nothing'} is")
+            raise DrainError(f"{_name(model)} is not draining; active drains: {others or 'none'}")
         self._forget(model)
         self._tools.requests.resume_admission(model)
         self._tools.fronts.publish_configuration()

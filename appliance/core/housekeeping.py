@@ -100,7 +100,7 @@ async def _repeat(every_s: float, work: Callable[[], Awaitable[None]]) -> None:
         except StoreError:
             pass  # The writer has logged the error. The operation is retried.
         except Exception:
-            log.exception("housekeeping failed; it is retried in %g s", every_s)
+            log.exception("housekeeping failed and will be retried in %g s", every_s)
 
 
 async def _remove(writer: Writer, operation: Operation[Removed]) -> int:
@@ -116,4 +116,4 @@ async def _remove(writer: Writer, operation: Operation[Removed]) -> int:
             await asyncio.sleep(max(_MIN_PAUSE_S, _PAUSE_FACTOR * (time.monotonic() - began)))
     finally:
         if rows or pages:
-            log.info("%s: removed %d old rows, freed %d pages", writer.path, rows, pages)
+            log.info("%s: removed %d old rows and freed %d database pages", writer.path, rows, pages)

@@ -64,6 +64,8 @@ class Notifier:
             if stalled_s < manager.watchdog_s / 2:
                 manager.tell(WATCHDOG=1)
             else:
-                log.error("a database's writer has been busy with one operation for %.0f s", stalled_s)
+                log.error(
+                    "no watchdog notification sent: one database operation has taken %.0f s so far", stalled_s
+                )
         if (status := readiness.headline()) != self._sent_status and manager.tell(STATUS=status):
             self._sent_status = status

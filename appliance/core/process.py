@@ -68,7 +68,7 @@ async def serve(
     launch: Launch = ReplicaGroup.launch,
     front_module: str = "appliance.front",
 ) -> None:
-    """Run the service. The first SIGTERM or SIGINT drains it, and a second one ends it at once. SIGHUP
+    """Run the service. The first SIGTERM or SIGINT drains it, and a second one ends it immediately. SIGHUP
     applies the settings that `reread` returns.
 
     Raises RunDirError, SettingsError, ListenError or a StoreError if the service cannot start. `manager` is

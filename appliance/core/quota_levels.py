@@ -32,7 +32,7 @@ class LevelKeeper:
         try:
             state = read_quotas(path)
         except StoreError as error:
-            log.error("the levels of quotas cannot be read, so all quotas are full: %s", error)
+            log.error("the saved quota levels cannot be read, so all quotas start unused: %s", error)
             return
         self._quotas.restore(state, time.time())
 

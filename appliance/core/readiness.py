@@ -69,9 +69,9 @@ class Readiness:
         replicas = self.models.of(model)
         if not any(replica.answers for replica in replicas):
             states = ", ".join(f"{replica.name} is {replica.client_state}" for replica in replicas)
-            return f"model {model!r} does not answer ({states or 'it has no replica now'})"
+            return f"model {model!r} is unavailable ({states or 'it has no replica at the moment'})"
         problem = self.front_problems(model)
-        return f"model {model!r} does not answer ({problem})" if problem else ""
+        return f"model {model!r} is unavailable ({problem})" if problem else ""
 
     def service_drain(self) -> str:
         """Return why the whole service is refusing requests, or an empty string if it accepts them."""

@@ -177,7 +177,7 @@ class Service:
     async def stop(self, hurry: asyncio.Event) -> None:
         """Drain the service (without waiting once `hurry` is set) and shut it down. The admin API responds
         until all requests have ended."""
-        log.info("stopping: running requests get %g s", self.settings.current.drain_grace_s)
+        log.info("stopping: running requests have %g s to finish", self.settings.current.drain_grace_s)
         self.notifier.begin_stop()
         await self.controller.stop(hurry)
         self.levels.close()

@@ -85,8 +85,9 @@ def _warn_missing(control: Path, others: list[Path]) -> None:
     for path in others:
         if not _has_bytes(path):
             log.warning(
-                "%s is missing or empty, but %s is not new: its contents are lost and an empty database is "
-                "created; to recover the contents, stop the service and restore a backup",
+                "%s is missing or empty although %s already has data: an empty database is created, "
+                "and the previous contents are lost; to recover them, stop the service and restore a "
+                "backup",
                 path,
                 control.name,
             )
@@ -117,5 +118,6 @@ def cache_salts(control: ControlStore) -> Callable[[str], str]:
 def _log_sealed(sealed: Future[int]) -> None:
     if not sealed.exception() and sealed.result():
         log.warning(
-            "%d requests had not ended when the service last ended: their rows are marked", sealed.result()
+            "%d requests had not ended when the service last stopped; their rows are marked as interrupted",
+            sealed.result(),
         )

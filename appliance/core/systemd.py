@@ -41,7 +41,7 @@ class Manager:
             try:
                 self._socket.connect(f"\0{address[1:]}" if address.startswith("@") else address)
             except OSError as error:
-                log.warning("the service manager does not listen on %s: %s", address, error.strerror)
+                log.warning("cannot connect to the service manager's socket %s: %s", address, error.strerror)
                 self.close()
 
     @property
@@ -58,13 +58,13 @@ class Manager:
         try:
             self._socket.send(text.encode("utf-8", "replace"))
         except OSError as error:
-            log.debug("the service manager did not take %s: %s", text, error)
+            log.debug("the service manager did not accept %s: %s", text, error)
             return False
         return True
 
     async def wait_for(self, work: Callable[[], T]) -> T:
-        """Run `work` in a thread and return its result. Meanwhile, repeatedly ask the service manager to wait
-        longer."""
+        """Run `work` in a thread and return its result. While it runs, repeatedly ask the service manager to
+        wait longer."""
         working = asyncio.create_task(asyncio.to_thread(work))
         while not working.done():
             self.tell(EXTEND_TIMEOUT_USEC=EXTENSION_US, WATCHDOG=1)

@@ -20,9 +20,15 @@ def main() -> int:
     """Run a front; return the exit status."""
     parent = os.getppid()
     parser = argparse.ArgumentParser(prog="python -m appliance.front", description=__doc__)
-    parser.add_argument("--channel", type=int, required=True, help="descriptor of the channel to the core")
-    parser.add_argument("--name", default="front", help="for the log (default: front)")
-    parser.add_argument("--log-level", default="info", help="debug, info, warning or error (default: info)")
+    parser.add_argument(
+        "--channel", type=int, required=True, help="file descriptor of the channel to the core"
+    )
+    parser.add_argument("--name", default="front", help="name of this process in the log (default: front)")
+    parser.add_argument(
+        "--log-level",
+        default="info",
+        help="minimum level of log messages: debug, info, warning or error (default: info)",
+    )
     arguments = parser.parse_args()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

@@ -52,7 +52,7 @@ class AppState:
         self.limits = Limits()
         """Limits for clients. They may be replaced at any time."""
         self.bodies = BodyBudget()
-        self.denials = CountedLog("requests without a valid key or user were denied")
+        self.denials = CountedLog("requests without a valid key or permitted user were denied")
         self.catalog = Catalog()
         self.identities = IdentityTable()
         self.replicas = ReplicaChannels()
@@ -62,7 +62,7 @@ class AppState:
         self.active: dict[str, Running] = {}
         """Requests that are waiting for admission or running, by request id."""
         self.ready = False
-        self.not_ready_reason = "the front has not been configured yet"
+        self.not_ready_reason = "this front has not received its configuration yet; retry in a moment"
         self.silent_models: dict[str, str] = {}
         """Models that cannot answer, each with the reason."""
         self.requests = 0

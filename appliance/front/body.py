@@ -48,8 +48,8 @@ def parse_body(data: bytearray, model: type[Body], max_bytes: int, context: Requ
     if data.count(b",") > max_values or data.count(b"{") + data.count(b"[") > max_containers:
         raise ApiError(
             413,
-            f"the body has more than {max_values} values, or {max_containers} lists and objects; "
-            "send less in a request",
+            f"the body has more than {max_values} values or more than {max_containers} lists and "
+            "objects; split the request",
             code="body_too_large",
         )
     try:
@@ -77,13 +77,15 @@ def _check_content_type(request: Request) -> None:
 
 
 async def _read_bytes(request: Request, max_bytes: int, reservation: BodyReservation) -> bytearray:
-    too_large = ApiError(413, f"the body is larger than {max_bytes} bytes", code="body_too_large")
+    too_large = ApiError(
+        413, f"the body is larger than the limit of {max_bytes} bytes", code="body_too_large"
+    )
     # The HTTP parser has refused a Content-Length that is not a number.
     length = int(request.headers.get("content-length", 0))
     if length > max_bytes:
         raise too_large
     # Reserve the declared length before reading the first byte, so that a client that exceeds the limit is
-    # refused at once.
+    # refused immediately.
     reservation.grow_to(length)
     received = bytearray()
     while True:
@@ -103,7 +105,7 @@ def _decode(data: bytearray) -> Any:
     try:
         return msgspec.json.decode(data)
     except RecursionError:
-        reason = "lists or objects are nested too deeply"
+        reason = "its lists or objects are nested too deeply"
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         reason = str(error).removeprefix("JSON is malformed: ")
     raise invalid(None, f"the body is not valid JSON: {reason}", "invalid_json")

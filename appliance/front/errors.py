@@ -76,7 +76,8 @@ def forbidden(message: str, code: str, param: str | None = None) -> ApiError:
 def model_not_allowed(name: str) -> ApiError:
     """Return the 403 for a model that the key does not permit."""
     return forbidden(
-        f"this key does not allow model {_shown(name)!r}; GET /v1/models lists the allowed models",
+        f"this key does not permit the use of model {_shown(name)!r}; GET /v1/models lists the "
+        "permitted models",
         "model_not_allowed",
         "model",
     )
@@ -86,7 +87,7 @@ def model_not_found(name: str) -> ApiError:
     """Return the 404 for a model that is not served."""
     return ApiError(
         404,
-        f"model {_shown(name)!r} is not served here; GET /v1/models lists the models",
+        f"model {_shown(name)!r} is not served by this server; GET /v1/models lists the available models",
         param="model",
         code="model_not_found",
     )

@@ -49,7 +49,7 @@ class PositiveOrMinusOne(int):
 
 
 class TextFormatField:
-    """`response_format`: only text."""
+    """`response_format`, which accepts only the text format."""
 
     json_schema: ClassVar[dict[str, Any]] = {
         "type": "object",
@@ -64,13 +64,13 @@ class TextFormatField:
         if not isinstance(value, dict) or kind != "text":
             raise FieldError(
                 f'type {str(kind)[:40]!r} is not supported by this server; use {{"type": "text"}} and '
-                "describe the format in the prompt",
+                "describe the desired format in the prompt",
                 UNSUPPORTED,
             )
 
 
 class NoToolChoiceField:
-    """`tool_choice` and `function_call`: only "none"."""
+    """`tool_choice` and `function_call`, which accept only "none"."""
 
     json_schema: ClassVar[dict[str, Any]] = {"const": "none"}
 
@@ -79,7 +79,8 @@ class NoToolChoiceField:
         """Accept "none". Raises FieldError."""
         if value != "none":
             raise FieldError(
-                f"{shown(value)} is not supported by this server; tools are not available: leave it out",
+                f"{shown(value)} is not supported by this server; tools are not available, so omit this "
+                "field",
                 UNSUPPORTED,
             )
 
@@ -113,11 +114,11 @@ class ContentField(str):
             kind = part.get("type") if isinstance(part, dict) else None
             if kind != "text":
                 raise FieldError(
-                    f"part {index} has type {shown(kind)}; this server takes text parts only", UNSUPPORTED
+                    f"part {index} has type {shown(kind)}; this server supports only text parts", UNSUPPORTED
                 )
             text = part.get("text")
             if not isinstance(text, str):
-                raise FieldError(f"part {index} needs a string in 'text'")
+                raise FieldError(f"part {index} must have a string in its field 'text'")
             texts.append(text)
         return "\n".join(texts)
 
@@ -154,7 +155,10 @@ class BadWordsField(tuple[str, ...]):
         words = _strings(value, "must be a list of strings", "words", MAX_BAD_WORDS)
         for index, word in enumerate(words):
             if not 1 <= len(word) <= MAX_BAD_WORD_CHARS:
-                raise FieldError(f"word {index} has {len(word)} characters; give 1 to {MAX_BAD_WORD_CHARS}")
+                raise FieldError(
+                    f"word {index} has {len(word)} characters; words must have 1 to {MAX_BAD_WORD_CHARS} "
+                    "characters"
+                )
         return words
 
 
@@ -162,7 +166,7 @@ def _strings(value: Any, kind: str, unit: str, max_count: int) -> tuple[str, ...
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value[: max_count + 1]):
         raise FieldError(kind)
     if len(value) > max_count:
-        raise FieldError(f"has {len(value)} {unit}; give at most {max_count}")
+        raise FieldError(f"has {len(value)} {unit}; at most {max_count} are allowed")
     return tuple(value)
 
 
@@ -180,9 +184,9 @@ class LogitBiasField(dict[int, float]):
     def parse(cls, value: Any) -> dict[int, float]:
         """Return the biases by token id. Raises FieldError."""
         if not isinstance(value, dict):
-            raise FieldError("must be an object from token ids to numbers")
+            raise FieldError("must be an object that maps token ids to numbers")
         if len(value) > MAX_LOGIT_BIASES:
-            raise FieldError(f"has {len(value)} tokens; give at most {MAX_LOGIT_BIASES}")
+            raise FieldError(f"has {len(value)} tokens; at most {MAX_LOGIT_BIASES} are allowed")
         biases: dict[int, float] = {}
         for key, bias in value.items():
             if not (key.isascii() and key.isdecimal() and len(key) < 10):
@@ -217,13 +221,11 @@ class AllowedTokenIdsField(list[int]):
         """Return the ids. Raises FieldError."""
         ids = _ids(value)
         if not ids:
-            raise FieldError(
-                "must be a list of token ids that is not empty; leave it out to allow all tokens"
-            )
+            raise FieldError("must be a non-empty list of token ids; omit this field to allow all tokens")
         if len(ids) > MAX_ALLOWED_TOKEN_IDS:
-            raise FieldError(f"has {len(ids)} token ids; give at most {MAX_ALLOWED_TOKEN_IDS}")
+            raise FieldError(f"has {len(ids)} token ids; at most {MAX_ALLOWED_TOKEN_IDS} are allowed")
         if min(ids) < 0 or max(ids) >= MAX_ALLOWED_TOKEN_IDS:
-            raise FieldError(f"has a token id that is not from 0 to {MAX_ALLOWED_TOKEN_IDS - 1}")
+            raise FieldError(f"has a token id outside the range from 0 to {MAX_ALLOWED_TOKEN_IDS - 1}")
         return ids
 
 
@@ -251,13 +253,13 @@ class PromptsField(list[str | list[int]]):
             return [value]
         if not isinstance(value, list) or not value:
             raise FieldError(
-                "must be a string, a list of strings, a list of token ids, or a list of such lists"
+                "must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
             )
         single = _ids(value)
         if single is not None:
             return [single]
         if len(value) > MAX_PROMPTS:
-            raise FieldError(f"has {len(value)} prompts; give at most {MAX_PROMPTS}")
+            raise FieldError(f"has {len(value)} prompts; at most {MAX_PROMPTS} are allowed")
         kinds = set(map(type, value))
         if kinds == {str}:
             return value
@@ -265,7 +267,9 @@ class PromptsField(list[str | list[int]]):
             lists = [_ids(ids) for ids in value]
             if all(lists):
                 return [ids for ids in lists if ids]
-        raise FieldError("mixes types or has an empty list: give strings only, or lists of token ids only")
+        raise FieldError(
+            "mixes types or contains an empty list; use only strings, or only lists of token ids"
+        )
 
 
 class TemplateVariablesField(dict[str, Any]):
@@ -279,7 +283,7 @@ class TemplateVariablesField(dict[str, Any]):
         if not isinstance(value, dict):
             raise FieldError(f"must be an object, not {shown(value)}")
         if len(value) > MAX_TEMPLATE_VARIABLES:
-            raise FieldError(f"has {len(value)} variables; give at most {MAX_TEMPLATE_VARIABLES}")
+            raise FieldError(f"has {len(value)} variables; at most {MAX_TEMPLATE_VARIABLES} are allowed")
         level: list[Any] = [value]
         for _ in range(MAX_TEMPLATE_VARIABLE_DEPTH):
             level = [
@@ -290,4 +294,4 @@ class TemplateVariablesField(dict[str, Any]):
             ]
             if not level:
                 return value
-        raise FieldError(f"is nested too deeply; give at most {MAX_TEMPLATE_VARIABLE_DEPTH} levels")
+        raise FieldError(f"is nested too deeply; at most {MAX_TEMPLATE_VARIABLE_DEPTH} levels are allowed")

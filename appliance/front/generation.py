@@ -137,7 +137,7 @@ class Generation:
         self.left = True
         self._drop()
         self._end()
-        self.settle(CLIENT_DISCONNECTED, "the client read too slowly")
+        self.settle(CLIENT_DISCONNECTED, "the client read the answer too slowly")
         self.context.connection.cut_off()
 
     # ── messages from the core ──
@@ -190,7 +190,7 @@ class Generation:
         )
 
     def abort(self, message: str) -> None:
-        """End the request at once, for an operator or a drain."""
+        """End the request immediately, for an operator or a drain."""
         self._fail(ApiError(503, message, code="aborted", retry_after_s=1.0))
 
     # ── outputs from the replica ──
@@ -213,8 +213,14 @@ class Generation:
         except Exception:
             # An error here must end only this request, because the frame also carries tokens of other
             # requests.
-            log.exception("request %s: an output could not be processed", self.context.request_id)
-            self._fail(ApiError(500, "the front failed to answer; its log has the cause", code="internal"))
+            log.exception("request %s: processing an output failed", self.context.request_id)
+            self._fail(
+                ApiError(
+                    500,
+                    "the server failed to process the request; see the log of this front for the cause",
+                    code="internal",
+                )
+            )
             return
         self.completion_tokens += sample.delivered - delivered
         now = time.monotonic()
@@ -446,7 +452,7 @@ class Generation:
 
 
 def _engine_error(output: Output) -> ApiError:
-    message = output.error or "the engine ended this request"
+    message = output.error or "the engine ended this request without giving a reason"
     if output.finish_reason == "cancelled":
         return ApiError(503, output.error or "this request was cancelled", code="aborted", retry_after_s=1.0)
     if output.refused:

@@ -53,7 +53,7 @@ def key_of(request: Request) -> bytes | None:
         return None
     if len(keys) > 1 or not _KEY.fullmatch(keys[0]):
         raise invalid(
-            "Idempotency-Key", "give it once, with 1 to 255 printable ASCII characters and no spaces"
+            "Idempotency-Key", "must be sent once, with 1 to 255 printable ASCII characters and no spaces"
         )
     return keys[0]
 
@@ -81,8 +81,7 @@ async def answer(
     if run.fingerprint != fingerprint:
         raise ApiError(
             422,
-            "this Idempotency-Key was used with another body: a key stands for one request; send a new key "
-            "with a new request",
+            "this Idempotency-Key was already used with a different body: use a new key for each new request",
             param="Idempotency-Key",
             code="idempotency_key_reused",
         )
@@ -219,8 +218,8 @@ async def _hand_over(state: AppState, request: Request, key_scope: bytes, body: 
     if descriptor is None:
         raise ApiError(
             409,
-            "the request with this Idempotency-Key is known, but further requests are already on this "
-            "connection: send it again on a separate connection",
+            "this retry cannot be continued on this connection, because further requests are already "
+            "queued on it: send it again on a separate connection",
             code="idempotency_key_in_use",
             retry_after_s=1.0,
             headers={"connection": "close"},
@@ -248,4 +247,4 @@ def _serialized(scope: Scope, body: bytearray) -> bytes:
 
 
 async def _receive_nothing() -> dict[str, object]:
-    raise RuntimeError("a recorded answer needs no request body")
+    raise RuntimeError("a stored answer cannot read the request body")

@@ -54,17 +54,22 @@ class IdentityTable:
                 return known
             if peer.kind != "unix" or key.startswith(KEY_PREFIX):
                 raise unauthorized(
-                    "this key is unknown, revoked or expired; make one with: appliance keys create",
+                    "this key is unknown, revoked or expired; create a new key with: appliance keys create",
                     "invalid_api_key",
                 )
         if peer.kind != "unix":
             raise unauthorized(
-                "no key: send the header 'Authorization: Bearer KEY'; make a key with: appliance keys create",
+                "a key is required: send the header 'Authorization: Bearer KEY'; create a key with: "
+                "appliance keys create",
                 "missing_api_key",
             )
         identity = self._of_peer(peer)
         if identity is None:
-            raise unauthorized(f"uid {peer.uid} may not use this socket without a key", "unknown_uid")
+            raise unauthorized(
+                f"uid {peer.uid} is not permitted to use this socket without a key; send the header "
+                "'Authorization: Bearer KEY'",
+                "unknown_uid",
+            )
         return identity
 
     def tenant_of(self, headers: Sequence[tuple[bytes, bytes]], peer: Peer) -> str:

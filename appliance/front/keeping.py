@@ -80,7 +80,9 @@ class Keeper:
         if self._waiting_chars + transcript.chars > MAX_WAITING_CHARS:
             self.dropped += 1
             log.error(
-                "request %s: its texts are not kept, because too many characters wait", transcript.request_id
+                "request %s: its prompts and answers are not stored, because too much text is waiting "
+                "to be stored",
+                transcript.request_id,
             )
             return
         self._waiting_chars += transcript.chars
@@ -95,7 +97,7 @@ class Keeper:
             loop = asyncio.get_running_loop()
             descriptor = await loop.run_in_executor(self._threads, _in_memory, transcript, self.rules)
         except Exception:
-            log.exception("request %s: its texts could not be kept", transcript.request_id)
+            log.exception("request %s: its prompts and answers could not be stored", transcript.request_id)
             return
         finally:
             self._waiting_chars -= transcript.chars

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MAX_LAG_BYTES = 4 << 20
 """If an answer is too long to be kept, at most this many bytes are held for clients that read slowly."""
 _PIECE_BYTES = 64 << 10
-"""Maximum number of bytes passed to a connection at once, so that the whole answer is never copied for a
+"""Maximum number of bytes passed to a connection in one call, so that the whole answer is never copied for a
 follower that joins late."""
 _CHUNK_OVERHEAD_BYTES = 96
 """Memory that Python needs to keep track of one chunk, in bytes."""
@@ -173,7 +173,7 @@ class KeyedRun:
         self._changed = asyncio.Event()
 
     def _trim(self) -> None:
-        """Drop what all followers have read, and cut off followers that are too far behind."""
+        """Drop the bytes that all followers have read, and cut off followers that are too far behind."""
         slowest = min((follower.position for follower in self.followers), default=self._dropped)
         del self._body[: slowest - self._dropped]
         self._dropped = slowest

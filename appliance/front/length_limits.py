@@ -38,8 +38,8 @@ class LengthLimit(NamedTuple):
         count = f"more than {self.max_prompt_tokens}" if tokens is None else str(tokens)
         return ApiError(
             400,
-            f"{self.owner} maximum context length is {self.tokens} tokens, prompt and answer together, but "
-            f"{param} has {count} tokens; shorten it",
+            f"{self.owner} maximum context length is {self.tokens} tokens for prompt and answer "
+            f"together, but {param} has {count} tokens; shorten {param}",
             param=param,
             code="context_length_exceeded",
         )
@@ -74,7 +74,9 @@ def answer_limit(identity: Identity, requested: int | None, default: int | None,
 
 def too_many_to_show(param: str) -> ApiError:
     """Return the 400 for a text with more tokens than /tokenize can show."""
-    return invalid(param, f"has more than {MAX_TOKENS_SHOWN} tokens; send it in parts")
+    return invalid(
+        param, f"has more than {MAX_TOKENS_SHOWN} tokens; split the text and send several requests"
+    )
 
 
 def truncated(
@@ -101,7 +103,7 @@ def max_answer_tokens(limit: LengthLimit, token_ids: list[int], answer: AnswerLi
     """Return the maximum number of tokens to generate after a prompt. `param` names the prompt's field in the
     request. Raises a 400 if the prompt is empty or leaves too few tokens for the answer."""
     if not token_ids:
-        raise invalid(param, "is empty: there is nothing to continue")
+        raise invalid(param, "is empty; send at least one token")
     requested, default = answer.requested, answer.default
     if not limit.tokens:
         return (default or _NO_LIMIT) if requested is None else max(requested, limit.answer_tokens)

@@ -50,7 +50,7 @@ def _reason(error: BaseException) -> str:
     """Return the reason why a model cannot be loaded, as text that can be encoded."""
     text = str(error)
     if not isinstance(error, TokenizerFilesError):
-        text = f"its files cannot be read ({type(error).__name__}: {text})"
+        text = f"the model's files cannot be read ({type(error).__name__}: {text})"
     return text[:_MAX_REASON_CHARACTERS].encode(errors="backslashreplace").decode()
 
 

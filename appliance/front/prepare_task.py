@@ -129,8 +129,9 @@ def _limit_answer_logprobs(prompts: list[Prompt], per_token: int, may_lower: boo
     if not may_lower or not max_tokens:
         raise invalid(
             "top_logprobs" if chat else "logprobs",
-            f"the answer could have {total} log probabilities (samples × max_tokens × (1 + alternatives)); "
-            f"without stream it may have {MAX_ANSWER_LOGPROBS}: stream it, or lower one of the three",
+            f"the answer could have {total} log probabilities (samples × max_tokens × (1 + "
+            f"alternatives)); without stream, at most {MAX_ANSWER_LOGPROBS} are allowed; set stream, or "
+            "lower one of the three values",
         )
     for prompt in prompts:
         prompt.max_tokens = min(prompt.max_tokens, max_tokens)
@@ -142,19 +143,20 @@ def _check_returned_prompts(body: GenerationRequest, prompt_tokens: int) -> None
     if body.return_token_ids and prompt_tokens > MAX_RETURNED_PROMPT_TOKENS:
         raise invalid(
             "return_token_ids",
-            f"the answer would have {prompt_tokens} token ids of prompts, more than "
+            f"the answer would contain {prompt_tokens} prompt token ids, more than the limit of "
             f"{MAX_RETURNED_PROMPT_TOKENS}; send fewer prompts, or lower n",
         )
     if body.prompt_logprobs is None:
         return
     if body.stream:
-        raise invalid("prompt_logprobs", "cannot be streamed: leave out stream, or prompt_logprobs")
+        raise invalid("prompt_logprobs", "cannot be streamed; omit stream or prompt_logprobs")
     logprobs = prompt_tokens * (body.prompt_logprobs + 1)
     if logprobs > MAX_PROMPT_LOGPROBS:
         raise invalid(
             "prompt_logprobs",
-            f"the answer would have {logprobs} log probabilities of prompts, more than "
-            f"{MAX_PROMPT_LOGPROBS}; send shorter prompts, or ask for fewer alternatives or answers",
+            f"the answer would contain {logprobs} log probabilities of prompt tokens, more than the "
+            f"limit of {MAX_PROMPT_LOGPROBS}; send shorter prompts, or request fewer alternatives or "
+            "answers",
         )
 
 

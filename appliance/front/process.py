@@ -96,12 +96,16 @@ class FrontProcess:
                 self._state.replicas.attach(message.replica, self._take_socket())
             except LookupError:
                 # This front cannot work without the channel, so it ends, and the core starts another front.
-                log.error("no file descriptor is left for the channel to replica %s", message.replica)
+                log.error(
+                    "too many open files to open the channel to replica %s: raise the limit of open files "
+                    "(ulimit -n)",
+                    message.replica,
+                )
                 os._exit(1)
         elif isinstance(message, Configure):
             self._configurations.put_nowait(message)
-            # Apply this at once, although models may take long to load, because a drain must refuse the next
-            # requests.
+            # Apply this immediately, although models may take long to load, because a drain must refuse the
+            # next requests.
             self._state.silent_models = self._state.silent_models | message.silent
             if not message.ready:
                 self._state.ready, self._state.not_ready_reason = False, message.reason
@@ -131,7 +135,7 @@ class FrontProcess:
             try:
                 await self._apply(configure)
             except Exception:
-                log.exception("configuration %d could not be applied", configure.serial)
+                log.exception("applying configuration %d failed", configure.serial)
 
     async def _apply(self, configure: Configure) -> None:
         """Apply a configuration. The front becomes ready with the first one."""
@@ -225,7 +229,7 @@ class FrontProcess:
 
 
 def _core_gone() -> None:
-    """Exit at once, because the core has ended. This closes the clients' connections."""
+    """Exit immediately, because the core has ended. This closes the clients' connections."""
     os._exit(0)
 
 

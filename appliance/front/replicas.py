@@ -20,7 +20,7 @@ class ReplicaChannels:
         """Use a new channel for a replica."""
 
         def closed(handles: list[int]) -> None:
-            log.warning("lost replica %s", name)
+            log.warning("the connection to replica %s was lost", name)
             if self._clients.get(name) is client:
                 del self._clients[name]
 

@@ -18,8 +18,8 @@ class LogprobEntry(NamedTuple):
 
 
 class Sample:
-    """One sample. `finish_reason` is "" while the sample is running. `pieces` and `entries` hold what has not
-    yet been written to the client."""
+    """One sample. `finish_reason` is "" while the sample is running. `pieces` and `entries` hold the output
+    that has not yet been written to the client."""
 
     __slots__ = (
         "_discard",

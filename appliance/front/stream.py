@@ -104,7 +104,9 @@ class EventStream:
             self._flush()
         except Exception:
             # An error here must end only this stream, because other streams are waiting to be flushed.
-            log.exception("request %s: its events could not be built", self.generation.context.request_id)
+            log.exception(
+                "request %s: creating the stream's events failed", self.generation.context.request_id
+            )
             self._connection.abort()
 
     def _flush(self) -> None:

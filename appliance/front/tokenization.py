@@ -77,7 +77,7 @@ async def chat_tokens(
     """
     for name in variables or ():
         if name in _RESERVED_VARIABLES:
-            raise invalid("chat_template_kwargs", f"{name!r} cannot be set here")
+            raise invalid("chat_template_kwargs", f"the variable {name!r} cannot be set in a request")
     shown: Any = [
         message | {"role": "system"} if message["role"] == "developer" else message
         for message in conversation(messages)
@@ -158,7 +158,9 @@ def _checked_size(variables: dict[str, Any]) -> int:
     """Return the size of the template variables as JSON, in bytes. Raises a 400 if it exceeds the limit."""
     size = len(json.dumps(variables))
     if size > MAX_VARIABLES_BYTES:
-        raise invalid("chat_template_kwargs", f"has {size} bytes; give at most {MAX_VARIABLES_BYTES}")
+        raise invalid(
+            "chat_template_kwargs", f"has {size} bytes; at most {MAX_VARIABLES_BYTES} bytes are allowed"
+        )
     return size
 
 
@@ -168,6 +170,7 @@ def _before_mark(text: str, mark: str) -> str:
     if end < 0:
         raise invalid(
             "continue_final_message",
-            "the model's chat template does not write the last message as it is, so it cannot be continued",
+            "the model's chat template changes the text of the last message, so that message cannot be "
+            "continued",
         )
     return text[:end].replace(mark, "")

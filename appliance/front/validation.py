@@ -109,7 +109,7 @@ def shown(value: Any) -> str:
     if isinstance(value, str) and len(value) > _MAX_SHOWN_CHARS:
         return repr(value[:_MAX_SHOWN_CHARS] + "…")
     if isinstance(value, int) and abs(value) >= 1 << 64:
-        return "a huge number"
+        return "a very large number"
     return "null" if value is None else repr(value)
 
 
@@ -217,7 +217,7 @@ def _check_length(info: types.StrType | types.ListType, value: Sized, unit: str)
     if info.min_length is not None and len(value) < info.min_length:
         raise FieldError("must not be empty")
     if info.max_length is not None and len(value) > info.max_length:
-        raise FieldError(f"has {len(value)} {unit}; give at most {info.max_length}")
+        raise FieldError(f"has {len(value)} {unit}; at most {info.max_length} are allowed")
     return value
 
 

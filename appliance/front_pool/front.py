@@ -222,13 +222,13 @@ class Front:
         try:
             pid = self._spawn()
         except OSError as error:
-            self._restart(f"it could not be started: {error}")
+            self._restart(f"the front process could not be started: {error}")
             return
-        log.info("%s starts (pid %d)", self.name, pid)
+        log.info("%s is starting (pid %d)", self.name, pid)
         try:
             self._events.front_started(self)
         except OSError as error:
-            self.kill(f"its channels could not be made: {error}")
+            self.kill(f"its channels could not be created: {error}")
 
     def _spawn(self) -> int:
         """Spawn the process and return its id. If OSError is raised, everything opened here has been
@@ -330,9 +330,9 @@ class Front:
         """Kill the process if it hangs or takes too long to start. Must be called about once a second."""
         limit_s = self.load_timeout_s if self._ready_at is None else self.hang_timeout_s
         if self._silent_s > limit_s:
-            self.kill(f"it sent nothing for {self._silent_s:.0f} s while {self.state}")
+            self.kill(f"it sent no message for {self._silent_s:.0f} s while {self.state}")
         elif self._starting_s > self.load_timeout_s:
-            self.kill(f"it was not ready {self._starting_s:.0f} s after its start (load_timeout_s)")
+            self.kill(f"it was not ready within {self._starting_s:.0f} s after its start (load_timeout_s)")
 
     def _message(self, message: FrontToCore) -> None:
         self._last_sign = time.monotonic()
@@ -385,7 +385,9 @@ class Front:
         except LookupError:
             complete = False
             self._events.front_problem(
-                self, "a message lost its file descriptor: raise the limit of open files (ulimit -n)"
+                self,
+                "a file descriptor could not be received because too many files are open: raise the "
+                "limit of open files (ulimit -n)",
             )
         try:
             yield taken if complete else []
@@ -447,21 +449,25 @@ class Front:
         """Return the explanation of the front's state."""
         if self._starting_s > _SLOW_START_S:
             return (
-                f"starting for {self._starting_s:.0f} s: it has not loaded the models' tokenizers and chat "
-                f"templates yet; after load_timeout_s = {self.load_timeout_s:g} it is killed and restarted"
+                f"starting for {self._starting_s:.0f} s: loading the models' tokenizers and chat "
+                "templates is not complete; the front is killed and restarted after load_timeout_s = "
+                f"{self.load_timeout_s:g}"
             )
         if self.state == "ready" and self._silent_s > _QUIET_S:
-            return f"silent for {self._silent_s:.0f} s: it gets no connections"
+            return f"silent for {self._silent_s:.0f} s: the front gets no new connections"
         return self.detail or (self._limits_reached(report) if report else "")
 
     def _limits_reached(self, report: FrontReport) -> str:
         """Return the connection limit that the front has reached, or an empty string if there is none."""
         if report.max_connections and report.busy_connections >= report.max_connections:
-            return f"full: all {report.max_connections:,} connections are in use, others are refused"
+            return (
+                f"full: all {report.max_connections:,} connections are in use, and new connections are "
+                "refused"
+            )
         if 0 < report.max_connections < self.max_connections:
             return (
-                f"only {report.max_connections:,} of limits.max_connections = {self.max_connections:,}: "
-                f"raise the limit of open files (ulimit -n)"
+                f"the limit of open files allows only {report.max_connections:,} of "
+                f"limits.max_connections = {self.max_connections:,} connections: raise it (ulimit -n)"
             )
         return ""
 

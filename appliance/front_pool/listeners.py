@@ -133,8 +133,8 @@ class Listener:
         if self._shortage_at is None or loop.time() - self._shortage_at > _SAME_SHORTAGE_S:
             self._note(
                 self.name,
-                f"no connections can be accepted for now ({shortage.strerror}): raise the limit of open "
-                f"files (ulimit -n)",
+                f"no connections can be accepted at the moment ({shortage.strerror}): raise the limit "
+                "of open files (ulimit -n)",
             )
         self._shortage_at = loop.time()
         self._pause = loop.call_later(_RETRY_S, self._resume)
@@ -212,7 +212,7 @@ class Listeners:
             if wanted is None or not listens_on(listener.address, wanted):
                 listener.close()
                 self._listeners.remove(listener)
-                log.info("tcp no longer listens on %s", listener.address)
+                log.info("no longer listening on %s (tcp)", listener.address)
         if opened is not None:
             self._add("tcp", opened).update()
         for listener in self._listeners:
@@ -226,7 +226,7 @@ class Listeners:
         listener = Listener(name, sock, self._balancer, self._note, lasting=lasting)
         self._listeners.append(listener)
         by = " (opened by the service manager)" if lasting else ""
-        log.info("%s listens on %s%s", name, listener.address, by)
+        log.info("listening on %s: %s%s", name, listener.address, by)
         return listener
 
     def _bind_tcp(self, settings: Settings, beside: Iterable[socket.socket] = ()) -> socket.socket | None:
@@ -242,8 +242,8 @@ class Listeners:
         name = sock.getsockname()
         if sock.type != socket.SOCK_STREAM or not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             raise ListenError(
-                f"the service manager passed {name!r}, which does not listen for connections: use "
-                f"ListenStream="
+                f"the service manager passed {name!r}, which is not a listening stream socket: use "
+                "ListenStream= in the socket unit"
             )
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
@@ -252,8 +252,9 @@ class Listeners:
         known = {str(settings.api_socket): "api", str(settings.admin_socket): "admin"}
         if name not in known:
             raise ListenError(
-                f"the service manager passed {name}, but the service's sockets are {' and '.join(known)}: "
-                f"make ListenStream= and run_dir agree"
+                f"the service manager passed {name}, but the service's sockets are "
+                f"{' and '.join(known)}: change ListenStream= or the setting run_dir so that the paths "
+                "match"
             )
         if known[name] == "api":
             self._add("api", sock, lasting=True)

@@ -137,7 +137,7 @@ class FrontPool:
         ended = asyncio.gather(*(front.ended() for front in self.fronts))
         await asyncio.wait([ended], timeout=_STOP_S)
         for front in self.fronts:
-            front.kill("it did not end in time")
+            front.kill("it did not exit in time")
         await ended
 
     def check(self) -> None:
@@ -198,7 +198,9 @@ class FrontPool:
             if msgspec.structs.replace(sent, serial=0) == now:
                 return
             if sent.ready != now.ready:
-                log.info("ready: every model answers") if now.ready else log.info("not ready: %s", now.reason)
+                log.info("ready: all models can answer requests") if now.ready else log.info(
+                    "not ready: %s", now.reason
+                )
         self._serial += 1
         self._sent_configuration = msgspec.structs.replace(now, serial=self._serial)
         for front in self.fronts:
@@ -309,7 +311,9 @@ class FrontPool:
         del self._by_name[name]
         self._requests.lose_front(name)
         if lost := self._claims.lose_front(name):
-            log.warning("%s held %d answers for retries of requests: such retries run anew", name, lost)
+            log.warning(
+                "%s ended with %d stored answers for retries: these retries will run again", name, lost
+            )
         self.balancer.assign_again(front.take_back())
         self._on_availability()
         self.publish_configuration()

@@ -71,17 +71,19 @@ class ChunkedBody:
             try:
                 self._parser.feed_data(window[fed:end])
             except httptools.HttpParserError:
-                raise RequestError(400, "the body's chunks are not valid HTTP/1.1") from None
+                raise RequestError(400, "the chunks of the request body are not valid HTTP/1.1") from None
             fed = end
         if self._messages != 1:
-            raise RequestError(400, "the body's chunks are not valid HTTP/1.1")
+            raise RequestError(400, "the chunks of the request body are not valid HTTP/1.1")
         consumed = fed - len(self._tail)
         self._tail = window[max(fed - 3, 0) : fed]
         content = b"".join(self._content)
         self._content.clear()
         self._framing_left += 2 * len(content) - consumed
         if self._framing_left < 0:
-            raise RequestError(400, "the body's chunks are too small: send at least 8 bytes in each")
+            raise RequestError(
+                400, "the chunks of the request body are too small: send at least 8 bytes per chunk"
+            )
         return content, consumed
 
     # ── the parser's callbacks ──

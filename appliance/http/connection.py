@@ -293,7 +293,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._exchange is not None and self._exchange.request_complete:
             self.transport.abort()
         else:
-            message = "the headers of the requests under way take too much memory: retry later"
+            message = "the headers of unfinished requests use too much memory: retry later"
             self.refuse(RequestError(503, message, "too_many_header_bytes"))
 
     def _step(self) -> bool:
@@ -504,7 +504,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _request_late(self) -> None:
         if self._reader.begun:
-            self.refuse(RequestError(408, "the request's header did not arrive in time", "header_timeout"))
+            self.refuse(RequestError(408, "the request headers did not arrive in time", "header_timeout"))
         elif self.transport.get_write_buffer_size():
             # The last response has not been fully sent yet. The write timer checks that the client reads it.
             self._watch_unsent()
@@ -522,7 +522,7 @@ class Connection(asyncio.BufferedProtocol):
         elif exchange.started:
             self.transport.abort()
         else:
-            self.refuse(RequestError(408, "the request's body did not arrive in time", "body_timeout"))
+            self.refuse(RequestError(408, "the request body did not arrive in time", "body_timeout"))
 
     def _arm(self, seconds: float, late: Callable[[], Any]) -> None:
         self._disarm()

@@ -12,8 +12,8 @@ running.
 
 The settings define how many replicas a model has and how they run. When the settings change, the replicas are
 changed one by one. A replica that already runs with the wanted settings stays, and a missing replica is
-started. A replica with other settings serves until its successor is ready, if the memory has room for both.
-Otherwise it is stopped first, and its requests continue on its successor.
+started. A replica with other settings serves until its successor is ready, if the memory is sufficient for
+both. Otherwise it is stopped first, and its requests continue on its successor.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class ModelManager:
         try:
             self._channels.connect_replica(replica.name, replica.model, group.attach_front)
         except OSError as error:
-            replica.kill(f"its channels to fronts could not be made: {error}")
+            replica.kill(f"its channels to the fronts could not be created: {error}")
             return
         # The account is added after the channels are open, because a front needs its channel before a request
         # is dispatched to the replica.
@@ -213,7 +213,7 @@ class ModelManager:
                 model, max_model_len=info.max_model_len, vocab_size=info.vocab_size
             )
         if model.version != known.version:
-            log.info("model %s: version %s from now on", model.name, model.version)
+            log.info("model %s: the version is now %s", model.name, model.version)
         self.models[model.name] = model
         self._requests.set_version(model.name, model.version)
         if replica.account is not None:
@@ -245,16 +245,16 @@ class ModelManager:
 
     def _describe_change(self, former: ModelSettings | None, wanted: ModelSettings | None) -> str:
         if wanted is None:
-            return f"is removed; its requests get {self._settings().drain_grace_s:g} s"
+            return f"is being removed; its requests have {self._settings().drain_grace_s:g} s to finish"
         if former is None:
-            return f"is new and loads ({wanted.replicas} replica{'s' if wanted.replicas > 1 else ''})"
+            return f"is being added with {wanted.replicas} replica{'s' if wanted.replicas > 1 else ''}"
         if former == wanted:
-            return "its settings, which could not be loaded, are tried again"
+            return "the settings that could not be loaded before are being retried"
         if former.spec("") == wanted.spec(""):
             if former.replicas != wanted.replicas:
                 return f"{former.replicas} → {wanted.replicas} replicas"
-            return "its replicas stay as they are"
-        return "its replicas are replaced one by one"
+            return "the change does not affect running replicas"
+        return "its replicas are being replaced one by one"
 
     def _add(self, model: ServedModel) -> None:
         self.models[model.name] = model
@@ -272,9 +272,9 @@ class ModelManager:
             while await self._next_step(name):
                 pass
         except Exception:
-            log.exception("model %s: the change of its settings failed", name)
+            log.exception("model %s: applying the new settings failed", name)
             self._given_up.add(name)
-            self._note(name, "the change of its settings failed: see the log")
+            self._note(name, "applying the new settings failed: see the log for the cause")
 
     async def _next_step(self, name: str) -> bool:
         """Take one step. Return whether another step may follow."""
@@ -307,12 +307,12 @@ class ModelManager:
             if why_not := await asyncio.to_thread(
                 why_not_beside, wanted, self._placement.choose(wanted.tensor_parallel_size)
             ):
-                log.warning("%s is stopped before its successor loads: %s", old.name, why_not)
-                self._note(old.name, f"it was stopped before its successor loaded: {why_not}")
+                log.warning("%s is stopped before its replacement loads: %s", old.name, why_not)
+                self._note(old.name, f"stopped before its replacement loaded: {why_not}")
                 await self._retire(old)
                 return True
             new = self._new(old.model, wanted)
-            log.info("%s replaces %s, which serves until then", new.name, old.name)
+            log.info("%s is loading to replace %s, which keeps serving until then", new.name, old.name)
             new.start()
             current = [*current, new]
         for new in current:
@@ -320,7 +320,8 @@ class ModelManager:
                 if new.failure or new.restarts >= _MAX_FAILED_STARTS:
                     self._given_up.add(old.model)
                     self._note(
-                        new.name, f"the new settings cannot be loaded, {old.name} stays: {new.last_error}"
+                        new.name,
+                        f"the new settings cannot be loaded, so {old.name} keeps running: {new.last_error}",
                     )
                     await self._retire(new)
                     return False
@@ -357,10 +358,10 @@ class ModelManager:
     async def _remove(self, name: str) -> None:
         """Stop serving a model."""
         self.models.pop(name, None)
-        self._requests.pause_admission(name, f"the model {name!r} is being removed")
+        self._requests.pause_admission(name, f"model {name!r} is being removed")
         self._publish()
         await _poll(lambda: self._requests.state.finished(name), self._settings().drain_grace_s)
-        self._requests.abort_all(f"the model {name!r} was removed", name)
+        self._requests.abort_all(f"model {name!r} was removed", name)
         for replica in self.of(name):
             await self._retire(replica)
         self._requests.resume_admission(name)

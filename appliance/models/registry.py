@@ -37,7 +37,7 @@ def describe_models(loaded: Loaded, former: Settings | None = None) -> list[Serv
                     field=dotted(path),
                     what=f"models.{name}.folder = {model.folder!r} cannot be used: {error.filename}: "
                     f"{error.strerror}",
-                    remedy="name the folder of a Hugging Face checkpoint (config.json, tokenizer.json, "
+                    remedy="set it to the folder of a Hugging Face checkpoint (config.json, tokenizer.json, "
                     "*.safetensors)",
                 )
             )

@@ -30,7 +30,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     field: str = ""
     """Setting, such as "models.chat.max_num_seqs"; empty for the whole file."""
     what: str
-    """What is wrong, including the value."""
+    """Description of the fault, including the value."""
     remedy: str
 
     def __str__(self) -> str:

@@ -39,8 +39,8 @@ def find_config(flag: str | None, environ: Mapping[str, str] = os.environ) -> Pa
                 raise SettingsError(
                     Fault(
                         place=Place(by),
-                        what=f"it names {path}, which is not a file",
-                        remedy="write it or name another one",
+                        what=f"{path} is not a file",
+                        remedy="create the file, or set another path",
                     )
                 )
             return path
@@ -114,8 +114,8 @@ def _is_file(path: Path) -> bool:
     except PermissionError as error:
         fault = Fault(
             place=Place(str(path)),
-            what=f"it cannot be accessed ({error.strerror})",
-            remedy="give this user access to its folder, or name another file with --config",
+            what=f"the file cannot be accessed ({error.strerror})",
+            remedy="give this user access to its folder, or set another file with --config",
         )
         raise SettingsError(fault) from error
 
@@ -133,13 +133,15 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[faults.Path, int]]:
         said = _SYNTAX_LINE.search(str(error))
         line = int(said[1]) if said and said[1] else text.count("\n") + 1
         what = _SYNTAX_LINE.sub("", str(error))
-        raise fault("it is not TOML", f"{what[:1].lower()}{what[1:]}", line) from error
+        raise fault("the file is not valid TOML", f"{what[:1].lower()}{what[1:]}", line) from error
     except UnicodeDecodeError as error:
-        raise fault(f"it is not UTF-8 text ({error})", "TOML files are") from error
+        raise fault(f"the file is not UTF-8 text ({error})", "save the file as UTF-8") from error
     except ValueError as error:
-        raise fault(f"it has a number with too many digits ({error})", "write a smaller number") from error
+        raise fault(f"a number in the file has too many digits ({error})", "use a smaller number") from error
     except OSError as error:
-        raise fault(f"it cannot be read ({error.strerror})", "let the service's user read it") from error
+        raise fault(
+            f"the file cannot be read ({error.strerror})", "give the service's user read access"
+        ) from error
 
 
 def _paths(table: Mapping[str, Any]) -> Iterator[faults.Path]:

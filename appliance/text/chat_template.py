@@ -57,7 +57,7 @@ class ChatTemplate:
             except Exception as error:
                 # For a hostile source, Jinja2 and Python's compiler can raise any exception.
                 reason = _for_client(f"{type(error).__name__}: {error}")
-                raise ChatTemplateError(f"chat template {name!r}: not valid Jinja2 ({reason})") from error
+                raise ChatTemplateError(f"chat template {name!r} is not valid Jinja2 ({reason})") from error
 
     @property
     def exists(self) -> bool:
@@ -92,7 +92,9 @@ class ChatTemplate:
                 pieces.append(piece)
                 left -= len(piece)
                 if left < 0:
-                    raise TemplateBoundError(f"rendered messages exceed {self._max_characters} characters")
+                    raise TemplateBoundError(
+                        f"the rendered messages exceed the limit of {self._max_characters} characters"
+                    )
         except (ChatTemplateError, MemoryError):
             raise
         except jinja2.TemplateError as error:
@@ -111,10 +113,12 @@ class ChatTemplate:
             return self._templates["default"]
         if not self._templates:
             raise NoChatTemplateError(
-                "this model has no chat template and cannot take messages; use /v1/completions with a prompt"
+                "this model has no chat template, so it cannot be used with messages; use "
+                "/v1/completions with a prompt"
             )
         raise NoChatTemplateError(
-            f"this model has no default chat template, only {sorted(self._templates)}; use /v1/completions"
+            f"this model has no default chat template, only {sorted(self._templates)}; use "
+            "/v1/completions with a prompt"
         )
 
 
@@ -147,12 +151,14 @@ class _BoundedSandbox(ImmutableSandboxedEnvironment):
         if operator == "**":
             if max(abs(left), abs(right)) > 1000:
                 raise jinja2.TemplateError(
-                    f"the chat template computes {left} ** {right}, which is too large"
+                    f"the chat template computes {left} ** {right}, whose result is too large"
                 )
         else:
             for sequence, times in ((left, right), (right, left)):
                 if isinstance(sequence, (str, list, tuple)) and len(sequence) * times > self.max_characters:
-                    raise jinja2.TemplateError(f"the chat template exceeds {self.max_characters} characters")
+                    raise jinja2.TemplateError(
+                        f"the chat template creates a text of more than {self.max_characters} characters"
+                    )
         return super().call_binop(context, operator, left, right)
 
 
@@ -172,7 +178,8 @@ class _PlainNamespace(jinja2.utils.Namespace):
 def _refuse_internal(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
         raise jinja2.TemplateError(
-            f"the chat template sets {name!r} on a namespace; rename it without underscore"
+            f"the chat template sets the attribute {name!r} of a namespace; use a name without a "
+            "leading underscore"
         )
 
 

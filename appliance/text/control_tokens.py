@@ -58,7 +58,9 @@ class ControlTokens:
         try:
             self._copy = _RenamedCopy(backend, self._texts)
         except Exception as error:  # The Rust extension raises no narrower type.
-            log.warning("special tokens in messages stay control tokens: %s", error)
+            log.warning(
+                "special tokens in message texts cannot be neutralised and act as control tokens: %s", error
+            )
 
     @property
     def texts(self) -> list[str]:

@@ -1,4 +1,5 @@
-"""Converts token ids to text, one stream at a time, in whole characters. This is the front's hottest path."""
+"""Converts token ids to text, one stream at a time, in whole characters. This code determines most of the
+front's CPU time per token."""
 
 from __future__ import annotations
 

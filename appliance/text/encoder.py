@@ -56,14 +56,15 @@ class UncuttableTextError(ValueError):
         if can_cut:
             word = last_cut(piece[:PIECE_CHARACTERS])
             super().__init__(
-                f"has {len(piece) - word} characters without a space or punctuation behind a letter, from "
-                f"character {position + word} on ({piece[word : word + _SHOWN_CHARACTERS]!r}…); at most "
-                f"{MAX_UNCUT_BYTES} bytes of such text are encoded: divide it with spaces, or send token ids"
+                f"has {len(piece) - word} characters without a space or punctuation after a letter, "
+                f"from character {position + word} on ({piece[word : word + _SHOWN_CHARACTERS]!r}…); at "
+                f"most {MAX_UNCUT_BYTES} bytes of such text can be encoded: insert spaces, or send "
+                "token ids"
             )
         else:
             super().__init__(
-                f"has {len(piece)} characters; this model's tokenizer cannot encode a text in parts, and at "
-                f"most {MAX_UNCUT_BYTES} bytes are encoded at once: shorten it, or send token ids"
+                f"has {len(piece)} characters; this model's tokenizer cannot encode a text in parts, so "
+                f"texts are limited to {MAX_UNCUT_BYTES} bytes: shorten the text, or send token ids"
             )
         self.index = index
         """Index of the text."""

@@ -24,8 +24,8 @@ _MIN_BYTES = 4096
 MAX_SHARE = 1 / 3
 """Maximum share of a thread's time that one tenant's texts take in the long run."""
 BURST_S = 2.0
-"""A tenant that has had no texts for this long may use its share of that time at once, which is enough for a
-text of 2 MiB."""
+"""A tenant that has had no texts for this long may use its share of that time immediately, which is enough
+for a text of 2 MiB."""
 NICENESS = 10
 """Nice value of the encoding threads. Event loops have a higher priority, because they must react quickly."""
 
@@ -86,8 +86,8 @@ class TextMemory:
         share = self._max_bytes // len(self._used.keys() | {tenant})
         if used and used + size > share:
             raise TooMuchWorkError(
-                f"tenant {tenant!r} has {used} bytes of prompts that wait for their tokens, and may have "
-                f"{share}; send fewer or shorter prompts at a time"
+                f"{used} bytes of prompts of tenant {tenant!r} are waiting to be tokenized, and the "
+                f"limit is {share} bytes; send fewer or shorter prompts at the same time"
             )
         self._used[tenant] = used + size
         try:
@@ -194,8 +194,8 @@ class WorkPool:
             return await asyncio.wait_for(job.result, self._max_wait_s)
         except TimeoutError:
             raise TooMuchWorkError(
-                f"the tokens of the prompts were not ready after {self._max_wait_s:g} s; send shorter or "
-                "fewer prompts at a time"
+                f"tokenizing the prompts was not complete after {self._max_wait_s:g} s; send fewer or "
+                "shorter prompts at the same time"
             ) from None
 
 

@@ -32,7 +32,9 @@ class StopSet:
         strings are too long."""
         characters = sum(map(len, strings))
         if characters > MAX_STOP_CHARACTERS:
-            raise StopStringsError(f"has {characters} characters in all; give at most {MAX_STOP_CHARACTERS}")
+            raise StopStringsError(
+                f"has {characters} characters in total; at most {MAX_STOP_CHARACTERS} are allowed"
+            )
         self.strings = tuple(strings)
         self.children: list[dict[str, int]] = [{}]
         self.depth = [0]  # Length of the suffix that each state represents.
@@ -40,7 +42,7 @@ class StopSet:
         self.fallback = [0]  # For each state, the state of the next shorter suffix.
         for index, string in enumerate(self.strings):
             if not string:
-                raise StopStringsError(f"string {index} is empty; give at least one character")
+                raise StopStringsError(f"string {index} is empty; each string needs at least one character")
             self._insert(string, index)
         self._link()
         first = "".join(re.escape(character) for character in self.children[0])

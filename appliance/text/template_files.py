@@ -28,7 +28,7 @@ def read_template_sources(folder: Path) -> dict[str, str]:
         except FileNotFoundError:
             continue
         except (OSError, ValueError) as error:
-            raise TokenizerFilesError(f"{path}: not readable as UTF-8 text ({error})") from error
+            raise TokenizerFilesError(f"{path} cannot be read as UTF-8 text ({error})") from error
     if sources:
         return sources
     path = folder / "tokenizer_config.json"
@@ -41,5 +41,5 @@ def read_template_sources(folder: Path) -> dict[str, str]:
         return {str(entry["name"]): str(entry["template"]) for entry in value}
     except (TypeError, KeyError) as error:
         raise TokenizerFilesError(
-            f"{path}: chat_template must be text or a list of objects with name and template"
+            f"{path}: chat_template must be a text or a list of objects with the fields name and template"
         ) from error

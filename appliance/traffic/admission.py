@@ -117,8 +117,8 @@ def timed_out(
     if held:
         why = "the service was draining"
     else:
-        why = "no replica had capacity for it" if model.accounts else "no replica of the model is ready"
-    message = f"the request waited {timeout_s:g} s and {why}: try again later"
+        why = "no replica had enough capacity" if model.accounts else "no replica of the model is ready"
+    message = f"the request waited {timeout_s:g} s, but {why}: try again later"
     wait_s = max((wait or 0.0 for wait in model.waits_s(now)), default=None)
     return Refusal(503, "queue_timeout", message, _retry_after_s(wait_s, model.oldest_wait_s(now)))
 
@@ -145,13 +145,13 @@ def reserve(request: Request, quotas: Quotas) -> Refusal | None:
 
 def unknown_model(name: str, known: Iterable[str]) -> Refusal:
     """Return the refusal of a request for a model that is not served."""
-    message = f"there is no model {name!r}: available models: {', '.join(known) or 'none'}"
+    message = f"there is no model {name!r}; available models: {', '.join(known) or 'none'}"
     return Refusal(404, "model_not_found", message)
 
 
 def failed_model(name: str, why: str) -> Refusal:
     """Return the refusal of a request for a model none of whose replicas can start."""
-    message = f"the model {name!r} cannot be served: {why}"
+    message = f"model {name!r} cannot be served: {why}"
     return Refusal(503, "model_failed", message, _FAILED_RETRY_S)
 
 
@@ -162,7 +162,7 @@ def paused(pause: AdmissionPause) -> Refusal:
 
 def suspended(tenant: TenantTraffic) -> Refusal:
     """Return the refusal of a request from a suspended tenant."""
-    message = f"tenant {tenant.name!r} is suspended: ask the operator of this server"
+    message = f"tenant {tenant.name!r} is suspended: contact the operator of this server"
     return Refusal(403, "tenant_suspended", message)
 
 
@@ -184,22 +184,25 @@ def _no_place(
     for scope, name, use, most in limits:
         if most is not None and use.queued >= most:
             message = (
-                f"{use.queued} requests of {scope} {name!r} are waiting, and its limit is {most}: "
-                f"try again later"
+                f"{use.queued} requests of {scope} {name!r} are waiting, and the limit is {most}: try "
+                "again later"
             )
             after_s = _retry_after_s(wait_s, model.oldest_wait_s(now))
             return Refusal(429, "tenant_queue_full", message, after_s, kind="requests")
     rules, use, tokens = model.rules, tenant.use, request.admit.prompt_tokens
     if waiting.requests >= rules.limit:
-        message = f"{waiting.requests} requests are waiting, which is the limit"
+        message = f"the queue has reached its limit of {waiting.requests} waiting requests"
     elif waiting.tokens and waiting.tokens + tokens > rules.tokens:
-        message = f"requests of {waiting.tokens} tokens are waiting, and the limit is {rules.tokens}"
+        message = (
+            f"the waiting requests have {waiting.tokens} prompt tokens in total, and the limit is "
+            f"{rules.tokens}"
+        )
     elif use.queued >= _MAX_FREE_MULTIPLE * (
         rules.limit - waiting.requests
     ) or use.queued_tokens >= _MAX_FREE_MULTIPLE * (rules.tokens - waiting.tokens):
         message = (
-            f"{waiting.requests} requests are waiting, {use.queued} of them of tenant {tenant.name!r}: the "
-            f"remaining places are reserved for other tenants"
+            f"{waiting.requests} requests are waiting, including {use.queued} of tenant "
+            f"{tenant.name!r}, and the remaining space in the queue is reserved for other tenants"
         )
     else:
         return None
@@ -215,8 +218,8 @@ def _too_late(request: Request, model: ModelTraffic, wait_s: float | None) -> Re
         return Refusal(503, "overloaded", shedder.reason, _bounded((wait_s or 0.0) - most_s))
     if wait_s is not None and wait_s > rules.timeout_s:
         message = (
-            f"the request would wait {wait_s:.0f} s for its turn, more than the limit of "
-            f"{rules.timeout_s:g} s: try again later"
+            f"the expected waiting time is {wait_s:.0f} s, more than the limit of {rules.timeout_s:g} "
+            "s: try again later"
         )
         return Refusal(503, "overloaded", message, _bounded(wait_s - rules.timeout_s))
     return None
@@ -252,8 +255,8 @@ def _deadline(
 def _missed(request: Request, now: float, wait_s: float, run_s: float) -> Refusal:
     left_s = max(0.0, (request.deadline_at or now) - now)
     message = (
-        f"the deadline is in {left_s * 1e3:.0f} ms, but at the measured rates the answer takes "
-        f"{wait_s * 1e3:.0f} ms of waiting and {run_s * 1e3:.0f} ms of computing"
+        f"the deadline is in {left_s * 1e3:.0f} ms, but the request is expected to wait "
+        f"{wait_s * 1e3:.0f} ms and to run for {run_s * 1e3:.0f} ms"
     )
     return Refusal(503, "deadline_unreachable", message, useless=True)
 

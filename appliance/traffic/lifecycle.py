@@ -177,7 +177,9 @@ class RequestLifecycle:
         left = request.dispatched.get(account) if request else None
         if request is None or left is None:
             log.error(
-                "%s finished request %s, which was not dispatched to it", account.replica, finished.request_id
+                "replica %s finished request %s, which was not dispatched to it",
+                account.replica,
+                finished.request_id,
             )
             return
         samples = len(finished.finish_reason)
@@ -248,7 +250,7 @@ class RequestLifecycle:
         # much.
 
     def end_without_front(self, request: Request) -> None:
-        """Settle a request on behalf of its front, which has died."""
+        """Settle a request on behalf of its front, which has ended."""
         if request.settled is None:
             self.stop_waiting(request)
             request.front_died = True

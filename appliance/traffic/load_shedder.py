@@ -14,8 +14,8 @@ _DONE = (
     "",
     "new P3 requests are refused",
     "new and waiting P3 requests are refused",
-    "P3 requests are refused, and P2 requests that would wait too long",
-    "P3 requests are refused, and P2 and P1 requests that would wait too long",
+    "P3 requests are refused, as are P2 requests that would wait too long",
+    "P3 requests are refused, as are P2 and P1 requests that would wait too long",
 )
 _MAX_STEP = (REFUSE_INTERACTIVE, REFUSE_INTERACTIVE, REFUSE_BATCH)
 """The highest step that an overload of each class can lead to."""
@@ -50,7 +50,10 @@ class LoadShedder:
             if wait_s > most_s and goal < given_up:
                 goal = given_up
                 name = CLASS_NAMES[number]
-                self._why = f"{name} requests would wait {wait_s:.1f} s, more than {most_s:g} s"
+                self._why = (
+                    f"the service is overloaded, because {name} requests would wait {wait_s:.1f} s, more "
+                    f"than {most_s:g} s"
+                )
             relieved = relieved and wait_s <= _RELIEVED * most_s
         over = self.step > goal and (goal > CALM or relieved)
         direction = 1 if self.step < goal else -1 if over else 0

@@ -243,7 +243,7 @@ class ModelTraffic:
         """Number of prompt tokens that fit into one step on every replica."""
 
     def starts_at_once(self, request: Request, tenant: TenantTraffic, now: float) -> bool:
-        """Return whether a new request would be dispatched at once."""
+        """Return whether a new request would be dispatched immediately."""
         levels = self.open_levels()
         if self.resumed or not levels >> self.level_of(request, tenant) & 1:
             return False

@@ -112,13 +112,13 @@ class Shortage:
         head = f"{words} of {bucket.owner}: limit {limit}"
         if self.wait_s == math.inf:
             return (
-                f"request too large for {head} at once, requested {self._needed}: shorten the prompt or ask "
-                f"for fewer max_tokens"
+                f"request too large for {head}, requested {self._needed}: shorten the prompt or lower "
+                "max_tokens"
             )
         # A reservation that has been held for a long time may have been refilled in the meantime. Such a
         # reservation no longer counts as used.
         reserved = min(used, math.ceil(bucket.held))
-        held = f" ({reserved} by requests that have not ended)" if reserved else ""
+        held = f" ({reserved} of these by unfinished requests)" if reserved else ""
         return (
             f"rate limit reached for {head}, used {used}{held}, requested {self._needed}: try again in "
             f"{duration(self.wait_s)}"
@@ -287,7 +287,7 @@ class Quotas:
     # ── restarts ──
 
     def news(self, now: float) -> tuple[list[QuotaLevels], list[Name]]:
-        """Return what must be stored at unix time `now`: the levels that changed since the last call, and the
+        """Return the data to store at unix time `now`: the levels that changed since the last call, and the
         names of accounts that no longer exist."""
         monotonic = self._clock()
         gone, self._gone = list(self._gone), set()
@@ -341,7 +341,7 @@ def _refilled(accounts: Iterable[Account], now: float) -> tuple[Bucket, ...]:
 
 
 def _lowered(buckets: Iterable[Bucket], prompt_tokens: int, max_tokens: int, samples: int) -> int:
-    """Return `max_tokens`, lowered to what every token limit has left."""
+    """Return `max_tokens`, lowered to the remaining amount of the tightest token limit."""
     left = min((bucket.level for bucket in buckets if bucket.counts_tokens), default=math.inf)
     if prompt_tokens + max_tokens <= left:
         return max_tokens

@@ -64,7 +64,7 @@ class Request:
         self.most_tokens: int | None = None
         """The value for `Admitted.most_tokens`."""
         self.front_died = False
-        """Whether the front died, so that it is unknown what the client received."""
+        """Whether the front ended unexpectedly, so that the number of delivered tokens is unknown."""
 
         self.queued_at: float | None = None
         """Time when the request was queued; None unless it is waiting."""
@@ -97,7 +97,7 @@ class Request:
 
         self.settled: Settle | None = None
         self.lost_counts = False
-        """Whether a replica died before it reported the request's generated tokens."""
+        """Whether a replica ended before it reported the request's generated tokens."""
         self.counted = False
         """Whether a replica has reported the request's generated tokens."""
         self.generated_tokens = 0
@@ -143,7 +143,7 @@ class Request:
         output = self.generated_tokens if self.front_died else self.settled.delivered_tokens
         if self.first.prompt_tokens + output > reserved:
             log.error(
-                "request %s used more than the %d tokens that it had reserved", self.request_id, reserved
+                "request %s used more tokens than the %d that were reserved for it", self.request_id, reserved
             )
         return min(reserved, self.first.prompt_tokens + output)
 
@@ -192,7 +192,7 @@ class Request:
 
 def own_settle(request: Request, status: int, finish_reason: str, error: str, now: float) -> Settle:
     """Return the settlement that the core makes on behalf of a front, at unix time `now`. Nothing is billed,
-    because it is unknown what the client received."""
+    because the number of delivered tokens is unknown."""
     return Settle(
         request_id=request.request_id,
         submitted=False,
@@ -210,7 +210,12 @@ def row_of(request: Request, now: float) -> RequestRow:
     delivered = end.delivered_tokens if end else 0
     generated = request.known_tokens
     if delivered > generated and end is not None and not request.dispatched:
-        log.error("request %s: %d tokens delivered, %d generated", first.request_id, delivered, generated)
+        log.error(
+            "request %s: %d tokens were delivered, but only %d were generated",
+            first.request_id,
+            delivered,
+            generated,
+        )
     return RequestRow(
         request_id=first.request_id,
         created_at=first.arrived_at,

@@ -31,7 +31,7 @@ class TrafficState:
         self.fronts: set[str] = set()
         """Names of the live fronts."""
         self.broken_fronts: set[str] = set()
-        """Live fronts that closed a channel to a replica, because they are dying or faulty. A request
+        """Live fronts that closed a channel to a replica, because they are ending or faulty. A request
         dispatched for one of these fronts may not reach its replica."""
         self.running = 0
         self.waiting_tokens = 0

@@ -165,7 +165,7 @@ def test_a_unix_socket_works_like_an_address(run_dir: Path) -> None:
         ("breaks_after", 2, "closed", "closed the connection"),
         ("error_event_after", 1, "error event", "the engine failed"),
         ("hangs_after", 3, "timeout", "0.4 s"),
-        ("streams", False, "protocol", "no completion was streamed"),
+        ("streams", False, "protocol", "the server streamed no completion"),
     ],
     ids=lambda case: case[2],
 )

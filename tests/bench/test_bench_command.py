@@ -140,7 +140,7 @@ def test_a_hopeless_trial_is_stopped_and_a_search_without_a_sustained_rate_fails
     # With this seed, the only request arrives in the first quarter, in which the response time is measured.
     words = "--find-rate --rate 5 --duration 0.2 --output-tokens 1 --no-warm-up --seed 8"
     outcome = cli("bench", "--base-url", fake.url, *words.split(), limit, "10", "--json", tmp_path / "j")
-    assert outcome.code == 1 and "no rate down to 5 requests/s" in outcome.out
+    assert outcome.code == 1 and "did not sustain any tested rate, down to 5 requests/s" in outcome.out
     assert f"no: {reason}" in outcome.out
     made = json.loads((tmp_path / "j").read_text(), parse_constant=not_json)
     (trial,) = made["search"]["trials"]
@@ -155,13 +155,13 @@ def test_answers_that_end_early_count_the_tokens_received(cli: Run, fake: FakeSe
     outcome = cli("bench", "--base-url", fake.url, *SMALL)
     assert outcome.code == 0
     said = " ".join(outcome.out.split())
-    assert "4 of 4 answers have fewer than the 4 tokens asked for" in said
+    assert "4 of 4 answers have fewer than the 4 requested tokens" in said
     assert "ignores ignore_eos" in said and "the 12 tokens that were received" in said
 
 
 def test_chunks_of_several_tokens_are_noted(cli: Run, fake: FakeServer) -> None:
     fake.behaviour.tokens_per_chunk = 2
-    assert "a chunk carries 2.00 tokens" in cli("bench", "--base-url", fake.url, *SMALL).out
+    assert "a chunk contains 2.00 tokens" in cli("bench", "--base-url", fake.url, *SMALL).out
 
 
 def test_failed_requests_are_shown_with_an_example_and_exit_1(cli: Run, fake: FakeServer) -> None:
@@ -179,9 +179,9 @@ def test_prompts_stay_below_the_vocabulary_size_of_the_server_or_the_option(
 
     assert "ids below 1,000 (a guess" in said()
     fake.behaviour.tokenizes = True
-    assert "ids below 4,712 (the server's tokenizer)" in said()
+    assert "ids below 4,712 (from the server's tokenizer)" in said()
     fake.behaviour.models = [{"id": "fake", "meta": {"n_vocab": 300}}]
-    assert "ids below 300 (the server's list" in said()
+    assert "ids below 300 (from the server's list" in said()
     before = len(fake.bodies)
     assert "ids below 5 (--vocab-size)" in said("--vocab-size", "5")
     assert all(max(body["prompt"]) < 5 for body in fake.bodies[before:])
@@ -203,12 +203,12 @@ def test_problems_are_reported_before_the_run(cli: Run, fake: FakeServer, run_di
     (run_dir / "file").write_text("")
     for words, expected in (
         (("--base-url", "http://127.0.0.1:1"), "cannot connect to http://127.0.0.1:1/v1"),
-        (("--base-url", "localhost:8080"), "not the address of an API"),
-        (("--base-url", fake.url + "/nowhere"), "lists no model"),
+        (("--base-url", "localhost:8080"), "is not a valid API address"),
+        (("--base-url", fake.url + "/nowhere"), "lists no models"),
         (("--base-url", fake.url, "--model", "other"), "'other' is not served; available models: fake"),
-        (("--base-url", fake.url, "--output-tokens", "9999"), "takes 10000 in all"),
+        (("--base-url", fake.url, "--output-tokens", "9999"), "allows only 10000"),
         (("--base-url", fake.url, "--json", run_dir / "file" / "below"), "cannot be written"),
-        (("--socket", run_dir / "none.sock"), "there is no socket"),
+        (("--socket", run_dir / "none.sock"), "does not exist"),
         (("--socket", run_dir / "file"), "cannot connect to"),
         (("--run-dir", run_dir), "no service is running at"),
     ):
@@ -217,7 +217,7 @@ def test_problems_are_reported_before_the_run(cli: Run, fake: FakeServer, run_di
         assert expected in outcome.err and outcome.err.count("\n") == 1, outcome.err
     fake.behaviour.status = lambda number: 400
     outcome = cli("bench", "--base-url", fake.url)
-    assert outcome.code == 1 and "fails for two tokens: http 400: no, 400" in outcome.err
+    assert outcome.code == 1 and "failed: http 400: no, 400" in outcome.err
 
 
 def test_a_run_that_fails_leaves_the_json_file_unchanged(cli: Run, tmp_path: Path) -> None:
@@ -274,7 +274,7 @@ def test_a_number_out_of_range_is_refused_with_the_range(cli: Run, flag: str, va
     outcome = cli("bench", "--base-url", "http://127.0.0.1:1", flag, value)
     said = " ".join(outcome.err.split())
     assert outcome.code == 2 and outcome.out == ""
-    expected = rf"'{flag}': '{re.escape(value)}' cannot be used: write a (whole )?number, [\d.,]+ to [\d.,]+$"
+    expected = rf"'{flag}': '{re.escape(value)}' is not valid: use a (whole )?number from [\d.,]+ to [\d.,]+$"
     assert re.search(expected, said), said
 
 

@@ -125,7 +125,7 @@ def test_without_a_terminal_a_dangerous_action_needs_yes(
     asked = [word for word in required(EVERY[words]) if word != "--yes"]
     outcome = cli(*words, *asked, "--run-dir", run_dir)
     assert (outcome.code, outcome.out) == (2, "")
-    assert f"'{action.title} " in outcome.err and "needs --yes" in outcome.err
+    assert f"'{action.title} " in outcome.err and "add --yes" in outcome.err
     assert admin.actions == []
     if words != ("drain",):  # `drain` would follow the drain to its end
         cli(*words, *asked, "--yes", "--run-dir", run_dir)

@@ -109,7 +109,7 @@ def test_where_no_service_ever_ran_the_missing_log_is_named(cli: Run, tmp_path: 
 def test_a_log_without_rows_is_no_failure(cli: Run, history: History, tmp_path: Path) -> None:
     assert cli("requests", "--state-dir", tmp_path, "--json").out == "[]\n"
     outcome = cli("requests", "--state-dir", tmp_path)
-    assert (outcome.code, outcome.out) == (0, "") and "No request" in outcome.err
+    assert (outcome.code, outcome.out) == (0, "") and "No matching requests" in outcome.err
 
 
 def test_a_file_that_is_no_database_is_told_in_a_line(cli: Run, tmp_path: Path) -> None:
@@ -246,9 +246,7 @@ def test_a_conversation_is_shown_by_its_messages_without_what_steers_a_terminal(
     assert lines[0].startswith("req-1 of tenant acme, ") and lines[0].endswith("; kept forever")
     assert f"prompt 0: 1,234 bytes, sha256 {'ab' * 32}; 1 secret removed" in lines
     assert "[system] Be" in lines and "brief" in lines and "[user]  [2J hi" in lines
-    assert (
-        f"answer 0: 5 bytes, sha256 {'cd' * 32}; only the beginning is kept" in lines and lines[-1] == "Hello"
-    )
+    assert f"answer 0: 5 bytes, sha256 {'cd' * 32}; truncated" in lines and lines[-1] == "Hello"
     assert (
         json.loads(cli("requests", "show", "req-1", "--run-dir", run_dir, "--json").out)["texts"][1]["bytes"]
         == 5

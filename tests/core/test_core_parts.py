@@ -69,7 +69,7 @@ def test_a_run_directory_has_one_holder(tmp_path: Path) -> None:
 
 def test_a_lock_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     (tmp_path / "service.lock").mkdir()
-    with pytest.raises(RunDirError, match=r"service\.lock cannot be opened .*: remove it"):
+    with pytest.raises(RunDirError, match=r"service\.lock cannot be opened .*: remove the file"):
         RunDirLock(tmp_path, tmp_path)
 
 

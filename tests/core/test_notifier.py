@@ -203,7 +203,7 @@ def test_no_keep_alive_is_sent_while_a_writer_hangs(
     watched: Watched, caplog: pytest.LogCaptureFixture
 ) -> None:
     def complaints() -> int:
-        return sum("busy with one operation" in record.getMessage() for record in caplog.records)
+        return sum("one database operation has taken" in record.getMessage() for record in caplog.records)
 
     async def scenario() -> None:
         watched.notifier.start()

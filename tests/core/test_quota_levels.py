@@ -86,4 +86,4 @@ def test_the_service_starts_with_unreadable_levels(
     (tmp_path / "torn.db").write_bytes(b"no database" * 1000)
     quotas = fresh()
     LevelKeeper(quotas, QuotaLog(history)).restore(tmp_path / "torn.db")
-    assert used(quotas) == [0] and "all quotas are full" in caplog.text
+    assert used(quotas) == [0] and "all quotas start unused" in caplog.text

@@ -83,8 +83,8 @@ def test_what_is_reserved_is_prompt_and_the_most_that_may_be_produced(time: Time
     shortage = short(of, 10, 90)
     assert (shortage.kind, shortage.wait_s, shortage.useful) == ("tokens", pytest.approx(12), True)
     assert shortage.message == (
-        "rate limit reached for tokens per minute of tenant 'acme': limit 250, used 200 (200 by requests "
-        "that have not ended), requested 100: try again in 12s"
+        "rate limit reached for tokens per minute of tenant 'acme': limit 250, used 200 (200 of these by "
+        "unfinished requests), requested 100: try again in 12s"
     )
     taken(of, 10, 40)
 
@@ -133,8 +133,8 @@ def test_a_request_that_no_waiting_helps_says_so(time: Time) -> None:
     shortage = short(of, 30, 21)
     assert (shortage.wait_s, shortage.useful) == (math.inf, False)
     assert shortage.message == (
-        "request too large for tokens per minute of tenant 'acme': limit 50 at once, requested 51: shorten "
-        "the prompt or ask for fewer max_tokens"
+        "request too large for tokens per minute of tenant 'acme': limit 50, requested 51: shorten the "
+        "prompt or lower max_tokens"
     )
 
 

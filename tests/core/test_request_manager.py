@@ -155,7 +155,7 @@ def test_an_unknown_model_is_refused_with_404_and_the_names_there_are(service: S
     service.requests.admit(front.name, type(admit)(**fields | {"model": "gpt"}))
     (refused,) = answers(front)
     assert isinstance(refused, Refused)
-    assert (refused.status, refused.message) == (404, "there is no model 'gpt': available models: m")
+    assert (refused.status, refused.message) == (404, "there is no model 'gpt'; available models: m")
 
 
 def test_a_failed_model_refuses_what_waits_and_what_comes_with_the_reason(service: SimulatedService) -> None:

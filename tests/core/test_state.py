@@ -37,4 +37,6 @@ def test_a_missing_database_is_created_and_logged(
             (tmp_path / "state" / name).touch()
         open_once(tmp_path)
     (message,) = caplog.messages
-    assert message.startswith(f"{tmp_path}/state/{name} is missing or empty, but control.db is not new")
+    assert message.startswith(
+        f"{tmp_path}/state/{name} is missing or empty although control.db already has data"
+    )

@@ -265,7 +265,7 @@ def test_an_application_with_a_route_without_scope_cannot_be_built() -> None:
     (found,) = check_routes(Starlette(routes=[closed]))
     assert (found.path, found.wanted) == ("/closed", "inference")
     for other in (Route("/plain", endpoint), Mount("/mounted", Starlette())):
-        with pytest.raises(TypeError, match="requires no scope"):
+        with pytest.raises(TypeError, match="does not declare a scope"):
             check_routes(Starlette(routes=[closed, other]))
     with pytest.raises(ValueError, match="not a scope"):
         ScopedRoute("GET", "/closed", endpoint, wanted="everything")

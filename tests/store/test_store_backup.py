@@ -121,7 +121,7 @@ def test_an_archive_holds_one_folder_and_is_for_its_owner_only(running, tmp_path
 def test_nothing_is_overwritten(running, tmp_path):
     taken = tmp_path / "there.tar"
     taken.write_text("mine")
-    with pytest.raises(StoreError, match=r"there\.tar exists already: name another one"):
+    with pytest.raises(StoreError, match=r"there\.tar already exists: choose another path"):
         take(running, taken)
     assert taken.read_text() == "mine"
 
@@ -166,7 +166,7 @@ def test_what_goes_away_meanwhile_is_named_without_the_remedy_of_a_lost_database
 
     monkeypatch.setattr(backup, "read_audit_head", lambda path: gone() or read_audit_head(path))
     with pytest.raises(
-        StoreError, match=r"audit\.heads disappeared during the backup: start the backup again"
+        StoreError, match=r"audit\.heads was removed during the backup: start the backup again"
     ) as caught:
         take(running, target)
     assert "restore" not in str(caught.value) and not [*target.parent.iterdir()]
@@ -174,7 +174,7 @@ def test_what_goes_away_meanwhile_is_named_without_the_remedy_of_a_lost_database
 
 def test_a_full_target_says_so_and_leaves_nothing(running, tiny_disk):
     (tiny_disk / "ballast").write_bytes(b"\0" * (900 << 10))
-    with pytest.raises(StorageFaultError, match=r"free (some )?space"):
+    with pytest.raises(StorageFaultError, match=r"free (disk )?space"):
         take(running, tiny_disk / "b")
     assert [path.name for path in tiny_disk.iterdir()] == ["ballast"]
 

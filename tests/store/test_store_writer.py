@@ -104,13 +104,13 @@ def test_a_full_database_keeps_the_rows_and_recovers_by_itself(writer, eventuall
     eventually(lambda: writer.state().lag_rows == 0)
     assert numbers(writer.path) == list(range(300))
     assert (writer.state().last_error, writer.state().failing_s) == (None, 0.0)
-    assert "accepts writes again" in caplog.text
+    assert "can be written again" in caplog.text
 
 
 def test_a_call_on_a_full_database_fails_with_a_reason_and_the_next_one_works(writer):
     limit_pages(writer, 5)
     with pytest.raises(
-        StorageFaultError, match=r"notes\.db cannot be written now .*full.*: check free space"
+        StorageFaultError, match=r"notes\.db cannot be written at the moment .*full.*: check the free space"
     ):
         writer.call(insert(1, "x" * 100_000)).result(60)
     limit_pages(writer, 100_000)
@@ -214,7 +214,7 @@ def test_a_follow_up_that_raises_does_not_undo_or_repeat_the_commit(writer, capl
         writer.call(insert(1), after_commit=lambda result: 1 / 0).result(60)
     writer.call(insert(2)).result(60)
     assert numbers(writer.path) == [1, 2]
-    assert "the callback after a committed change failed" in caplog.text
+    assert "the callback for a committed change failed" in caplog.text
 
 
 def test_a_call_that_raises_undoes_all_it_did_and_the_writer_goes_on(writer):
@@ -321,7 +321,7 @@ def test_a_call_that_does_not_begin_in_time_is_never_made(writer):
         second = writer.call(insert(2), within_s=0.1)
         with pytest.raises(StorageFaultError, match="locked"):
             first.result(60)
-        with pytest.raises(StorageFaultError, match=r"accepted no change for .* the change was not made"):
+        with pytest.raises(StorageFaultError, match=r"could not be written for .* the change was not made"):
             second.result(60)
         intruder.execute("ROLLBACK")
     writer.call(insert(3), within_s=60).result(60)

@@ -196,7 +196,9 @@ def test_a_row_taken_out_of_the_middle_is_found(copy: Path) -> None:
     with unlocked(copy) as database:
         database.execute("DELETE FROM audit WHERE seq = 5")
     found = verify(copy)
-    assert (found["code"], found["broken_seq"]) == (1, 5) and "row 6 follows row 4" in found["problems"][0]
+    assert (found["code"], found["broken_seq"]) == (1, 5) and "row 4 is followed by row 6" in found[
+        "problems"
+    ][0]
 
 
 def test_a_chain_rewritten_as_a_whole_is_found_by_the_heads_beside_it(copy: Path) -> None:

@@ -56,10 +56,10 @@ def test_a_backup_is_taken_under_load_and_a_service_begins_with_it(tmp_path: Pat
             assert action["params"]["rows"] == report["audit_rows"]
             assert action["params"]["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
         # The service also records a failed backup as failed.
-        with pytest.raises(AssertionError, match="exists already"):
+        with pytest.raises(AssertionError, match="already exists"):
             running.command("backup", str(tmp_path / "second.tar.gz"))
         failed = running.command("audit", "list", "--action", "backup.end")[-1]
-        assert failed["result"].startswith(f"failed: {backups[1]} exists already")
+        assert failed["result"].startswith(f"failed: {backups[1]} already exists")
 
     with tarfile.open(backups[1]) as archive:
         archive.extractall(tmp_path, filter="data")

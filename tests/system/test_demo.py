@@ -70,7 +70,7 @@ class Terminal:
 def test_in_a_terminal_ctrl_c_is_the_chats_and_ctrl_d_ends_the_demo() -> None:
     demo = Terminal(COMMAND)
     demo.expect(PURPOSE)
-    demo.expect("Ctrl-D leaves.")
+    demo.expect("Ctrl-D exits.")
     demo.expect("> ")
     demo.press("\x03", "> ")
     demo.type("What does textwrap.dedent do?\n")

@@ -263,7 +263,7 @@ def test_a_drain_that_is_left_off_restores_service_and_what_runs_goes_on(box: Se
             box.command("resume")
             out, errors = process.communicate(timeout=60)
         assert (process.returncode, out) == (1, "")
-        assert errors.endswith("the service was resumed by another operator\n")
+        assert errors.endswith("the service: the drain was cancelled by another operator\n")
         assert ask(other, "demo").status == 200
         assert (long.result(300).status, long.result().tokens) == (200, LONG)
 
@@ -294,7 +294,9 @@ def test_what_outlives_the_grace_is_ended_with_one_clear_error(box: Service, str
         assert (long.result(300).status, long.result().code) == (503, "aborted")
         box.wait_until(lambda: status(box).queue.running == 0, 60, "an idle engine")
         (row,) = box.wait_until(lambda: [row for row in box.rows()[-1:] if row["error"]], 60, "its row")
-        assert row["error"] == "the service is draining, and this request did not finish in time"
+        assert (
+            row["error"] == "the service is draining, and this request did not finish within the grace period"
+        )
         box.command("resume")
 
 

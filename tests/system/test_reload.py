@@ -80,8 +80,8 @@ def test_what_changed_is_applied_under_load_and_nothing_else_is_touched(box: Box
     box.change(f"[models.other]\n{MODEL}", f"[models.other]\n{MODEL}max_num_seqs = 5\n[models.new]\n{MODEL}")
     done = box.reload()
     assert done["models"] == [
-        "model new: is new and loads (1 replica)",
-        "model other: its replicas are replaced one by one",
+        "model new: is being added with 1 replica",
+        "model other: its replicas are being replaced one by one",
     ]
     assert [line.partition(":")[0] for line in done["changed"] if not line.startswith("models.new")] == [
         "fronts",
@@ -113,7 +113,7 @@ def test_what_changed_is_applied_under_load_and_nothing_else_is_touched(box: Box
 def test_a_model_that_is_taken_out_ends_and_the_others_stay(box: Box) -> None:
     others = box.pids("demo") + box.pids("other")
     box.change(f"[models.new]\n{MODEL}", "")
-    assert box.reload()["models"] == ["model new: is removed; its requests get 120 s"]
+    assert box.reload()["models"] == ["model new: is being removed; its requests have 120 s to finish"]
     box.running.wait_until(lambda: len(box.running.descendants()) == 3, 60, "the end of its replica")
     assert box.completes("new") == 404
     assert box.pids("demo") + box.pids("other") == others
@@ -130,7 +130,7 @@ def test_a_file_that_cannot_be_used_changes_nothing_and_its_line_is_told(box: Bo
     ):
         done = subprocess.run([APPLIANCE, *command], capture_output=True, text=True, timeout=60)
         assert done.returncode == 1
-        assert f"{box.path}:{line}: fronts = 0 cannot be used" in done.stdout + done.stderr
+        assert f"{box.path}:{line}: fronts = 0 is not valid" in done.stdout + done.stderr
     assert box.running.command("config", "show")["settings"] == settings
     box.path.write_text(good)
     assert box.reload() == {"changed": [], "models": [], "at_restart": []}

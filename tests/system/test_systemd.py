@@ -303,7 +303,7 @@ def test_commands_find_the_units_service_and_nothing_in_tmp(box: Box) -> None:
     inside.systemctl("stop", "appliance.socket", SERVICE)
     stopped = inside.run(command, "status", check=False)
     assert stopped.returncode == 1
-    assert stopped.stderr.endswith("start it with: systemctl start appliance\n")
+    assert stopped.stderr.endswith("start the service with: systemctl start appliance\n")
     shutil.rmtree(trap)
 
 

@@ -133,7 +133,7 @@ def test_control_tokens_stay_and_a_warning_is_logged_if_no_copy_can_be_made(
     shield = Shield(control)
     hidden = run_steps(shield.hide("<s>"))
     assert run_steps(control.encode_steps(hidden, shield, False)) == [[4]]
-    assert "stay control tokens" in caplog.text
+    assert "act as control tokens" in caplog.text
 
 
 def test_searching_a_megabyte_for_control_tokens_takes_linear_time(loaded: dict[str, Tokenizer]) -> None:

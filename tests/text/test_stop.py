@@ -75,7 +75,7 @@ def test_a_shared_set_keeps_no_state_of_its_matchers():
     ("stops", "message"),
     [
         (["a", ""], "string 1 is empty"),
-        (["a" * MAX_STOP_CHARACTERS, "b"], "has 4097 characters in all"),
+        (["a" * MAX_STOP_CHARACTERS, "b"], "has 4097 characters in total"),
     ],
 )
 def test_unusable_stop_strings_are_refused_by_name(stops, message):

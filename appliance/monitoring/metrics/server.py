@@ -82,12 +82,12 @@ class MetricsServer:
         if self._server is not None and (opened is not None or settings.metrics.listen is None):
             self._background.run(self._server.stop(_STOP_S))
             self._server = None
-            log.info("metrics no longer listen on %s", self._address)
+            log.info("metrics are no longer served on %s", self._address)
         if opened is not None:
             self._address = address_of(opened)
             self._server = HttpServer(self._app, _LIMITS, known=lambda peer: False)
             self._background.run(self._server.listen(opened))
-            log.info("metrics listen on %s", self._address)
+            log.info("metrics are served on %s", self._address)
 
     async def stop(self) -> None:
         """Stop listening."""

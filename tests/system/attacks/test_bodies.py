@@ -72,7 +72,7 @@ def test_the_unfinished_bodies_of_a_tenant_are_bounded(bounded: Target) -> None:
     def problems() -> list[str]:
         return [problem["what"] for problem in bounded.running.status()["problems"]]
 
-    wanted = "the bodies under way take too much memory"
+    wanted = "the bodies of unfinished requests use too much memory"
     bounded.running.wait_until(
         lambda: any(wanted in what for what in problems()), 60, f"the problem: {wanted}"
     )

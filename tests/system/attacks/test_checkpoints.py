@@ -17,7 +17,7 @@ from tests.system.service import Service, service
 pytestmark = pytest.mark.system
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "surrogate": ({"chat_template": "\ud800"}, "lone surrogate"),
-    "deep": ({"bos_token": "\ud800"}, "its files cannot be read"),
+    "deep": ({"bos_token": "\ud800"}, "the model's files cannot be read"),
 }
 """Content of `tokenizer_config.json`, and the cause that is reported for it."""
 

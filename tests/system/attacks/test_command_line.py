@@ -226,7 +226,7 @@ def test_the_owner_of_a_directory_is_trusted_by_name_only(
 ) -> None:
     listener = Listener(trap / "admin.sock")
     (outcome,) = commands(folder, ("status",), APPLIANCE_SERVICE_USER=str(ATTACKER))
-    assert outcome[0] == 1 and "did not answer" in outcome[2]
+    assert outcome[0] == 1 and "did not respond" in outcome[2]
     assert SECRET.encode() in listener.stop()
 
 
@@ -258,7 +258,7 @@ def test_a_directory_that_others_can_change_is_refused(commands: Commands, folde
         run = folder / "link"
     else:
         run.chmod(0o775 if how == "group" else 0o757)
-    expected = "is a symbolic link" if how == "link" else "can be written by other users"
+    expected = "is a symbolic link" if how == "link" else "is writable by other users"
     few = (("status",), ("chat", "a secret prompt"), ("requests",))
     for code, out, err in commands(folder, *[(*words, "--run-dir", str(run)) for words in few]):
         assert code == 1 and expected in err + out
@@ -288,7 +288,7 @@ def test_a_directory_that_root_gave_to_the_services_user_is_trusted(commands: Co
             folder, ("status", "--run-dir", str(run)), ("requests", "--run-dir", str(run))
         )
         assert SECRET.encode() in listener.stop()
-        assert "did not answer" in status[2], status
+        assert "did not respond" in status[2], status
         assert requests[0] == 0 and "req-forged" in requests[1], requests
     finally:
         shutil.rmtree(place)

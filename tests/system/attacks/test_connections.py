@@ -221,7 +221,7 @@ def test_a_full_front_refuses_with_503_and_says_so(small: Target) -> None:
             60,
             "a full front",
         )
-        assert front["detail"] == "full: all 40 connections are in use, others are refused"
+        assert front["detail"] == "full: all 40 connections are in use, and new connections are refused"
         refused = exchange(small.unix, GET)
         assert refused.startswith(b"HTTP/1.1 503 ") and b"retry-after: 1" in refused
         wait_for(

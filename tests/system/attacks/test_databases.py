@@ -99,7 +99,7 @@ def test_deleted_databases_are_written_back(running: Service) -> None:
             60,
             "the status to say so",
         )
-        assert all("was deleted while the service runs" in note for note in notes)
+        assert all("was deleted while the service was running" in note for note in notes)
     found = doctor(running, "warning")
     assert all(any(note in text for text in found) for note in notes), found
     assert key["id"] in {one["id"] for one in running.command("keys", "list")}
@@ -128,7 +128,7 @@ def test_a_damaged_control_database_is_refused_at_the_start_with_a_remedy(runnin
     command = [APPLIANCE, "serve", "--run-dir", str(running.run_dir), "--state-dir", str(running.state_dir)]
     refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert refused.returncode == 1 and "Traceback" not in refused.stderr
-    assert "control.db is not a sound SQLite database" in refused.stderr
+    assert "control.db is not a valid SQLite database" in refused.stderr
     assert "restore a backup" in refused.stderr
     assert any("control.db" in text and "restore a backup" in text for text in doctor(running))
     (running.state_dir / "control.db").write_bytes(before)
@@ -139,7 +139,7 @@ def test_with_damaged_logs_the_service_starts_serves_and_says_so(running: Servic
     before = {name: damage(running.state_dir / name) for name in names}
     running.start()
     assert answer(running)
-    problem(running, "history.db", "not a sound SQLite database")
+    problem(running, "history.db", "not a valid SQLite database")
     found = doctor(running)
     for name in names:
         assert any(name in text and "restore a backup" in text for text in found)

@@ -93,7 +93,7 @@ def test_jumps_of_the_clock_change_no_quota_and_remove_no_row(
         asked = {row["request_id"] for row in running.rows()}
         for jump, hours in (("+1h", "+1.0"), ("-1h", "-1.0"), ("-365d", "-8,760.0"), ("+365d", "+8,760.0")):
             setting.write_text(jump)
-            problem(running, "clock", f"the time of day was changed by {hours} hours")
+            problem(running, "clock", f"the system clock was changed by {hours} hours")
             jumped_at = time.monotonic()
             assert answer(running)
             assert ask(http, key, [7])[1].status_code == 429, "a jump of the clock refilled a quota"

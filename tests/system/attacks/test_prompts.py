@@ -119,7 +119,7 @@ def test_a_word_that_would_be_encoded_in_one_long_step_is_refused(
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert error["param"] == param
-    assert "xxxxx'…)" in error["message"] and "divide it with spaces" in error["message"]
+    assert "xxxxx'…)" in error["message"] and "insert spaces" in error["message"]
 
 
 def test_prompts_over_the_bound_on_waiting_text_are_refused_for_their_tenant_alone(demo: Service) -> None:
