@@ -50,7 +50,7 @@ def main() -> None:
     scoring.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     mixing = commands.add_parser("mixture", help="make a mixture of experts from the demo model")
     mixing.add_argument("out", type=Path, help="folder to write the checkpoint to")
-    mixing.add_argument("--steps", type=int, default=100, help="training steps (default: %(default)s)")
+    mixing.add_argument("--steps", type=int, default=60, help="training steps (default: %(default)s)")
     arguments = parser.parse_args()
 
     if arguments.command == "corpus":
