@@ -94,7 +94,8 @@ class SlotTables:
         self.device = device
         self._padding = padding
         self.sampling = SamplingTables(max_num_seqs, vocab_size, device)
-        self._blocks_host = np.zeros((max_num_seqs, max_blocks_per_slot), dtype=np.int64)
+        # `np.full` writes every page, so that no step waits until the kernel provides pages.
+        self._blocks_host = np.full((max_num_seqs, max_blocks_per_slot), 0, dtype=np.int64)
         on_host = torch.from_numpy(self._blocks_host)
         self._shared = device.type == "cpu"
         self.block_table = on_host if self._shared else on_host.to(device)
@@ -118,19 +119,17 @@ class SlotTables:
             self._lengths_host[[slot for setup in plan.setups for slot, _ in setup.members]] = 0
             self.sampling.set_up(plan.setups)
         if plan.blocks:
-            # If an entry occurs twice, the last one counts. The dict removes duplicates, because the order of
-            # device writes to duplicate indices is undefined.
-            entries = {(slot, index): block for slot, index, block in plan.blocks}
-            slots, indices = np.array(list(entries), dtype=np.int64).T
-            blocks = np.fromiter(entries.values(), dtype=np.int64, count=len(entries))
+            # If an entry occurs twice, the last one counts, as in NumPy. The order of device writes to
+            # duplicate indices is undefined, so the device gets the last block for all of them.
+            changes = np.array(plan.blocks, dtype=np.int64).T.copy()
+            slots, indices, blocks = changes
             self._blocks_host[slots, indices] = blocks
             if not self._shared:
-                staged = self._upload(np.stack((slots, indices, blocks)))
+                changes[2] = self._blocks_host[slots, indices]
+                staged = self._upload(changes)
                 self.block_table[staged[0], staged[1]] = staged[2]
         for source, count, slots in plan.shares:
-            shared = self._blocks_host[source, :count]
-            for slot in slots:
-                self._blocks_host[slot, :count] = shared
+            self._blocks_host[slots, :count] = self._blocks_host[source, :count]
             if not self._shared:
                 targets = self._upload(np.array(slots, dtype=np.int64))
                 self.block_table[targets, :count] = self.block_table[source, :count]

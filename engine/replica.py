@@ -188,6 +188,9 @@ def _await_start(control: Channel[RankInbound]) -> Start:
         # A second read detects that the core has ended since it sent Start. If the core ends later, the
         # operating system kills this process (`_die_with_parent`).
         messages += control.read()
+        if control.violation:
+            log.error("the core sent an invalid message: %s", control.violation)
+            sys.exit(1)
         if control.closed:
             os._exit(0)
         for message in messages:

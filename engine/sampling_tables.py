@@ -140,16 +140,14 @@ class SamplingTables:
     def set_up(self, setups: list[SlotSetup]) -> None:
         """Store the sampling parameters of slots that are assigned to new sequences."""
         self._epoch += 1
-        members = [(slot, sample, setup) for setup in setups for slot, sample in setup.members]
-        floats = np.empty((len(members), self.floats.shape[1]), dtype=np.float32)
-        integers = np.empty((3, len(members)), dtype=np.int64)
+        floats: list[tuple[float, ...]] = []
+        integers: list[tuple[int, int, int]] = []
         for setup in setups:
             self._set_up_lists(setup)
-        for i, (slot, sample, setup) in enumerate(members):
-            params = setup.sampling
+            params, slots = setup.sampling, [slot for slot, _ in setup.members]
             greedy = params.temperature < sampling.GREEDY_BELOW
             top_k = params.top_k if 0 < params.top_k < self.vocab_size else 0
-            floats[i] = (
+            rates = (
                 1.0 if greedy else 1.0 / params.temperature,
                 0.0 if greedy else 1.0,
                 params.top_p,
@@ -158,19 +156,22 @@ class SamplingTables:
                 params.frequency_penalty,
                 params.presence_penalty,
             )
-            integers[:, i] = (slot, sampling.noise_base(params.seed, sample), top_k)
-            self._logprobs[slot] = -1 if params.logprobs is None else params.logprobs
-            listed = slot in self._bias or slot in self._excluded or slot in self._bad_words
-            self._processed[slot] = listed or params.penalised
+            floats.extend([rates] * len(slots))
+            integers.extend(
+                (slot, sampling.noise_base(params.seed, sample), top_k) for slot, sample in setup.members
+            )
+            self._logprobs[slots] = -1 if params.logprobs is None else params.logprobs
+            listed = any(setup.slot in lists for lists in (self._bias, self._excluded, self._bad_words))
+            self._processed[slots] = listed or params.penalised
             # Top-k, top-p and min-p always keep the largest logit, so they do not affect greedy sampling.
             filtered = top_k > 0 or params.top_p < 1 or params.min_p > 0
-            self._variant[slot] = Variant.GREEDY if greedy else Variant.FULL if filtered else Variant.PLAIN
+            self._variant[slots] = Variant.GREEDY if greedy else Variant.FULL if filtered else Variant.PLAIN
         self._set_up_counts(setups)
         self._set_up_recent(setups)
-        staged, rates = upload(integers, self.device), upload(floats, self.device)
+        staged = upload(np.array(integers, dtype=np.int64).T.copy(), self.device)
         self.noise_base[staged[0]] = staged[1]
         self.top_k[staged[0]] = staged[2]
-        self.floats[staged[0]] = rates
+        self.floats[staged[0]] = upload(np.array(floats, dtype=np.float32), self.device)
 
     def _set_up_lists(self, setup: SlotSetup) -> None:
         """Store the biases, stop tokens, allowed tokens and bad words of a setup. All slots of the setup

@@ -79,6 +79,8 @@ class Channel(Generic[Inbound]):
         self._on_close: Callable[[], None] | None = None
         self.closed = False
         """Whether the channel was closed by the peer, by a protocol violation, or by `close`."""
+        self.violation = ""
+        """Why the peer's last frame was invalid, or empty if no frame was."""
 
     def fileno(self) -> int:
         """Return the socket's file descriptor for use in selectors, or -1 if the channel is closed."""
@@ -200,13 +202,15 @@ class Channel(Generic[Inbound]):
         while len(buffer) - offset >= _HEADER:
             length = int.from_bytes(buffer[offset : offset + _HEADER], "little")
             if length > self._most_frame_bytes:
+                self.violation = f"a frame of {length} bytes is longer than {self._most_frame_bytes}"
                 return False
             if len(buffer) - offset - _HEADER < length:
                 break
             start = offset + _HEADER
             try:
                 messages.append(self._decoder.decode(buffer[start : start + length]))
-            except msgspec.DecodeError:
+            except msgspec.DecodeError as error:
+                self.violation = str(error)
                 return False
             offset = start + length
         if offset:

@@ -95,15 +95,17 @@ def refusal(
 
 
 def hopeless(request: Request, model: ModelTraffic, now: float) -> Refusal | None:
-    """Return the reason why a waiting request cannot meet its deadline even if it starts immediately; None if
-    it can."""
+    """Return the reason why a waiting request cannot meet its deadline even if it starts immediately and
+    steps take no longer than now; None if it can. Its deadline may be a promise, which is not broken because
+    steps are expected to take longer."""
     if request.deadline_at is None:
         return None
     run_s = 0.0
     # When a replica dies during an answer, the remaining length is unknown, and the client has already read
     # the first part.
     if model.predictable and not request.admit.attempt:
-        run_s = _HOPELESS * model.run_s(request, request.expected_tokens / max(1, request.admit.num_seqs))
+        tokens_each = request.expected_tokens / max(1, request.admit.num_seqs)
+        run_s = _HOPELESS * model.forecast.running_s(request.admit.prompt_tokens, tokens_each, more_slots=0.0)
     return _missed(request, now, 0.0, run_s) if now + run_s > request.deadline_at else None
 
 

@@ -48,7 +48,9 @@ class Preemption:
         of them would not free enough blocks, only slots are freed.
         """
         victims = self._running.scheduled()
-        if blocks > sum(len(victim.table) for victim in victims if victim.level > worse_for_blocks):
+        worse = [victim for victim in victims if victim.level > worse_for_blocks]
+        shared = {victim.shared for victim in worse if victim.shared is not None}
+        if blocks > sum(len(holder.table) for holder in worse) + sum(len(one.blocks) for one in shared):
             blocks = 0
         while victims and (
             (slots > 0 and victims[-1].level > worse_for_slots)

@@ -89,7 +89,7 @@ class PrefillScheduler:
         for sequence in group:
             # The last block is shared and not yet writable. `BlockTables.make_writable` copies it before the
             # first decode.
-            writable = end if len(group) > 1 else len(sequence.table) * BLOCK_TOKENS
+            writable = end if len(group) > 1 else sequence.block_count * BLOCK_TOKENS
             sequence.position = end
             sequence.next_allocation = min(writable, sequence.limit - 1)
             sequence.in_flight += 1

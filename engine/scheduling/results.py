@@ -155,7 +155,7 @@ class ResultCollector:
         successor.position, successor.finite = leader.position, leader.finite
         successor.registered, successor.sent_blocks = leader.registered, 0
         self._running.prefilling[successor.slot] = successor
-        leader.forks = []
+        leader.position, leader.forks = 0, []
 
 
 def _announce(sequence: Sequence, output: Output) -> None:

@@ -56,15 +56,15 @@ class Tokens:
         self.length += 1
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class SharedBlocks:
-    """Leading blocks that the block tables of several samples have in common. The block pool counts only one
+    """Leading blocks that several samples of a submission have in common. The block pool counts only one
     reference per block for all these samples. The time to start or end a sample therefore does not depend on
     the prompt length."""
 
     blocks: list[int]
     holders: int
-    """Number of sequences whose block tables begin with these blocks."""
+    """Number of sequences that begin with these blocks."""
     registered: int
     """Number of leading blocks that have been offered to the prefix cache."""
 
@@ -92,12 +92,12 @@ class Sequence:
 
     slot: int = -1
     """Slot of the sequence in the device tables, or -1 if it has none."""
-    table: list[int] = field(default_factory=list)
-    """Block table of the sequence, which contains ids of KV blocks."""
     shared: SharedBlocks | None = None
-    """Leading blocks of `table` that are shared with other samples of the submission."""
+    """Leading blocks that are shared with other samples of the submission, or None if there are none."""
+    table: list[int] = field(default_factory=list)
+    """Block table of the sequence after the shared blocks, which contains ids of KV blocks."""
     sent_blocks: int = 0
-    """Number of `table` entries that have been sent to the device's block table."""
+    """Number of leading blocks that have been sent to the device's block table."""
     position: int = 0
     """Next position to compute. It equals the number of tokens whose keys and values are written by launched
     steps."""
@@ -107,7 +107,7 @@ class Sequence:
     next_check: int = _NEVER
     """Length in tokens at which a new token fills a block or reaches `limit`."""
     registered: int = 0
-    """Number of leading blocks of `table` that have been offered to the prefix cache."""
+    """Number of leading blocks that have been offered to the prefix cache."""
     finite: int = 0
     """Number of leading positions whose keys and values are known to be finite. A non-finite value makes all
     later values of the sequence non-finite, so a finite value proves that all earlier values are finite."""
@@ -141,6 +141,22 @@ class Sequence:
     @property
     def priority(self) -> int:
         return self.submission.submit.priority
+
+    @property
+    def shared_blocks(self) -> int:
+        """Number of leading blocks that are shared with other samples."""
+        return 0 if self.shared is None else len(self.shared.blocks)
+
+    @property
+    def block_count(self) -> int:
+        """Number of KV blocks of the sequence, shared ones included."""
+        return self.shared_blocks + len(self.table)
+
+    def block(self, index: int) -> int:
+        """Return the id of the sequence's KV block `index`."""
+        if self.shared is not None and index < len(self.shared.blocks):
+            return self.shared.blocks[index]
+        return self.table[index - self.shared_blocks]
 
     @property
     def output_tokens(self) -> int:

@@ -13,7 +13,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kernels.draws import BAD_TOKEN
-from kernels.triton.peer_arena import EMPTY, PROGRAMS, REGION_BLOCK, Arena, receive, send, signal
+from kernels.triton.peer_arena import (
+    PROGRAMS,
+    REGION_BLOCK,
+    Arena,
+    begin_call,
+    payload,
+    receive,
+    send,
+    send_to_peers,
+    signal,
+)
 
 _WARP_WORDS = 128
 """Number of words per warp, four per thread."""
@@ -129,26 +139,18 @@ def _all_gather(
     programs = gl.num_programs(0)
     lane = gl.arange(0, BLOCK, layout=layout)
     stop = (lane * 0).to(gl.int64) + stop_address.to(gl.int64)
-    own = gl.load(addresses + RANK)
-    if PDL:
-        signal("griddepcontrol.launch_dependents; mov.u32 $0, 0;")
-        signal("griddepcontrol.wait; mov.u32 $0, 0;")
+    call, received, sent, source_bytes = begin_call(
+        addresses, calls, lane, region_items, RANK, WORLD, REGION_BLOCK, PDL
+    )
     if FENCE:
         signal("fence.acq_rel.sys; mov.u32 $0, 0;")
-    call = gl.load(calls + program)
-    source_bytes = region_items.to(gl.int64) * (REGION_BLOCK * 4)
-    half = (program.to(gl.int64) * 2 + (call & 1)) * (WORLD * source_bytes)
-    received = lane.to(gl.int64) * 4 + own + half
-    sent = lane.to(gl.int64) * 4 + half + RANK * source_bytes
 
     item = program
     place = call * 0
     while item * BLOCK < count:
         index = item * BLOCK + lane
-        words = gl.load(x + index, mask=index < count, other=0)
-        words = gl.where(words == EMPTY, 0, words)
-        for hop in gl.static_range(1, WORLD):
-            send(sent + place.to(gl.int64) * (BLOCK * 4) + gl.load(addresses + (RANK + hop) % WORLD), words)
+        words = payload(gl.load(x + index, mask=index < count, other=0))
+        send_to_peers(addresses, sent + place.to(gl.int64) * (BLOCK * 4), words, RANK, WORLD)
         to = (index // width) * (width * WORLD) + RANK * width + index % width
         gl.store(result + to, words, mask=index < count)
         item += programs
@@ -162,7 +164,6 @@ def _all_gather(
             source = (RANK + hop) % WORLD
             at = received + source * source_bytes + place.to(gl.int64) * (BLOCK * 4)
             words = receive(at, stop)
-            send(at, words * 0 + EMPTY)
             to = (index // width) * (width * WORLD) + source * width + index % width
             gl.store(result + to, words, mask=index < count)
         item += programs
@@ -195,19 +196,13 @@ def _best_of_ranks(
     program = gl.program_id(0)
     lane = gl.arange(0, BLOCK, layout=layout)
     stop = (lane * 0).to(gl.int64) + stop_address.to(gl.int64)
-    own = gl.load(addresses + RANK)
     row = program * BLOCK + lane
-    if PDL:
-        signal("griddepcontrol.launch_dependents; mov.u32 $0, 0;")
-        signal("griddepcontrol.wait; mov.u32 $0, 0;")
-    call = gl.load(calls + program)
-    source_bytes = region_items.to(gl.int64) * (REGION_BLOCK * 4)
-    half = (program.to(gl.int64) * 2 + (call & 1)) * (WORLD * source_bytes)
-    received = lane.to(gl.int64) * 4 + own + half
-    sent = lane.to(gl.int64) * 4 + half + RANK * source_bytes
+    call, received, sent, source_bytes = begin_call(
+        addresses, calls, lane, region_items, RANK, WORLD, REGION_BLOCK, PDL
+    )
 
     own_bits = gl.load(values + row, mask=row < rows, other=0.0).to(gl.int32, bitcast=True)
-    own_bits = gl.where(own_bits == EMPTY, 0, own_bits)
+    own_bits = payload(own_bits)
     own_ids = gl.load(ids + row, mask=row < rows, other=0).to(gl.int32)
     for hop in gl.static_range(1, WORLD):
         peer = sent + gl.load(addresses + (RANK + hop) % WORLD)
@@ -223,9 +218,7 @@ def _best_of_ranks(
         else:
             at = received + source * source_bytes
             bits = receive(at, stop)
-            send(at, own_bits * 0 + EMPTY)
             token = receive(at + BLOCK * 4, stop)
-            send(at + BLOCK * 4, own_bits * 0 + EMPTY)
         if source == 0:
             best_bits = bits
             best_ids = token

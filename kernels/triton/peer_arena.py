@@ -103,7 +103,13 @@ mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0;
 
 
 @gluon.jit
-def receive(address, stop):
+def signal(text: gl.constexpr):
+    """Execute an instruction that has no operands."""
+    gl.inline_asm_elementwise(text, "=r", [], gl.int32, False, 1)
+
+
+@gluon.jit
+def poll(address, stop):
     """Wait until four words per thread have arrived, and return them."""
     return gl.inline_asm_elementwise(
         _POLL, "=&r,=&r,=&r,=&r,l,l,l,l,l,l,l,l", [address, stop], gl.int32, False, 4
@@ -117,6 +123,51 @@ def send(address, words):
 
 
 @gluon.jit
-def signal(text: gl.constexpr):
-    """Execute an instruction that has no operands."""
-    gl.inline_asm_elementwise(text, "=r", [], gl.int32, False, 1)
+def begin_call(
+    addresses,
+    calls,
+    lane,
+    region_items,
+    RANK: gl.constexpr,
+    WORLD: gl.constexpr,
+    REGION_BLOCK: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """Wait for the results of earlier kernels, and select the half of the program's region that this call
+    uses.
+
+    Returns the number of earlier calls; the address in the own arena at which the words of rank 0 arrive; the
+    address of the own words, relative to the start of a peer's arena; and the number of bytes from one rank's
+    words to those of the next.
+    """
+    own = gl.load(addresses + RANK)
+    if PDL:
+        signal("griddepcontrol.launch_dependents; mov.u32 $0, 0;")
+        signal("griddepcontrol.wait; mov.u32 $0, 0;")
+    program = gl.program_id(0)
+    call = gl.load(calls + program)
+    source_bytes = region_items.to(gl.int64) * (REGION_BLOCK * 4)
+    half = (program.to(gl.int64) * 2 + (call & 1)) * (WORLD * source_bytes)
+    place = lane.to(gl.int64) * 4 + half
+    return call, place + own, place + RANK * source_bytes, source_bytes
+
+
+@gluon.jit
+def payload(words):
+    """Return the words with the reserved value replaced by zero."""
+    return gl.where(words == EMPTY, 0, words)
+
+
+@gluon.jit
+def send_to_peers(addresses, sent, words, RANK: gl.constexpr, WORLD: gl.constexpr):
+    """Send `words` to every other rank. sent: their address relative to the start of an arena."""
+    for hop in gl.static_range(1, WORLD):
+        send(sent + gl.load(addresses + (RANK + hop) % WORLD), words)
+
+
+@gluon.jit
+def receive(address, stop):
+    """Wait until words have arrived, mark them as read, and return them."""
+    words = poll(address, stop)
+    send(address, words * 0 + EMPTY)
+    return words

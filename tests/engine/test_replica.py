@@ -280,6 +280,22 @@ def test_a_folder_without_a_checkpoint_is_refused_with_the_reason(tmp_path: Path
     asyncio.run(scenario())
 
 
+def test_a_rank_that_cannot_decode_its_start_message_names_the_field(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def scenario() -> None:
+        spec = ReplicaSpec(replica="bad-0", model_path=str(tmp_path), threads="two")  # type: ignore[arg-type]
+        watched = Watched()
+        watched.group = ReplicaGroup.launch(spec, watched.on_message, watched.end.set_result)
+        async with asyncio.timeout(60):
+            assert "exit code 1" in await watched.end
+
+    asyncio.run(scenario())
+    assert "the core sent an invalid message: Expected `int | null`, got `str` - at `$.spec.threads`" in (
+        capfd.readouterr().err
+    )
+
+
 BREAKS = """
 import sys
 import engine.device, engine.replica, engine.runner

@@ -46,6 +46,7 @@ class Defect:
 
 
 _TESTED_BY = {
+    "peer_arena.py": "all_reduce",
     "linear_rows.py": "linear",
     "attention_decode_kernel.py": "attention_decode",
     "linear_stream.py": "linear",

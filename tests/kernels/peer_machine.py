@@ -361,7 +361,7 @@ class PeerMachine:
         )
         self._flying.append((rank, places[order], words[order]))
 
-    def _receive(self, address: np.ndarray, stop: np.ndarray) -> Register:
+    def _poll(self, address: np.ndarray, stop: np.ndarray) -> Register:
         arena = self.arenas[self._place.rank]
         places = np.asarray((address & ((1 << _BASE) - 1)) // 4)
         self._pause(lambda: not (arena[places] == peer_arena.EMPTY_WORD).any())
@@ -395,7 +395,7 @@ class PeerMachine:
         )
         names: dict[str, Any] = {"gl": language, "EMPTY": np.int32(peer_arena.EMPTY_WORD)}
         edited = set()
-        parts = {**vars(all_reduce), **vars(all_gather), **vars(all_reduce_norm)}
+        parts = {**vars(peer_arena), **vars(all_reduce), **vars(all_gather), **vars(all_reduce_norm)}
         for name, part in parts.items():
             if isinstance(part, JITFunction):
                 source = textwrap.dedent(inspect.getsource(part.fn))
@@ -405,7 +405,7 @@ class PeerMachine:
                         source, edited = source.replace(old, new), edited | {old}
                 exec(compile("from __future__ import annotations\n" + source, name, "exec"), names)
         assert edited == set(edits), "the kernel's source has changed: adapt the edits"
-        names |= {"send": self._send, "receive": self._receive, "signal": lambda text: None}
+        names |= {"send": self._send, "poll": self._poll, "signal": lambda text: None}
         return names
 
 

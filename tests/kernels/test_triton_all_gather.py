@@ -88,10 +88,10 @@ def test_calls_of_every_kind_use_a_region_thousands_of_times() -> None:
 @pytest.mark.parametrize(
     "edits",
     [
-        {"words = gl.where(words == EMPTY, 0, words)\n        for hop": "for hop"},
-        {"own_bits = gl.where(own_bits == EMPTY, 0, own_bits)\n": "\n"},
-        {"            send(at + BLOCK * 4, own_bits * 0 + EMPTY)\n": ""},
-        {"            send(at, words * 0 + EMPTY)\n            to =": "            to ="},
+        {"payload(gl.load(x + index, mask=index < count, other=0))": "gl.load(x + index, index < count, 0)"},
+        {"own_bits = payload(own_bits)\n": "\n"},
+        {"token = receive(at + BLOCK * 4, stop)": "token = poll(at + BLOCK * 4, stop)"},
+        {"words = receive(at, stop)\n            to": "words = poll(at, stop)\n            to"},
         {"send(peer + BLOCK * 4, own_ids)": "send(peer, own_ids)"},
     ],
     ids=[

@@ -80,9 +80,9 @@ def test_a_region_is_used_again_many_times() -> None:
 @pytest.mark.parametrize(
     "edits",
     [
-        {"words = gl.where(words == EMPTY, 0, words)\n        own_parts": "own_parts"},
-        {"half = (row.to(gl.int64) * 2 + (call & 1))": "half = (row.to(gl.int64) * 2)"},
-        {"first = part * (BLOCK * 4)": "first = 0"},
+        {"words = payload(gl.load(x + at))": "words = gl.load(x + at)"},
+        {"half = (program.to(gl.int64) * 2 + (call & 1))": "half = (program.to(gl.int64) * 2)"},
+        {"at = received + part * (BLOCK * 4)": "at = received"},
         {"gl.store(calls + row, call + 1)": ""},
         {"squares / (2 * WORDS)": "squares / WORDS"},
         {"gl.maximum(gl.abs(low), gl.abs(high))": "gl.abs(low)"},

@@ -190,6 +190,22 @@ def test_real_time_preempts_background_for_blocks_only_if_that_frees_enough(over
     engine.expect_alone(fits)
 
 
+def test_blocks_that_samples_share_count_once_among_those_that_preemption_would_free() -> None:
+    engine = SimulatedEngine(blocks=10, max_num_seqs=4, overlap=False)
+    interactive = engine.submit(4 * BLOCK_TOKENS - 45, max_tokens=40, priority=0)
+    background = engine.submit(3 * BLOCK_TOKENS - 40, max_tokens=30, n=2, priority=3)
+    while len(engine.outputs) < 6:
+        engine.step()
+    # The two samples hold four blocks: two shared ones, and one each. Two more are free, of which the
+    # watermark keeps one, so seven blocks cannot be had.
+    assert engine.scheduler.pool.available == 2
+    large = engine.submit(7 * BLOCK_TOKENS - 10, max_tokens=2, priority=0)
+    engine.drain()
+    assert not any(ledger.preemptions for ledger in engine.finished)
+    for submit in (interactive, background, large):
+        engine.expect_alone(submit)
+
+
 def test_an_urgent_prompts_step_leaves_out_other_prompts_but_never_twice_in_a_row() -> None:
     engine = SimulatedEngine(max_num_batched_tokens=64)
     engine.submit(400, max_tokens=1)

@@ -269,7 +269,7 @@ class Traffic(RuleBasedStateMachine):
         salt_of_block: dict[int, str] = {}
         for submission in self.scheduler.accounting.all_open():
             for sequence in submission.sequences:
-                for block in sequence.table:
+                for block in map(sequence.block, range(sequence.block_count)):
                     salt = submission.submit.cache_salt
                     assert salt_of_block.setdefault(block, salt) == salt, "two salts share a block"
 
