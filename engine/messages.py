@@ -159,7 +159,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Tokens that end a sequence: the stop tokens of the request, and the checkpoint's end-of-sequence
     tokens, which the front adds."""
     ignore_eos: bool = False
-    """Whether to ignore `stop_token_ids`. They then neither end the sequence nor are suppressed."""
+    """Whether to ignore `stop_token_ids`. Ignored stop tokens neither end the sequence nor are suppressed."""
     logprobs: int | None = None
     """Number of most likely tokens whose log probabilities are returned, in addition to that of the sampled
     token. None disables log probabilities."""

@@ -197,9 +197,10 @@ class _Group(Collectives):
     def abandon(self, reason: str) -> None:
         super().abandon(reason)
         if self._dist.get_backend() != "nccl":
-            return  # gloo detects the exit of a peer by itself
-        # Aborting a process group waits for its running NCCL kernels. Before they are aborted, these kernels
-        # wait for the lost peer, so the calling thread must not block.
+            return  # gloo itself detects that a peer has exited
+
+        # Abort on a separate thread, because the abort waits for running NCCL kernels, and these kernels wait
+        # for the lost peer until they are aborted.
         threading.Thread(target=self._abort, name="abort-collectives", daemon=True).start()
 
     def close(self) -> None:

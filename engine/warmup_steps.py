@@ -37,8 +37,8 @@ _LENGTH = 8
 
 
 def largest_steps(max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int) -> list[StepPlan]:
-    """Return the steps with the highest memory use. They need only one block of KV cache, because the number
-    of values that they read affects the memory use, but the values themselves do not.
+    """Return the steps with the highest memory use. They need only one block of KV cache, because memory use
+    depends on how many values a step reads, not on the values.
 
     The steps, in this order, contain:
 

@@ -385,7 +385,8 @@ class ControlStore:
 
 def _before_and_after(changes: list[Change]) -> BeforeAndAfter:
     """Return the values to audit: the fields that differ for a changed record, or all fields for a created or
-    deleted one. If there is a second change, it concerns the record that replaces the first one's."""
+    deleted one. A second change is the creation of the key that replaces a rotated key, and is audited as
+    `successor`."""
     before, after = (_shown(record) for record in changes[0])
     if before is not None and after is not None:
         same = {name for name in before if before[name] == after[name]}

@@ -59,7 +59,7 @@ CREATE TABLE requests (
     "CREATE INDEX requests_tenant ON requests (tenant, created_at)",
     "CREATE INDEX requests_model ON requests (model, created_at)",
     # Partial indexes that always stay small or empty: one for the open rows, which a startup after a crash
-    # must end, and one for rows with double ends, which indicate a defect.
+    # must end, and one for the rows that ended more than once (double_ends), which indicate a defect.
     "CREATE INDEX requests_open ON requests (request_id) WHERE finished_at IS NULL",
     "CREATE INDEX requests_double_ends ON requests (request_id) WHERE double_ends > 0",
     """

@@ -59,11 +59,16 @@ _KEEP_CONNECTION = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.
 
 class _Item(NamedTuple):
     operation: Operation[Any]
-    submitted_at: float  # time.monotonic()
-    future: Future[Any] | None  # a caller waits for this item, so its batch is committed immediately
-    once: bool  # runs in a separate transaction; a failure goes to the future instead of being retried
+    submitted_at: float
+    """Time of the submission, from `time.monotonic()`."""
+    future: Future[Any] | None
+    """Future for the result. If there is one, a caller waits, so the item is committed immediately."""
+    once: bool
+    """Whether to run the operation in a separate transaction, and only once. A failure is not retried, but is
+    raised by the future."""
     after_commit: Callable[[Any], None] | None
-    begin_by: float | None = None  # time.monotonic(); an item that has not begun by then fails
+    begin_by: float | None = None
+    """Time limit for the start of the operation, from `time.monotonic()`. After it, the item fails."""
 
 
 class Writer:

@@ -32,9 +32,9 @@ class WeightFile:
         # Read-ahead is disabled, because the kernel cannot predict the interleaved reads of many threads.
         os.posix_fadvise(self._cached, 0, 0, os.POSIX_FADV_RANDOM)
         self._direct: int | None = None
-        with suppress(OSError):  # some file systems do not support O_DIRECT
-            # The file is opened again through its descriptor, because its path may now refer to a different
-            # file.
+        # Some file systems do not support O_DIRECT. The file is opened again through its descriptor, because
+        # its path may now refer to a different file.
+        with suppress(OSError):
             same_file = f"/proc/self/fd/{self._cached}"
             self._direct = os.open(same_file, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
 
