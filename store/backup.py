@@ -73,7 +73,8 @@ def back_up(
     recorded: Iterable[Recorded] = (),
     contents: bool = True,
 ) -> Backup:
-    """Copy the state and `others` (name in the backup to file path) to `target`. The target can be
+    """Copy the state, and the files in `others`, to `target`. `others` maps each file's name in the backup to
+    its path. The target can be
 
     - a new folder,
     - an existing folder, in which a new folder named after the time is created,

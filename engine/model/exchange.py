@@ -2,9 +2,9 @@
 columns.
 
 A rank's columns are spread over all rows of the file. If each rank read only its columns, it would need a
-system call for every few KB. If each rank read all rows, the traffic of the page cache and of PCIe would be
-multiplied by the number of ranks. Each rank therefore reads an equal part of the rows. An all-to-all over the
-links between the ranks then gives each rank its columns of all rows.
+system call for every few KB. If each rank read all rows, page-cache and PCIe traffic would be multiplied by
+the number of ranks. Each rank therefore reads an equal part of the rows. An all-to-all over the links between
+the ranks then gives each rank its columns of all rows.
 """
 
 from __future__ import annotations

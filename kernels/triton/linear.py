@@ -6,9 +6,9 @@ the weights.
 kernel, or cuBLAS (through torch) where cuBLAS is faster. For shapes that are not in the table, rules choose
 the kernel (`linear_plans`).
 
-Each GEMM fuses the operations on the same data. RMSNorm and the quantisation of x are its prologue; bias,
-residual and SwiGLU are its epilogue. With one row, every program computes the norm and the quantisation
-itself. With more rows, they are a separate launch, or two consecutive GEMMs share the norm
+Each GEMM is fused with the operations on its input and its result: RMSNorm and the quantisation of x are its
+prologue; bias, residual and SwiGLU are its epilogue. With one row, every program computes the norm and the
+quantisation itself. With more rows, they are a separate launch, or two consecutive GEMMs share the norm
 (`kernels.DeferredNorm`). In that case, the first GEMM multiplies its result by the norm's gain and sums the
 squares, and the second GEMM multiplies its sums by the remaining factor of each token.
 
