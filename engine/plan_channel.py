@@ -27,7 +27,7 @@ the same replica."""
 _NUMBER_BYTES = 5
 """Size in bytes of a number below 2³² in msgpack."""
 _SLOT_BYTES = 512
-"""Upper bound on the bytes of a plan that belong to one slot, excluding the request's lists. It covers the
+"""Upper bound on the bytes that one slot adds to a plan, excluding the request's lists. It covers the
 sampling parameters with their names, the numbers of the slot's chunk, and its entries in the plan's lists."""
 _ENTRY_BYTES = 1 + 3 * _NUMBER_BYTES
 """Size in bytes of a block table entry, which contains slot, index and block id."""

@@ -39,9 +39,9 @@ class Variant(IntEnum):
     GREEDY = 0
     """Select the token with the largest logit."""
     PLAIN = 1
-    """Draw a token at a temperature."""
+    """Sample a token at the row's temperature."""
     FULL = 2
-    """Draw a token among the tokens that top-k, top-p and min-p keep."""
+    """Sample, at the row's temperature, from the tokens that top-k, top-p and min-p keep."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,8 @@ _HASHES = frozenset({"previous_hash", "hash"})
 
 
 class Head(NamedTuple):
-    """The newest row of a chain. A stored copy later proves that all rows up to this one are unchanged."""
+    """The newest row of a chain. A stored copy of it can later prove that all rows up to this one are
+    unchanged."""
 
     seq: int
     hash: str

@@ -47,7 +47,7 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_cla
     stream: bool = False
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """Prompt tokens found in the prefix cache, which are included in `prompt_tokens`."""
+    """Prompt tokens found in the prefix cache; `prompt_tokens` includes them."""
     generated_tokens: int = 0
     billed_tokens: int = 0
     queue_ms: float | None = None
