@@ -49,7 +49,7 @@ _ALIGNMENT = 16
 """Triton compiles a separate kernel for integer arguments that are multiples of this value."""
 
 _HOST_ADDRESS = 1 << 40
-"""A placeholder for a host memory address. It needs 64 bits like a real address, because Triton compiles a
+"""A placeholder for a host memory address. Like a real address, it needs 64 bits, because Triton compiles a
 separate kernel for each integer width."""
 
 
@@ -71,7 +71,7 @@ class UnconnectedRanks(Collectives):
 
 
 class _MetaMemory:
-    """A simulated peer memory of one rank, made of meta tensors."""
+    """The peer memory of one simulated rank, made of meta tensors."""
 
     def __init__(self, size: int, rank: int) -> None:
         addresses = torch.empty(size, dtype=torch.int64, device=_META)
@@ -196,8 +196,8 @@ class MetaReplica:
         return StepExecutor(decoder, decoder.allocate_kv(_KV_BLOCKS), tables, self._sampler)
 
     def launch_warm_up(self) -> StepExecutor:
-        """Launch the kernels that `ModelRunner` launches before the replica is ready. Returns the step
-        executor used for serving."""
+        """Launch the same kernels as `ModelRunner` before the replica is ready. Returns the step executor
+        used for serving."""
         decoder, served = self._decoder, self.served
         length, budget = decoder.max_model_len, served.max_num_batched_tokens
         largest = self.steps()
@@ -235,7 +235,7 @@ def _different_ranks(served: ReplicaModel) -> list[int]:
 
 
 def launch_all(served: ReplicaModel, gpu: GpuModel, table: Table) -> None:
-    """Launch every kernel that any rank of a replica launches on a GPU, on meta tensors."""
+    """Launch, on meta tensors, every kernel that any rank of a replica launches on a GPU."""
     with torch.inference_mode():
         for rank in _different_ranks(served):
             MetaReplica(served, rank, gpu, table).launch_warm_up()

@@ -19,11 +19,11 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 MAX_QUEUED_LINES = 10_000
-"""Maximum number of queued lines. At the usual line length, the full queue takes about 2 MB."""
+"""Maximum number of queued lines. At the usual line length, a full queue takes about 2 MB."""
 MAX_LINE_CHARS = 16_384
 """Maximum length of one record including its traceback. Longer records are truncated."""
 FLUSH_S = 1.0
-"""Maximum time in seconds that an exiting process waits for its last lines to be written."""
+"""Maximum time, in seconds, that an exiting process waits for its last lines to be written."""
 STDERR = 2
 
 log = logging.getLogger(__name__)

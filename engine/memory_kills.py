@@ -40,9 +40,9 @@ def _counter_files(lines: list[str], root: Path) -> Iterator[Path]:
 
 
 def memory_kill_note(returncode: int, count_at_start: int) -> str:
-    """Return a suffix for the message about a process that ended. It states that the OOM killer may have
-    killed the process, and is empty if no process of the cgroup was killed. `count_at_start` is the counter's
-    value when the process started."""
+    """Return a note that the OOM killer may have killed a process, to append to the message about its end.
+    The note is empty if the process did not end by SIGKILL, or if no process of the cgroup was killed since
+    it started. `count_at_start` is the counter's value at that time."""
     if returncode != -signal.SIGKILL:
         return ""
     killed = count_memory_kills() - count_at_start

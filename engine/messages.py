@@ -14,7 +14,7 @@ BLOCK_TOKENS = 64
 """Number of tokens per KV block. The pool layout, the prefix hashes and the kernels depend on this value."""
 
 MAX_BAD_WORD_TOKENS = 32
-"""Maximum length of an entry of `SamplingParams.bad_words` in tokens. The device stores the last
+"""Maximum length, in tokens, of an entry of `SamplingParams.bad_words`. The device stores the last
 `MAX_BAD_WORD_TOKENS` - 1 tokens of every output."""
 MAX_BAD_WORDS = 512
 """Maximum number of entries of `SamplingParams.bad_words`. It is limited because every entry is compared in
@@ -113,12 +113,12 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Communication backend of the ranks, e.g. "gloo" or "NCCL". It is empty for a single rank."""
     load_seconds: float
     predicted_bytes: int
-    """Memory for weights, KV cache and activations in bytes, as predicted by `engine.sizing`."""
+    """Memory, in bytes, for weights, KV cache and activations, as predicted by `engine.sizing`."""
     used_bytes: int
     """Memory use in bytes, measured after loading."""
     torch_version: str
     least_step_s: float = 0.0
-    """Lower bound on the duration of a decode step in seconds, derived from the bytes that it reads and the
+    """Lower bound on the duration of a decode step, in seconds, derived from the bytes that it reads and the
     device's peak rates. It is 0 if the peak rates are unknown."""
     least_prompt_token_s: float = 0.0
     """Lower bound on the time per prompt token in seconds, or 0 if the device's peak rates are unknown."""
@@ -145,7 +145,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logit_bias: dict[int, float] | None = None
     """Values that are added to the logits of the given token ids."""
     allowed_tokens: bytes = b""
-    """Bitmap of the tokens that may be sampled. The bit of token i is bit i % 8 of byte i // 8. An empty
+    """Bitmap of the tokens that may be sampled. Token i is represented by bit i % 8 of byte i // 8. An empty
     bitmap allows all tokens."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Sequences of token ids that must not occur in the output. The last token of an entry is banned if the
@@ -159,7 +159,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Tokens that end a sequence: the stop tokens of the request, and the checkpoint's end-of-sequence
     tokens, which the front adds."""
     ignore_eos: bool = False
-    """Whether to ignore `stop_token_ids`. They then neither end the sequence nor are suppressed."""
+    """Whether to ignore `stop_token_ids`. Ignored stop tokens neither end the sequence nor are suppressed."""
     logprobs: int | None = None
     """Number of most likely tokens whose log probabilities are returned, in addition to that of the sampled
     token. None disables log probabilities."""
@@ -196,7 +196,7 @@ class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True, omit_defau
     """Priority class, from 0 (real-time) to 3 (background). Sequences of the class with the highest number
     are preempted first."""
     urgency: int = 0
-    """Order within the priority class. 2: urgent, and all prompts of the request fit into one step. 1:
+    """Urgency within the priority class. 2: urgent, and all prompts of the request fit into one step. 1:
     urgent, with longer prompts. 0: not urgent."""
     spare_slots: int = 0
     """Number of slots that must remain free when a sample of this submission starts. They are reserved for
@@ -210,8 +210,8 @@ class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True, omit_defau
 
     @property
     def credit_tokens(self) -> int:
-        """Token credit that the submission uses. It is granted back when its tokens have been computed or
-        dropped."""
+        """Token credit that the submission uses. The credit is granted back when the tokens have been
+        computed or dropped."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
 
@@ -373,7 +373,7 @@ class ReplicaStats(EngineGauges, frozen=True, kw_only=True):
     step_ms: float = 0.0
     """Mean duration of a decode-only step in milliseconds, or 0 if there was none."""
     idle_us: float = 0.0
-    """Mean time in microseconds for which the device waited for the host before a decode-only step."""
+    """Mean time, in microseconds, that the device waited for the host before a decode-only step."""
     mixed_steps: int = 0
     """Number of steps with prefill. Their mean duration and mean idle time are `mixed_step_ms` and
     `mixed_idle_us`."""

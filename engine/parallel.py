@@ -27,8 +27,8 @@ class RankLost(RuntimeError):
 
 
 class Overlap(Protocol):
-    """Computes sums over the ranks in the background of a forward pass that is split into two halves of its
-    tokens."""
+    """Computes sums over the ranks in the background of a forward pass, whose tokens are split into two
+    halves."""
 
     split: int
     """Number of tokens in the first half."""
@@ -38,8 +38,8 @@ class Overlap(Protocol):
         tensors."""
 
     def finish(self, half: int) -> Residual:
-        """Wait for the result of `start` for one half, and return it. The second following call of `start`
-        for this half may overwrite the result."""
+        """Wait for the result of `start` for one half, and return it. The result stays valid until `start`
+        has been called twice more for this half."""
 
 
 class Ranks(Protocol):
@@ -124,7 +124,7 @@ class Collectives:
         words = torch.stack((values.float().view(torch.int32), ids.int()))
         stack = self.all_gather_stack(words)
         values, ids = stack[:, 0].view(torch.float32), stack[:, 1]
-        # argmax returns the index of the first maximum, or of the first NaN.
+        # argmax returns the index of the first NaN, or otherwise of the first maximum.
         winner = values.argmax(dim=0, keepdim=True)
         finite = values.gather(0, winner)[0].isfinite()
         return torch.where(finite, ids.gather(0, winner)[0].long(), BAD_TOKEN)
@@ -197,9 +197,10 @@ class _Group(Collectives):
     def abandon(self, reason: str) -> None:
         super().abandon(reason)
         if self._dist.get_backend() != "nccl":
-            return  # gloo detects the exit of a peer by itself
-        # Aborting a process group waits for its running NCCL kernels. Before they are aborted, these kernels
-        # wait for the lost peer, so the calling thread must not block.
+            return  # gloo itself detects that a peer has exited
+
+        # Abort on a separate thread, because the abort waits for running NCCL kernels, and these kernels wait
+        # for the lost peer until they are aborted.
         threading.Thread(target=self._abort, name="abort-collectives", daemon=True).start()
 
     def close(self) -> None:

@@ -26,8 +26,8 @@ class OverlapMemory:
     """Buffers for the parts and the results of sums. All ranks' buffers are mapped on this rank's device."""
 
     stages: Sequence[torch.Tensor]
-    """For each rank, a buffer for the parts that it must sum, by source rank: [HALVES, ranks, rows / ranks,
-    hidden]."""
+    """For each rank, the buffer that receives the parts that this rank must sum, indexed by source rank:
+    [HALVES, ranks, rows / ranks, hidden]."""
     gathered: Sequence[torch.Tensor]
     """For each rank, two alternating buffers for the results, so that one can be read while the other is
     written: [HALVES, 2, rows, hidden]."""

@@ -46,8 +46,8 @@ class Memory(Protocol):
 class PeerRanks(Collectives):
     """A rank that exchanges messages through peer memory if they fit, and otherwise through `group`.
 
-    `pdl` is whether the GPU supports programmatic dependent launch. None detects it. `overlap_from` is the
-    number of tokens in a forward pass from which sums overlap with the pass. None disables the overlap.
+    `pdl` states whether the GPU supports programmatic dependent launch; if it is None, support is detected.
+    In passes of at least `overlap_from` tokens, sums overlap with computation. None disables the overlap.
     """
 
     def __init__(

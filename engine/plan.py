@@ -11,7 +11,7 @@ from engine.messages import SamplingParams, TokenLogprob
 
 
 class SlotSetup(msgspec.Struct, array_like=True, frozen=True):
-    """Assigns slots of the device tables to a starting sequence and its forks. The previous contents of these
+    """Assigns slots in the device tables to a new sequence and its forks. The previous contents of these
     slots become invalid."""
 
     slot: int
@@ -20,13 +20,13 @@ class SlotSetup(msgspec.Struct, array_like=True, frozen=True):
     """Index of the sample within its request. It is part of the key of the sampling noise."""
     prompt_tokens: int
     history: list[int]
-    """Prompt and output tokens known so far, if penalties need their counts. Otherwise it is empty."""
+    """Known prompt and output tokens, if penalties need their counts; otherwise empty."""
     forks: list[tuple[int, int]] = []
     """(slot, sample) of each fork. The other fields apply to all forks, so they are sent only once."""
 
     recent: list[int] = []
-    """The last known output tokens (at most MAX_BAD_WORD_TOKENS - 1), if the request has bad words. Otherwise
-    it is empty."""
+    """The last known output tokens (at most MAX_BAD_WORD_TOKENS - 1), if the request has bad words; otherwise
+    empty."""
 
     @property
     def members(self) -> list[tuple[int, int]]:
@@ -89,8 +89,8 @@ weights are damaged or a value overflowed."""
 
 
 class StepTokens(msgspec.Struct, array_like=True):
-    """Results of a step, with one entry per sampling slot. The order is that of the plan: decodes first, then
-    chunks."""
+    """Results of a step, with one entry per sampling slot. The slots are in the plan's order: decodes first,
+    then chunks."""
 
     token_ids: list[int]
     """Sampled tokens, with BAD_TOKEN where no token could be sampled."""

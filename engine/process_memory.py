@@ -6,7 +6,7 @@ import ctypes
 import os
 
 LARGE_BLOCK_BYTES = 256 << 10
-"""Minimum size in bytes of a malloc block with a separate mapping, which `free` returns to the operating
+"""Size, in bytes, from which malloc maps a block separately, so that `free` returns it to the operating
 system."""
 MAX_ARENAS = 2
 """Maximum number of malloc arenas. Each arena retains memory freed by its threads. The default is eight

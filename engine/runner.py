@@ -110,7 +110,7 @@ class ModelRunner:
             ranks.prepare_overlap(
                 spec.max_num_batched_tokens, self.config.hidden_size, self.decoder.dtype, self.device
             )
-            self._barrier()  # every rank must measure free memory before any rank loads weights
+            self._barrier()  # all ranks must have measured the free memory before any rank loads weights
             self._load(progress)
             self._sampler = Sampler(
                 ranks,
@@ -282,7 +282,7 @@ class ModelRunner:
 
     def _warm_up(self, progress: ProgressCallback) -> None:
         """Load or capture all kernels that serving launches, and reserve pinned memory, so that no request
-        waits for either."""
+        waits for these operations."""
         reserve_pinned(_BYTES_PER_PROMPT_TOKEN * self.spec.max_num_batched_tokens)
         self._capture_graphs(progress)
         scratch = self._executor(self.decoder.allocate_kv(1))

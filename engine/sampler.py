@@ -82,8 +82,8 @@ class Sampler:
     def sample(self, logits: torch.Tensor, batch: SamplingBatch, tables: SlotTables) -> SampledStep:
         """Sample a token for each sampling slot, and store it in `tables` as the slot's next input.
 
-        `logits` are the step's logit rows on this rank. Rows after those of the sampling slots are ignored.
-        The logits are not modified.
+        `logits` are the step's logit rows on this rank. Any further rows are ignored. The logits are not
+        modified.
         """
         if batch.logit_rows is None:
             logits = logits[: len(batch.slots)]

@@ -26,7 +26,7 @@ from engine.warmup_steps import every_kind
 from kernels import AttentionInput, ChunkSpan
 
 _FEW = (1, 2, 4)
-"""Numbers of rows below the first of `gemm_sizes` for which different kernels are selected."""
+"""Numbers of rows, below the first of `gemm_sizes`, for which different kernels are selected."""
 
 
 def warm_up(
@@ -57,8 +57,9 @@ def run_padded_passes(steps: StepExecutor, sizes: Padding) -> None:
     passes = _PaddedPasses(steps)
     largest = sizes.results[-1]
     rows = sorted({*(few for few in _FEW if few <= largest), *sizes.results}, reverse=True)
-    # The largest pass runs first, because the memory that torch's allocator retains from it suffices for all
-    # other passes. In increasing order, each pass would allocate more memory, several gigabytes in total.
+    # Run the largest pass first, because the memory that torch's allocator retains from it suffices for all
+    # other passes. In increasing order, every pass would allocate additional memory, several gigabytes in
+    # total.
     tokens = sizes.tokens[::-1]
     for index in range(max(len(tokens), len(rows))):
         passes.run_prompts(tokens[min(index, len(tokens) - 1)], results=rows[min(index, len(rows) - 1)])

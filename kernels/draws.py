@@ -26,9 +26,10 @@ TEMPERATURE, NOISE, TOP_P, MIN_P, REPETITION, FREQUENCY, PRESENCE = range(7)
 """Column indices in `Draws.floats`."""
 
 Biases = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Biases on single tokens: for each, the edited row (int64), the token id (int64) and the bias (float32)."""
+"""Biases on single tokens, as three tensors: each bias's edited row (int64), token id (int64) and value
+(float32)."""
 Bans = tuple[torch.Tensor, torch.Tensor]
-"""Banned tokens: for each, the edited row and the token id (int64)."""
+"""Banned tokens, as two int64 tensors: each ban's edited row and token id."""
 
 
 class Variant(IntEnum):
@@ -38,9 +39,9 @@ class Variant(IntEnum):
     GREEDY = 0
     """Select the token with the largest logit."""
     PLAIN = 1
-    """Draw a token at a temperature."""
+    """Sample a token at the row's temperature."""
     FULL = 2
-    """Draw a token among the tokens that top-k, top-p and min-p keep."""
+    """Sample, at the row's temperature, from the tokens that top-k, top-p and min-p keep."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +95,12 @@ class SamplingOps(Protocol):
         """Return the largest logit of each row and its token id. The lowest id wins a tie."""
 
     def plain(self, logits: Logits, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the largest value of logits / temperature + noise, and its token id. The rows may be greedy
-        or plain."""
+        """Return each row's largest value of logits / temperature + noise, and its token id. The rows may be
+        greedy or plain."""
 
     def full(self, logits: Logits, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the largest value of logits / temperature + noise among the tokens that top-k, top-p and
-        min-p keep, and its token id. The rows may be of any variant.
+        """Return each row's largest value of logits / temperature + noise among the tokens that top-k, top-p
+        and min-p keep, and its token id. The rows may be of any variant.
 
         `logits` must contain the whole vocabulary. With tensor parallelism, the caller gathers the shards
         first.
@@ -115,8 +116,8 @@ class SamplingOps(Protocol):
         bias: Biases | None = None,
         banned: Bans | None = None,
     ) -> torch.Tensor:
-        """Return copies of some rows' logits after penalties, biases and bans, in this order:
-        `[edited rows, columns]` float32, for `Logits.edited`. The original logits are unchanged, because log
+        """Return copies of some rows' logits with penalties, biases and bans applied in this order: `[edited
+        rows, columns]` float32, for `Logits.edited`. The original logits are unchanged, because log
         probabilities are computed from them.
 
         index: [edited rows] int64, the sampling row of each edited row; -1 marks padding.

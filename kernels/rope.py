@@ -76,7 +76,7 @@ def yarn_frequencies(
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
-        high += 0.001  # avoids a division by zero, as in the authors' code
+        high += 0.001  # avoids a division by zero in the same way as the authors' code
     ramp = torch.clamp((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low), 0, 1)
     wavelengths = theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
     keep = 1 - ramp
@@ -84,7 +84,7 @@ def yarn_frequencies(
 
 
 def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
-    """Return YaRN's scale of cos and sin for checkpoints without `attention_factor`. It is
+    """Return the factor by which YaRN scales cos and sin, for checkpoints without `attention_factor`. It is
     `0.1 ln(factor) + 1`, or a ratio of two similar terms if mscale and mscale_all_dim are given."""
 
     def scale(weight: float) -> float:

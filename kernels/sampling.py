@@ -329,11 +329,11 @@ def best_in_top_p(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `best(keep_top_p_(scores, logits, top_p))`, usually without a sort. Modifies `scores`.
 
-    Tokens are visited in order of decreasing score until one lies in the nucleus, that is, until the tokens
-    more likely than it have a total probability below top_p. This token has the best score in the nucleus, so
-    the result is the same, except for rounding at the boundary of the nucleus. About 1 / top_p attempts are
-    needed. After `tries` attempts, the row is sorted. The function reads results on the host, so it is meant
-    for CPUs.
+    Tokens are visited in order of decreasing score until one lies in the nucleus. A token lies in the nucleus
+    if the tokens more likely than it have a total probability below top_p. This token has the best score in
+    the nucleus, so the result is the same as with a sort, except for rounding at the boundary of the nucleus.
+    About 1 / top_p attempts are needed. After `tries` attempts, the row is sorted. The function reads results
+    on the host, so it is meant for CPUs.
     """
     values, columns = best(scores)
     highest = logits.amax(dim=1, keepdim=True)

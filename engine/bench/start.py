@@ -25,7 +25,7 @@ from engine.messages import ReplicaInfo, ReplicaSpec
 from engine.parallel import RankLost
 
 FAILURES = (CheckpointError, UnsupportedError, DeviceError, MemoryError, torch.OutOfMemoryError, RankLost)
-"""Engine exceptions that are reported by their message only, without a traceback."""
+"""Engine exceptions that are reported by message only, without a traceback."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

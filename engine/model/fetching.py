@@ -23,8 +23,8 @@ from engine.model.staging import StagingBuffer
 from engine.model.weight_file import PAGE, WeightFile
 
 READERS = 12
-"""Number of reader threads. It is sufficient to read from the page cache at 55 GB/s, the rate of PCIe, and to
-keep disks busy."""
+"""Number of reader threads. This many threads read from the page cache at 55 GB/s, the rate of PCIe, and keep
+disks busy."""
 PIECE_BYTES = 4 << 20
 """Size of a piece in bytes, which must be a multiple of the page size."""
 
@@ -86,8 +86,8 @@ class BlockRead:
         """Wait until all pieces have been read. Raises CheckpointError with file and tensor if a read
         failed."""
         with self._complete:
-            # The reference is dropped because the traceback and the BlockRead would form a cycle. The cycle
-            # would keep the staging buffer alive until the next garbage collection.
+            # Drop the reference, because the traceback and the BlockRead would form a cycle that keeps the
+            # staging buffer alive until the next garbage collection.
             failure, self._failure = self._failure, None
         try:
             if failure is not None:
@@ -118,7 +118,7 @@ class BlockRead:
 
 
 class ReaderPool:
-    """Threads that read blocks piece by piece, in the order of the calls of `read`."""
+    """Threads that read blocks piece by piece, in the order of the calls to `read`."""
 
     def __init__(self, threads: int) -> None:
         self._pieces: SimpleQueue[tuple[BlockRead, int, int] | None] = SimpleQueue()

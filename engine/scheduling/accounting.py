@@ -93,9 +93,8 @@ class RequestAccounting:
         submit = submission.submit
         self.credit(submission, submit.credit_tokens)
         self._finished.append(submission.final_counts())
-        # This breaks the reference cycle between submission and sequences. Reference counting then frees them
-        # after the last step in flight, so the garbage collector need not traverse every token of every
-        # prompt.
+        # Break the reference cycle between submission and sequences. Reference counting then frees them after
+        # the last step in flight, so the garbage collector need not traverse the tokens of every prompt.
         submission.sequences = []
         _remove(self._by_origin, submission.origin, submit.handle)
         _remove(self._by_request, submit.request_id, submission.arrival)

@@ -54,7 +54,8 @@ class Admission:
         self._started: list[Sequence] = []
         """Sequences that are admitted for the first time in the step that is being planned."""
         self._blocked: tuple[Sequence, int] | None = None
-        """The last sequence that did not fit, and the value of `BlockPool.gains` from which it may fit."""
+        """The last sequence that did not fit, and the value that `BlockPool.gains` must reach before it may
+        fit."""
 
     def begin_step(self) -> None:
         self._setup_numbers = 0
@@ -62,8 +63,8 @@ class Admission:
     def admit(self, step: ScheduledStep, budget: int, better_than: int = LEVELS) -> int:
         """Start waiting sequences, in order, until one does not fit. Returns the number of scheduled tokens.
 
-        Only levels lower than `better_than`, which have a higher priority, are considered. If all free slots
-        are reserved for higher priorities, a sequence blocks only its own level.
+        Only levels below `better_than`, which have higher priority, are considered. A sequence that must wait
+        because all free slots are reserved for higher priorities blocks only its own level.
         """
         given = budget
         for level in range(better_than):
@@ -136,8 +137,8 @@ class Admission:
         self._started.clear()
 
     def _may_fit(self, sequence: Sequence) -> bool:
-        """Return False if the sequence did not fit before, and too few blocks have been freed or cached since
-        then."""
+        """Return False if the sequence did not fit earlier and too few blocks have been freed or cached
+        since."""
         if self._blocked is None or not len(self._running):
             return True
         blocked, gains = self._blocked

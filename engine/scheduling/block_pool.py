@@ -93,8 +93,8 @@ class PrefixChain:
 
 
 class BlockPool:
-    """A pool of `total` KV blocks, numbered from 0. `match` takes time proportional to the matched blocks,
-    and `check` to the size of the pool. All other operations take constant time per block."""
+    """A pool of `total` KV blocks, numbered from 0. `match` takes time proportional to the number of matched
+    blocks, and `check` to the pool's size. All other operations take constant time per block."""
 
     def __init__(self, total: int, *, prefix_cache: bool = True) -> None:
         if total < 1:

@@ -98,7 +98,7 @@ def splits_at_once(config: DecodeConfig, group: int, head_dim: int) -> int:
 
 
 def config_on(keys: torch.Tensor, sequences: int) -> DecodeConfig:
-    """Return the result of `config_for` for a cache `[blocks, kv_heads, 64, head_dim]` and its device."""
+    """Return the launch parameters for a cache `[blocks, kv_heads, 64, head_dim]` on its device."""
     _, kv_heads, _, head_dim = keys.shape
     return config_for(sequences, kv_heads, head_dim, keys.element_size(), multiprocessors_of(keys.device))
 
@@ -141,19 +141,16 @@ def decode(
     """Compute the attention of one new token per sequence: `[sequences, heads, head_dim]` in q's dtype.
 
     q: `[sequences, heads, head_dim]`, heads contiguous. With `rotation`, q is the result of the qkv GEMM,
-    `[sequences, (heads + 2 kv_heads) × head_dim]`.
-    keys, values: `[blocks, kv_heads, 64, head_dim]`, contiguous, in q's dtype, or float8_e4m3fn with
-    `k_scales`, `v_scales` `[blocks, kv_heads, 64]` float32.
+    `[sequences, (heads + 2 kv_heads) × head_dim]`. keys, values: `[blocks, kv_heads, 64, head_dim]`,
+    contiguous, in q's dtype, or float8_e4m3fn with `k_scales`, `v_scales` `[blocks, kv_heads, 64]` float32.
     block_table: `[slots, columns]` int32 or int64. slots: `[sequences]`, each sequence's row of the block
-    table.
-    lens: `[sequences]`, number of cached tokens, including the new token. 0 marks padding: the result is
-    zeros, and the padding's other inputs are not read.
-    window: each token attends to itself and the window - 1 tokens before it.
-    rotation: if given, this call also writes the new keys and values to the cache. Sequences must not share
-    the blocks that receive their new tokens. With PDL, slots, lens and cos_sin are read before the previous
-    kernel has ended. Therefore a kernel without PDL, for example a decoder's embedding, must run between the
-    kernel that wrote them and this one.
-    config: launch parameters; None: from `config_for`. The last bits of the result depend on `items`.
+    table. lens: `[sequences]`, number of cached tokens, including the new token. 0 marks padding: the result
+    is zeros, and the padding's other inputs are not read. window: each token attends to itself and the window
+    - 1 tokens before it. rotation: if given, this call also writes the new keys and values to the cache.
+    Sequences must not share the blocks that receive their new tokens. With PDL, slots, lens and cos_sin are
+    read before the previous kernel has ended. Therefore a kernel without PDL, for example a decoder's
+    embedding, must run between the kernel that wrote them and this one. config: launch parameters; if None,
+    `config_for` chooses them. The last bits of the result depend on `config.items`.
 
     The softmax is computed in float32. No length is read on the host, so the launch can be captured in a CUDA
     graph.

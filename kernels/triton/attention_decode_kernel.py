@@ -52,7 +52,7 @@ def _combine(
     """Combine `pieces` splits of a sequence and normalise the result: `[GROUP, HEAD_DIM]`. `partial` and
     `stats` point to the first split.
 
-    The loop processes one split after another, so no thread waits for another thread. AT_ONCE loads are in
+    The loop processes one split after another, so threads need not wait for each other. AT_ONCE loads are in
     flight at the same time.
     """
     group = tl.arange(0, GROUP)

@@ -36,9 +36,9 @@ _LIFT = tl.constexpr(8.0)
 float16's subnormals."""
 
 _LOWEST = tl.constexpr(-1.0e30)
-"""Initial running maximum of a row that has not seen a key. It is finite, so a page without visible keys does
-not produce NaN. Masked scores must be -inf instead: the compiler fuses `score × scale - largest` into one
-instruction that does not round the product, so the difference of equal numbers would be about 1e20."""
+"""Initial running maximum of a row. It is finite, so a page without visible keys does not produce NaN. Masked
+scores must be -inf instead of this value: the compiler fuses `score × scale - largest` into one instruction
+that does not round the product, so the difference could be about 1e20 instead of 0."""
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -327,7 +327,8 @@ class PrefillConfig:
 
 
 def config_for(head_dim: int, direct: bool, expanded: bool) -> PrefillConfig:
-    """Return the launch parameters. direct: the pool is FP8. expanded: the pool is the scratch pool.
+    """Return the launch parameters. direct: whether the kernel reads an FP8 pool. expanded: whether it reads
+    the scratch pool.
 
     Two programs per multiprocessor hide each other's softmax. With 8 warps, this requires at most 128
     registers per thread, and the compiler then waits for every tensor-core product. With 4 warps the compiler
@@ -360,11 +361,10 @@ def prefill(
 
     q: `[tokens, heads, head_dim]`, heads contiguous. keys, values: `[blocks, kv_heads, 64, head_dim]`,
     contiguous, in q's dtype, or float8_e4m3fn with `k_scales`, `v_scales` `[blocks, kv_heads, 64]` float32.
-    block_table: `[slots, columns]` int32 or int64, each row covering context + count of its chunk; None: keys
-    and values are the scratch pool, and tiles are `Expansion.expanded`.
-    tiles: `plan_tiles` on the device, contiguous.
-    window: each token attends to itself and the window - 1 tokens before it. The softmax is computed in
-    float32.
+    block_table: `[slots, columns]` int32 or int64. Each row covers the context + count tokens of its chunk.
+    If it is None, keys and values are the scratch pool, and tiles are `Expansion.expanded`. tiles:
+    `plan_tiles` on the device, contiguous. window: each token attends to itself and the window - 1 tokens
+    before it. The softmax is computed in float32.
     """
     _, heads, head_dim = q.shape
     blocks, kv_heads, _, _ = keys.shape

@@ -58,11 +58,10 @@ def prefill(
 
     q: `[tokens, heads, 128]` bfloat16 or float16, heads contiguous, token stride a multiple of 16 bytes.
     keys, values: `[blocks, kv_heads, 64, 128]`, contiguous, of the same dtype; heads / kv_heads divides 64.
-    block_table: `[slots, columns]` int32 or int64, each row covering context + count of its chunk; None: keys
-    and values are the scratch pool, and tiles are `Expansion.expanded`.
-    tiles: `plan_tiles` on the device, contiguous, each with at least one token.
-    out: same shape and dtype as q. multiprocessors: number of multiprocessors of the GPU. The softmax is
-    computed in float32.
+    block_table: `[slots, columns]` int32 or int64. Each row covers the context + count tokens of its chunk.
+    If it is None, keys and values are the scratch pool, and tiles are `Expansion.expanded`. tiles:
+    `plan_tiles` on the device, contiguous, each with at least one token. out: same shape and dtype as q.
+    multiprocessors: number of multiprocessors of the GPU. The softmax is computed in float32.
     """
     _, heads, head_dim = q.shape
     blocks, kv_heads, _, _ = keys.shape
@@ -107,9 +106,9 @@ def _signal(text: gl.constexpr):
 
 @gluon.jit
 def _item(turn):
-    """Return the index of the work item (a tile and KV head) that this program computes in the given turn. In
-    odd turns, the order of the programs is reversed to balance their work. The index may be past the end of
-    the list."""
+    """Return the index of the work item (a tile and KV head) that this program computes in the given round.
+    In odd rounds, the order of the programs is reversed to balance their work. The index may be past the end
+    of the list."""
     program, programs = gl.program_id(0), gl.num_programs(0)
     return turn * programs + gl.where(turn % 2 == 0, program, programs - 1 - program)
 

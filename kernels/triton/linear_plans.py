@@ -21,11 +21,11 @@ and cuBLAS has better tiles. For e4m3 weights with few outputs the limit is twic
 reads those weights at a third of the memory bandwidth."""
 
 MAX_SPLIT_PROGRAMS = 180
-"""Upper limit on the number of programs of a split-K GEMM. The split is doubled while the GEMM has fewer than
-half as many programs."""
+"""Upper limit on the number of programs of a split-K GEMM. The split is doubled while the number of programs
+stays below this limit."""
 
 HOPPER_SHARED = 227 << 10
-"""Bytes of shared memory available to a program on Hopper GPUs, on which these rules were derived."""
+"""Bytes of shared memory available to a program on Hopper GPUs. The rules were derived on these GPUs."""
 
 _SHARED_BESIDE = 2 << 10
 """Upper bound on the bytes of shared memory that a program uses in addition to its tiles."""
@@ -51,8 +51,8 @@ class GemmPlan:
     block_n: int
     """Number of weight rows per program."""
     block_k: int
-    """Number of columns of K per pipeline step. It is counted per warp in a `stream` kernel, and per program
-    in the other kernels."""
+    """Number of columns of K in one pipeline step: per warp for `stream`, per program for the other
+    kernels."""
     warps: int
     stages: int = 1
     """Number of pipeline stages, that is, of steps whose weights can be in flight at the same time."""
@@ -113,15 +113,16 @@ def choose(
 
 
 _MANY = 16384
-"""Minimum number of outputs for which one wave of programs is only a small part of the GEMM."""
+"""Minimum number of outputs at which a GEMM needs many waves of programs."""
 
 
 def _gemv(n: int, k: int, dtype: torch.dtype) -> GemmPlan:
     whole = _power_of_2(k)
     if dtype.itemsize == 1:
         return GemmPlan("gemv", 1, 8, min(2048, whole), warps=4)
-    # For weights with many or long rows, a program loads up to 4096 columns at a time. Otherwise it needs at
-    # least two steps, and the first step's weights are loaded before the wait for the previous kernel.
+    # For weights with many or long rows, a program loads up to 4096 columns at a time. Otherwise K is divided
+    # into at least two steps, so that the first step's weights can be loaded before the wait for the previous
+    # kernel.
     block_k = 4096 if k >= 8192 or (n >= _MANY and k >= 4096) else max(256, min(2048, whole // 2))
     return GemmPlan("gemv", 1, 4, min(block_k, whole), warps=4)
 

@@ -2,8 +2,8 @@
 fastest plan, or states that the library (cuBLAS) is the fastest.
 
 A table belongs to one GPU model. `python -m engine.tune` writes it to `kernels/tuned/<gpu>.json`. The backend
-loads it once and passes it to every GEMM. Shapes and numbers of rows without an entry follow the rules of
-`linear_plans`. This module needs neither Triton nor a GPU.
+loads it once and passes it to every GEMM. For shapes and numbers of rows without an entry, the rules in
+`linear_plans` choose the plan. This module needs neither Triton nor a GPU.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class PlanEntry:
     """Microseconds that the library's GEMM adds to a decoder layer."""
     layer_us: float | None = None
     """Microseconds of a whole decoder layer, including attention, if the layer's plans were chosen together
-    by this time. None if the plan was chosen by `us`."""
+    to minimise this time. None if the plan was chosen to minimise `us`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +142,7 @@ def read_table(path: Path) -> Table:
 
 
 def problem(plan: GemmPlan, max_num_seqs: int, product: Product) -> str | None:
-    """Return the reason why a plan cannot compute a GEMM with up to `max_num_seqs` rows, or None if it
-    can."""
+    """Return why a plan cannot compute a GEMM with up to `max_num_seqs` rows, or None if it can."""
     if plan.form not in _FORMS:
         return f"form is {plan.form!r}; expected one of {', '.join(_FORMS)}"
     for name in _NUMBERS:

@@ -15,7 +15,7 @@ The kernel *scan* computes for each chunk of a row the best score, its token id 
 the sum of exp, and the second best score. For greedy and plain rows, *pick* then selects the best chunk.
 
 For a full row, the first candidate is the Gumbel-max draw from the whole distribution. If top-k, top-p and
-min-p keep this token, it is the row's result. For top-p, the probability of this is at least top_p. The token
+min-p keep this token, it is the row's result. Top-p keeps it with a probability of at least top_p. The token
 with the second best score is the second candidate. *combine* finds both candidates. *above* reads the row
 again, and computes the number and the total mass of the tokens that are more likely than each candidate.
 *decide* selects the first candidate that is kept. Nearly all rows are finished after these two reads.

@@ -130,9 +130,8 @@ def above_kernel(
     EDITED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Sum exp(logit - largest) over the chunk's tokens that are more likely than the row's first candidate,
-    and over the tokens that are more likely than its second candidate. If the row has a top-k, also count
-    these tokens."""
+    """For each of the row's two candidates, sum exp(logit - largest) over the chunk's tokens that are more
+    likely than the candidate. If the row has a top-k, also count these tokens."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -295,16 +294,16 @@ def _settle_few(
     """Sample a row with a small top-k. Return whether the row is finished, the best score and its token.
 
     At least k tokens reach the k-th largest of the groups' maximum logits, so top-k keeps only tokens that
-    reach this value. These tokens are collected and compared with each other, to compute the count and mass
-    of the more likely tokens for each. The row stays unfinished if ties make the lists too long (more than
-    FEW groups or 2 × FEW tokens).
+    reach this value. These tokens are collected and compared with each other, which gives the count and mass
+    of the tokens that are more likely than each of them. The row stays unfinished if ties make the lists too
+    long (more than FEW groups or 2 × FEW tokens).
     """
     group = tl.arange(0, GROUPS)
     highest = tl.load(groups + group, mask=group < row_groups, other=float("-inf"))
     ranks = rank_of(highest)
     top = rank_of(largest).to(tl.int64)
     bottom = tl.min(tl.where(group < row_groups, ranks, 0x7FFFFFFF), axis=0).to(tl.int64)
-    # If there are fewer than k groups, the lower bound is the rank of -inf.
+    # If there are fewer than k groups, the k-th largest value is -inf.
     bottom = tl.where(row_groups < k, -2139095041, bottom)
     j = tl.arange(0, 4)
     while bottom < top:
@@ -364,7 +363,7 @@ def _settle_few(
 
 @triton.jit
 def _entries(values, edited, at, copy, columns, tokens, start, count, EDITED: tl.constexpr):
-    """Return the logits of 16 entries of a list of columns, from entry `start` on."""
+    """Return the logits of 16 listed columns, starting with the list's entry `start`."""
     entry = start + tl.arange(0, 16)
     column = tl.load(tokens + entry, mask=entry < count, other=columns)
     return read(values, edited, at, copy, column, columns, EDITED)

@@ -40,7 +40,7 @@ def settle_kernel(
     NVIDIA: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Find the boundary of the tokens that an unfinished row keeps, and draw again.
+    """Find the boundary between kept and excluded tokens of an unfinished row, and draw again.
 
     Invariant: tokens with a logit up to `low` are excluded, and tokens with a logit of at least `high` are
     kept.
@@ -108,8 +108,8 @@ def settle_kernel(
         token = tl.load(summary + 1).to(tl.int32, bitcast=True)
     step = 0
     while done == 0:
-        # Draw as soon as the tokens above `low` exceed the limits by a factor of less than 1.5, because this
-        # draw is likely to be final.
+        # Draw as soon as the tokens above `low` are within 1.5x of the limits, because this draw will
+        # probably be accepted.
         draw = over < 1.5
         if draw:
             best, token, logit = _draw_over(

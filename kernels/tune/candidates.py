@@ -13,7 +13,7 @@ BUCKETS = (1, 8, 16, 32, 64, 128, 256)
 previous entry and this one."""
 
 _MANY = 16384
-"""Minimum number of outputs for which one wave of programs is only a small part of the GEMM."""
+"""Minimum number of outputs at which a GEMM needs many waves of programs."""
 
 HALF_SHARED = 112 << 10
 """Bytes of shared memory per program that let two programs of the `tiles` kernel run on one multiprocessor.
@@ -65,7 +65,7 @@ def _gemvs(product: Product) -> Iterable[GemmPlan]:
 
 def _streams(product: Product) -> Iterable[GemmPlan]:
     if product.k > 8192:
-        return  # the float16 row and the loads in flight would not fit together
+        return  # the float16 row and the loads in flight would not both fit
     for step, warps, ahead in ((256, 4, 2), (256, 4, 3), (128, 4, 3), (128, 4, 4), (256, 8, 2), (128, 8, 2)):
         yield GemmPlan("stream", 1, 16, step, warps, stages=ahead)
 

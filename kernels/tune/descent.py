@@ -21,10 +21,11 @@ from kernels.triton.linear_table import Product
 Choice = Mapping[Product, GemmPlan | None]
 """The plan of each linear. None selects the library's GEMM."""
 Compare = Callable[[Sequence[Choice]], list[float]]
-"""Measures choices in interleaved runs. Returns the microseconds of a layer with each choice, or infinity for
-a choice that cannot run."""
+"""Function that measures choices in interleaved runs. It returns the layer's microseconds with each choice,
+or infinity for a choice that cannot run."""
 Replay = Callable[[Sequence[int]], list[float]]
-"""Executes the runners with the given indices, in this order. Returns the microseconds of each execution."""
+"""Function that executes the runners with the given indices, in this order, and returns the microseconds of
+each execution."""
 
 ENOUGH = 0.003
 """Minimum relative gain. The search stops after a round with a smaller gain, and the current choice is kept

@@ -52,8 +52,8 @@ def shortlist(
 ) -> list[GemmPlan | None]:
     """Return `known` and further plans, at most `most` in total.
 
-    If a search has tried this linear, its fastest plans are added. Otherwise the additional plans are `tiles`
-    plans that fill the GPU about once, and the plans most similar to a known plan.
+    If a search has tried this linear, its fastest plans are added. Otherwise, it adds `tiles` plans with
+    about one wave of programs, and the plans most similar to a known plan.
     """
     known, tiles = list(known), _tiles(product, rows, hopper)
     others = [one for one in candidates(product, rows, hopper) if one.form != "tiles"]
@@ -94,8 +94,8 @@ def _some(plans: Iterable[GemmPlan | None], most: int) -> list[GemmPlan | None]:
 
 def _tiles(product: Product, rows: int, hopper: bool) -> list[GemmPlan]:
     """Return the `tiles` candidates, ordered by tile size and then by how well they fill the GPU. For one
-    row, they include tiles of 8 rows, because these can share norms with neighbouring linears and plans for
-    one row cannot."""
+    row, they include plans with tiles of 8 rows, which can share norms with neighbouring linears, unlike
+    one-row plans."""
 
     def order(plan: GemmPlan) -> tuple[int, float, int, int]:
         programs = -(-product.n // plan.block_n) * plan.split
