@@ -68,7 +68,8 @@ class TimeBudgets:
         self._max_share = max_share
         self._burst_s = burst_s
         self._rests_until: dict[str, float] = {}
-        """For each user that has recently used time: when its use falls back within its share."""
+        """For each user that has recently used time, the time at which its use falls back within its
+        share."""
 
     def rest_s(self, user: str, now: float) -> float:
         """Return how long the user must pause, in seconds, or 0 if it is within its share."""

@@ -43,7 +43,8 @@ class ServiceNotRunningError(Exception):
 
 
 class NotAllowedError(ServiceNotRunningError):
-    """Raised if this user may not open the socket, so that it is unknown whether a service answers there."""
+    """Raised if this user may not open the socket, so the caller cannot tell whether a service is listening
+    on it."""
 
 
 class AdminError(Exception):
@@ -63,7 +64,7 @@ class AdminClient:
     """
 
     def __init__(self, run_dir: str | Path, timeout_s: float = 10.0, key: str | None = None) -> None:
-        """`key` has the `admin` or `read` scope. It is for users who are not operators."""
+        """`key` needs the `read` or `admin` scope. Only users who are not operators need a key."""
         self.socket = Path(run_dir) / "admin.sock"
         self._timeout_s = timeout_s
         self._headers = {} if key is None else {"authorization": f"Bearer {key}"}

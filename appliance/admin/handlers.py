@@ -103,7 +103,8 @@ class RequestAdmin:
         )
 
     async def show(self, actor: Actor, asked: ShowContents) -> Effect:
-        """Return the stored prompts and answers. Raises LookupError if there are none, or a StoreError."""
+        """Return the stored prompts and answers. Raises LookupError if there are none, and StoreError if the
+        database fails."""
         return Effect(await self._contents(asked.request_id))
 
 

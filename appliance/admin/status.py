@@ -175,7 +175,7 @@ class StatusReader:
         ]
 
     def _state(self, reason: str, degraded: bool) -> ServiceState:
-        """Return the service's state. `degraded` says whether there are current problems."""
+        """Return the service's state. `degraded` indicates whether there are current problems."""
         if (drain := self.drains.of_service) is not None:
             return drain.public_state
         drains = [self.drains.of(model) for model in self.models.models]

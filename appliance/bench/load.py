@@ -19,11 +19,11 @@ class Target(msgspec.Struct, frozen=True):
     host: str = ""
     port: int = 0
     tls_name: str = ""
-    """Name that the server's certificate must have; empty means no TLS."""
+    """Name that the server's certificate must contain. If empty, TLS is not used."""
     socket: str = ""
     """Path of a Unix socket; if empty, `host` and `port` are used."""
     trusted_uids: frozenset[int] = frozenset()
-    """If not empty, users who may own the process behind the socket (`appliance.ownership`)."""
+    """If not empty, the users who may own the process that listens on the socket (`appliance.ownership`)."""
     authority: str = "bench"
     """Value of the Host header."""
     prefix: str = "/v1"
@@ -56,7 +56,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     target: Target
     model: str
     vocab_size: int
-    """Prompts are random token ids below this number."""
+    """Prompts consist of random token ids below this number."""
     prompt_tokens: int
     output_tokens: int
     seed: str
@@ -77,7 +77,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         return min(self.concurrency, self.requests) or self.requests
 
     def numbers(self, worker: int, workers: int) -> list[int]:
-        """Return the numbers of the requests that a worker sends: those of every `workers`-th stream."""
+        """Return the numbers of the requests that this worker sends. Streams are dealt out to the workers in
+        turn, so a worker gets every `workers`-th stream."""
         return [number for number in range(self.requests) if number % self.streams % workers == worker]
 
     def body(self, number: int) -> bytes:
@@ -131,7 +132,7 @@ class Record(msgspec.Struct):
 
 
 class LoadProgress(msgspec.Struct):
-    """A report of a client process, sent several times a second and once at the end."""
+    """A client process's report, sent several times a second and once at the end."""
 
     records: list[Record]
     """Requests that have ended since the last report."""

@@ -18,7 +18,7 @@ START_DELAY_S = 0.05
 
 
 class BenchError(Exception):
-    """The benchmark cannot run; the message names the reason and the remedy."""
+    """Raised if the benchmark cannot run. The message gives the reason and the remedy."""
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class RawRun:
 
 
 def default_workers(streams: int) -> int:
-    """Return the number of client processes: one per 64 streams, on at most half of the cores."""
+    """Return the number of client processes: one per 64 streams, but at most half the number of cores."""
     return max(1, min(len(os.sched_getaffinity(0)) // 2, -(-streams // 64)))
 
 

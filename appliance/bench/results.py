@@ -42,14 +42,15 @@ class Slo(msgspec.Struct, frozen=True):
 
 
 class Failures(msgspec.Struct):
-    """Requests that failed in the same way."""
+    """The failed requests with the same kind of failure."""
 
     count: int
     example: str
 
 
 class RequestTimes(msgspec.Struct):
-    """One request: `at_s` counts from the start of the run, the other times from when it was due."""
+    """The times of one request. `at_s` counts from the start of the run, and the other times count from when
+    the request was due."""
 
     at_s: float
     ttft_ms: float | None
@@ -62,8 +63,8 @@ class RequestTimes(msgspec.Struct):
 
 
 class Backlog(msgspec.Struct):
-    """Requests that were open for longer than a typical response takes, counted at two moments of an
-    open-loop run."""
+    """Requests that were open for longer than a typical response takes, counted at two points in an open-loop
+    run."""
 
     response_s: float
     """Typical response time; infinite if it is too long for the run to show a backlog."""
@@ -72,9 +73,9 @@ class Backlog(msgspec.Struct):
     after: int
     """Number of such requests at the end of the arrivals."""
     seconds: float
-    """Time between the two moments."""
+    """Time between the two counts."""
     allowed: float
-    """Number of such requests that chance alone can explain."""
+    """Number of such requests that can be explained by chance alone."""
 
     @property
     def is_growing(self) -> bool:

@@ -25,7 +25,7 @@ _SAMPLE = "".join(chr(code) for code in (*range(32, 127), *range(0xA1, 0x17F), *
 
 
 class Server(msgspec.Struct, frozen=True):
-    """A server that has answered."""
+    """A server that has answered the checks, and its properties."""
 
     target: Target
     model: str
@@ -162,7 +162,7 @@ async def _vocab_size(client: Client, document: dict[str, Any], model: str) -> t
 
 
 async def _try(client: Client, server: Server) -> None:
-    """Send a request like those of the run, so that a problem is reported once, before the run starts."""
+    """Send one request like those of the run, so that a problem is reported once, before the run starts."""
     load = Load(
         target=server.target,
         model=server.model,

@@ -27,17 +27,18 @@ from appliance.bench.workloads import Shape, Workload
 REQUEST_TIMEOUT_S = 600.0
 _MAX_WARM_UP = 8
 _SETTLE_S = 60.0
-"""Time limit for a trial's open requests to end, or the duration of the trial if that is longer."""
+"""Minimum time limit for a trial's open requests to end. The limit is the trial's duration if that is
+longer."""
 
 
 class Show(Protocol):
-    """Shows the progress of a run; called with None at its end."""
+    """Shows the progress of a run. Called with None when the run ends."""
 
     def __call__(self, title: str, load: Load, raw: RawRun | None) -> None: ...
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """A workload or a rate with all its runs."""
+    """A workload or a rate, with the results of all its runs."""
 
     name: str
     description: str
@@ -140,7 +141,7 @@ class Session:
         return found, _open_result("find-rate", shape, found.best.rate, duration_s, [found.best])
 
     def _settle(self, shape: Shape, duration_s: float) -> None:
-        """Wait until a request is answered, so that requests of the last trial do not slow down the next
+        """Wait until a request is answered, so that requests from the last trial do not slow down the next
         one."""
         limit_s = max(_SETTLE_S, duration_s)
         run = self._run("settling", shape, 1, concurrency=1, timeout_s=limit_s)

@@ -134,7 +134,7 @@ def verify(
 def export(
     run_dir: str | None, state_dir: str | None, file: str | None, target: str | None, *, as_json: bool
 ) -> None:
-    """Write the chain to a file or to standard output. The file is either complete or not created."""
+    """Write the chain to a file or to standard output. If the export fails, no file is created."""
     location = _location(run_dir, state_dir, file)
     key = _key(location)
     with as_failure(StoreError), reading(location.database, CONTROL) as connection, _output(target) as out:
@@ -156,7 +156,7 @@ def export(
 
 
 def _examine_file(path: Path, recorded: list[Recorded], state_dir: str | None) -> Findings:
-    """Examine a copy or an export, using the key next to it or the key of the given state directory."""
+    """Check a copy or an export, using the key next to it or the key in the given state directory."""
     try:
         key = read_key((path.parent if state_dir is None else Path(state_dir)) / KEY_FILE)
     except StoreError:

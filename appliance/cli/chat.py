@@ -43,7 +43,7 @@ class Conversation:
         self.messages.append({"role": "user", "content": _sendable(question)})
         said: list[str] = []
         try:
-            # Close the stream however this block is left, because closing it tells the service to stop.
+            # Close the stream no matter how this block ends: closing it tells the service to stop generating.
             with contextlib.closing(
                 self._client.answer({**self._options, "messages": self.messages})
             ) as answer:

@@ -18,7 +18,7 @@ _READ_BYTES = 64 << 10
 
 
 class AnswerError(Exception):
-    """The service did not answer, or its answer was cut off; the message gives the reason."""
+    """Raised if the service does not answer or its answer is cut off. The message gives the reason."""
 
 
 class Piece(NamedTuple):
@@ -28,7 +28,7 @@ class Piece(NamedTuple):
 
 
 class End(NamedTuple):
-    """The end of an answer, with its statistics."""
+    """The end of an answer, with statistics about the answer."""
 
     finish_reason: str
     completion_tokens: int | None

@@ -51,11 +51,12 @@ def _find(
         settings = str(error)
     try:
         run = find_run_dir(run_dir, config)
-    except Failure:  # `settings` contains the error; use the flags and defaults
+    except Failure:  # `settings` contains the error, so use the flags and defaults
         run = Path(run_dir or default_run_dir()).absolute()
     try:
         return run, find_state_dir(state_dir, run, config), settings
-    except (Failure, UntrustedError):  # as above, or an untrusted run directory, which the findings report
+    # As above; or the run directory is not trusted, which a finding reports
+    except (Failure, UntrustedError):
         return run, Path(state_dir or default_state_dir()).absolute(), settings
 
 

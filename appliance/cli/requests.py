@@ -49,7 +49,7 @@ _COLUMNS = (
     Column("E2E ms", right=True),
     Column("ERROR", flexible=True, drop=3),
 )
-# Minimum column widths, so that columns stay aligned with lines that follow later.
+# Set minimum column widths, so that lines printed later line up with the first ones.
 _ROOM = (
     "00-00 00:00:00",
     "req-" + "0" * 24,

@@ -144,7 +144,7 @@ def _fronts(fronts: list[FrontStatus], width: int | None) -> list[str]:
 
 
 def _per_token(front: FrontStatus) -> str:
-    # With few tokens, the value would mostly reflect the start of the process.
+    # With few tokens, the value would mostly reflect the startup of the process.
     if front.cpu_us_per_token is None or front.tokens < _MIN_TOKENS:
         return ""
     return f"{front.cpu_us_per_token:.1f}"

@@ -23,7 +23,7 @@ class RequestCanceller:
     models: ModelManager
 
     def cancel(self, request_id: str, message: str) -> bool:
-        """End a request, with this message for its client. Return False if there is no such request."""
+        """End a request, and send its client this message. Return False if there is no such request."""
         if not self.requests.abort(request_id, message):
             return False
         asyncio.get_running_loop().call_later(_ENGINE_CANCEL_S, self.models.cancel, request_id)

@@ -47,11 +47,12 @@ class DrainTools(NamedTuple):
     requests: RequestManager
     fronts: FrontConfiguration
     cancel: Callable[[str, str], bool]
-    """Ends a request, with this message for its client. Returns False if there is no such request."""
+    """Ends a request, and sends its client this message. Returns False if there is no such request."""
 
 
 class Drain:
-    """One drain. `run` performs the whole drain; cancelling the task of `run` interrupts the drain."""
+    """One drain. `run` performs it from start to finish. Cancelling the task that executes `run` interrupts
+    the drain."""
 
     def __init__(
         self,
@@ -114,7 +115,7 @@ class Drain:
         return max(0.0, self._grace_ends_at - time.monotonic())
 
     def replaces(self, former: Drain) -> None:
-        """Take over the progress of `former`, but with the grace period of this drain."""
+        """Continue with the progress of the drain `former`, but with this drain's grace period."""
         if former.state != "drained":
             self.started_at, self._began_at = former.started_at, former._began_at
         if former.state != "announced":
@@ -225,7 +226,7 @@ class Drains:
         return drain
 
     async def stop(self, hurry: asyncio.Event) -> None:
-        """Drain the service for its shutdown, without waiting once `hurry` is set."""
+        """Drain the service for its shutdown. Once `hurry` is set, the drain stops waiting."""
         settings = self._settings()
         for task in self._tasks.values():
             task.cancel()

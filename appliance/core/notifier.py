@@ -21,7 +21,7 @@ _KEEP_ALIVES = 4
 
 
 class Notifier:
-    """Reports to the service manager from `start` to `close`."""
+    """Reports to the service manager until `close` is called."""
 
     def __init__(self, manager: Manager, readiness: Readiness, stalled_s: Callable[[], float]) -> None:
         """`stalled_s` returns how long the slowest writer has been busy with its current operation, in

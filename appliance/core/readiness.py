@@ -41,9 +41,9 @@ class Readiness:
         return ready and not any(map(self.silence, self.models.pinned()))
 
     def worth_waiting_for(self) -> bool:
-        """Return whether the service manager should keep waiting for an incomplete startup. It should if a
-        replica is loading, or if one model is already serving and should not be stopped because another is
-        broken."""
+        """Return whether the service manager should keep waiting for startup to complete. It should wait
+        while a replica is loading. It should also wait if one model is already serving, so that a broken
+        model does not stop the working one."""
         return any(replica.state in ("starting", "loading", "ready") for replica in self.models.replicas)
 
     def headline(self) -> str:

@@ -51,7 +51,7 @@ class ReloadError(Exception):
 
 
 class LiveSettings:
-    """Returns the settings in effect, which a reload replaces."""
+    """Returns the settings in effect. Each reload replaces them."""
 
     def __init__(self, current: Settings) -> None:
         self.current = current

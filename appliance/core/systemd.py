@@ -16,7 +16,7 @@ from typing import TypeVar
 log = logging.getLogger(__name__)
 
 EXTENSION_US = 30_000_000
-"""Extension of the start timeout, requested repeatedly while an operation takes a long time."""
+"""Amount by which the start timeout is extended, repeatedly, during a long operation."""
 _EVERY_S = 1.0
 _FIRST_DESCRIPTOR = 3
 T = TypeVar("T")
