@@ -17,7 +17,7 @@ _KEY_HEADERS = (b"api-key", b"x-api-key")
 
 
 class IdentityTable:
-    """Identities by key hash, uid and gid, as most recently sent by the core. An empty table refuses every
+    """Identities by key hash, uid and gid, as last received from the core. An empty table refuses every
     caller."""
 
     def __init__(self) -> None:
