@@ -28,8 +28,8 @@ MAX_HELD_LOGPROB_OUTPUTS = 4_096
 """Maximum number of held outputs with log probabilities, each of which may take a kilobyte."""
 
 _MAX_COST = 2048
-"""Maximum cost of one flush, where each event, each log probability and every 512 characters of echoed text cost 1.
-A flush of this cost takes about 10 ms."""
+"""Maximum cost of one flush, where each event, each log probability and every 512 characters of echoed text
+cost 1. A flush of this cost takes about 10 ms."""
 _CHARACTERS_PER_COST = 512
 
 _encode = msgspec.json.Encoder().encode

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Protocol
 
 OTHERS_SHARE = 8
-"""A tenant must leave one in this many places to other tenants."""
+"""One tenant must leave a fraction of 1 / `OTHERS_SHARE` of the places to other tenants."""
 
 
 class Occupant(Protocol):
@@ -16,9 +16,9 @@ class Occupant(Protocol):
 
 
 class Pool:
-    """Connections of one kind. Those without a complete request are `waiting`, in the order in which they
-    began to wait. If no place is free for a new connection, the connection that has waited longest is closed,
-    among those from the source with the most waiting connections.
+    """Connections that share a limit. Connections without a complete request are `waiting`, in the order in
+    which they began to wait. If no place is free for a new connection, a waiting connection is closed: of the
+    source with the most waiting connections, the one that has waited longest.
 
     A connection may belong to a tenant. One tenant's connections take at most `max_per_tenant` places.
     """

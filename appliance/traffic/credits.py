@@ -115,8 +115,8 @@ class CreditAccount:
         """Compute `free_slots` for each level.
 
         Samples of lower-priority levels that are waiting in the engine occupy no slot. The last report gives
-        their number; of the samples dispatched after that report, the engine runs at most as many as it
-        permits.
+        their number. Of the samples dispatched after that report, at most as many occupy slots as the engine
+        allows for their tier.
         """
         running = [
             spent - returned for spent, returned in zip(self._spent_seqs, self._returned_seqs, strict=True)

@@ -1,4 +1,4 @@
-"""The states of a request: waiting, running, ended; and its moves between them.
+"""The states of a request (waiting, running, ended) and the transitions between them.
 
     accept ──► queue or hold ──► dispatch ──► leave_replica ──► end
                 │  ▲               │

@@ -232,7 +232,7 @@ class Quotas:
         reservation.taken = ()
 
     def charge(self, tenant: str, key_id: str, tokens: int, requests: int = 1) -> None:
-        """Charge tokens and requests that were not reserved, at most as much as is left."""
+        """Charge tokens and requests that were not reserved, but at most the amount that is left."""
         accounts, now = self._accounts_of(tenant, key_id), self._clock()
         for bucket in _refilled(accounts, now):
             amount = max(0.0, min(bucket.level, tokens if bucket.counts_tokens else requests))
@@ -280,7 +280,7 @@ class Quotas:
         return tuple([account for account in (of_tenant, of_key) if account is not None])
 
     def _note(self, reservation: Reservation) -> None:
-        """Note that the levels of a reservation's accounts have changed."""
+        """Record that the levels of a reservation's accounts have changed."""
         for account in reservation.accounts:
             self._changed[account] = None
 
@@ -295,14 +295,14 @@ class Quotas:
         changed = [one for one in self._changed if self._accounts.get((one.scope, one.name)) is one]
         self._changed = {}
         if not changed and self._asked:
-            # The oldest stored level determines the log row to start reading from at startup, so it must be
-            # renewed.
+            # At startup, the log is read from the row that the oldest stored level determines, so that level
+            # must be renewed.
             changed = list(self._accounts.values())[:1]
         self._asked = False
         return [_levels(account, monotonic, now) for account in changed], gone
 
     def remember(self, gone: Iterable[Name] = ()) -> None:
-        """Include everything in the next `news` again, because the last result could not be stored."""
+        """Include everything in the next result of `news`, because the last result could not be stored."""
         self._gone |= set(gone) - self._accounts.keys()
         self._changed = dict.fromkeys(self._accounts.values())
 
