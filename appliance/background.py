@@ -17,8 +17,8 @@ _HEALTHY_S = 30.0
 
 
 class Background:
-    """Keeps a reference to each task until it ends, because the event loop keeps none. Failed tasks are
-    logged."""
+    """Keeps a reference to each task until the task ends, because the event loop keeps only weak references.
+    Failed tasks are logged."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
@@ -59,8 +59,8 @@ class Backoff:
 
 
 class TimeBudgets:
-    """Limits each user of a thread to a share of its time in the long run. All times are in seconds on one
-    clock."""
+    """In the long run, limits each user of a thread to a share of the thread's time. All times are in seconds
+    on one clock."""
 
     def __init__(self, max_share: float, burst_s: float) -> None:
         """`max_share` is between 0 and 1. A user that has been idle for `burst_s` may use its share of that

@@ -25,7 +25,7 @@ _UNIT_FOLDERS = (
 )
 _UNIT = "appliance.service"
 _BOOTED = Path("/run/systemd/system")
-"""Exists if systemd is running (sd_booted(3))."""
+"""A directory that exists if systemd is running (sd_booted(3))."""
 _LOCK = "service.lock"
 _RENDEZVOUS = "ranks-"
 _MAX_LOCK_BYTES = 64 << 10

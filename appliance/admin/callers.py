@@ -57,7 +57,7 @@ class Authenticator:
         self._valid_key = valid_key
         self._host = socket.gethostname()
         self.gid: int | None = None
-        """Group of the socket."""
+        """Id of the group that owns the admin socket."""
         self.configure(settings)
 
     def configure(self, settings: AdminSettings) -> None:

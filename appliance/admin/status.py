@@ -209,13 +209,13 @@ class StatusReader:
         )
 
     def _model_state(self, model: str, replicas: list[ReplicaStatus]) -> tuple[ModelState, str]:
-        """Return a model's state and the explanation of the state."""
+        """Return a model's state and an explanation of it."""
         if (drain := self.drains.of(model)) is not None:
             return (
                 drain.public_state,
                 f"taken out of service by an operator; put it back with: appliance resume --model {model}",
             )
-        # A model's state is that of its best replica, because that replica serves the clients.
+        # The replica in the best state serves the clients, so a model has the state of that replica.
         best = min(replicas, key=lambda replica: _BEST_FIRST.index(replica.state), default=None)
         if best is None:
             return "loading", "the model's replica is being replaced"

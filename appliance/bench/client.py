@@ -219,7 +219,7 @@ class Client:
         self._tls = ssl.create_default_context() if target.tls_name else None
 
     async def complete(self, request: bytes, exchange: Exchange, due_at: float) -> Record:
-        """Send a streamed completion that was due at `due_at`, and return its record."""
+        """Send the request for a streamed completion, which was due at `due_at`, and return its record."""
         sent_at = time.monotonic()
         await self.send(request, exchange)
         return Record(

@@ -69,13 +69,13 @@ class Backlog(msgspec.Struct):
     response_s: float
     """Typical response time; infinite if it is too long for the run to show a backlog."""
     before: int
-    """Number of such requests halfway through the arrivals."""
+    """Number of requests in the backlog halfway through the arrivals."""
     after: int
-    """Number of such requests at the end of the arrivals."""
+    """Number of requests in the backlog at the end of the arrivals."""
     seconds: float
     """Time between the two counts."""
     allowed: float
-    """Number of such requests that can be explained by chance alone."""
+    """Largest backlog, in requests, that chance alone can explain."""
 
     @property
     def is_growing(self) -> bool:

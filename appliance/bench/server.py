@@ -17,7 +17,8 @@ from appliance.bench.workloads import Shape
 
 _ANSWER_S = 30.0
 _SAFE_VOCAB_SIZE = 1000
-"""Vocabulary size that every model in common use reaches, used if the server reports none."""
+"""Vocabulary size that is assumed if the server reports none. Every model in common use has at least this
+many tokens."""
 _SAMPLE = "".join(chr(code) for code in (*range(32, 127), *range(0xA1, 0x17F), *range(0x391, 0x3CA))) + (
     " The quick brown fox jumps over the lazy dog; international organisations nevertheless reconsidered "
     "their responsibilities. def __init__(self, parameters): return [] # 1234567890 пример 例文 مثال उदाहरण"

@@ -104,8 +104,8 @@ def verify(
     as_json: bool,
 ) -> int:
     """Check the chain against all recorded chain heads, print the result and return the exit code. `journal`
-    selects which heads to use from the journal: all (True), those of this state directory if there are any
-    (None), or none (False)."""
+    selects the heads that are used from the journal: all (True), only this state directory's heads if there
+    are any (None), or none (False)."""
     location = _location(run_dir, state_dir, file)
     with as_failure(StoreError):
         recorded = [_noted(text) for text in noted]

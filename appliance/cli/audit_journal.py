@@ -30,7 +30,8 @@ class JournalHeads(NamedTuple):
 
 def heads_in_journal(folder: Path | None) -> JournalHeads:
     """Return the heads of the service whose state directory is `folder`, or of every service that ran as
-    `UNIT` if it is None. A missing systemd or a journal that the caller may not read is not an error."""
+    `UNIT` if `folder` is None. A missing systemd or a journal that the caller may not read is not an
+    error."""
     command = ["journalctl", "--quiet", "--no-pager", "--reverse", "--output=cat", f"--unit={UNIT}"]
     with tempfile.TemporaryFile() as said:
         try:

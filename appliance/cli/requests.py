@@ -187,7 +187,7 @@ def _show_fields(row: LoggedRequest) -> None:
 def _ends(
     reader: RequestReader, last: int, wanted: RequestFilter, shown: dict[str, LoggedRequest]
 ) -> Iterator[LoggedRequest]:
-    """Yield matching requests as they end, or also as they begin if the filter selects open ones. Never
+    """Yield matching requests when they end, or when they begin if the filter selects open requests. Never
     stops."""
     failing_since: float | None = None
     while True:

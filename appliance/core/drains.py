@@ -212,7 +212,7 @@ class Drains:
         return drain
 
     def resume(self, model: str | None) -> Drain:
-        """Cancel or end an operator's drain. Requests are accepted again, beginning with those on hold.
+        """Cancel or end an operator's drain. Requests are accepted again, beginning with the held requests.
         Raises DrainError."""
         if self.stopping is not None:
             raise DrainError(f"{STOPPING}, so it cannot be resumed")

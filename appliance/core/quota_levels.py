@@ -1,5 +1,4 @@
-"""Saves quota levels in `history.db`, beside the requests that used the quotas, so that the levels survive a
-restart."""
+"""Saves quota levels in `history.db`, next to the request log, so that the levels survive a restart."""
 
 from __future__ import annotations
 

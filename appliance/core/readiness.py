@@ -29,8 +29,8 @@ class Readiness:
     drains: Drains
 
     def reason(self) -> str:
-        """Return why not every model is ready, or an empty string if all are. Models that an operator has
-        drained are ignored unless all models are drained."""
+        """Return the reason why a model is not ready, or an empty string if all models are ready. Models that
+        an operator has drained are ignored unless all models are drained."""
         names = list(self.models.models)
         wanted = [name for name in names if self.drains.of(name) is None]
         return self.service_drain() or "; ".join(filter(None, map(self.silence, wanted or names)))

@@ -30,8 +30,8 @@ def text_bytes(texts: Iterable[str]) -> int:
 
 @contextmanager
 def text_memory(state: AppState, context: RequestContext, size: int) -> Iterator[None]:
-    """Count `size` bytes of text in progress for the caller's tenant. Raises a 503 if the tenant has too
-    many."""
+    """During the context, count `size` bytes of text as in progress for the caller's tenant. Raises a 503 if
+    the tenant would have too many bytes in progress."""
     try:
         with state.text_memory.reserved(context.identity.tenant, size):
             yield

@@ -91,7 +91,7 @@ class IdentityTable:
 
 
 def _credentials(headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, bytes]:
-    """Return the same as `bearer`. If there is no Authorization header, use the key in `api-key` or
+    """Return the result of `bearer`. If there is no Authorization header, use the key in `api-key` or
     `x-api-key`, which Azure's and Anthropic's clients send."""
     scheme, key = bearer(headers)
     if scheme:

@@ -58,7 +58,7 @@ class AnswerLimit(NamedTuple):
 
 
 def length_limit(identity: Identity, model: LoadedModel, answer_tokens: int = 1) -> LengthLimit:
-    """Return the context length of the model, or the tenant's if that is shorter."""
+    """Return the model's context length, or the tenant's limit if that is shorter."""
     longest, allowed = model.served.max_model_len, identity.context_tokens
     if allowed is not None and (not longest or allowed < longest):
         return LengthLimit(f"tenant {identity.tenant!r}'s", allowed, answer_tokens)

@@ -26,7 +26,7 @@ class Pool:
     def __init__(self) -> None:
         self.limit = 0
         self.evicted = 0
-        """Number of connections that were closed to make room."""
+        """Number of connections that were closed to free a place."""
         self._members: dict[Occupant, str] = {}
         """Tenant of each connection, or "" while the tenant is not known."""
         self._by_tenant: Counter[str] = Counter()

@@ -29,7 +29,7 @@ _MIN_REST_S = 0.001
 
 
 class Source(NamedTuple):
-    """The origin of work."""
+    """The tenant, address or local user on whose behalf work is done."""
 
     name: str
     """Name of a tenant, an address or a local user. Sources take turns."""

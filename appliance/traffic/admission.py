@@ -212,7 +212,7 @@ def _no_place(
 
 
 def _too_late(request: Request, model: ModelTraffic, wait_s: float | None) -> Refusal | None:
-    """Return the reason why a request is refused because it would wait too long; None if it would not."""
+    """Return a refusal if the request would wait too long; None otherwise."""
     rules, shedder = model.rules, model.shedder
     if shedder.refuses(request.request_class, wait_s, rules):
         most_s = min(rules.overload * rules.target_s(request.request_class), rules.timeout_s)
@@ -229,8 +229,8 @@ def _too_late(request: Request, model: ModelTraffic, wait_s: float | None) -> Re
 def _deadline(
     request: Request, model: ModelTraffic, tenants: Tenants, wait_s: float | None, now: float
 ) -> Refusal | None:
-    """Return the reason why a request is refused because its own deadline, or one promised earlier, would be
-    missed."""
+    """Return a refusal if the request's own deadline, or a deadline promised earlier, would be missed; None
+    otherwise."""
     deadline = request.deadline_at or now
     if wait_s is None or not model.predictable:
         return _missed(request, now, 0.0, 0.0) if deadline <= now else None

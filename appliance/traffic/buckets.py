@@ -65,7 +65,7 @@ class Bucket:
         self.rate = rate
         self.level = rate.capacity
         self.held = 0.0
-        """Amount reserved or charged by requests whose log rows have not ended."""
+        """Amount reserved or charged by requests whose log rows are still open."""
         self.updated_at = now
         self._peaks = Peaks()
 

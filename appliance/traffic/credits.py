@@ -84,7 +84,7 @@ class CreditAccount:
         return self.tokens - sum(self._spent_tokens[:end]) + sum(self._returned_tokens[:end])
 
     def reserved_slots(self, share: float) -> int:
-        """Return how many slots are reserved for urgent requests if that fraction (`share`) of all slots is
+        """Return how many slots are reserved for urgent requests if the fraction `share` of all slots is
         reserved."""
         if share <= 0:
             return int(self.slots >= _MANY_SLOTS)

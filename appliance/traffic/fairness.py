@@ -102,7 +102,7 @@ class FairQueue(Generic[Item]):
 
     def __init__(self) -> None:
         self.backlog = QueuedTokens()
-        """Backlog of the requests in the order, that is, neither held nor parked."""
+        """Backlog of the requests that are neither held nor parked."""
         self.weight = 0.0
         """Total weight of the tenants in the order."""
         self.tenants = 0

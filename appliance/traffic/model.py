@@ -90,14 +90,15 @@ class ModelTraffic:
         self._running: dict[str, Request] = {}
         self._tokens_per_seq = 0.0
         self._begun = QueuedTokens()
-        """Running mean over the requests that started recently."""
+        """Running means of the token counts of recently started requests."""
         self._taken_s = [0.0] * CLASSES
-        """Service that started requests still need, by class, in seconds of all replicas. A long request is
-        spread over several ticks, so that it never appears to take more than the whole service."""
+        """Service that started requests still need, by class, in seconds of work for all replicas together. A
+        long request is spread over several ticks, so that it never appears to take more than the whole
+        service."""
         self._busy = [0.0] * CLASSES
         """Recent share of the service used by each class."""
         self._offered_s = 0.0
-        """Service requested since the last tick, in seconds of all replicas."""
+        """Service requested since the last tick, in seconds of work for all replicas together."""
         self._offered = DecayingMean()
         """Recent offered load, as a fraction of the capacity."""
         self._ticked_at: float | None = None
@@ -277,8 +278,8 @@ class ModelTraffic:
     # ── running requests ──
 
     def start(self, turn: Turn, now: float) -> int:
-        """Count a request as running on its replica. Returns the number of slots there that its samples leave
-        free."""
+        """Count a request as running on its replica. Returns the number of slots on the replica that the
+        request's samples must leave free."""
         request, account, level = turn
         admit, tenant = request.admit, self._tenants.of(request.tenant)
         spare = spare_slots(level, account.reserved_slots(self._reserved_share()))
@@ -312,7 +313,7 @@ class ModelTraffic:
         self._tenants.count_answer(request.tenant, -1)
 
     def charge(self, request: Request, service: float) -> None:
-        """Correct the tenant's charge to the request's total service."""
+        """Correct the tenant's charge so that it equals the request's total service."""
         self.queue.classes[request.request_class].charge(request.tenant, service - request.charged)
         request.charged = service
 

@@ -85,14 +85,14 @@ class Reservation:
 
 
 class Shortage:
-    """The limit that delays a request the longest."""
+    """The exceeded limit that delays a request the longest."""
 
     def __init__(self, bucket: Bucket, needed: int) -> None:
         self._bucket = bucket
         self._needed = needed
         self.wait_s = bucket.wait_s(needed)
-        """How long the bucket takes to reach the requested amount by refill alone, in seconds; inf if it
-        never does."""
+        """Time in seconds until the refill brings the bucket to the requested amount; inf if it never
+        does."""
 
     @property
     def kind(self) -> ExceededLimit:
@@ -191,7 +191,7 @@ class Quotas:
         """Reserve the maximum that a request may need, or nothing.
 
         `max_tokens` is the limit over all samples. With `may_lower` (the client gave no limit), it is lowered
-        to what is left, by the same amount for each sample.
+        to the tokens that are left, by the same amount for each sample.
         """
         self._asked = True
         now = self._clock()
