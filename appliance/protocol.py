@@ -423,7 +423,7 @@ class Tenant(TenantRecord, frozen=True, kw_only=True):
     """A tenant and its current usage."""
 
     built_in: bool
-    """Whether the tenant has existed since the first startup. Built-in tenants cannot be deleted."""
+    """Whether the tenant was created at the first startup. Built-in tenants cannot be deleted."""
     usage: list[LimitUsage] = msgspec.field(default_factory=list)
     """The tenant's current usage of its limits."""
     keys: int

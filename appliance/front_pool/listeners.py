@@ -207,7 +207,7 @@ class Listeners:
         return self._bind_tcp(settings, beside=[listener.socket for listener in self._own_tcp()])
 
     def change(self, settings: Settings, opened: socket.socket | None) -> None:
-        """Listen on the address in `settings`, with the file modes in `settings`. Existing connections
+        """Listen on the address in `settings`, and apply the file modes in `settings`. Existing connections
         continue."""
         wanted = settings.address()
         for listener in self._own_tcp():

@@ -57,7 +57,7 @@ class ControlTokens:
         # The copy is made in advance, because reading a large vocabulary holds the GIL for a second.
         try:
             self._copy = _RenamedCopy(backend, self._texts)
-        except Exception as error:  # The Rust extension raises no narrower type.
+        except Exception as error:  # The Rust extension raises plain `Exception`.
             log.warning(
                 "special tokens in message texts cannot be neutralised and act as control tokens: %s", error
             )

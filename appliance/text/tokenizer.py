@@ -70,7 +70,7 @@ class Tokenizer:
             )
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # The Rust extension raises no narrower type.
+        except Exception as error:  # The Rust extension raises plain `Exception`.
             raise TokenizerFilesError(
                 f"{path} is not a valid tokenizer file ({error}); copy it again from the original model"
             ) from error

@@ -77,7 +77,7 @@ class Reservation:
         self.accounts = accounts
         """Accounts that the buckets belong to."""
         self.tokens = prompt_tokens + max_tokens
-        """Tokens reserved; after `Quotas.settle`, tokens charged."""
+        """Number of reserved tokens; after `Quotas.settle`, the number of charged tokens."""
         self.max_tokens = max_tokens
         """Limit on the generated tokens over all samples."""
         self.taken = taken

@@ -76,7 +76,7 @@ class Request:
         self.begin_by: float | None = None
         """Time by which the request must start to meet its deadline, as promised on admission."""
         self.promised_s = 0.0
-        """How long this promise delays other promises, in seconds."""
+        """How long the promised start of this request delays other promises, in seconds."""
 
         self.dispatched: dict[CreditAccount, OnReplica] = {}
         self.tried: set[CreditAccount] = set()

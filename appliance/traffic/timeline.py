@@ -94,7 +94,7 @@ class Promises(Generic[Item]):
 
     def __init__(self) -> None:
         self._blocks: list[list[_Promise]] = [[]]
-        """The blocks in order; only a single block may be empty."""
+        """The blocks in order. A block is empty only if it is the only block."""
         self._lasts: list[tuple[float, int]] = [(0.0, 0)]
         """The greatest key (time and serial) of each block."""
         self._works = [0.0]
