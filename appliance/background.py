@@ -50,8 +50,8 @@ class Backoff:
         self._max_s = max_s
 
     def delay_s(self, served_s: float) -> float:
-        """Return the delay before the next restart. `served_s` is how long the process was in service before
-        it ended, or 0 if it never was."""
+        """Return the delay before the next restart. `served_s` is the time in seconds that the process was in
+        service, or 0 if it was never in service."""
         if served_s >= _HEALTHY_S:
             self._next_s = self._first_s
         delay, self._next_s = self._next_s, min(self._next_s * 2, self._max_s)
@@ -81,6 +81,6 @@ class TimeBudgets:
         self._rests_until[user] = since + taken_s / self._max_share
 
     def forget_unused(self, now: float) -> None:
-        """Remove the users that may use their whole burst again."""
+        """Remove the users that may use their full burst again."""
         earliest = now - self._burst_s
         self._rests_until = {user: until for user, until in self._rests_until.items() if until > earliest}

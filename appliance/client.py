@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 
 _ACTION_TIMEOUT_S = 30.0
-"""Time limit for an action. The service answers every action that waits for its database within 25 s, with
-success or failure."""
+"""Time limit for an action. The service responds to every action that waits for its database within 25 s,
+even if the action fails."""
 
 
 class ServiceNotRunningError(Exception):
@@ -98,7 +98,7 @@ class AdminClient:
         return self._call("GET", "/peers", list[PeerMapping])
 
     def configuration(self) -> Configuration:
-        """Return the settings in effect and where each was set."""
+        """Return the settings in effect and the source of each."""
         return self._call("GET", "/config", Configuration)
 
     def create_key(self, name: str, tenant: str = "default", expires_at: float | None = None) -> NewKey:
@@ -135,13 +135,14 @@ class AdminClient:
         return self._call("POST", f"/actions/{name}", result, body)
 
     def _call(self, method: str, path: str, result: Any, body: bytes | None = None) -> Any:
-        import http.client  # Imported here because it takes 20 ms, and some callers need only the types.
+        # Imported here because the import takes 20 ms, and some callers need only the types.
+        import http.client
 
         headers = dict(self._headers)
         if body is not None:
             headers["content-type"] = "application/json"
-        # Each call opens a new connection, because the service closes idle ones, possibly while a request is
-        # on its way.
+        # Each call opens a new connection, because the service closes idle connections, possibly while a
+        # request is in flight.
         timeout_s = self._timeout_s
         if body is not None and timeout_s is not None:
             timeout_s = max(timeout_s, _ACTION_TIMEOUT_S)

@@ -132,7 +132,7 @@ def admin_app(backend: Backend, authenticator: Authenticator) -> tuple[Starlette
 
 
 def _asked(scope: Scope) -> str:
-    """Return method and path for the log, escaped so that a client cannot forge log lines."""
+    """Return the request's method and path for the log, escaped so that a client cannot forge log lines."""
     return f"{scope['method']} {scope['path'][:100]!r}"
 
 

@@ -53,8 +53,8 @@ class ActionError(Exception):
 
 
 class AuditedActions:
-    """Performs the registry's actions. Each action has two rows in the audit chain, even if it is refused:
-    one for its intent, written before anything is done, and one for its result."""
+    """Performs the registry's actions. Each action has two rows in the audit chain, even if the action is
+    refused: one for the intent, written before anything is done, and one for the result."""
 
     def __init__(self, control: ControlStore, handlers: Mapping[type[msgspec.Struct], Handler]) -> None:
         self._control = control

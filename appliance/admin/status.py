@@ -1,4 +1,4 @@
-"""The service's status as shown to operators. This module reads the other parts and changes nothing."""
+"""Collects the service's status for operators. This module only reads the state of the other parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The requests that a client process sends, and the records that it reports. All times are seconds of
+"""Defines the requests that a client process sends, and the records that it reports. All times are seconds of
 `time.monotonic`, a clock that all processes on a machine share."""
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Record(msgspec.Struct):
     gaps_s: list[float] = []
     """Times between consecutive chunks."""
     tokens: int | None = None
-    """Output tokens as counted by the server; None if it sent no usage."""
+    """Number of output tokens according to the server's usage; None if the server sent no usage."""
     prompt_tokens: int | None = None
     failure: str = ""
     """Kind of failure: connect, closed, timeout, protocol, error event, stopped, http 503, …; empty for
@@ -127,7 +127,8 @@ class Record(msgspec.Struct):
 
     @property
     def output_tokens(self) -> int:
-        """The server's count of output tokens, or else the number of chunks."""
+        """Number of output tokens according to the server. If the server sent no count, the number of
+        chunks."""
         return self.chunks if self.tokens is None else self.tokens
 
 

@@ -26,7 +26,7 @@ LATE_MS = 20.0
 """Delay between the time when a request was due and the time when it was sent. A run with longer delays may
 also be limited by the client."""
 MAX_REQUESTS = 2_000_000
-"""Maximum number of requests in one run, because their records are kept in memory."""
+"""Maximum number of requests in one run. It is limited because all records of a run are kept in memory."""
 RESPONSE_SHARE = 0.5
 """Maximum response time, as a fraction of a trial's duration. With longer response times, a trial ends before
 it reaches a steady state."""
@@ -103,8 +103,8 @@ def backlog(requests: Sequence[RequestTimes], duration_s: float) -> Backlog:
 
 
 def judge(run: Run, slo: Slo, duration_s: float) -> list[str]:
-    """Return the reasons why a trial does not sustain its rate; empty if it does. A request that failed or
-    was stopped counts as exceeding every limit."""
+    """Return the reasons why a trial's rate is not sustained; empty if it is sustained. A failed or stopped
+    request counts as exceeding every limit."""
     allowed = _MISSED_SHARE * run.requests
     failed = [one for one in run.per_request if one.failure and one.failure != STOPPED]
     reasons = []
@@ -141,8 +141,9 @@ def is_client_limited(run: Run) -> bool:
 
 
 def resolution(run: Run, duration_s: float) -> float:
-    """Return the fraction by which a rate may exceed the server's capacity and still pass. It is above 0
-    because arrivals are random (0.2 for 100 requests, 0.05 for 1,600) and response times vary."""
+    """Return the fraction by which a rate may exceed the server's capacity and still be counted as sustained.
+    It is above 0 because arrivals are random (0.2 for 100 requests, 0.05 for 1,600) and response times
+    vary."""
     spread = run.e2e_ms
     uneven_s = 0.0 if spread is None else (spread.p90 - spread.p50) / 1000
     return 2 / math.sqrt(run.requests) + uneven_s / duration_s

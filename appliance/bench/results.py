@@ -21,7 +21,7 @@ class Percentiles(msgspec.Struct):
 
 
 class Slo(msgspec.Struct, frozen=True):
-    """The limits within which a request counts towards goodput; None means no limit."""
+    """The limits that a request must meet to count towards goodput. None means no limit."""
 
     ttft_p99_ms: float | None = None
     itl_p99_ms: float | None = None
@@ -67,7 +67,7 @@ class Backlog(msgspec.Struct):
     run."""
 
     response_s: float
-    """Typical response time; infinite if it is too long for the run to show a backlog."""
+    """Typical response time; infinite if the response time is too long for the run to show a backlog."""
     before: int
     """Number of requests in the backlog halfway through the arrivals."""
     after: int
@@ -93,7 +93,7 @@ class Run(msgspec.Struct, kw_only=True):
 
     requests: int
     seconds: float
-    """Time from the start until the last request ended. In open loop, at least the duration of the
+    """Time from the start until the last request ended. In open loop, this is at least the duration of the
     arrivals."""
     rate: float | None
     """In open loop, the number of requests that arrive per second."""
@@ -112,7 +112,7 @@ class Run(msgspec.Struct, kw_only=True):
     prompt_tok_s: float
     requests_s: float
     goodput: float | None
-    """Requests per second that were within the limits; None without limits."""
+    """Number of requests per second that met the limits; None without limits."""
     ttft_ms: Percentiles | None
     itl_ms: Percentiles | None
     """Times between consecutive chunks."""

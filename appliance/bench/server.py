@@ -1,4 +1,4 @@
-"""Checks made before a run: the server's address, its model, its token ids, and whether it answers."""
+"""Checks made before a run: the server's address, model, token ids and response."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ def socket_target(
     path: str, api_key: str | None = None, trusted_uids: frozenset[int] = frozenset()
 ) -> Target:
     """Return the target for a Unix socket. Raises BenchError."""
-    # The path is kept as given: a relative path may fit into the limit although the absolute path does not.
+    # The path is kept as given, because a relative path may fit into the length limit when the absolute path
+    # does not.
     if len(path.encode()) > 107:
         raise BenchError(f"--socket {path!r} is too long: a socket path can have at most 107 bytes")
     if not Path(path).exists():
@@ -83,7 +84,7 @@ def socket_target(
 
 
 def find_server(target: Target, model: str | None, vocab_size: int | None) -> Server:
-    """Ask the server for its models and its vocabulary size, and send it a request for two tokens. Raises
+    """Request the server's models and vocabulary size, and send a completion request for two tokens. Raises
     BenchError."""
     return asyncio.run(_find_server(target, model, vocab_size))
 

@@ -51,7 +51,8 @@ class Result(msgspec.Struct, kw_only=True):
 
     @property
     def typical(self) -> Run:
-        """The run with the median metric. For an even number of runs, it is the worse of the middle two."""
+        """The run with the median metric. For an even number of runs, this is the worse of the two middle
+        runs."""
         measured = [run for run in self.runs if run.metric(self.metric) is not None]
         if not measured:
             return self.runs[0]
@@ -116,7 +117,7 @@ class Session:
 
     def search(self, shape: Shape, first_rate: float, duration_s: float) -> tuple[Search, Result | None]:
         """Search for the highest rate that the server sustains within the limits, in trials of `duration_s`.
-        Returns the search, and the best trial as a result. Raises BenchError."""
+        Returns the search and, as a result, its best trial. Raises BenchError."""
         self._warm_up(shape, _MAX_WARM_UP)
         is_settled = True
 
@@ -171,7 +172,7 @@ class Session:
     ) -> Run:
         self._server.check_length(shape)
         self._runs += 1
-        seed = f"{self._seed}/{self._runs}"  # new prompts for each run, which are in no prefix cache
+        seed = f"{self._seed}/{self._runs}"  # a new seed for each run, so that no prompt is in a prefix cache
         load = Load(
             target=self._server.target,
             model=self._server.model,

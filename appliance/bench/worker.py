@@ -89,7 +89,8 @@ class Sender:
         self._running.add(exchange)
         try:
             record = await client.complete(body, exchange, due_at)
-            self._records.append(record)  # `report` may have replaced the list during the await
+            # `self._records` is read after the await, because `report` may have replaced the list
+            self._records.append(record)
         except asyncio.CancelledError:
             self._records.append(Record(due_at, 0.0, time.monotonic(), exchange.first_at, failure=STOPPED))
             raise

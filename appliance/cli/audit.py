@@ -71,7 +71,7 @@ def list_actions(
     since: str | None,
     as_json: bool,
 ) -> None:
-    """Print the recorded actions, oldest first, followed by those waiting in the spool."""
+    """Print the recorded actions, oldest first, followed by the actions that are waiting in the spool."""
     location = _location(run_dir, state_dir, file)
     wanted = ActionFilter(
         actor, action, None if since is None else _iso(moment(since, "--since", ahead=False))
@@ -323,7 +323,8 @@ def _value(value: object) -> str:
 def _shown(record: ActionRecord) -> dict[str, Any]:
     fields = record._asdict()
     for name in ("params", "before", "after"):
-        with suppress(ValueError):  # not JSON: the row was tampered with, so show it as it is
+        # The text is not JSON because the row was tampered with, so show it unchanged.
+        with suppress(ValueError):
             fields[name] = json.loads(fields[name] or "null")
     return fields
 

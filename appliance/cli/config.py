@@ -62,7 +62,7 @@ def show(run_dir: str | None, config: str | None, *, origin: bool, as_json: bool
 
 
 def reload(run_dir: str | None, *, as_json: bool) -> None:
-    """Have the service reload its settings and print the result. Raises Failure if the service refuses."""
+    """Make the service reload its settings, and print the result. Raises Failure if the service refuses."""
     perform(run_dir, ReloadConfig(), as_json=as_json, show=_show_reloaded)
 
 

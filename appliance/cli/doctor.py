@@ -27,8 +27,8 @@ _INDENT = 12
 
 
 def show_findings(config: str | None, run_dir: str | None, state_dir: str | None, *, as_json: bool) -> int:
-    """Examine the service and print the findings. Returns the exit code: 1 if there is a problem; warnings
-    are ignored."""
+    """Examine the service and print the findings. Returns exit code 1 if there is a problem. Warnings do not
+    affect the exit code."""
     run, state, settings = _find(config, run_dir, state_dir)
     examination = examine(run, state, settings)
     if as_json:

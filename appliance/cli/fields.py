@@ -36,9 +36,9 @@ def flag(field: Declared) -> str:
 
 
 def with_fields(record: type[msgspec.Struct], *, but: Collection[str] = ()) -> Callable[[Command], Command]:
-    """Add an option to a command for each declared field of `record` and its quota, except those in `but`.
-    The command receives the options as keyword arguments. Their values are text, because "none" is a valid
-    value too."""
+    """Add an option to a command for each declared field of `record` and its quota, except the fields in
+    `but`. The command receives the options as keyword arguments. Their values are strings, because "none" is
+    also a valid value."""
 
     def decorate(command: Command) -> Command:
         signature = inspect.signature(command, eval_str=True)

@@ -29,8 +29,8 @@ from store.requests import LoggedRequest, RequestFilter, RequestReader
 
 _POLL_S = 0.25
 _UNREADABLE_FOR_S = 10.0
-"""How long `--follow` tolerates an unreadable log, because a service briefly locks it while starting or
-stopping."""
+"""Time for which `--follow` tolerates an unreadable log. A service briefly locks the log while it starts or
+stops."""
 
 _COLUMNS = (
     Column("TIME"),

@@ -11,8 +11,8 @@ from appliance.models.manager import ModelManager
 from appliance.traffic.request_manager import RequestManager
 
 _ENGINE_CANCEL_S = 2.0
-"""If a front has not cancelled a request in the engine after this time, it is assumed to hang, and the core
-cancels the request itself."""
+"""Time after which a front that has not cancelled a request is assumed to hang. The core then cancels the
+request in the engine itself."""
 
 
 @dataclass

@@ -90,7 +90,8 @@ class ContentKeeper:
     # ── showing ──
 
     async def show(self, request_id: str) -> Contents:
-        """Return a request's stored texts. Raises LookupError if there are none, or a StoreError."""
+        """Return a request's stored texts. Raises LookupError if there are none, and StoreError if the
+        database fails."""
         found = await asyncio.to_thread(read_contents, self.writer.path, request_id)
         if not found:
             raise LookupError(

@@ -1,4 +1,5 @@
-"""Drains of a model or of the whole service: accept no new requests, and finish those already accepted.
+"""Drains of a model or of the whole service: new requests are no longer accepted, and the requests accepted
+so far are finished.
 
              Controller (stop), DrainAdmin (begin, resume), Reloader (keep_only)
                  │
@@ -94,7 +95,7 @@ class Drain:
 
     @property
     def name(self) -> str:
-        """Name of the drained part, such as "model 'demo'"."""
+        """Name of the drained model or service, such as "model 'demo'"."""
         return _name(self.model)
 
     @property
@@ -175,14 +176,14 @@ class Drains:
         self._tasks: dict[str | None, asyncio.Task[None]] = {}
 
     def __iter__(self) -> Iterator[Drain]:
-        """Iterate over all drains, beginning with the one for the shutdown."""
+        """Iterate over all drains, beginning with the drain for the shutdown."""
         if self.stopping is not None:
             yield self.stopping
         yield from self._active.values()
 
     @property
     def of_service(self) -> Drain | None:
-        """The drain of the whole service: the one for its shutdown, or an operator's."""
+        """The drain of the whole service, begun for its shutdown or by an operator."""
         return self.stopping or self._active.get(None)
 
     def of(self, model: str | None) -> Drain | None:

@@ -91,7 +91,8 @@ async def serve(
 
 
 def _signals() -> tuple[asyncio.Event, asyncio.Event]:
-    """Return two events: one is set by the first SIGTERM or SIGINT, the other by the second."""
+    """Return two events. The first SIGTERM or SIGINT sets the first event, and the second signal sets the
+    second event."""
     stop, hurry = asyncio.Event(), asyncio.Event()
 
     def signalled() -> None:

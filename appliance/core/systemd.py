@@ -26,7 +26,8 @@ class Manager:
     """The service manager that started this process, if any."""
 
     def __init__(self, environ: MutableMapping[str, str] = os.environ) -> None:
-        """Removes the service manager's variables from `environ`, so that child processes do not use them."""
+        """Reads the service manager's variables and removes them from `environ`, so that child processes do
+        not use them."""
         self.sockets = _take_sockets(environ)
         """Listening sockets that the service manager opened. The code that takes a socket over must close
         it."""
