@@ -11,8 +11,8 @@ from store.policies import INTERACTIVE, LogPolicy
 
 SocketKind = Literal["unix", "tcp"]
 ExceededLimit = Literal["", "requests", "tokens"]
-"""Which kind of limit was exceeded, sent as OpenAI's `type` of the error. "" means that the status determines
-the type."""
+"""The kind of limit that was exceeded, sent in the `type` field of OpenAI's error format. "" means that the
+status determines the type."""
 SecretKind = Literal["keys", "bearer_tokens", "passwords", "private_keys", "emails", "cards"]
 
 # ── core to front ────────────────────────────────────────────────────────────────────────────────
@@ -205,7 +205,7 @@ class Claimed(msgspec.Struct, tag="claimed", frozen=True):
     """Whether another front runs the request or keeps its answer. If so, send the connection to that front
     (`HandOver`). Otherwise this front runs the request."""
     retry_of: str = ""
-    """Request id of an earlier run whose answer is lost."""
+    """Request id of an earlier run whose answer has been lost."""
 
 
 class RateLimits(msgspec.Struct, array_like=True, frozen=True):
@@ -238,9 +238,9 @@ class Admitted(msgspec.Struct, tag="admitted", frozen=True):
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
-    """The request will not run, or will not continue. If the first attempt is refused, the core has already
-    closed the request's row in the log, and no `Settle` follows. If a later attempt is refused, `Settle`
-    follows, because the client may have received part of the answer."""
+    """The request is refused, either before it runs or before it continues. If the first attempt is refused,
+    the core has already closed the request's row in the log, and no `Settle` follows. If a later attempt is
+    refused, `Settle` follows, because the client may have received part of the answer."""
 
     request_id: str
     attempt: int
@@ -250,7 +250,7 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
     retry_after_s: float | None = None
     kind: ExceededLimit = ""
     useless: bool = False
-    """Whether an automatic retry, such as OpenAI's clients make, would be useless."""
+    """Whether an automatic retry, as OpenAI's clients make it, would be useless."""
     rate_limits: RateLimits | None = None
 
 
@@ -292,9 +292,9 @@ class LoggedFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Admit(LoggedFields, tag="admit", frozen=True, kw_only=True):
-    """Asks for permission to run a request. The reply is exactly one `Admitted`, when it is the request's
-    turn, or one `Refused` with the same attempt number, unless the front withdraws the request with `Settle`
-    first."""
+    """Asks for permission to run a request. The reply has the same attempt number. It is one `Admitted`, sent
+    when it is the request's turn, or one `Refused`. There is no reply if the front withdraws the request with
+    `Settle` first."""
 
     attempt: int = 0
     """0 for the first attempt, and one more for each resubmission after a replica was lost."""
@@ -313,7 +313,7 @@ class Admit(LoggedFields, tag="admit", frozen=True, kw_only=True):
     asked_class: str = ""
     """Class that the client asked for, or "" for the default."""
     retry_of: str = ""
-    """Request id of an earlier run with the same `Idempotency-Key` whose answer is lost."""
+    """Request id of an earlier run with the same `Idempotency-Key` whose answer has been lost."""
     deadline_ms: float | None = None
     """Time after `arrived_at` within which the whole answer is needed, or None for no deadline."""
 
@@ -328,7 +328,7 @@ class Claim(msgspec.Struct, tag="claim", frozen=True):
 
 
 class Release(msgspec.Struct, tag="release", frozen=True):
-    """The front no longer has an answer for this scope, so the next request will run."""
+    """The front no longer keeps an answer for this scope, so the next request with the same key will run."""
 
     scope: bytes
     request_id: str
@@ -431,8 +431,8 @@ class FrontReport(FrontStats, tag="front_report", frozen=True, kw_only=True):
     """The state of a front, sent every half second and before `FrontReady`."""
 
     template_problems: dict[str, tuple[int, str]] = msgspec.field(default_factory=dict)
-    """For each model whose chat templates have exceeded their limits since startup: how often, and which
-    limit was exceeded last. Such a model is still served."""
+    """For each model whose chat templates have exceeded their limits since startup, how often this happened
+    and which limit was exceeded last. The model is still served."""
     configured: int = 0
     """`serial` of the last `Configure` message that was applied."""
 

@@ -182,7 +182,8 @@ class DrainStatus(msgspec.Struct, kw_only=True):
     """The drained model, or null for the whole service."""
     state: DrainState
     grace_s: float
-    """Requests still running this many seconds after the drain began to refuse requests are ended."""
+    """Grace period in seconds, measured from when the drain begins to refuse requests. Requests that are
+    still running at its end are ended."""
     grace_left_s: float
     """Seconds until the remaining requests are ended."""
     queue: bool
@@ -278,7 +279,8 @@ class AuditStatus(msgspec.Struct, kw_only=True):
     places: list[str] = []
     """Files in which these rows are waiting."""
     in_memory: int = 0
-    """Number of these rows that no file accepts either. If the service ends, they remain only in its log."""
+    """Number of these rows that could not be written to any file. If the service ends, they remain only in
+    the service's log."""
     lost: int = 0
     """Number of rows that could not be stored anywhere. They are only in the service's log."""
     last_error: str | None = None
@@ -386,8 +388,8 @@ class LimitUsage(msgspec.Struct, kw_only=True):
     """Capacity of the limit: the amount that refills within `burst_s` seconds for a per-minute limit, or
     within a day for a per-day limit."""
     used: int
-    """Amount of the capacity that has not been refilled yet. Running requests are counted at the maximum that
-    they may use."""
+    """Amount of the capacity that is in use and has not been refilled yet. A running request counts with the
+    maximum that it may use."""
     held: int
     """Amount held by requests that have not ended. The unused part is returned, except for the amount
     refilled since it was reserved. `held` can therefore exceed `used`."""
@@ -421,7 +423,7 @@ class Tenant(TenantRecord, frozen=True, kw_only=True):
     """A tenant and its current usage."""
 
     built_in: bool
-    """Whether the tenant has existed since the first startup. Built-in tenants cannot be deleted."""
+    """Whether the tenant was created at the first startup. Built-in tenants cannot be deleted."""
     usage: list[LimitUsage] = msgspec.field(default_factory=list)
     """The tenant's current usage of its limits."""
     keys: int
@@ -439,8 +441,8 @@ class PeerMapping(msgspec.Struct, kw_only=True):
     """The uid or gid, or -1 for "any"."""
     tenant: str
     source: Literal["mapped", "settings"]
-    """Whether the entry was mapped by an operator or comes from the settings: the service's own user, root
-    and `unix.uids`."""
+    """Source of the entry: "mapped" by an operator, or the "settings", which list the service's own user,
+    root and `unix.uids`."""
     created_at: float | None = None
     """When the entry was mapped, in unix seconds."""
 

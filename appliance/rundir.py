@@ -25,7 +25,7 @@ _UNIT_FOLDERS = (
 )
 _UNIT = "appliance.service"
 _BOOTED = Path("/run/systemd/system")
-"""Exists if systemd is running (sd_booted(3))."""
+"""A directory that exists if systemd is running (sd_booted(3))."""
 _LOCK = "service.lock"
 _RENDEZVOUS = "ranks-"
 _MAX_LOCK_BYTES = 64 << 10
@@ -78,7 +78,7 @@ class RunDirLock:
 
 
 def last_holder(run_dir: Path) -> LockHolder | None:
-    """Return the process that holds the directory or last held it. From the result, clients learn which state
+    """Return the process that holds the directory or last held it. The result also tells clients which state
     directory belongs to the service. The directory must be trusted (`appliance.ownership`)."""
     try:
         descriptor = os.open(run_dir / _LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -97,7 +97,7 @@ def _print(keys: list[Key]) -> None:
 
 
 def _print_new(made: NewKey) -> None:
-    """Print a new key. Standard output contains only the key, so that a script can read it."""
+    """Print a new key. Only the key is written to standard output, so that a script can read it."""
     until = f", valid until {local(made.expires_at)}" if made.expires_at is not None else ""
     print(made.key)
     print(

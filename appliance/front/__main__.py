@@ -12,8 +12,8 @@ import sys
 
 _PR_SET_PDEATHSIG = 1
 NICENESS = 5
-"""Nice value of fronts. It keeps the core and the replicas from being delayed while clients keep every CPU
-busy."""
+"""Nice value of front processes. It is above 0, so that busy clients cannot delay the core and the replicas
+even if they keep every CPU busy."""
 
 
 def main() -> int:

@@ -1,4 +1,5 @@
-"""Runs work on request texts, fairly between tenants: short work inline, long work in threads."""
+"""Runs text processing for requests, shared fairly between tenants. Short texts are processed on the event
+loop, long texts in threads."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ def text_bytes(texts: Iterable[str]) -> int:
 
 @contextmanager
 def text_memory(state: AppState, context: RequestContext, size: int) -> Iterator[None]:
-    """Count `size` bytes of text in progress for the caller's tenant. Raises a 503 if the tenant has too
-    many."""
+    """During the context, count `size` bytes of text as in progress for the caller's tenant. Raises a 503 if
+    the tenant would have too many bytes in progress."""
     try:
         with state.text_memory.reserved(context.identity.tenant, size):
             yield
@@ -45,7 +46,7 @@ async def do_work(
     characters: int,
     inline: int = _INLINE_CHARACTERS,
 ) -> Result:
-    """Run the work on this many characters. Return its result or raise its error. Raises a 503 if the work
+    """Run `steps`, which process this many characters, and return their result. Raises a 503 if the work
     waits too long."""
     try:
         if characters <= inline:
@@ -59,5 +60,5 @@ async def do_work(
 
 
 def too_much_work(error: TooMuchWorkError) -> ApiError:
-    """Return the 503 for a tenant with too much work in progress."""
+    """Return the 503 for a tenant that already has too much work in progress."""
     return ApiError(503, str(error), code="too_many_prompts", retry_after_s=_RETRY_AFTER_S)

@@ -59,7 +59,7 @@ class TextFormatField:
 
     @classmethod
     def parse(cls, value: Any) -> None:
-        """Accept the text format. Raises FieldError."""
+        """Accept only the text format. Raises FieldError."""
         kind = value.get("type") if isinstance(value, dict) else value
         if not isinstance(value, dict) or kind != "text":
             raise FieldError(
@@ -76,7 +76,7 @@ class NoToolChoiceField:
 
     @classmethod
     def parse(cls, value: Any) -> None:
-        """Accept "none". Raises FieldError."""
+        """Accept only "none". Raises FieldError."""
         if value != "none":
             raise FieldError(
                 f"{shown(value)} is not supported by this server; tools are not available, so omit this "

@@ -83,16 +83,17 @@ class Generation:
         self.ran = False
         """Whether the request has been submitted to a replica."""
         self.on_progress: Callable[[Sample], None] | None = None
-        """Called after each output that a sample has taken."""
+        """Called after a sample has processed an output."""
         self.on_end: Callable[[], None] | None = None
         self.headers: dict[str, str] = {}
         """Headers of the answer that report the caller's rate limits."""
         self.prompt_tokens = task.prompt_tokens
         """Total number of tokens in all prompts."""
         self.completion_tokens = 0
-        """Number of tokens that the answer has needed so far, over all samples."""
+        """Number of tokens that the answer uses so far, over all samples. Tokens generated after a stop
+        string are not counted."""
         self.cached_tokens = 0
-        """Number of prompt tokens found in the prefix cache, over the prompts whose first outputs have
+        """Number of prompt tokens found in the prefix cache, counting only prompts whose first outputs have
         arrived."""
         self.delivered_tokens = 0
         """Number of output tokens written to the client. Set by the response."""
@@ -398,7 +399,7 @@ class Generation:
         gaps = self._tokens - len(self.samples)
         itl_ms = None
         if gaps > 0 and self._first_token_at is not None:
-            # Samples run in parallel, so the time between two steps is one gap for every sample.
+            # Samples run in parallel, so the time between two steps counts as one gap in each sample.
             itl_ms = (self._last_token_at - self._first_token_at) * 1000.0 * len(self.samples) / gaps
         self.state.to_core(
             Settle(

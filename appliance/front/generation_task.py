@@ -14,7 +14,7 @@ from engine.messages import SamplingParams, TokenLogprob
 
 @dataclass(slots=True)
 class Prompt:
-    """One prompt of a request, with the data about the prompt that arrives with its first outputs."""
+    """One prompt of a request, including the data about it that arrives with its first outputs."""
 
     index: int
     token_ids: list[int]

@@ -17,7 +17,7 @@ _KEY_HEADERS = (b"api-key", b"x-api-key")
 
 
 class IdentityTable:
-    """Identities by key hash, uid and gid, as most recently sent by the core. An empty table refuses every
+    """Identities by key hash, uid and gid, as last received from the core. An empty table refuses every
     caller."""
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class IdentityTable:
 
 
 def _credentials(headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, bytes]:
-    """Return the same as `bearer`. If there is no Authorization header, use the key in `api-key` or
+    """Return the result of `bearer`. If there is no Authorization header, use the key in `api-key` or
     `x-api-key`, which Azure's and Anthropic's clients send."""
     scheme, key = bearer(headers)
     if scheme:

@@ -1,8 +1,9 @@
 """Prepares the prompts and answers that log policies keep: hashes them, redacts secrets, and sends them to
 the core.
 
-This takes 0.2 ms per thousand characters of kept text, so it runs after the answer, on a separate thread that
-pauses often. The texts are sent in a memfd, so that the core's event loop only has to pass on a descriptor.
+Processing takes 0.2 ms per thousand characters of kept text, so it runs after the answer is sent, on a
+separate thread that pauses often. The texts are sent in a memfd, so that the core's event loop only has to
+pass on a descriptor.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ _BEYOND_CHARS = 1024
 """Number of characters beyond the kept ones that are also searched for secrets, because a secret may extend
 across the cut."""
 _PAUSE_S = 0.0001
-"""Pause during which the event loop's thread can take the interpreter lock. A pause of 0 s would not
-suffice."""
+"""Length of the pauses in which the event loop's thread can acquire the interpreter lock. A pause of 0 s
+would not suffice."""
 
 Message = dict[str, str]
 Text = str | list[Message] | list[int]
@@ -143,8 +144,8 @@ def _part(
     data = _plain(text).encode("utf-8", "surrogatepass")
     if transcript.identity.log_policy != "full":
         return KeptText(name, number, hashlib.sha256(data).hexdigest(), len(data))
-    # Redact the messages' texts before encoding them as JSON, because escapes would change the form of a
-    # secret.
+    # Redact the messages' texts before encoding them as JSON, because JSON escapes would change the
+    # characters of a secret.
     clean = _Clean(redactor, most)
     shown = clean.text(text) if isinstance(text, str) else _plain(clean.conversation(text))  # type: ignore[arg-type]
     kept = shown[:most].encode("utf-8", "backslashreplace")

@@ -21,12 +21,12 @@ class LengthLimit(NamedTuple):
     """The context length of a request: the maximum number of tokens in prompt and answer together."""
 
     owner: str
-    """Owner of the limit, as named in messages: "this model's", or a tenant's."""
+    """Name of the limit's owner in messages: "this model's", or a tenant's name in the possessive."""
     tokens: int
     """The limit, or 0 if it is not known. In that case, either the model cannot be loaded and the core
     refuses the request with the cause, or the engine applies the limit when the request runs."""
     answer_tokens: int = 1
-    """Number of tokens that must be left for the answer."""
+    """Number of tokens that the prompt must leave for the answer."""
 
     @property
     def max_prompt_tokens(self) -> int | None:
@@ -34,7 +34,8 @@ class LengthLimit(NamedTuple):
         return self.tokens - self.answer_tokens if self.tokens else None
 
     def exceeded(self, param: str, tokens: int | None) -> ApiError:
-        """Return the 400 for a prompt of this length. Pass None if only an excess over the limit is known."""
+        """Return the 400 for a prompt of this length. Pass None if it is only known that the prompt is too
+        long."""
         count = f"more than {self.max_prompt_tokens}" if tokens is None else str(tokens)
         return ApiError(
             400,
@@ -57,7 +58,7 @@ class AnswerLimit(NamedTuple):
 
 
 def length_limit(identity: Identity, model: LoadedModel, answer_tokens: int = 1) -> LengthLimit:
-    """Return the context length of the model, or the tenant's if that is shorter."""
+    """Return the model's context length, or the tenant's limit if that is shorter."""
     longest, allowed = model.served.max_model_len, identity.context_tokens
     if allowed is not None and (not longest or allowed < longest):
         return LengthLimit(f"tenant {identity.tenant!r}'s", allowed, answer_tokens)

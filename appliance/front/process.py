@@ -138,7 +138,7 @@ class FrontProcess:
                 log.exception("applying configuration %d failed", configure.serial)
 
     async def _apply(self, configure: Configure) -> None:
-        """Apply a configuration. The front becomes ready with the first one."""
+        """Apply a configuration. The first configuration makes the front ready."""
         self._state.limits = self._state.bodies.limits = configure.limits
         self._limit_connections()
         self._state.retries.rules = configure.retries

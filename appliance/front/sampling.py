@@ -32,7 +32,8 @@ async def sampling_params(
 ) -> SamplingParams:
     """Return the sampling parameters for answers of at most `max_tokens`. Raises `ApiError`.
 
-    `logprobs` and `prompt_logprobs` are the numbers for the engine. The answer may show fewer.
+    `logprobs` and `prompt_logprobs` are the numbers of alternatives that the engine returns. The answer may
+    show fewer.
     """
     temperature = 1.0 if body.temperature is None else body.temperature
     top_p = 1.0 if body.top_p is None else body.top_p

@@ -20,10 +20,10 @@ from appliance.messages import Limits
 WRITE_TIMEOUT_S = 60.0
 """A connection is closed if its client reads nothing of the response for this long."""
 MAX_UNSENT_BYTES = 64 << 20
-"""Maximum total number of unsent response bytes over all connections. Above this limit, the tenant with the
-most unsent bytes loses the connection that has been congested longest."""
+"""Maximum total number of unsent response bytes over all connections. Above this limit, the server closes a
+connection of the tenant with the most unsent bytes: the connection that has been congested longest."""
 READ_BYTES = 64 << 10
-"""Maximum number of bytes of a body that are read from a connection at once."""
+"""Maximum number of body bytes in one read from a connection."""
 
 
 class HttpServer:

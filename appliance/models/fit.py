@@ -113,9 +113,9 @@ def why_not_beside(model: ModelSettings, chosen: Sequence[int] = ()) -> str:
     it can.
 
     `chosen` holds the numbers of the GPUs that the replica would use; if empty, the first GPUs are used. On a
-    GPU, the replica must have as much memory as if it were alone, because a replica that shares a GPU is left
-    with a smaller cache for its whole lifetime. This function calls NVML and reads from the kernel, so it
-    must not run on the event loop.
+    GPU, the replica must have as much memory as if no other replica used the GPU. Otherwise its cache would
+    stay smaller for its whole lifetime. This function calls NVML and reads from the kernel, so it must not
+    run on the event loop.
     """
     import psutil
 

@@ -55,7 +55,7 @@ class FrontChannels(Protocol):
         """Open no further channels to a replica that has ended."""
 
     def channel_closed(self, front: str, replica: str) -> None:
-        """Handle a front's closing of its channel to a running replica."""
+        """Handle a front that has closed its channel to a running replica."""
 
 
 class ModelManager:
@@ -263,11 +263,11 @@ class ModelManager:
             self._requests.add_model(model.name, model.version)
         for replica in self.of(model.name):
             if replica.account is not None:
-                self._learn(replica)  # An earlier change had begun to remove the model.
+                self._learn(replica)  # an earlier change had begun to remove the model
 
     async def _apply(self, name: str) -> None:
-        """Change a model's replicas step by step until they match the settings or cannot be changed
-        further."""
+        """Change a model's replicas step by step until they match the settings or no further change is
+        possible."""
         try:
             while await self._next_step(name):
                 pass
@@ -280,7 +280,7 @@ class ModelManager:
         """Take one step. Return whether another step may follow."""
         for replica in self.of(name):
             if replica.retiring:
-                await self._retire(replica)  # An earlier change had begun to retire the replica.
+                await self._retire(replica)  # an earlier change had begun to retire the replica
         wanted = self._wanted.get(name)
         if wanted is None:
             await self._remove(name)
@@ -330,8 +330,8 @@ class ModelManager:
         return True
 
     async def _retire(self, replica: Replica) -> None:
-        """Send the replica no further requests, let it finish its requests, and end it. A later change does
-        not interrupt this."""
+        """Stop sending requests to the replica, let it finish its requests, and end it. A later change does
+        not interrupt this method."""
         if (task := self._retirements.get(replica)) is None:
             task = asyncio.get_running_loop().create_task(self._finish_and_end(replica))
             self._retirements[replica] = task

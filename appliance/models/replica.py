@@ -64,7 +64,7 @@ class StepTotal:
         """Time that the device spent waiting for the host before these steps."""
 
     def add(self, steps: int, mean_ms: float, mean_idle_us: float) -> None:
-        """Add steps with these mean durations."""
+        """Add steps, given their mean durations."""
         self.steps += steps
         self.seconds += steps * mean_ms / 1e3
         self.idle_s += steps * mean_idle_us / 1e6
@@ -77,7 +77,7 @@ class StepTotals:
         self.decode, self.mixed = StepTotal(), StepTotal()
 
     def add(self, report: Report) -> None:
-        """Add the steps that a report counts, which are those since the previous report."""
+        """Add the steps that a report counts: those since the previous report."""
         self.decode.add(report.decode_steps, report.step_ms, report.idle_us)
         self.mixed.add(report.mixed_steps, report.mixed_step_ms, report.mixed_idle_us)
 
@@ -143,8 +143,8 @@ class Replica:
         self.restarts = 0
         self.last_error = ""
         self.failure = ""
-        """Reason why requests do not wait for this replica. Set in the state "failed", and cleared when the
-        replica becomes ready or ends for another reason."""
+        """Reason why requests are refused instead of waiting for this replica. Set in the state "failed", and
+        cleared when the replica becomes ready or ends for another reason."""
         self.incarnation = 0
         """Number of starts so far."""
         self.steps = StepTotals()
@@ -205,7 +205,8 @@ class Replica:
 
     @property
     def hang_limit_s(self) -> float:
-        """Seconds without a message after which the replica is killed. No announced step takes this long."""
+        """Time in seconds without a message after which the replica is killed. It is longer than any
+        announced step."""
         return max(self.hang_timeout_s, _MAX_STEP_FACTOR * self._expected_s)
 
     # ── start and stop ──

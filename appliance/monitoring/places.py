@@ -53,7 +53,7 @@ def directories(run_dir: Path, state_dir: Path) -> Iterator[Finding]:
 
 
 def api_state(socket: Path) -> SocketState:
-    """Ask `/health/ready` on `api.sock`."""
+    """Request `/health/ready` on `api.sock`."""
     if not os.path.exists(socket):
         return SocketState(False, False, text="does not exist")
     connection = unix_connection(socket, timeout_s=5.0)

@@ -83,8 +83,8 @@ def read_tables(path: Path | None) -> Tables:
 def field_lines(text: str) -> dict[faults.Path, int]:
     """Return the line on which each setting and table in a TOML text begins.
 
-    The parser does not record line numbers, so the text is split into statements. Each statement ends at the
-    first line with which it parses.
+    The parser does not record line numbers, so the text is split into statements. A statement ends at the
+    first line that makes it valid TOML.
     """
     import tomllib
 

@@ -1,4 +1,4 @@
-"""Runs work on client texts, fairly between tenants and within limits on memory and time."""
+"""Processes client texts in threads, fairly between tenants and within limits on memory and time."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ class TextMemory:
     """Limits the number of bytes of text in progress, both in total and to an equal share of the total for
     each tenant.
 
-    A tenant is refused only because of its own texts. A tenant that uses less than its share can always use
-    its share, even if other tenants, which began when fewer tenants had texts, push the total over the limit.
+    A tenant is refused only because of its own texts. A tenant can always use its share, even if the total
+    then exceeds the limit because other tenants began when shares were larger.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -119,7 +119,7 @@ class _Lane:
     def __init__(self, name: str) -> None:
         self._budgets = TimeBudgets(MAX_SHARE, BURST_S)
         self._wakes = False
-        """Whether the lane will advance again after a pause."""
+        """Whether the lane has scheduled its next step for the end of a pause."""
         self._queue: TenantQueue[_Job] = TenantQueue()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=_lower_priority)
         self._busy = False
@@ -177,8 +177,9 @@ class _Lane:
 class WorkPool:
     """Runs work on texts in two threads, one for short work and one for long work. Belongs to one event loop.
 
-    Work is a generator that yields after each step and returns its result. The steps of different tenants
-    alternate, so short work waits for at most one short step of each tenant, however much long work there is.
+    A piece of work is a generator that yields after each step and returns its result. The steps of different
+    tenants alternate, so short work waits for at most one short step of each tenant, regardless of the amount
+    of long work.
     """
 
     def __init__(self, max_wait_s: float) -> None:

@@ -1,6 +1,6 @@
 """Redacts secrets in texts that a log policy keeps.
 
-The time is proportional to the length of the text, whatever the text contains: each pattern begins at rare
+The time is proportional to the length of the text, regardless of its content: each pattern begins at rare
 characters (an `@`, a `://`) or at a long word with a known prefix, and reads a limited number of characters
 around them. For the same reason, operators can add word prefixes (`[log] secret_prefixes`) but not regular
 expressions.
@@ -118,7 +118,8 @@ def _without_words(text: str, words: re.Pattern[str], prefixes: tuple[str, ...],
         bare = word[2 * word.startswith("\\") :]
         if not bare.startswith(prefixes):
             bare = bare.rpartition("..")[2].lstrip(_MARKS)
-        # A JSON Web Token has three parts (five if encrypted) separated by dots. The first part is JSON: {"…
+        # A JSON Web Token has three parts (five if encrypted) separated by dots. The first part is a JSON
+        # object, which starts with {".
         is_jwt = bare.startswith("eyJ") and bare.rstrip(_MARKS).count(".") in (2, 4)
         if not is_jwt and not bare.startswith(prefixes):
             return word

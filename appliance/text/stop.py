@@ -93,7 +93,7 @@ class StopMatcher:
     __slots__ = ("_held", "_include_stop", "_set", "_state", "stopped")
 
     def __init__(self, stops: StopSet, include_stop: bool = False) -> None:
-        """`include_stop` says whether the stop string is part of the emitted text."""
+        """`include_stop` means that the stop string is part of the emitted text."""
         self._set = stops
         self._include_stop = include_stop
         self._state = 0

@@ -43,10 +43,11 @@ time."""
 MAX_TEMPLATE_MEMORY_BYTES = 256 << 20
 """Memory for templates, in addition to the process's own 30 MB."""
 MAX_WAIT_S = 30.0
-"""A conversation that has waited for its turn for this long is refused."""
+"""A conversation that has waited this long for its turn is refused."""
 
 _ALARM_GRACE_S = 5.0
-"""Delay between the parent's kill and the child's own alarm, which ends a child that has lost its parent."""
+"""Delay of the child's own alarm after the time at which the parent kills the child. The alarm ends a child
+that has lost its parent."""
 _ENVIRONMENT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "TZ")
 _KINDS: dict[str, type[ChatTemplateError]] = {
     "messages": ChatTemplateError,

@@ -13,7 +13,7 @@ LIMITS = {
     "tokens_per_minute": "tokens per minute",
     "tokens_per_day": "tokens per day",
 }
-"""The limits of a quota that are rates, as pairs of field and description."""
+"""A quota's rate limits, as pairs of field name and description."""
 
 _MINUTE_S, _DAY_S = 60.0, 86400.0
 
@@ -49,8 +49,8 @@ class Bucket:
 
     A request takes the maximum that it may use, and returns what it did not use. The bucket may have been
     full in the meantime, so the returned amount is capped: the level never exceeds what it would be if the
-    unused amount had never been taken. In any period, at most the capacity plus the refill of that period is
-    therefore used, whatever requests reserve.
+    unused amount had never been taken. In any period, requests therefore use at most the capacity plus the
+    refill of that period, regardless of how much they reserve.
 
     `level` is negative only after a crash in which more was used than had been recorded.
     """
@@ -65,7 +65,7 @@ class Bucket:
         self.rate = rate
         self.level = rate.capacity
         self.held = 0.0
-        """Amount reserved or charged by requests whose log rows have not ended."""
+        """Amount reserved or charged by requests whose log rows are still open."""
         self.updated_at = now
         self._peaks = Peaks()
 
@@ -76,8 +76,7 @@ class Bucket:
 
     @property
     def settled(self) -> float:
-        """The level that the bucket would have without the requests in flight, disregarding the amounts they
-        hold."""
+        """The level that the bucket would have if the requests in flight held nothing."""
         return min(self.rate.capacity, self.level + self.held)
 
     def refill(self, now: float) -> None:
@@ -111,12 +110,12 @@ class Bucket:
         self.held -= unused
 
     def let_go(self, amount: float) -> None:
-        """Stop counting this amount as held, because its request has ended and used it."""
+        """Stop counting this amount as held, because the request that used it has ended."""
         self.held -= amount
 
     def wait_s(self, amount: float) -> float:
-        """Return how long the level takes to reach this amount by refill alone, in seconds; inf if it never
-        does."""
+        """Return how long it takes to refill the bucket to this level, in seconds; inf if the bucket never
+        reaches it."""
         if amount > self.rate.capacity:
             return math.inf
         return max(0.0, (amount - self.level) / self.rate.per_s)

@@ -84,7 +84,7 @@ class CreditAccount:
         return self.tokens - sum(self._spent_tokens[:end]) + sum(self._returned_tokens[:end])
 
     def reserved_slots(self, share: float) -> int:
-        """Return how many slots are reserved for urgent requests if that fraction (`share`) of all slots is
+        """Return how many slots are reserved for urgent requests if the fraction `share` of all slots is
         reserved."""
         if share <= 0:
             return int(self.slots >= _MANY_SLOTS)
@@ -115,8 +115,8 @@ class CreditAccount:
         """Compute `free_slots` for each level.
 
         Samples of lower-priority levels that are waiting in the engine occupy no slot. The last report gives
-        their number; of the samples dispatched after that report, the engine runs at most as many as it
-        permits.
+        their number. Of the samples dispatched after that report, at most as many occupy slots as the engine
+        allows for their tier.
         """
         running = [
             spent - returned for spent, returned in zip(self._spent_seqs, self._returned_seqs, strict=True)

@@ -3,9 +3,9 @@ within a tenant.
 
 This is the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024).
 Each tenant has a counter of the service that it received, divided by its weight, and the tenant with the
-lowest counter is next. A prompt is charged when its request starts, output while it is generated. A tenant
-that returns after an idle period starts at the counter of the tenant served last. That counter is the lowest
-of the active tenants, so idle time earns no credit."""
+lowest counter is next. A prompt is charged when its request starts, and output is charged while it is
+generated. A tenant that returns after an idle period starts at the counter of the tenant served last. That
+counter is the lowest of the active tenants, so idle time earns no credit."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class FairQueue(Generic[Item]):
 
     def __init__(self) -> None:
         self.backlog = QueuedTokens()
-        """Backlog of the requests in the order, that is, neither held nor parked."""
+        """Backlog of the requests that are neither held nor parked."""
         self.weight = 0.0
         """Total weight of the tenants in the order."""
         self.tenants = 0
@@ -142,8 +142,8 @@ class FairQueue(Generic[Item]):
     def next(self, urgency: int = 0) -> Ticket[Item] | None:
         """Return the next request with at least this urgency.
 
-        An urgent request may overtake a tenant with a lower counter, as long as its own tenant has few
-        waiting requests and has received at most one step's tokens more than its share."""
+        An urgent request may overtake a tenant with a lower counter if its own tenant has few waiting
+        requests and has received at most one step's tokens more than its share."""
         order, least = self._orders[urgency], _first(self._orders[0])
         passed: list[_Entry[Item]] = []
         found: Ticket[Item] | None = None
@@ -245,9 +245,10 @@ class FairQueue(Generic[Item]):
     # ── the work ahead of a request ──
 
     def ahead(self, tenant: str, weight: float, due: float) -> tuple[float, float]:
-        """Return the prompt and output tokens served before a request of this tenant with the due time `due`.
-        These are the tenant's own earlier requests and, in proportion to their weights, those of other
-        tenants, at most everything that waits."""
+        """Return the number of prompt tokens and output tokens that are served before a request of this
+        tenant with the due time `due`. This work consists of the tenant's own earlier requests and, in
+        proportion to the weights, requests of other tenants. It never exceeds the total of all waiting
+        requests."""
         total = self.backlog
         line = self._lines.get(tenant)
         if not total.tickets:

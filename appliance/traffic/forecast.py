@@ -22,8 +22,8 @@ class Forecast:
         self.known = False
         """Whether rates have been measured; otherwise the other values are meaningless."""
         self.measured = False
-        """Whether all replicas have measured rates. Otherwise some rates are predictions, which are lower
-        bounds of the times."""
+        """Whether all replicas have measured rates. Otherwise some rates are predictions, and predicted times
+        are lower bounds."""
         self.step_s = 0.0
         """Recent step time. All values here are means over the replicas."""
         self.prompt_token_s = 0.0
@@ -75,8 +75,8 @@ class Forecast:
         self._slot_slope_s = (self._full_step_s - self.step_s) / empty
 
     def serving_s(self, prompt_tokens: float, output_tokens: float) -> float:
-        """Return how long all replicas together need to serve this many tokens with all slots busy, in
-        seconds."""
+        """Return how many seconds all replicas together need to serve this many tokens when all slots are
+        busy."""
         if not self.known or not prompt_tokens + output_tokens:
             return 0.0
         prompts_s = prompt_tokens * self.prompt_token_s * self._computed_share

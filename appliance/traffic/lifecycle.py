@@ -1,11 +1,12 @@
-"""The states of a request: waiting, running, ended; and its moves between them.
+"""The states of a request (waiting, running, ended) and the transitions between them.
 
     accept ──► queue or hold ──► dispatch ──► leave_replica ──► end
                 │  ▲               │
        refuse ◄─┘  └───────────────┘ the replica failed and the front sent the next attempt
 
-A request ends when it is settled, by its front or (refused, front died) by the core, and nothing of it is
-left on any replica. A dispatched request leaves its replica in exactly one of four ways:
+A request ends when it has been settled and none of its submissions is left on any replica. Its front settles
+it, or the core does so if the request is refused or the front has died. A dispatched request leaves its
+replica in exactly one of four ways:
 
 - its `Finished` arrives: the engine returns the credit;
 - the front settles it without submitting it: its credit is refunded;

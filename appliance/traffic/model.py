@@ -22,7 +22,7 @@ from store.policies import CLASSES, INTERACTIVE
 
 _LIGHT_PART = 2
 """A tenant is light if it occupies no slots, or fewer slots than the number of reserved slots divided by
-this. An urgent request may have at most that many samples as well."""
+this. The number of samples of an urgent request has the same limit."""
 _BUSY_HALF_LIFE_S = 4.0
 _MAX_TAKEN_S = 10.0
 """Maximum service of started requests that is carried over to later ticks. It is capped because output
@@ -30,9 +30,9 @@ predictions are often too high."""
 _OFFERED_HALF_LIFE_S = 0.5
 _LIGHT_LOAD, _FULL_LOAD = 0.2, 0.8
 """Offered load, as a fraction of the capacity. Up to `_LIGHT_LOAD`, the number of busy slots is expected to
-stay the same; from `_FULL_LOAD` on, all slots are expected to become busy."""
+stay the same. From `_FULL_LOAD` on, all slots are expected to become busy."""
 _MIN_SHARE = 0.02
-"""Minimum share of the service for each class, however busy higher-priority classes are."""
+"""Minimum share of the service for each class, no matter how busy higher-priority classes are."""
 _MAX_PROMISED = 0.8
 """Share of the service that may be promised to requests with deadlines. The rest is left for requests that
 arrive later."""
@@ -90,14 +90,15 @@ class ModelTraffic:
         self._running: dict[str, Request] = {}
         self._tokens_per_seq = 0.0
         self._begun = QueuedTokens()
-        """Running mean over the requests that started recently."""
+        """Running means of the token counts of recently started requests."""
         self._taken_s = [0.0] * CLASSES
-        """Service that started requests still need, by class, in seconds of all replicas. A long request is
-        spread over several ticks, so that it never appears to take more than the whole service."""
+        """Service that started requests still need, by class, in seconds of work for all replicas together. A
+        long request is spread over several ticks, so that it never appears to take more than the whole
+        service."""
         self._busy = [0.0] * CLASSES
         """Recent share of the service used by each class."""
         self._offered_s = 0.0
-        """Service requested since the last tick, in seconds of all replicas."""
+        """Service requested since the last tick, in seconds of work for all replicas together."""
         self._offered = DecayingMean()
         """Recent offered load, as a fraction of the capacity."""
         self._ticked_at: float | None = None
@@ -115,7 +116,7 @@ class ModelTraffic:
 
     @property
     def running(self) -> int:
-        """The number of requests running on the model's replicas."""
+        """The number of requests that are running on the model's replicas."""
         return len(self._running)
 
     def waiting(self) -> list[Request]:
@@ -225,7 +226,7 @@ class ModelTraffic:
         return request_class == REAL_TIME or (request_class == INTERACTIVE and self.is_light(tenant))
 
     def _max_urgent_samples(self) -> int:
-        """Return how many samples an urgent request may have."""
+        """Return the maximum number of samples of an urgent request."""
         return self._max_samples[self._reserved_share()]
 
     def _set_limits(self) -> None:
@@ -277,8 +278,8 @@ class ModelTraffic:
     # ── running requests ──
 
     def start(self, turn: Turn, now: float) -> int:
-        """Count a request as running on its replica. Returns the number of slots there that its samples leave
-        free."""
+        """Count a request as running on its replica. Returns the number of slots on the replica that the
+        request's samples must leave free."""
         request, account, level = turn
         admit, tenant = request.admit, self._tenants.of(request.tenant)
         spare = spare_slots(level, account.reserved_slots(self._reserved_share()))
@@ -312,7 +313,7 @@ class ModelTraffic:
         self._tenants.count_answer(request.tenant, -1)
 
     def charge(self, request: Request, service: float) -> None:
-        """Correct the tenant's charge to the request's total service."""
+        """Correct the tenant's charge so that it equals the request's total service."""
         self.queue.classes[request.request_class].charge(request.tenant, service - request.charged)
         request.charged = service
 
@@ -444,8 +445,8 @@ class ModelTraffic:
         return self.forecast.running_s(request.admit.prompt_tokens, output_tokens, more_slots)
 
     def promises_from(self, now: float) -> float:
-        """Return the latest start of the promised requests if only they are served from `now` on, after the
-        requests that lost their replica."""
+        """Return the time by which serving the promised requests can begin if only the requests that lost
+        their replica are served before them."""
         resumed = self.resumed.values()
         prompt_tokens = sum([request.admit.prompt_tokens for request in resumed])
         output_tokens = sum([request.expected_tokens for request in resumed])
@@ -475,8 +476,8 @@ class ModelTraffic:
         return max(0.0, now - min(since)) if since else 0.0
 
     def _served_s(self, request_class: int, prompt_tokens: float, output_tokens: float) -> float:
-        """Return how long it takes to serve this amount of the class and everything queued in higher-priority
-        classes, in seconds."""
+        """Return how many seconds it takes to serve this many tokens of the class, after all requests that
+        are queued in higher-priority classes."""
         for fair in self.queue.classes[:request_class]:
             prompt_tokens += fair.backlog.prompt_tokens
             output_tokens += fair.backlog.output_tokens

@@ -18,8 +18,8 @@ _BEYOND = 0.01
 _KEPT = 2000.0
 """Total weight of the histogram above which all counts are halved."""
 _FEW = 20.0
-"""With this many answers in the histogram, `likely_most` is twice the longest; with more, the factor
-approaches 1."""
+"""With this many answers in the histogram, `likely_most` is twice the longest answer. With more answers, the
+factor approaches 1."""
 _ALL_BUT = 0.98
 """An answer that reaches this fraction of its token limit counts as having used the limit."""
 UNKNOWN_TOKENS = 256.0

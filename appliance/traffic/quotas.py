@@ -77,7 +77,7 @@ class Reservation:
         self.accounts = accounts
         """Accounts that the buckets belong to."""
         self.tokens = prompt_tokens + max_tokens
-        """Tokens reserved; after `Quotas.settle`, tokens charged."""
+        """Number of reserved tokens; after `Quotas.settle`, the number of charged tokens."""
         self.max_tokens = max_tokens
         """Limit on the generated tokens over all samples."""
         self.taken = taken
@@ -85,14 +85,14 @@ class Reservation:
 
 
 class Shortage:
-    """The limit that delays a request the longest."""
+    """The exceeded limit that delays a request the longest."""
 
     def __init__(self, bucket: Bucket, needed: int) -> None:
         self._bucket = bucket
         self._needed = needed
         self.wait_s = bucket.wait_s(needed)
-        """How long the bucket takes to reach the requested amount by refill alone, in seconds; inf if it
-        never does."""
+        """Time in seconds until the refill brings the bucket to the requested amount; inf if it never
+        does."""
 
     @property
     def kind(self) -> ExceededLimit:
@@ -191,7 +191,7 @@ class Quotas:
         """Reserve the maximum that a request may need, or nothing.
 
         `max_tokens` is the limit over all samples. With `may_lower` (the client gave no limit), it is lowered
-        to what is left, by the same amount for each sample.
+        to the tokens that are left, by the same amount for each sample.
         """
         self._asked = True
         now = self._clock()
@@ -232,7 +232,7 @@ class Quotas:
         reservation.taken = ()
 
     def charge(self, tenant: str, key_id: str, tokens: int, requests: int = 1) -> None:
-        """Charge tokens and requests that were not reserved, at most as much as is left."""
+        """Charge tokens and requests that were not reserved, but at most the amount that is left."""
         accounts, now = self._accounts_of(tenant, key_id), self._clock()
         for bucket in _refilled(accounts, now):
             amount = max(0.0, min(bucket.level, tokens if bucket.counts_tokens else requests))
@@ -280,7 +280,7 @@ class Quotas:
         return tuple([account for account in (of_tenant, of_key) if account is not None])
 
     def _note(self, reservation: Reservation) -> None:
-        """Note that the levels of a reservation's accounts have changed."""
+        """Record that the levels of a reservation's accounts have changed."""
         for account in reservation.accounts:
             self._changed[account] = None
 
@@ -295,14 +295,14 @@ class Quotas:
         changed = [one for one in self._changed if self._accounts.get((one.scope, one.name)) is one]
         self._changed = {}
         if not changed and self._asked:
-            # The oldest stored level determines the log row to start reading from at startup, so it must be
-            # renewed.
+            # At startup, the log is read from the row that the oldest stored level determines, so that level
+            # must be renewed.
             changed = list(self._accounts.values())[:1]
         self._asked = False
         return [_levels(account, monotonic, now) for account in changed], gone
 
     def remember(self, gone: Iterable[Name] = ()) -> None:
-        """Include everything in the next `news` again, because the last result could not be stored."""
+        """Include everything in the next result of `news`, because the last result could not be stored."""
         self._gone |= set(gone) - self._accounts.keys()
         self._changed = dict.fromkeys(self._accounts.values())
 

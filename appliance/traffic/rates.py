@@ -19,7 +19,8 @@ FIRST_STEPS = 16
 """Number of steps of each kind that are not learned after a replica starts, because kernels are still being
 loaded, memory is being allocated, and caches are empty."""
 _SPREAD_SEQS = 2.0
-"""Variance of the batch size above which the time that one more sequence adds can be learned."""
+"""Minimum variance of the batch size. Below it, the time that one more sequence adds to a step cannot be
+learned."""
 
 
 class DecayingMean:
@@ -43,13 +44,13 @@ class DecayingMean:
 
 
 class _FirstSteps:
-    """Identifies the reports that contain any of a replica's first steps of one kind."""
+    """Identifies the reports that cover any of a replica's first steps of one kind."""
 
     def __init__(self) -> None:
         self._seen = 0
 
     def contains(self, steps: int) -> bool:
-        """Return whether the next report, which covers `steps` steps, contains any of the first steps."""
+        """Return whether the next report, which covers `steps` steps, includes any of the first steps."""
         first = self._seen < FIRST_STEPS
         self._seen += steps
         return first

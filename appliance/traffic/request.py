@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class OnReplica:
-    """The part of a request that is on one replica."""
+    """The part of a request that is running on one replica."""
 
     __slots__ = ("began_each", "charged_each", "level", "seqs", "submissions", "tokens")
 
@@ -76,7 +76,7 @@ class Request:
         self.begin_by: float | None = None
         """Time by which the request must start to meet its deadline, as promised on admission."""
         self.promised_s = 0.0
-        """How long this promise delays other promises, in seconds."""
+        """How long the promised start of this request delays other promises, in seconds."""
 
         self.dispatched: dict[CreditAccount, OnReplica] = {}
         self.tried: set[CreditAccount] = set()
@@ -170,8 +170,8 @@ class Request:
 
     @property
     def known_tokens(self) -> int:
-        """Number of output tokens that were certainly generated. A dead replica's count is lost, but the
-        number of delivered tokens is known."""
+        """Number of output tokens that are known to have been generated. The count of a lost replica is
+        unknown, but the number of delivered tokens is known."""
         delivered = self.settled.delivered_tokens if self.settled is not None else 0
         return max(self.generated_tokens, delivered) if self.lost_counts else self.generated_tokens
 

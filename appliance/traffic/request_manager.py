@@ -9,8 +9,8 @@ When a request is accepted, and before it waits, the maximum that it may need is
 waiting request is therefore never refused because of a quota, and any number of concurrent requests stays
 within the quota. What a request did not use is returned once, when the request ends.
 
-The request manager does no I/O, and has no clock of its own and no event loop. Its methods may be called in
-any order.
+The request manager does no I/O and uses no event loop, and its clocks are passed in. Its methods may be
+called in any order.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class RequestManager:
         self._lifecycle.dispatch(model)
 
     def retire_replica(self, account: CreditAccount) -> None:
-        """Dispatch nothing more to the replica. Its running requests continue: see
+        """Dispatch no more requests to the replica. Its running requests continue: see
         `TrafficState.occupied`."""
         model = self.state.models[account.model]
         if account in model.accounts:
@@ -331,7 +331,7 @@ class RequestManager:
         self._rows.end(rejected_row(rejected, self._version(rejected.model), self._unix()))
 
     def charge_work(self, worked: Worked) -> None:
-        """Charge front work that belongs to no request."""
+        """Charge a caller for a front's work that belongs to no request."""
         self._charge_for_work(worked.identity, worked.tokens, requests=0)
 
     def log_retry(self, retried: Retried) -> None:

@@ -56,7 +56,7 @@ class TrafficState:
                 yield request
 
     def finished(self, model: str | None = None) -> bool:
-        """Return whether there are no `unfinished` requests. Stops at the first one."""
+        """Return whether no requests are `unfinished`. The search stops at the first unfinished request."""
         return next(self.unfinished(model), None) is None
 
     def remaining(self, model: str | None = None) -> Remaining:
