@@ -259,7 +259,7 @@ def test_a_surplus_front_that_hangs_is_killed(make_service: Make) -> None:
     wait_until(lambda: [front.name for front in service.admin.status().fronts] == ["front-0"])
     (problem,) = service.admin.status().problems
     assert problem.where == "front-1"
-    assert "sent nothing for" in problem.what and "while stopping" in problem.what
+    assert "sent no message for" in problem.what and "while stopping" in problem.what
     for stream in streams:
         stream.close()
 

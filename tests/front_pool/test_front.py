@@ -56,10 +56,10 @@ def held() -> tuple[list[str], str]:
 @pytest.mark.parametrize(
     ("owner", "name", "said"),
     [
-        (front_module, "socketpair", "it could not be started"),
-        (subprocess, "Popen", "it could not be started"),
-        (os, "pidfd_open", "it could not be started"),
-        (Events, "front_started", "its channels could not be made"),
+        (front_module, "socketpair", "the front process could not be started"),
+        (subprocess, "Popen", "the front process could not be started"),
+        (os, "pidfd_open", "the front process could not be started"),
+        (Events, "front_started", "its channels could not be created"),
     ],
 )
 def test_a_failed_start_of_a_front_releases_everything_and_is_retried(
@@ -180,7 +180,7 @@ def test_refusals_are_reported_once_a_minute(monkeypatch: pytest.MonkeyPatch) ->
     watch = RefusalWatch()
     assert not list(watch.problems(report()))
     (told,) = watch.problems(report(refused_connections=1, max_connections=40))
-    assert "all 40," in told
+    assert "the limit of 40 connections," in told
     assert not list(watch.problems(report(refused_connections=9)))
     assert not list(watch.problems(report(refused_connections=9, unauthenticated=99)))
     (told,) = watch.problems(report(refused_connections=9, unauthenticated=100))
