@@ -75,7 +75,7 @@ def eventually() -> Callable[..., None]:
     def wait(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
-            assert time.monotonic() < deadline, "the condition did not come true"
+            assert time.monotonic() < deadline, f"timed out after {timeout_s} s"
             time.sleep(0.01)
 
     return wait

@@ -157,7 +157,7 @@ def test_a_connection_keeps_the_rights_of_the_user_who_made_it(running: Service)
     connection, and a user who passes a connection on also passes on the associated rights, as with every open
     file."""
     if os.geteuid():
-        pytest.skip("needs root, to become somebody else")
+        pytest.skip("needs root to switch to another user")
     running.folder.chmod(0o755)
     running.run_dir.chmod(0o755)
     running.api_socket.chmod(0o666)
