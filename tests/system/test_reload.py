@@ -1,5 +1,5 @@
-"""Tests that settings can be reloaded in a running service with its real engine, and that loaded models keep
-their processes."""
+"""Tests that a running service with a real engine can reload its settings, and that loaded models keep their
+processes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Box:
         return [pid for replica in found if replica.state == "ready" for pid in replica.pids]
 
     def completes(self, model: str) -> int:
-        """Return the status of the answer to a request."""
+        """Return the status of the response to a request."""
         with self.running.http() as http:
             body = {"model": model, "prompt": "import ", "max_tokens": 4}
             return http.post("/v1/completions", json=body).status_code
@@ -57,7 +57,7 @@ class Box:
 @pytest.fixture(scope="module")
 def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
     path = tmp_path_factory.mktemp("reload") / "appliance.toml"
-    # The settings of the service come first, because the tests insert tables after `fronts`.
+    # Top-level settings come before all tables, because the tests insert tables after `fronts`.
     path.write_text(
         f'drain_grace_s = 120\nlisten = "127.0.0.1:{free_port()}"\nfronts = 2\n'
         f"[models.demo]\n{MODEL}[models.other]\n{MODEL}"
