@@ -1,4 +1,4 @@
-"""Tests of the default run directory of commands, and of the message when no service is running."""
+"""Tests of the run directory that commands use by default, and of the message when no service is running."""
 
 from __future__ import annotations
 

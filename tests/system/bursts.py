@@ -347,7 +347,7 @@ class Bursts:
             full = replica.credit_seqs == replica.max_num_seqs and replica.blocks_used == 0
             return fronts and replica.state == "ready" and full
 
-        self.running.wait_until(calm, CALM_S, f"calm after round {this.number}")
+        self.running.wait_until(calm, CALM_S, f"the service to be idle after round {this.number}")
 
     def findings(self) -> Findings:
         """Compare all counts. Must be called after the last round."""
@@ -356,7 +356,7 @@ class Bursts:
         found = Findings()
         if replica.blocks_used or replica.credit_seqs != replica.max_num_seqs or replica.running:
             found.note("leaked", 1, f"the replica has {replica.blocks_used} blocks in use and runs something")
-        self.running.wait_until(lambda: not self._open_rows(), 60, "every row to be ended")
+        self.running.wait_until(lambda: not self._open_rows(), 60, "every row to end")
         rows = self.rows()
         for this in self.rounds:
             # Some clients never received their request's id, because their front was killed.

@@ -113,7 +113,7 @@ def inflict(running: Service, expected: Expected, fault: signal.Signals, state: 
             assert stream.begun.wait(60)
     elif state == "prompt":
         streams = prompts(running)
-        running.wait_until(lambda: running.replica()["running"] > 0, 60, "a prompt that is computed")
+        running.wait_until(lambda: running.replica()["running"] > 0, 60, "a prompt to be computed")
         assert not all(stream.text for stream in streams), "the prompts are too short: all have been computed"
     psutil.Process(pids[victim]).send_signal(fault)
     began = time.monotonic()

@@ -137,7 +137,7 @@ def check_house(running: Service, tally: Tally) -> None:
             and replica["credit_tokens"] == replica["max_num_batched_tokens"]
         )
 
-    running.wait_until(calm, 90, f"calm after the storm: {tally.outcomes}")
+    running.wait_until(calm, 90, f"the service to be idle after the storm: {tally.outcomes}")
     running.wait_until(
         lambda: not any(database["lag_rows"] for database in running.status()["databases"]),
         60,

@@ -274,6 +274,6 @@ def test_generated_requests_never_meet_a_server_error(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
         running.wait_until(lambda: running.replica()["running"] == 0, 60, "an idle replica")
         assert running.replica()["blocks_used"] == 0
-        running.wait_until(lambda: not running.rows(state="open"), 60, "the end of all rows")
+        running.wait_until(lambda: not running.rows(state="open"), 60, "all rows to end")
         assert len([row for row in running.rows() if row["status"] == 200]) > 20
         assert not [row for row in running.rows() if (row["status"] or 0) >= 500]

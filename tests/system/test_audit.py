@@ -151,7 +151,7 @@ def copy(record: Record, tmp_path: Path) -> Path:
 
 @contextmanager
 def unlocked(state_dir: Path) -> Iterator[sqlite3.Connection]:
-    """Open the chain as a user would who can write to the file and knows its format."""
+    """Open the chain like a user who can write to the file and knows its format."""
     with closing(sqlite3.connect(state_dir / "control.db", isolation_level=None)) as database:
         for trigger in ("audit_rows_do_not_change", "audit_rows_do_not_go"):
             database.execute(f"DROP TRIGGER {trigger}")
@@ -277,7 +277,7 @@ def test_a_full_disk_costs_neither_service_nor_record(small_disk: Path) -> None:
         load = Load(running)
         load.start()
         filler = fill(small_disk)
-        failing = running.wait_until(lambda: sick(running), 60, "the databases to say that they fail")
+        failing = running.wait_until(lambda: sick(running), 60, "the databases to report the failure")
         assert "full" in failing["last_error"]
 
         # The service continues to answer requests. It refuses every action that it cannot perform, gives the
@@ -337,7 +337,7 @@ def test_what_waits_when_the_service_is_killed_is_in_the_chain_after_the_next_st
         running.process.wait(60)
         filler.unlink()
         running.start()
-        running.wait_until(lambda: well(running), 60, "the spool to be taken in")
+        running.wait_until(lambda: well(running), 60, "the spooled entries to be written to the chain")
         (action,) = running.command("audit", "list")
         assert action["action"] == "keys.create" and action["result"].startswith("failed")
         found = verify(small_disk)

@@ -161,7 +161,9 @@ def test_bad_words_and_best_of_hold_across_the_death_of_a_replica() -> None:
             for text in (word, " " + word)
         ]
         rows = running.wait_until(
-            lambda: [row for row in running.rows() if row["resubmissions"]], 60, "the row that tells of it"
+            lambda: [row for row in running.rows() if row["resubmissions"]],
+            60,
+            "the row of the resubmitted request",
         )
     for choice in expected:
         ids = choice["token_ids"]

@@ -115,7 +115,9 @@ def test_a_killed_rank_takes_its_group_along_and_the_streams_go_on() -> None:
             everybody = running.descendants()
             assert len(everybody) == 3  # two ranks and a front: none is orphaned or duplicated
             rows = running.wait_until(
-                lambda deaths=deaths: resubmitted_rows(running, 3 * deaths), 60, "rows that tell of it"
+                lambda deaths=deaths: resubmitted_rows(running, 3 * deaths),
+                60,
+                "the rows of the resubmitted requests",
             )
             assert {row["billed_tokens"] for row in rows} == {TOKENS_OF_RANKS}
             # This is the rendezvous directory of the new ranks.

@@ -147,7 +147,7 @@ def test_levels_follow_what_runs_and_gateways_find_the_names_that_they_know(box:
         usage = box.values("vllm:kv_cache_usage_perc", scrapes[-1])["demo",]
         return box.values("vllm:num_requests_running", scrapes[-1]) == {("demo",): 3} and 0 < usage < 1
 
-    box.running.wait_until(three_run, 60, "a scrape while three run")
+    box.running.wait_until(three_run, 60, "a scrape while three requests run")
     # All values must come from one scrape, because requests may end before the next.
     values = partial(box.values, text=scrapes[-1])
     blocks = box.running.replica()["blocks_total"]

@@ -106,7 +106,7 @@ def test_what_changed_is_applied_under_load_and_nothing_else_is_touched(box: Box
     with running.http() as http:
         too_long = {"model": "demo", "prompt": "x" * 1000}
         assert http.post("/v1/completions", json=too_long).status_code == 413
-    running.wait_until(lambda: not running.rows(state="open"), 60, "the end of all rows")
+    running.wait_until(lambda: not running.rows(state="open"), 60, "all rows to end")
     assert {row["status"] for row in running.rows()} <= {200, 413}
 
 

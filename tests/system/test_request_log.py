@@ -62,7 +62,7 @@ def shown(running: Service, request_id: str) -> Any:
 
 def kept(running: Service, request_id: str) -> Any:
     """Wait until a request's contents are stored, and return them."""
-    return running.wait_until(lambda: shown(running, request_id), 60, "what is kept of a request")
+    return running.wait_until(lambda: shown(running, request_id), 60, "the stored contents of a request")
 
 
 def sha256(text: str) -> str:
@@ -119,7 +119,7 @@ def test_texts_go_when_their_time_is_over_and_the_row_stays(running: Service) ->
     running.command("tenants", "set", "full", "--log-days", "0.000001")
     running.wait_until(lambda: shown(running, request_id) is None, 60, "the texts to be removed")
     # Removed data is also overwritten, including in the write-ahead log.
-    running.wait_until(lambda: b"def login" not in state_bytes(running), 60, "the texts to be gone for good")
+    running.wait_until(lambda: b"def login" not in state_bytes(running), 60, "the texts to be overwritten")
     assert kept(running, stays)["texts"]
     assert [row["status"] for row in running.command("requests", "--id", request_id)] == [200]
     with closing(sqlite3.connect(f"file:{running.state_dir}/contents.db?mode=ro", uri=True)) as database:

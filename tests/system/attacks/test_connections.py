@@ -229,13 +229,13 @@ def test_a_full_front_refuses_with_503_and_says_so(small: Target) -> None:
             lambda: any(
                 "connections are refused" in one["what"] for one in small.running.status()["problems"]
             ),
-            "the problem in the status",
+            "the problem to appear in the status",
         )
         assert any("connections are refused" in finding for finding in small.doctor())
     finally:
         for sock in streams:
             sock.close()
-    wait_for(small.answers_local_users, "places to be free again")
+    wait_for(small.answers_local_users, "connections to be accepted again")
 
 
 def test_a_front_with_few_descriptors_left_holds_fewer_connections(small: Target) -> None:

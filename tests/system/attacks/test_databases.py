@@ -98,7 +98,7 @@ def test_deleted_databases_are_written_back(running: Service) -> None:
                 and [database["restored"] for database in running.status()["databases"]]
             ),
             60,
-            "the status to say so",
+            "the status to report the problem",
         )
         assert all("was deleted while the service was running" in note for note in notes)
     found = doctor(running, "warning")

@@ -82,7 +82,7 @@ def test_a_stalled_reader_of_the_log_stops_nobody(running: Piped) -> None:
     psutil.Process(front).kill()  # the core logs the killed front, and the new front logs its start
     psutil.Process(rank).kill()
     running.wait_until(
-        lambda: running.replica()["restarts"] == 1 and running.ready(), 60, "new processes, ready to serve"
+        lambda: running.replica()["restarts"] == 1 and running.ready(), 60, "the new processes to be ready"
     )
     assert all(answer(running) for _ in range(5))
     problem(running, "log", "standard error has not been read")

@@ -119,14 +119,14 @@ def test_a_thousand_queued_requests_cancelled_at_once_leave_nothing_behind(runni
         client.connect(str(running.api_socket))
         client.sendall(head.encode() + body)
         clients.append(client)
-    running.wait_until(lambda: running.status()["queue"]["waiting"] > 900, 120, "most of them to wait")
+    running.wait_until(lambda: running.status()["queue"]["waiting"] > 900, 120, "most requests to be queued")
     for client in clients:
         client.close()
     began = time.monotonic()
     running.wait_until(
         lambda: running.status()["queue"]["waiting"] == running.status()["queue"]["running"] == 0,
         60,
-        "nothing to wait or run",
+        "all requests to end",
     )
     assert answer(running)
     assert time.monotonic() - began < 30

@@ -128,7 +128,7 @@ def test_prompts_over_the_bound_on_waiting_text_are_refused_for_their_tenant_alo
         demo.wait_until(
             lambda: any(f"tenant {hog.name!r} has" in message for message in refusals),
             120,
-            "a prompt that is refused for what its tenant has waiting",
+            "a prompt to be refused because its tenant has too many waiting",
         )
         for _ in range(5):
             assert small_request_s(http) < MAX_DELAY_S

@@ -90,6 +90,6 @@ def test_a_template_that_exceeds_a_bound_is_refused_and_delays_nobody_else(
             for problem in hostile.status()["problems"]
         )
 
-    hostile.wait_until(shown, 30, "the problem in the status")
+    hostile.wait_until(shown, 30, "the problem to appear in the status")
     assert any("'hostile'" in text and message in text for text in doctor(hostile, "warning"))
     assert hostile.ready()
