@@ -1,4 +1,4 @@
-"""Tests of `tenants`, `keys` and `peers`: the requests to the service, and the output."""
+"""Tests of `tenants`, `keys` and `peers`: their requests to the service and their output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The real core with its sockets, databases and processes; only HTTP and the engine are fakes."""
+"""Tests of the real core with its sockets, databases and processes. Only HTTP and the engine are faked."""
 
 from __future__ import annotations
 
@@ -421,7 +421,7 @@ def test_operator_actions_are_audited_with_the_peers_uid(make_service: Make) -> 
     (running,) = service.admin.in_flight()
     service.admin.cancel_request(running.request_id)
     assert read_answer(stream)[-1] == "front-0 aborted an operator cancelled the request"
-    # This front leaves its submission behind, so the core has the engine end it.
+    # This front does not end its submission, so the core makes the engine end it.
     wait_until(lambda: service.admin.in_flight() == [])
     database = service.state_dir / "control.db"
     audit = read_audit(database)

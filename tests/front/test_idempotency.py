@@ -26,7 +26,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 @pytest.fixture
 def front(front: Harness) -> Iterator[Harness]:
-    """The shared front, with a tenant that only this test uses, because idempotency keys belong to a
+    """The shared front, with a tenant that no other test uses, because idempotency keys belong to a
     tenant."""
     tenant = f"tenant-{uuid.uuid4()}"
     front.identify(
@@ -62,7 +62,7 @@ def text(answer: Answer, index: int = 0) -> str:
 
 
 def own_releases(front: Harness) -> list[bool]:
-    """Return, for each release of this test's requests, whether it is void."""
+    """Return the `void` flag of each release of this test's requests."""
     own = {admit.request_id for admit in front.admits}
     return [release.void for release in front.releases if release.request_id in own]
 
@@ -145,7 +145,7 @@ def test_a_run_without_clients_is_cancelled_after_the_grace_period(front: Harnes
     (settle,) = front.settled(1)
     front.wait_for(lambda: not front.replica.running)
     assert (settle.status, settle.finish_reason) == (499, "cancelled")
-    # Only delivered tokens are billed, not tokens that were generated after the client had disconnected.
+    # Only delivered tokens are billed. Tokens generated after the client disconnected are not.
     assert settle.delivered_tokens == handed() < front.reports[-1].tokens
     assert own_releases(front) == [True]
     ask(front, "gone", chat(max_tokens=1))
@@ -269,8 +269,8 @@ def test_answers_are_kept_within_bounds_on_time_and_memory(front: Harness) -> No
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_only_the_answer_of_a_run_is_kept(front: Harness, stream: bool) -> None:
-    """A prompt may be a thousand times as long as its answer. It is not counted against the memory limit for
-    answers."""
+    """The prompt may be a thousand times as long as the answer. It does not count towards the memory limit
+    for answers."""
     with connect(front) as sock:
         send(sock, "one", chat(stream=stream))
         read_answer(sock)
@@ -312,7 +312,7 @@ def test_a_late_follower_of_a_long_answer_gets_all_of_it(front: Harness) -> None
     body = {"model": MODEL, "prompt": "quick", "stream": True, "n": 64, "logprobs": 5, "max_tokens": -1}
     first = ask(front, "long", body, COMPLETIONS)
     again = ask(front, "long", body, COMPLETIONS)
-    # The answer is longer than two of the pieces in which a stored answer is written.
+    # The answer is longer than two of the pieces in which stored answers are written.
     assert len(first.body) > 150_000
     assert first.body == again.body
 
@@ -329,7 +329,7 @@ def test_a_connection_moves_to_the_front_that_has_the_run(front: Harness, tcp: b
     with connect(front, tcp=tcp) as sock:
         send(sock, "moving", body, **headers)
         front.wait_for(lambda: len(front.moved) == 1)
-        # The other front does not know the run or has dropped it, so the request runs here.
+        # The other front has no record of the run, so the request runs here.
         front.claims = lambda claim: Claimed(claim.scope, False)
         moved = front.give_back()
         assert moved.kind == ("tcp" if tcp else "unix") and bool(moved.peer) == tcp
@@ -337,7 +337,7 @@ def test_a_connection_moves_to_the_front_that_has_the_run(front: Harness, tcp: b
         assert (answer.status, text(answer)) == (200, front.text())
         assert answer.headers["x-request-id"] == "mine"
         assert answer.headers["x-appliance-request-id"].startswith("mine.")
-        # The connection stays in the front that currently has it.
+        # The connection stays in the front that holds it now.
         send(sock, "moving", body, **headers)
         assert "idempotent-replayed" in read_answer(sock).headers
     assert len(front.admits) == 1 and not front.rejected
@@ -349,8 +349,8 @@ def test_a_connection_moves_to_the_front_that_has_the_run(front: Harness, tcp: b
 def test_a_connection_with_further_requests_on_it_does_not_move(front: Harness) -> None:
     front.claims = lambda claim: None
     with connect(front) as sock:
-        # Both requests are sent in one packet, so that the front has read both of them when it asks the core
-        # about the first.
+        # Both requests are sent in one packet, so the front has read both when it asks the core about the
+        # first.
         sock.sendall(request(chat(), CHAT, {"Idempotency-Key": "pipelined"}) + request(chat()))
         front.wait_for(lambda: len(front.claimed) == 1)
         front.send(Claimed(front.claimed[0].scope, True))
@@ -361,7 +361,8 @@ def test_a_connection_with_further_requests_on_it_does_not_move(front: Harness) 
 
 
 def test_openais_client_with_its_own_idempotency_header(front: Harness, client: openai.OpenAI) -> None:
-    # The client's `idempotency_key` options require the name of a header, for which this API has no default.
+    # The client's `idempotency_key` option needs the name of a header, and for this API the client has no
+    # default name.
     client._idempotency_header = "Idempotency-Key"
     client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "hi"}])
     assert len(front.claimed) == 1

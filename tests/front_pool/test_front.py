@@ -1,4 +1,4 @@
-"""Tests of the core's view of fronts: failed starts, the choice of a front, and reports to operators."""
+"""Tests of how the core handles fronts: failed starts, the choice of a front, and reports to operators."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def too_many(*words: object, **options: object) -> None:
 
 
 class Events:
-    """Records events of fronts and ignores their messages."""
+    """Records fronts' events and ignores their messages."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []
@@ -90,7 +90,7 @@ def test_a_failed_start_of_a_front_releases_everything_and_is_retried(
 
 def test_a_front_that_never_becomes_ready_is_a_problem_and_is_killed() -> None:
     class Unconfigured(Events):
-        """Fronts are sent no configuration, so they report but never become ready."""
+        """Sends no configuration to fronts, so they report but never become ready."""
 
         def front_started(self, front: Front) -> None: ...
 

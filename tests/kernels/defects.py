@@ -1,6 +1,6 @@
 """Defects to seed into the kernels, one at a time. Each must make the kernel's tests fail, in the interpreter
-and on a GPU. `scripts/seed_defects` tries them; `test_defects.py` checks that each still matches the source
-code."""
+and on a GPU. `scripts/seed_defects` runs the tests with each defect, and `test_defects.py` checks that each
+defect still matches the source code."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ _PREFILL = [
         'scores = tl.where(seen, scores, float("-inf"))',
         "scores = tl.where(seen, scores, _LOWEST)",
         "error and mixed",
-        interpreted=False,  # the compiler's fused operation rounds the score before it takes the maximum
+        interpreted=False,  # the compiler's fused operation rounds scores before it computes their maximum
     ),
     Defect(
         "KV heads overlap in the queries",

@@ -1,4 +1,4 @@
-"""Tests of the push protocol of the all-reduce, on ranks that deliver words late, run ahead of each other and
+"""Tests of the all-reduce's push protocol on ranks that receive words late, run ahead of each other, and
 reuse their arenas."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests of the audit trail: intents and results, heads outside the database, and the spool."""
+"""Tests of the audit trail: intents and results, chain heads outside the database, and the spool."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_a_forged_head_accuses_no_row(tmp_path):
 
 
 def renew_key(folder: Path) -> list[str]:
-    """Replace the key as an operator would, and return the lines of the earlier heads."""
+    """Replace the key as an operator would. Return the lines of the earlier chain heads."""
     lines = (folder / "audit.heads").read_text().splitlines(keepends=True)
     (folder / "audit.key").rename(folder / "audit.key.lost")
     fill_nothing(folder)
@@ -219,11 +219,11 @@ def test_a_new_key_is_a_row_and_heads_of_the_old_one_are_no_problem_for_ever(tmp
 
 @pytest.mark.parametrize("row", [1, 4])
 def test_a_new_key_hides_no_rewrite(tmp_path, row):
-    """The forger has the rights of the service's user, but cannot change the journal."""
+    """The forger has the rights of the service's user but cannot change the journal."""
     fill(tmp_path)
     journal = evidence.recorded_in(renew_key(tmp_path), "journal")
     rewrite(tmp_path, row)
-    assert evidence.examine_folder(tmp_path).ok, "nothing beside the chain speaks against it"
+    assert evidence.examine_folder(tmp_path).ok, "the folder contains no evidence of the rewrite"
     findings = evidence.examine_folder(tmp_path, journal)
     assert not findings.ok and "this row or an earlier one was rewritten" in findings.problems[0]
     assert findings.problems[0].endswith("(according to a head signed with the key used before row 6)")
@@ -273,7 +273,7 @@ def test_a_key_that_is_gone_is_missed(tmp_path, key):
 
 @pytest.mark.parametrize("left", [0, 1])
 def test_heads_that_were_cut_out_of_their_file_are_missed(control, tmp_path, left):
-    """Without heads, a rewritten chain could not be detected."""
+    """Without chain heads, a rewritten chain could not be detected."""
     for number in range(40):
         control.create_tenant(actor=ROOT, name=f"t{number}", changes={}).result(60)
     assert evidence.examine_folder(tmp_path).ok
@@ -309,13 +309,13 @@ def test_what_is_no_head_is_none(text):
 
 
 class FullDatabase:
-    """Makes every write to `control.db` fail as on a full disk, until it is left."""
+    """Context manager in which every write to `control.db` fails as on a full disk."""
 
     def __init__(self, control: ControlStore) -> None:
         self._writer = control._writer
 
     def __enter__(self) -> None:
-        # The following row is longer than the space left in the last page.
+        # The next row is longer than the space that is left in the last page.
         self._writer.call(
             lambda connection: connection.execute(
                 f"PRAGMA max_page_count={connection.execute('PRAGMA page_count').fetchone()[0]}"
@@ -384,7 +384,7 @@ def test_what_waits_outlives_the_service(tmp_path):
     with FullDatabase(first):
         actor = announced(first, "requests.cancel", why=LONG)
         first.trail.conclude(actor, "requests.cancel", {"why": LONG}, "ok").result(60)
-        # The process is killed at this point.
+        # This simulates that the process is killed here.
         kept = (tmp_path / "audit.spool").read_bytes()
     first.close()
     (tmp_path / "audit.spool").write_bytes(kept)
@@ -392,7 +392,7 @@ def test_what_waits_outlives_the_service(tmp_path):
     second = ControlStore(tmp_path / "control.db")
     second.start()
     second.close()
-    # An entry that was in both the spool and the chain appears only once.
+    # An entry that was both in the spool and in the chain appears only once.
     assert before == 2
     assert [row.phase for row in read_audit(first.path)] == ["intent", "result"]
     assert not (tmp_path / "audit.spool").exists()

@@ -1,5 +1,5 @@
-"""Tests of retries with an Idempotency-Key over two real fronts: one run, whichever front the retry
-reaches."""
+"""Tests of retries with an Idempotency-Key over two real fronts. There is only one run, whichever front
+receives the retry."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def running() -> Iterator[Service]:
 
 
 def post(running: Service, key: str, **changes: Any) -> httpx.Response:
-    """Send a request on a new connection, which the core gives to the next front."""
+    """Send a request on a new connection, which the core assigns to the next front."""
     with running.http() as client:
         return client.post("/v1/completions", json=ASK | changes, headers={"Idempotency-Key": key})
 
@@ -40,7 +40,7 @@ def text(response: httpx.Response) -> str:
 
 
 def rows_of(running: Service, *request_ids: str) -> list[dict[str, Any]]:
-    """Return the requests' rows once all have ended."""
+    """Wait until all requests have ended, and return their rows."""
 
     def found() -> list[dict[str, Any]] | None:
         rows = {row["request_id"]: row for row in running.rows() if row["state"] == "ended"}
@@ -50,7 +50,7 @@ def rows_of(running: Service, *request_ids: str) -> list[dict[str, Any]]:
 
 
 class Streamed(threading.Thread):
-    """Reads a stream to its end, or up to `leave_after` characters."""
+    """Reads a stream to its end, or until it has received `leave_after` characters."""
 
     def __init__(self, running: Service, key: str, leave_after: int | None = None, **changes: Any) -> None:
         super().__init__(daemon=True)
@@ -161,7 +161,7 @@ def test_a_retry_of_a_run_that_ended_with_its_front_is_logged_as_anew(running: S
     running.kill_front(owner.pid)
     for stream in streams:
         stream.join(120)
-        # All connections had moved to the front that died.
+        # All connections had been moved to the front that died.
         assert isinstance(stream.error, openai.APIConnectionError | httpx2.HTTPError), stream.error
     again = Streamed(running, "killed-front", max_tokens=600)
     again.join(120)
@@ -171,7 +171,7 @@ def test_a_retry_of_a_run_that_ended_with_its_front_is_logged_as_anew(running: S
     assert (second["retry"], second["retry_of"]) == ("anew", lost.request_id)
     assert second["billed_tokens"] == 600
 
-    # Responses are stored only in memory, so after a restart a retry is handled like any other request.
+    # Responses are stored only in memory, so a retry after a restart is handled like any other request.
     running.stop()
     running.start()
     anew = Streamed(running, "killed-front", max_tokens=600)

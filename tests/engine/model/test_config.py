@@ -212,8 +212,8 @@ def test_lengths_follow_from_the_scaling(
         (_compressed(), True),
         (_compressed(strategy="tensor"), True),
         (_compressed(symmetric=True, dynamic=False, observer="minmax"), True),
-        # Only the checkpoint's cache is quantised, which is ignored because the dtype of our cache comes from
-        # the settings.
+        # Only the checkpoint's KV cache is quantised. The loader ignores that, because the settings determine
+        # the dtype of the KV cache.
         ({"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {}}, False),
     ],
 )

@@ -34,7 +34,7 @@ class StepCost:
     apply_ms: float
     collect_ms: float
     entries: int
-    """Number of blocks and slots in the changes to the plan's block tables."""
+    """Number of blocks and slots in the plan's changes to the block tables."""
     plan_bytes: int
 
     @property
