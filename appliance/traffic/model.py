@@ -1,5 +1,5 @@
-"""One served model: its replicas, the choice of the request that runs next on them, and predictions of how
-long requests will wait."""
+"""One served model: manages its replicas, chooses the request that runs next on them, and predicts how long
+requests will wait."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ _UNKNOWN_RUN_S, _MIN_RUN_S = 1.0, 0.1
 
 
 def most_kv_tokens(admit: Admit) -> int:
-    """Return the maximum number of cache tokens that a request may hold. Its last blocks are only partly
-    filled, and each sample of a prompt has its own copy of the prompt's last block."""
+    """Return the maximum number of cache tokens that a request may hold. The number includes partly filled
+    last blocks, and each sample's own copy of its prompt's last block."""
     ends = admit.num_seqs if admit.num_seqs == admit.submissions else 2 * admit.num_seqs
     return admit.prompt_tokens + admit.max_tokens + ends * BLOCK_TOKENS
 
@@ -67,7 +67,8 @@ class Turn(NamedTuple):
 
 
 class ModelTraffic:
-    """One served model. Called only by the request manager, whose clock all times refer to."""
+    """One served model. Only the request manager calls it, and all times refer to the request manager's
+    clock."""
 
     def __init__(self, name: str, version: str, rules: QueueRules, tenants: Tenants) -> None:
         self.name = name
@@ -176,7 +177,7 @@ class ModelTraffic:
     # ── choosing the next request ──
 
     def open_levels(self) -> int:
-        """Return the levels that at least one replica accepts at the moment: bit `l` is set for level `l`."""
+        """Return the levels that at least one replica accepts at the moment. Bit `l` is set for level `l`."""
         share, levels = self._reserved_share(), 0
         for account in self.accounts:
             levels |= account.open_levels(share)
