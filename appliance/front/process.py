@@ -104,8 +104,8 @@ class FrontProcess:
                 os._exit(1)
         elif isinstance(message, Configure):
             self._configurations.put_nowait(message)
-            # Apply this immediately, although models may take long to load, because a drain must refuse the
-            # next requests.
+            # Apply this part immediately, because a drain must refuse the next requests and loading the
+            # models may take long.
             self._state.silent_models = self._state.silent_models | message.silent
             if not message.ready:
                 self._state.ready, self._state.not_ready_reason = False, message.reason
