@@ -126,7 +126,7 @@ class ModelManager:
         return [name for name in self.models if name in self._wanted and self._wanted[name].pinned]
 
     def set_timeouts(self) -> None:
-        """Read the timeouts after which replicas are killed from the settings."""
+        """Read from the settings the timeouts after which replicas are killed."""
         for replica in self.replicas:
             replica.hang_timeout_s = self._settings().hang_timeout_s
             replica.load_timeout_s = self._settings().load_timeout_s

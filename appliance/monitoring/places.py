@@ -81,7 +81,7 @@ def _reason(body: bytes) -> str:
 
 
 def sockets(run_dir: Path, api: SocketState, running: bool) -> Iterator[Finding]:
-    """Check that the sockets respond. `running` is whether the admin socket responded."""
+    """Check that the sockets respond. `running` indicates whether the admin socket responded."""
     if running and not api.answered:
         yield Finding(
             area="sockets",

@@ -151,7 +151,7 @@ class RequestManager:
         self.state.models[name] = ModelTraffic(name, version, self._lifecycle.rules, self.state.tenants)
 
     def remove_model(self, name: str) -> None:
-        """Stop accepting requests for this model and refuse those that wait. The model must have no
+        """Stop accepting requests for this model, and refuse its waiting requests. The model must have no
         replicas."""
         state = self.state
         waiting = [*state.models[name].waiting(), *state.pauses.held(name)]
