@@ -25,7 +25,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     """Folder with the tokenizer and the chat template."""
     version: str
-    """Identifier of the model's files: a fingerprint of the folder."""
+    """Identifies the version of the model's files: a fingerprint of the folder."""
     created: int
     """When the model's files were created, in unix seconds."""
     max_model_len: int
@@ -74,7 +74,8 @@ class Identities(msgspec.Struct, tag="identities", frozen=True, kw_only=True):
     gids: dict[int, Identity] = {}
     """Identities by the peer's groups, for peers whose uid is not in `uids`."""
     any_uid: Identity | None = None
-    """Identity of all other uids that the socket's file mode admits. None means that they are refused."""
+    """Identity of every other uid that the socket's file mode admits. None means that other uids are
+    refused."""
     whole: bool = True
 
 
@@ -161,8 +162,8 @@ class Configure(msgspec.Struct, tag="configure", frozen=True, kw_only=True):
 
     front: str
     serial: int = 0
-    """Serial number, which increases with each message. The front reports the last one that it has
-    applied."""
+    """Serial number, which increases with each message. The front reports the serial number that it has
+    applied last."""
     models: list[ServedModel]
     limits: Limits
     ready: bool
@@ -191,10 +192,10 @@ class ClientConnection(msgspec.Struct, tag="connection", frozen=True):
     peer: str
     """Address of a TCP peer, or empty for a Unix socket (the front reads SO_PEERCRED)."""
     has_request: bool = False
-    """Whether another front has already read a request from the connection. If so, the message carries a
-    second descriptor, a memfd that holds the request's bytes."""
+    """Whether another front has already read a request from the connection. In that case the message carries
+    a second descriptor: a memfd with the request's bytes."""
     number: int = 0
-    """Number of the connection, unique per front. `Taken` repeats it."""
+    """Number of the connection, unique per front. The front repeats it in `Taken`."""
 
 
 class Claimed(msgspec.Struct, tag="claimed", frozen=True):
@@ -202,8 +203,8 @@ class Claimed(msgspec.Struct, tag="claimed", frozen=True):
 
     scope: bytes
     is_elsewhere: bool
-    """Whether another front runs the request or keeps its answer. If so, send the connection to that front
-    (`HandOver`). Otherwise this front runs the request."""
+    """Whether another front runs the request or keeps its answer. In that case, send the connection to that
+    front (`HandOver`). Otherwise run the request."""
     retry_of: str = ""
     """Request id of an earlier run whose answer has been lost."""
 
@@ -304,8 +305,8 @@ class Admit(LoggedFields, tag="admit", frozen=True, kw_only=True):
     num_seqs: int
     """Total number of sequences in all submissions."""
     prompt_tokens: int
-    """Number of prompt tokens in all submissions, including the output so far when resuming. The request uses
-    this much of the token credit."""
+    """Number of prompt tokens in all submissions, including the output so far when resuming. This number is
+    subtracted from the token credit."""
     max_tokens: int
     """Maximum number of tokens to generate, over all samples."""
     may_lower: bool = False
@@ -315,7 +316,7 @@ class Admit(LoggedFields, tag="admit", frozen=True, kw_only=True):
     retry_of: str = ""
     """Request id of an earlier run with the same `Idempotency-Key` whose answer has been lost."""
     deadline_ms: float | None = None
-    """Time after `arrived_at` within which the whole answer is needed, or None for no deadline."""
+    """Time limit for the whole answer, measured from `arrived_at`, or None for no deadline."""
 
 
 class Claim(msgspec.Struct, tag="claim", frozen=True):
@@ -379,8 +380,8 @@ class Settle(msgspec.Struct, tag="settle", frozen=True, kw_only=True):
 
 
 class Rejected(LoggedFields, tag="rejected", frozen=True, kw_only=True):
-    """Log record of a request that the front refused (4xx) although its caller is known. If the refusal took
-    much work, the work is charged against the caller's rate limits.
+    """Log record of a request that the front refused (4xx) although its caller is known. If refusing the
+    request took much work, the work is charged against the caller's rate limits.
 
     Requests from unknown callers are only counted, so that a flood of them cannot fill the disk.
     """
@@ -405,7 +406,7 @@ class Retried(LoggedFields, tag="retried", frozen=True, kw_only=True):
     """Log record of a retry that was answered with the result of an earlier request."""
 
     retry: Literal["joined", "repeated"]
-    """"joined" means that the run had not yet ended."""
+    """"joined" means that the earlier request was still running when the retry arrived."""
     retry_of: str
     """Request id of the earlier request."""
     request_class: int

@@ -12,7 +12,8 @@ from store.structs import KeptText, WriterState
 
 
 def precision(dtype: str, weights: str, kv_cache_dtype: str) -> str:
-    """Return a model's dtype and the dtypes that differ from it, such as "bfloat16, weights fp8, KV fp8"."""
+    """Return a model's dtype, followed by the dtypes of weights and KV cache that differ from it, such as
+    "bfloat16, weights fp8, KV fp8"."""
     held = (("weights", weights), ("KV", kv_cache_dtype))
     return ", ".join([dtype, *(f"{what} {name}" for what, name in held if name != dtype)])
 
@@ -57,9 +58,9 @@ class FrontStats(msgspec.Struct, frozen=True, kw_only=True):
     dropped_texts: int = 0
     """Number of requests whose texts were not kept because too many were waiting."""
     log_dropped_lines: int = 0
-    """Number of lines of the front's log that were dropped because standard error was not being read."""
+    """Number of the front's log lines that were dropped because standard error was not being read."""
     problems: dict[str, str] = {}
-    """Reason why the front cannot serve a model, such as an unreadable tokenizer, by model name."""
+    """The reason why the front cannot serve a model, by model name. An example is an unreadable tokenizer."""
 
 
 class FrontStatus(FrontStats, frozen=True, kw_only=True):
@@ -191,11 +192,11 @@ class DrainStatus(msgspec.Struct, kw_only=True):
     started_at: float
     """When the drain began, in unix seconds."""
     elapsed_s: float
-    """Seconds from the beginning of the drain until now, or until it was complete."""
+    """Seconds from the beginning of the drain until now. For a complete drain, until its completion."""
     running: int
     queued: int
-    """Number of requests that the drain is waiting for: those running, and those that were waiting when it
-    began."""
+    """Number of requests that the drain is waiting for: running requests, and requests that were already
+    waiting when the drain began."""
     held: int
     """Number of new requests that are waiting until service is resumed."""
     tokens_left: int
@@ -237,7 +238,7 @@ class QueueStats(msgspec.Struct, kw_only=True):
     waiting_tokens: int = 0
     """Number of prompt tokens in waiting requests."""
     preemptions: int = 0
-    """Number of preemptions, over all requests that have ended."""
+    """Total number of preemptions of requests that have ended."""
     overload: str = ""
     """Overloaded models and the requests that they refuse. Empty without overload."""
     overload_step: int = 0
@@ -266,13 +267,13 @@ class AuditStatus(msgspec.Struct, kw_only=True):
     """The audit trail of operators' actions."""
 
     rows: int = 0
-    """Number of rows in the chain, which is also the newest row's seq."""
+    """Number of rows in the chain. The newest row's seq is the same number."""
     head: str = ""
     """Hash of the newest row."""
     recorded_rows: int = 0
     """Number of rows that are proven unchanged by heads recorded outside the database."""
     spooled: int = 0
-    """Number of rows that the database has not accepted yet. They are added to the chain as soon as it
+    """Number of rows that the database has not accepted yet. They are added to the chain when the database
     accepts them."""
     spooled_since: float | None = None
     """When the oldest of these rows was spooled, in unix seconds."""
@@ -349,7 +350,8 @@ class Status(msgspec.Struct, kw_only=True):
     databases: list[DatabaseStatus]
     audit: AuditStatus = msgspec.field(default_factory=AuditStatus)
     log_dropped_lines: int = 0
-    """Number of lines of the core's log dropped since startup because standard error was not being read."""
+    """Number of the core's log lines that were dropped since startup because standard error was not being
+    read."""
     current_problems: list[CurrentProblem] = []
     """The same list that `doctor` reports."""
     problems: list[Problem]

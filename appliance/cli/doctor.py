@@ -55,7 +55,7 @@ def _find(
         run = Path(run_dir or default_run_dir()).absolute()
     try:
         return run, find_state_dir(state_dir, run, config), settings
-    # As above; or the run directory is not trusted, which a finding reports
+    # The settings are unusable, or the run directory is not trusted. The findings report either case.
     except (Failure, UntrustedError):
         return run, Path(state_dir or default_state_dir()).absolute(), settings
 

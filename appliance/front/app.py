@@ -33,7 +33,7 @@ the peer's uid identifies the user, and a valid key takes precedence. `x-applian
 `service_tier` select the service class. With `x-appliance-deadline-ms`, a request is refused immediately if
 its answer cannot be complete in time. Every response contains the header `x-request-id`."""
 _MAX_CHARS_SHOWN = 100
-"""Maximum number of characters of a path or method in an error message."""
+"""Maximum number of characters that an error message shows of a path or method."""
 
 
 def build_app(state: AppState) -> tuple[Starlette, ASGIApp]:

@@ -18,13 +18,13 @@ from appliance.text.fair_queue import TooMuchWorkError, run_steps
 Result = TypeVar("Result")
 
 _INLINE_CHARACTERS = 512
-"""Texts of up to this length are encoded on the event loop, because that (0.3 µs per character) is cheaper
-than using a thread (0.1 ms)."""
+"""Texts of up to this length are encoded on the event loop. At 0.3 µs per character, this is cheaper than
+using a thread (0.1 ms)."""
 _RETRY_AFTER_S = 2.0
 
 
 def text_bytes(texts: Iterable[str]) -> int:
-    """Return the memory that the texts take, in bytes: 1 to 4 per character."""
+    """Return the size of the texts in memory, in bytes (1 to 4 per character)."""
     return sum(map(sys.getsizeof, texts))
 
 

@@ -1,6 +1,6 @@
 """Assigns an id to each request and authenticates its caller before any other code handles the request.
 
-Every path requires an identity, except those of open routes (`appliance.scopes`). Responses to callers
+Every path requires an identity, except the paths of open routes (`appliance.scopes`). Responses to callers
 without an identity do not reveal which other paths exist. The route itself checks the caller's scopes. The
 gate does not read the body.
 """

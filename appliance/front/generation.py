@@ -1,5 +1,5 @@
-"""The life cycle of a validated request: admission, submission, resubmission if a replica is lost, and
-settlement."""
+"""Manages a validated request through its life cycle: admission, submission, resubmission if a replica is
+lost, and settlement."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Generation:
             for number in range(each)
         ]
         self.begun = asyncio.Event()
-        """Set when the first output arrives or the request ends."""
+        """Set when the first output has arrived or the request has ended."""
         self.ended = asyncio.Event()
         self.failure: ApiError | None = None
         self.left = False
@@ -212,7 +212,7 @@ class Generation:
         try:
             sample.take(output)
         except Exception:
-            # An error here must end only this request, because the frame also carries tokens of other
+            # An error here must end only this request, because the frame also contains tokens of other
             # requests.
             log.exception("request %s: processing an output failed", self.context.request_id)
             self._fail(
@@ -243,7 +243,7 @@ class Generation:
 
     def _lost(self) -> None:
         """Schedule a resubmission, because the replica is lost. Called once for each submission that was
-        running there."""
+        running on the replica."""
         self._link = None
         self._handles.clear()
         if self.ended.is_set() or self._retry is not None:
@@ -417,8 +417,8 @@ class Generation:
 
     @property
     def answers(self) -> list[Sample]:
-        """The samples to include in the answer, in order: all samples of each prompt, or only the best
-        ones."""
+        """The samples to include in the answer, in order. For each prompt, these are all samples or only the
+        best ones."""
         task = self.task
         if task.samples == task.n:
             return self.samples

@@ -53,8 +53,8 @@ class _Health:
         return _answer(200, "live")
 
     async def simple(self, request: Request) -> Response:
-        """Report readiness as /health/ready does, but without the reason, because it names models. Other
-        servers use this path as well."""
+        """Report readiness as /health/ready does, but without the reason, because the reason names models.
+        Other servers use this path as well."""
         is_ready = self._state.ready and not self._state.catalog.problem
         return _answer(200, "ready") if is_ready else _answer(503, "not_ready")
 

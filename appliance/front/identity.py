@@ -40,10 +40,10 @@ class IdentityTable:
     def identify(self, headers: Sequence[tuple[bytes, bytes]], peer: Peer) -> Identity:
         """Return the identity of a request's caller. Raises a 401.
 
-        A valid key takes precedence on every socket. On a Unix socket, the peer's uid is sufficient, and keys
-        without `KEY_PREFIX` are ignored, because OpenAI's clients must send a key and users therefore send a
-        placeholder. A key that has the prefix but is not valid (because it was revoked or mistyped) is
-        refused on a Unix socket too, so that no other tenant is billed by mistake.
+        A valid key takes precedence on every socket. On a Unix socket, the peer's uid is sufficient. Keys
+        without `KEY_PREFIX` are ignored there, because OpenAI's clients always send a key, so users without
+        one configure a placeholder. A key that has the prefix but is not valid (because it was revoked or
+        mistyped) is refused on a Unix socket too, so that no other tenant is billed by mistake.
         """
         scheme, key = _credentials(headers)
         if scheme and scheme != b"bearer":

@@ -13,8 +13,8 @@ from appliance.messages import Identity
 MAX_TOKENS_SHOWN = 524_288
 """Maximum number of tokens in a /tokenize response."""
 _NO_LIMIT = 1 << 20
-"""Number of tokens to generate if the model's length is not known yet. The engine ends an answer at the
-actual limit."""
+"""Number of tokens to generate if the model's context length is not known yet. The engine ends an answer at
+the actual limit."""
 
 
 class LengthLimit(NamedTuple):
@@ -66,8 +66,8 @@ def length_limit(identity: Identity, model: LoadedModel, answer_tokens: int = 1)
 
 
 def answer_limit(identity: Identity, requested: int | None, default: int | None, field: str) -> AnswerLimit:
-    """Return the limit that the request sets. In a request, -1 means that only the context length limits the
-    answer."""
+    """Return the limit that the request sets. A value of -1 in a request means that only the context length
+    limits the answer."""
     if requested == -1:
         return AnswerLimit(None, None, field)
     return AnswerLimit(requested, identity.default_max_tokens or default, field)

@@ -49,7 +49,7 @@ def _chat_token(tokenizer: Tokenizer, token_id: int, value: float) -> dict[str, 
 
 
 class _Columns:
-    """`choices[].logprobs` of a completion: parallel lists, filled token by token."""
+    """Builds `choices[].logprobs` of a completion: parallel lists to which each token is appended."""
 
     def __init__(self, tokenizer: Tokenizer, alternatives: int) -> None:
         self._tokenizer = tokenizer

@@ -94,7 +94,7 @@ class Catalog:
         return name in self._models
 
     async def replace(self, served: list[ServedModel]) -> None:
-        """Serve exactly these models. The previous models are used until the new ones are loaded."""
+        """Serve exactly these models. The previous models stay in use until the new models are loaded."""
         models: dict[str, LoadedModel] = {}
         broken: dict[str, str] = {}
         for model in served:

@@ -66,7 +66,8 @@ class RequestContext:
     """Work done so far for parsing and encoding, as a number of tokens. If this front refuses the request,
     these tokens are charged to the tenant."""
     admitted: bool = False
-    """Whether `Admit` was sent. If so, the request ends with `Settle` or `Refused`, never with `Rejected`."""
+    """Whether `Admit` was sent. If it was, the request ends with `Settle` or `Refused`, never with
+    `Rejected`."""
     retry_of: str = ""
     """Request id of an earlier run with the same `Idempotency-Key`, if that run's answer is lost."""
     arrived_at: float = field(default_factory=time.time)

@@ -88,7 +88,8 @@ class GenerationResponse(Response):
     ) -> ApiError | None:
         stream = EventStream(generation)
         generation.start()
-        # A failure that occurs before the response head is written can have its own status.
+        # Delay the response head, because a failure that occurs before it is written can still set the HTTP
+        # status.
         interval_s = self._state.limits.stream_comment_interval_s
         if interval_s:
             await happens_within(generation.begun, HEAD_DELAY_S)

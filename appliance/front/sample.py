@@ -89,7 +89,7 @@ class Sample:
         if self._discard:
             self.finish_reason = "length"
             return
-        # A stop token is counted and billed, but is included in the text only on request.
+        # A stop token is counted and billed. It is included in the text only on request.
         visible = token_ids[:-1] if finish == "stop" and not self._includes_stop else token_ids
         delivered = self.delivered
         if self.entries is None:

@@ -55,7 +55,8 @@ class EventStream:
         self._max_held = MAX_HELD_OUTPUTS if task.logprobs is None else MAX_HELD_LOGPROB_OUTPUTS
         self._unfinished = len(generation.samples)
         head = _encode(answer_head(generation, chunk=True))[:-1]
-        # The fixed parts of a chunk: before the choice, from there to the text, and after the text.
+        # These are the fixed parts of a chunk: the part before the choice, the part from there to the text,
+        # and the part after the text.
         self._head = b"data: " + head + b',"choices":['
         before_text = b',"delta":{"content":' if task.chat else b',"text":'
         self._before_text = [
@@ -104,7 +105,7 @@ class EventStream:
         try:
             self._flush()
         except Exception:
-            # An error here must end only this stream, because other streams are waiting to be flushed.
+            # An error here must end only this stream, because other streams are also waiting to be flushed.
             log.exception(
                 "request %s: creating the stream's events failed", self.generation.context.request_id
             )
@@ -165,7 +166,7 @@ class EventStream:
                 and sample.prompt.logprobs is None
                 and self.generation.failure is None
             ):
-                # The prompt's log probabilities arrive with the first output of its first sample.
+                # The prompt's log probabilities arrive with the first output of the prompt's first sample.
                 self._wait(sample)
                 return cost
             if not self._begin(sample, events):

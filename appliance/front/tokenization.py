@@ -134,8 +134,8 @@ def conversation(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
 
 
 def conversation_size(messages: Sequence[ChatMessage]) -> tuple[int, int]:
-    """Return the number of characters in a conversation, and their memory in bytes. Messages without text are
-    counted too, because they also take work and memory."""
+    """Return the number of characters in a conversation, and their size in memory in bytes. Messages without
+    text are counted too, because processing them also takes time and memory."""
     texts = [text for message in messages for text in (message.text, message.name) if text]
     others = len(messages) * _MESSAGE_CHARACTERS
     return others + sum(map(len, texts)), others + text_bytes(texts)

@@ -76,7 +76,7 @@ class RequestStruct(msgspec.Struct, kw_only=True):
     ignored."""
 
     refused: ClassVar[Mapping[str, RefusedName]] = {}
-    """Further field names that are accepted only with certain values."""
+    """Additional field names that are accepted only with certain values."""
 
 
 Body = TypeVar("Body", bound=RequestStruct)

@@ -84,8 +84,8 @@ class FrontEvents(Protocol):
     """Receives the events of a front and the messages that its process sends."""
 
     def front_started(self, front: Front) -> None:
-        """Handle a new process, which has no configuration yet. May raise OSError, in which case the process
-        is killed and started again."""
+        """Handle a new process, which has no configuration yet. If OSError is raised, the process is killed
+        and started again."""
 
     def front_ready(self, front: Front) -> None:
         """Handle a front that is ready for connections."""
@@ -280,8 +280,8 @@ class Front:
             os.close(descriptor)
 
     def give(self, connection: ClientConnection, *descriptors: int) -> None:
-        """Send the process a client connection and the bytes already read from it. The caller closes its own
-        descriptors."""
+        """Send the process a client connection, and the bytes that were already read from it. The caller
+        closes its own descriptors."""
         if self._channel is not None:
             self._given += 1
             connection = msgspec.structs.replace(connection, number=self._given)
@@ -374,8 +374,8 @@ class Front:
 
     @contextlib.contextmanager
     def _descriptors(self, count: int) -> Iterator[list[int]]:
-        """Yield the descriptors that came with a message, and close them afterwards. Yields none if the
-        kernel has dropped one because this process has too many open files."""
+        """Yield the descriptors that came with a message, and close them afterwards. If the kernel has
+        dropped a descriptor because this process has too many open files, yield nothing."""
         taken: list[int] = []
         complete = True
         try:

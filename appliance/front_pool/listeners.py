@@ -160,7 +160,8 @@ class Listeners:
         balancer: ConnectionBalancer,
         note: NoteProblem,
     ) -> None:
-        """Assign the `given` sockets by their addresses, and open the missing ones. Raises ListenError."""
+        """Assign the `given` sockets by their addresses, and open the sockets that are missing. Raises
+        ListenError."""
         self.admin: socket.socket | None = None
         """Socket of the admin API, if the service manager opened it."""
         self._listeners: list[Listener] = []

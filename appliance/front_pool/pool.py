@@ -174,7 +174,7 @@ class FrontPool:
         self._leaving.discard(front)
 
     def set_timeouts(self) -> None:
-        """Read the time limits after which processes are killed from the settings."""
+        """Read from the settings the time limits after which processes are killed."""
         for front in self.fronts:
             front.hang_timeout_s = self._settings().hang_timeout_s
             front.load_timeout_s = self._settings().load_timeout_s

@@ -89,7 +89,8 @@ class ChunkedBody:
     # ── the parser's callbacks ──
 
     def on_message_begin(self) -> None:
-        """Count the messages that the parser has found. A second message would be a smuggled request."""
+        """Count the messages that the parser has found. A second message means that a request was smuggled
+        into the body."""
         self._messages += 1
 
     def on_body(self, content: bytes) -> None:

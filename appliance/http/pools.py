@@ -52,7 +52,7 @@ class Pool:
         """Give the connection a place, closing a waiting connection if necessary. Return False if all places,
         or all of the tenant's places, belong to connections whose requests are being answered.
 
-        `source` identifies where the client connects from. Without a source, the connection that has waited
+        `source` identifies the origin of the connection. Without a source, the connection that has waited
         longest is closed.
         """
         if not self._make_room(tenant):
@@ -69,7 +69,7 @@ class Pool:
         return True
 
     def assign(self, connection: Occupant, tenant: str) -> bool:
-        """Assign a connection that already has a place to the tenant. Return False under the same conditions
+        """Assign a connection that already has a place to the tenant. Returns False under the same conditions
         as `add`."""
         if self._members[connection] == tenant:
             return True

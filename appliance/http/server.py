@@ -18,7 +18,7 @@ from appliance.http.turns import Turns
 from appliance.messages import Limits
 
 WRITE_TIMEOUT_S = 60.0
-"""A connection is closed if its client reads nothing of the response for this long."""
+"""Time after which a connection is closed if its client has read nothing of the response."""
 MAX_UNSENT_BYTES = 64 << 20
 """Maximum total number of unsent response bytes over all connections. Above this limit, the server closes a
 connection of the tenant with the most unsent bytes: the connection that has been congested longest."""
@@ -76,7 +76,7 @@ class HttpServer:
 
     @property
     def limits(self) -> Limits:
-        """The limits in effect. Existing connections apply new limits from their next request on."""
+        """The limits in effect. New limits apply to an existing connection from its next request on."""
         return self._limits
 
     @limits.setter

@@ -1,4 +1,4 @@
-"""Spreads client-caused work over iterations of the event loop, and shares the loop fairly between
+"""Spreads the work that clients cause over iterations of the event loop, and shares the loop fairly between
 clients."""
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class MemoryFit:
     longest: int
     """Length in tokens of the longest sequence that the settings or the checkpoint allow."""
     blocks: int
-    """Number of KV blocks: as configured, or as many as fit."""
+    """The configured number of KV blocks, or as many blocks as fit."""
     usable_bytes: int
     weight_bytes: int
     fixed_bytes: int

@@ -126,13 +126,13 @@ class ModelManager:
         return [name for name in self.models if name in self._wanted and self._wanted[name].pinned]
 
     def set_timeouts(self) -> None:
-        """Read the timeouts after which replicas are killed from the settings."""
+        """Read from the settings the timeouts after which replicas are killed."""
         for replica in self.replicas:
             replica.hang_timeout_s = self._settings().hang_timeout_s
             replica.load_timeout_s = self._settings().load_timeout_s
 
     def cancel(self, request_id: str) -> None:
-        """Cancel a request in the replicas that are running it."""
+        """Cancel a request on the replicas that are running it."""
         accounts = self._requests.state.accounts_of(request_id)
         for replica in self.replicas:
             if replica.account in accounts and replica.group is not None:
@@ -155,8 +155,8 @@ class ModelManager:
         except OSError as error:
             replica.kill(f"its channels to the fronts could not be created: {error}")
             return
-        # The account is added after the channels are open, because a front needs its channel before a request
-        # is dispatched to the replica.
+        # Add the account after opening the channels, because a front needs its channel before a request is
+        # dispatched to the replica.
         self._requests.add_replica(account)
         self._publish()
 
@@ -224,8 +224,8 @@ class ModelManager:
     def change(self, wanted: dict[str, ModelSettings], served: list[ServedModel]) -> list[str]:
         """Serve these models with these settings from now on. Returns a description of each change.
 
-        `served` describes at least the new models. Unchanged models are left as they are, except that
-        settings that could not be loaded before are tried again.
+        `served` contains descriptions of at least the new models. Unchanged models are left as they are,
+        except that settings that could not be loaded before are tried again.
         """
         described = {model.name: model for model in served}
         former, self._wanted = self._wanted, dict(wanted)

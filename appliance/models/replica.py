@@ -39,9 +39,9 @@ log = logging.getLogger(__name__)
 
 SILENT_AFTER_S = 3.0
 """A ready replica that has not reported for this long gets no new requests. Replicas report at least twice a
-second. If a replica has announced a long step, the step's predicted time is added."""
+second. If a replica has announced a long step, the predicted time of the step is added to this limit."""
 _MAX_STEP_FACTOR = 10.0
-"""A replica hangs if its step takes longer than this multiple of the predicted time."""
+"""A replica is considered to hang if a step takes longer than this multiple of its predicted time."""
 _AFTER_FATAL_S = 5.0
 _RETRY_FIRST_S, _RETRY_MAX_S = 5.0, 300.0
 """The first and the maximum delay before a replica is started again after its load failed for an expected
@@ -286,7 +286,7 @@ class Replica:
         elif isinstance(message, Ready):
             self._ready(message.info)
         elif self._fatal is None:
-            # The first rank to report an error has the cause. The errors of other ranks follow from it.
+            # The first reported error has the cause, and the errors of the other ranks follow from it.
             self._fatal = message
             group = self.group
             if group is not None:

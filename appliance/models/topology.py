@@ -1,6 +1,6 @@
-"""The links between this machine's GPUs, and the choice of GPUs for a replica.
+"""Reads the links between this machine's GPUs, and chooses GPUs for a replica.
 
-The links are read from NVML, which creates no CUDA context. The choice is a function of plain data.
+The links are read from NVML, which creates no CUDA context. The choice is a pure function of plain data.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class GpuLink(NamedTuple):
     """The link between two GPUs."""
 
     nvlinks: int
-    """Number of NVLinks, direct or through NVSwitch, or 0 if there are none."""
+    """Number of NVLinks between the GPUs, direct or through NVSwitch; 0 if there are none."""
     path: Path
     peer_access: bool
     """Whether the GPUs can read and write each other's memory."""

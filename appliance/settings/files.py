@@ -28,7 +28,8 @@ class Tables(NamedTuple):
 
 
 def find_config(flag: str | None, environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the main settings file; None if there is none. The file need not exist if its `conf.d` does.
+    """Return the main settings file; None if there is none. The file need not exist if its `conf.d` directory
+    exists.
 
     Raises SettingsError if an explicitly named file does not exist, or if this user may not access it.
     """

@@ -100,8 +100,9 @@ class ControlTokens:
 
     def _search(self, text: str, begin: int) -> re.Match[str] | None:
         """Return the text of the first special token that starts within the window at `begin`."""
-        # Search one window at a time, because the regular expression engine holds the GIL. It takes 2.5 µs
-        # per character if every second character could begin one of 256 special tokens.
+        # Search one window at a time, because the regular expression engine holds the GIL. A search takes up
+        # to 2.5 µs per character, measured with 256 special tokens and a text in which every second character
+        # could begin one of them.
         end = begin + _WINDOW_CHARACTERS
         found = self._pattern.search(text, begin, end + self._longest)
         return found if found is not None and found.start() < end else None

@@ -66,7 +66,7 @@ def can_be_cut(backend: tokenizers.Tokenizer) -> bool:
     steps = component_steps(backend.pre_tokenizer, "pretokenizers")
     if not steps or not _splits_at_cuts(steps[0]):
         return False
-    # The later steps process each part from the first step separately.
+    # The pre-tokenizer's later steps process each part from the first step separately.
     return all(step["type"] in ("Split", "Digits", "Punctuation") or _is_plain(step) for step in steps[1:])
 
 
@@ -104,7 +104,7 @@ def longest_token_bytes(backend: tokenizers.Tokenizer, table: TokenTable | None)
             and len({data for data in table.raw if len(data) == 1}) == 256
         )
     if not complete:
-        # Characters may be dropped, or any number of them may become one unknown token.
+        # The tokenizer may drop characters, or map any number of them to one unknown token.
         return None
     shrinking = 1
     for step in component_steps(backend.normalizer, "normalizers"):

@@ -1,4 +1,4 @@
-"""Encodes texts in steps that are short, release the GIL, and stop at a maximum number of tokens."""
+"""Encodes texts in short steps that release the GIL, and stops at a maximum number of tokens."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ class Encoder:
         longest_token_bytes: int | None = None,
     ) -> Steps:
         """Encode `texts`. Raises `LoneSurrogateError`, `UncuttableTextError`, and `TooManyTokensError` as
-        soon as a text has more than `max_tokens`, or before encoding a text whose size in bytes proves that
-        it has too many."""
+        soon as a text has more than `max_tokens`, or without encoding the text if its size in bytes proves
+        that it has too many tokens."""
         for index, text in enumerate(texts):
             size = _utf8_bytes(text)
             if max_tokens is not None and longest_token_bytes and size > max_tokens * longest_token_bytes:

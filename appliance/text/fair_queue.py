@@ -19,7 +19,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 _MIN_BYTES = 4096
-"""Minimum number of bytes counted for a text, because a request takes memory in addition to its text."""
+"""Number of bytes counted for a text in addition to its size, because a request also takes other memory."""
 
 MAX_SHARE = 1 / 3
 """Maximum share of a thread's time that one tenant's texts take in the long run."""
@@ -27,7 +27,7 @@ BURST_S = 2.0
 """A tenant that has had no texts for this long may use its share of that time immediately, which is enough
 for a text of 2 MiB."""
 NICENESS = 10
-"""Nice value of the encoding threads. Event loops have a higher priority, because they must react quickly."""
+"""Nice value of the encoding threads. The event loop has a higher priority, because it must react quickly."""
 
 
 class TooMuchWorkError(Exception):
@@ -45,7 +45,8 @@ class TenantQueue(Generic[Item]):
         self._waiting.setdefault(tenant, deque()).append(item)
 
     def put_back(self, tenant: str, item: Item) -> None:
-        """Put the item at the head of its tenant's queue. The other tenants' turns come first."""
+        """Put the item back at the head of its tenant's queue. The tenant's next turn comes after the turns
+        of all other tenants."""
         self._waiting.setdefault(tenant, deque()).appendleft(item)
         self._waiting.move_to_end(tenant)
 

@@ -84,10 +84,9 @@ class StopSet:
 
 
 class StopMatcher:
-    """Searches one stream for its stop strings.
-
-    The first match to be completed ends the text. If several matches end at the same character, the longest
-    one is used. The result therefore does not depend on how the text was split into pieces.
+    """Searches one stream for its stop strings. The first completed match ends the text. If several matches
+    end at the same character, the longest match is used. The result therefore does not depend on how the text
+    was split into pieces.
     """
 
     __slots__ = ("_held", "_include_stop", "_set", "_state", "stopped")

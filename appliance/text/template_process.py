@@ -38,8 +38,8 @@ MAX_RENDER_S = 5.0
 """Time limit for rendering one conversation. The longest possible conversation (4,096 messages, 2 MiB) takes
 about 50 ms."""
 MAX_COMPILE_S = 10.0
-"""Time limit for compiling, measured from the start of the process. Starting Python takes 0.1 s of this
-time."""
+"""Time limit for compiling, measured from the start of the process. This includes 0.1 s for starting
+Python."""
 MAX_TEMPLATE_MEMORY_BYTES = 256 << 20
 """Memory for templates, in addition to the process's own 30 MB."""
 MAX_WAIT_S = 30.0
@@ -85,7 +85,7 @@ class TemplateProcess:
         self.bounds_exceeded = 0
         """Number of conversations that the templates could not render within their limits."""
         self.problem = ""
-        """The limit that the latest of these conversations exceeded."""
+        """The limit that the latest failed conversation exceeded."""
         self._queue: TenantQueue[_Job] = TenantQueue()
         self._child: _Child | None = None
         self._background = Background()

@@ -104,7 +104,7 @@ def _byte_level_alphabet() -> dict[str, int]:
 def _byte_level_bytes(token: str, byte_of: dict[str, int]) -> bytes:
     try:
         return bytes([byte_of[character] for character in token])
-    except KeyError:  # An added token with characters outside the alphabet represents itself.
+    except KeyError:  # An added token that contains characters outside the alphabet represents its own text.
         return token.encode()
 
 

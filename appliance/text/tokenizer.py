@@ -167,8 +167,7 @@ class Tokenizer:
         return TextStream(self.detokenizer(skip_special_tokens, context), matcher, min_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that a token represents, including for special tokens, or b"" outside the
-        vocabulary."""
+        """Return the bytes that a token, special or not, represents; b"" for ids outside the vocabulary."""
         if not 0 <= token_id < self.vocabulary_size:
             return b""
         if self.table is not None:

@@ -102,8 +102,8 @@ def hopeless(request: Request, model: ModelTraffic, now: float) -> Refusal | Non
     if request.deadline_at is None:
         return None
     run_s = 0.0
-    # When a replica dies during an answer, the remaining length is unknown, and the client has already read
-    # the first part.
+    # If a replica is lost during an answer, the remaining length is unknown, and the client has already
+    # received the first part.
     if model.predictable and not request.admit.attempt:
         tokens_each = request.expected_tokens / max(1, request.admit.num_seqs)
         run_s = _HOPELESS * model.forecast.running_s(request.admit.prompt_tokens, tokens_each, more_slots=0.0)
@@ -153,7 +153,7 @@ def unknown_model(name: str, known: Iterable[str]) -> Refusal:
 
 
 def failed_model(name: str, why: str) -> Refusal:
-    """Return the refusal of a request for a model none of whose replicas can start."""
+    """Return the refusal of a request for a model without any replica that can start."""
     message = f"model {name!r} cannot be served: {why}"
     return Refusal(503, "model_failed", message, _FAILED_RETRY_S)
 

@@ -1,5 +1,4 @@
-"""Token buckets, which track how much of a rate limit is left. Plain arithmetic: the caller passes in the
-time, in seconds."""
+"""Token buckets, which track how much of a rate limit is left. The caller passes in the time, in seconds."""
 
 from __future__ import annotations
 
@@ -31,8 +30,8 @@ class Rate:
 def rate_of(quota: Quota, limit: str) -> Rate | None:
     """Return the refill of the bucket for a limit in LIMITS; None if the quota does not have this limit.
 
-    The capacity for a per-minute limit is what `burst_s` seconds refill; for a daily limit, it is the whole
-    day's amount. The capacity is at least one request, because otherwise no request could ever run.
+    A per-minute limit's capacity is the amount that `burst_s` seconds refill; a daily limit's capacity is the
+    whole day's amount. The capacity is at least one request, because otherwise no request could ever run.
     """
     amount: float | None = getattr(quota, limit)
     if amount is None:
@@ -87,8 +86,8 @@ class Bucket:
             self.level = min(self.rate.capacity, self.level + elapsed_s * self.rate.per_s)
 
     def set_rate(self, rate: Rate, now: float) -> None:
-        """Change the refill of the bucket. The level is kept, capped at the new capacity: raising a limit
-        adds nothing immediately."""
+        """Change the refill of the bucket. The level is kept but capped at the new capacity, so raising a
+        limit adds nothing immediately."""
         self.refill(now)
         self.rate = rate
         self.level = min(self.level, rate.capacity)
@@ -125,7 +124,7 @@ class Peaks:
     """The highest level of a bucket since each unsettled take.
 
     The level falls only when a request takes from the bucket, so peaks occur just before takes. A peak is
-    kept until the level is that high again, and only one peak is kept after each open take."""
+    kept until the level reaches it again, and only one peak is kept after each open take."""
 
     __slots__ = ("_levels", "_numbers", "_open", "_takes")
 
@@ -158,8 +157,8 @@ class Peaks:
         return number
 
     def settle(self, number: int, unused: float, capacity: float) -> float:
-        """End a take with this unused amount. Returns the highest level since the take began; -inf if no take
-        followed."""
+        """End a take that left this amount unused. Returns the highest level since the take began; -inf if no
+        take followed."""
         numbers, levels = self._numbers, self._levels
         first = bisect_right(numbers, number)
         peak = levels[first] if first < len(levels) else -math.inf

@@ -20,7 +20,8 @@ from engine.messages import URGENCIES
 Item = TypeVar("Item")
 
 _MAX_PASSED = 8
-"""Maximum number of urgent tenants that one search skips because they received more than their fair share."""
+"""Maximum number of urgent tenants that one search skips because they have received more than their fair
+share."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,8 +36,8 @@ class Ticket(Generic[Item]):
     """Order of arrival."""
     queued_at: float
     due: float
-    """Sort key within the tenant: the deadline, or the time from which its class counts the request as
-    late."""
+    """Sort key within the tenant: the deadline. Without a deadline, the time from which the request's class
+    counts it as late."""
     service: float
     """Expected service in weighted tokens."""
     prompt_tokens: int
@@ -214,7 +215,8 @@ class FairQueue(Generic[Item]):
         return line is not None and line.held
 
     def release(self, tenant: str) -> None:
-        """Put a held tenant back into the order. It is not compensated for the time it was held."""
+        """Put a held tenant back into the order. The tenant is not compensated for the time during which it
+        was held."""
         line = self._lines.get(tenant)
         if line is not None and line.held:
             line.held = False
@@ -271,7 +273,7 @@ class FairQueue(Generic[Item]):
                 yield from parked
 
     def forget_idle(self) -> None:
-        """Remove idle tenants whose counter is not above that of the tenant served last. Call this
+        """Remove idle tenants unless their counter is above the counter of the tenant served last. Call this
         periodically."""
         idle = [line for line in self._lines.values() if not (line.tickets or line.parked)]
         for line in idle:

@@ -105,7 +105,7 @@ class RequestLifecycle:
         self.dispatch(model)
 
     def stop_waiting(self, request: Request) -> None:
-        """Remove a request from its queue; nothing happens if it is not waiting."""
+        """Remove a request from its queue. If the request is not waiting, nothing happens."""
         if request.queued_at is None:
             return
         request.queued_at = None
@@ -212,8 +212,8 @@ class RequestLifecycle:
         self._state.models[account.model].stop(request)
         self._charge(request)
         if lost and request.settled is None:
-            # The request will continue, so it keeps its place. If another request took that place within the
-            # limits of the tenant and key, one request too many would run.
+            # The request will continue, so it still counts against its limits. If another request started in
+            # its place, one request too many would run.
             request.keeps_place = True
         else:
             self._leave_place(request)
@@ -230,8 +230,8 @@ class RequestLifecycle:
                 self.dispatch(models[name])
 
     def _charge(self, request: Request) -> None:
-        """Charge the tenant for the request's tokens. If a replica was lost, the token count is known only
-        when the request ends."""
+        """Charge the tenant for the request's tokens. If a replica was lost, the number of tokens is known
+        only when the request ends."""
         model = self._state.models.get(request.first.model)
         if model is not None and (request.settled is not None or not request.lost_counts):
             model.charge(request, request.service(self.rules.output_weight))

@@ -1,5 +1,5 @@
-"""One served model: its replicas, the choice of the request that runs next on them, and predictions of how
-long requests will wait."""
+"""One served model: manages its replicas, chooses the request that runs next on them, and predicts how long
+requests will wait."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ _UNKNOWN_RUN_S, _MIN_RUN_S = 1.0, 0.1
 
 
 def most_kv_tokens(admit: Admit) -> int:
-    """Return the maximum number of cache tokens that a request may hold. Its last blocks are only partly
-    filled, and each sample of a prompt has its own copy of the prompt's last block."""
+    """Return the maximum number of cache tokens that a request may hold. The number includes partly filled
+    last blocks, and each sample's own copy of its prompt's last block."""
     ends = admit.num_seqs if admit.num_seqs == admit.submissions else 2 * admit.num_seqs
     return admit.prompt_tokens + admit.max_tokens + ends * BLOCK_TOKENS
 
@@ -67,7 +67,8 @@ class Turn(NamedTuple):
 
 
 class ModelTraffic:
-    """One served model. Called only by the request manager, whose clock all times refer to."""
+    """One served model. Only the request manager calls it, and all times refer to the request manager's
+    clock."""
 
     def __init__(self, name: str, version: str, rules: QueueRules, tenants: Tenants) -> None:
         self.name = name
@@ -176,7 +177,7 @@ class ModelTraffic:
     # ── choosing the next request ──
 
     def open_levels(self) -> int:
-        """Return the levels that at least one replica accepts at the moment: bit `l` is set for level `l`."""
+        """Return the levels that at least one replica accepts at the moment. Bit `l` is set for level `l`."""
         share, levels = self._reserved_share(), 0
         for account in self.accounts:
             levels |= account.open_levels(share)
@@ -385,7 +386,8 @@ class ModelTraffic:
                 fair.charge(tenant, service)
 
     def _expect_longer(self, now: float) -> None:
-        """Postpone expected ends that have passed: the request is expected to run for the same time again."""
+        """Postpone the expected ends that have passed. A request that passes its expected end is expected to
+        run for the same time again."""
         while (end := self._next_end()) is not None and end <= now:
             request = heapq.heappop(self._ends)[2]
             self._expect_end(request, now + max(_MIN_RUN_S, now - (request.began_at or now)))
@@ -417,15 +419,14 @@ class ModelTraffic:
             self._offered_s += served_s
 
     def wait_s(self, request: Request, tenant: TenantTraffic, now: float) -> float:
-        """Return how long a new request would wait, in seconds. Like all predictions, the result is valid
-        only while `predictable`."""
+        """Return how many seconds a new request would wait. Like all predictions, the result is valid only
+        while `predictable`."""
         number = request.request_class
         ahead = self.queue.classes[number].ahead(tenant.name, tenant.weight, request.due)
         return self.first_credit_s(self.level_of(request, tenant), now) + self._served_s(number, *ahead)
 
     def waits_s(self, now: float) -> list[float | None]:
-        """Return how long a request at the end of each class's queue would wait, in seconds; None if
-        unknown."""
+        """Return how many seconds a request at the end of each class's queue would wait; None if unknown."""
         if not self.predictable:
             return [None] * CLASSES
         waits_s: list[float | None] = []
@@ -436,7 +437,7 @@ class ModelTraffic:
         return waits_s
 
     def run_s(self, request: Request, output_tokens: float) -> float:
-        """Return how long a request runs if each sample has `output_tokens` output tokens, in seconds."""
+        """Return how many seconds a request runs if each sample has `output_tokens` output tokens."""
         waiting = sum(fair.backlog.tickets for fair in self.queue.classes)
         more_slots = waiting / max(1, self.forecast.replicas)
         # Near full load, slots that are free at the moment will soon be occupied.
@@ -453,13 +454,13 @@ class ModelTraffic:
         return now + 2.0 * self.forecast.step_s + self.forecast.serving_s(prompt_tokens, output_tokens)
 
     def promise_s(self, request: Request, output_tokens: float) -> float:
-        """Return how long serving the request delays other promises, in seconds. Higher-priority classes and
+        """Return by how many seconds serving the request delays other promises. Higher-priority classes and
         requests without deadlines keep their share of the service."""
         share = max(_MIN_SHARE, _MAX_PROMISED - sum(self._busy[: request.request_class]))
         return self.forecast.serving_s(request.admit.prompt_tokens, output_tokens) / share
 
     def first_credit_s(self, level: int, now: float) -> float:
-        """Return how long it takes until a replica has credit for this level, in seconds."""
+        """Return the number of seconds until a replica has credit for this level."""
         if self.open_levels() >> level & 1:
             return 0.0
         share = self._reserved_share()
@@ -469,7 +470,7 @@ class ModelTraffic:
         return self.forecast.step_s if end is None else max(0.0, end - now)
 
     def oldest_wait_s(self, now: float) -> float:
-        """Return how long the oldest request has waited, in seconds."""
+        """Return how many seconds the oldest request has waited."""
         since = [oldest for number in range(CLASSES) if (oldest := self.queue.oldest(number)) is not None]
         for others in (self.resumed, self.stranded):
             since += [r.queued_at for r in list(others.values())[:1] if r.queued_at is not None]

@@ -1,9 +1,11 @@
-"""The order in which the waiting requests of one model are dispatched.
+"""Determines the order in which one model's waiting requests are dispatched:
 
 1. Requests that must start now to meet a deadline promised on admission.
 2. Requests of a class that has waited too long, up to its reserved share of the service, so that no class
    starves.
-3. Requests of the highest-priority class that has any. `FairQueue` decides the order within a class.
+3. Requests of the highest-priority class that has waiting requests.
+
+`FairQueue` determines the order within a class.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ class RequestQueue(Generic[Item]):
         self._length = 0
         self._lengths = [0] * CLASSES
         self._arrivals: list[deque[Ticket[Item]]] = [deque() for _ in range(CLASSES)]
-        """The requests in order of arrival. A request that has left the queue is removed when it reaches the
-        front."""
+        """The requests in order of arrival. A request that has left the queue is removed when no earlier
+        request is left."""
         self._owed = [0.0] * CLASSES
         """Service that a late class may take before higher-priority classes."""
 

@@ -3,10 +3,10 @@
     reserve ──► Reservation ──► settle (actual use) ──► close (log row has ended)
        └──► Shortage: nothing was taken
 
-A request reserves one request, and its prompt plus the maximum that it may generate, in every bucket of its
-tenant and key. If any bucket has too little left, nothing is reserved. Concurrent requests together therefore
-never exceed a limit. Whatever a request did not use is returned when the request is settled. Further attempts
-of a request keep its reservation.
+For each request, one request and its maximum number of tokens (prompt and answer) are reserved in every
+bucket of its tenant and key. If any bucket has too little left, nothing is reserved. Concurrent requests
+together therefore never exceed a limit. The unused amount is returned when the request is settled. Further
+attempts of a request keep its reservation.
 
 This module does no I/O. It is not thread-safe: all calls are made on the core's event loop.
 """
@@ -24,8 +24,8 @@ from store.policies import Policies, Quota
 from store.quotas import QuotaLevels, QuotaState, Used
 
 MIN_ANSWER_TOKENS = 16
-"""Minimum answer length. The answer of a request without `max_tokens` is limited to what the quota has left;
-if that is less than this minimum, the request is refused instead."""
+"""Minimum answer length. If a request has no `max_tokens`, its answer is limited to the tokens that the quota
+has left. If fewer tokens than this minimum are left, the request is refused."""
 MAX_USEFUL_WAIT_S = 120.0
 """OpenAI's clients wait at most this long before they retry. If the quota needs longer, a retry would
 fail."""
@@ -46,7 +46,7 @@ class Account:
         self.set_quota(quota, now)
 
     def set_quota(self, quota: Quota, now: float) -> None:
-        """Apply a new quota. The bucket of a new limit starts full; a changed limit keeps its level
+        """Apply a new quota. The bucket of a new limit starts full, and a changed limit keeps its level
         (`Bucket.set_rate`)."""
         if quota == self.quota:
             return
@@ -106,7 +106,8 @@ class Shortage:
 
     @property
     def message(self) -> str:
-        """The limit, its current use, the requested amount, and when that amount will be available."""
+        """Error message with the limit, its current use, the requested amount, and the time until this amount
+        is available."""
         bucket, words = self._bucket, LIMITS[self._bucket.limit]
         limit, used = math.floor(bucket.rate.capacity), math.ceil(bucket.rate.capacity - bucket.level)
         head = f"{words} of {bucket.owner}: limit {limit}"
@@ -115,8 +116,8 @@ class Shortage:
                 f"request too large for {head}, requested {self._needed}: shorten the prompt or lower "
                 "max_tokens"
             )
-        # A reservation that has been held for a long time may have been refilled in the meantime. Such a
-        # reservation no longer counts as used.
+        # If a reservation has been held for a long time, its tokens may have been refilled since, so they no
+        # longer count as used.
         reserved = min(used, math.ceil(bucket.held))
         held = f" ({reserved} of these by unfinished requests)" if reserved else ""
         return (

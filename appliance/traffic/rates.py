@@ -12,7 +12,7 @@ from __future__ import annotations
 from engine.messages import Report
 
 _HALF_LIFE_S = 2.0
-"""Busy time in which the weight of a measurement halves."""
+"""Busy time after which the weight of a measurement has halved."""
 _ENOUGH_S = 0.1
 """Busy time of learned steps after which measurements replace the prediction."""
 FIRST_STEPS = 16
@@ -83,8 +83,8 @@ class ReplicaRates:
         self._cached_tokens = 0
 
     def predict(self, step_s: float, prompt_token_s: float) -> None:
-        """Set lower bounds for the time of a step and of a prompt token, used until steps are learned; 0 if
-        not known."""
+        """Set lower bounds for the time of a step and of a prompt token; 0 if not known. They are used until
+        enough steps have been learned."""
         self._predicted_step_s, self._predicted_prompt_token_s = step_s, prompt_token_s
 
     @property
@@ -94,7 +94,7 @@ class ReplicaRates:
 
     @property
     def measured(self) -> bool:
-        """Whether enough steps have been learned, so that the prediction is not used any more."""
+        """Whether enough steps have been learned to replace the prediction."""
         return self.busy_s >= _ENOUGH_S
 
     @property

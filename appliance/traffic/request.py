@@ -26,8 +26,8 @@ class OnReplica:
 
     def __init__(self, admit: Admit, charged_each: float, level: int) -> None:
         self.began_each = self.charged_each = charged_each
-        """Value of `CreditAccount.generated_each` up to which the request has been charged, initially the
-        value when the request started."""
+        """The value of `CreditAccount.generated_each` at the last charge, or at the start of the request
+        before the first charge."""
         self.level = level
         """Service level whose credit the request uses."""
         self.submissions = admit.submissions
@@ -129,9 +129,9 @@ class Request:
 
     @property
     def taken_tokens(self) -> int:
-        """The tokens charged to the quotas at the end: the prompt and the delivered tokens. If the front
-        died, the generated tokens are charged instead of the delivered ones; if their number is unknown as
-        well, the whole reservation is charged. 0 if the request never ran."""
+        """Number of tokens charged to the quotas at the end: the prompt and the delivered tokens. If the
+        front died, generated tokens are charged instead of delivered tokens. If the number of generated
+        tokens is unknown too, the whole reservation is charged. 0 if the request never ran."""
         if self.reservation is None or self.settled is None:
             return 0
         reserved = self.reservation.tokens
@@ -162,7 +162,7 @@ class Request:
         return self.first.max_tokens / max(1, self.first.num_seqs)
 
     def service(self, output_weight: float) -> float:
-        """Return the weighted tokens that replicas are known to have computed for this request."""
+        """Return the number of weighted tokens that replicas are known to have computed for this request."""
         if not (self.counted or self.lost_counts):
             return 0.0
         prompt_tokens = max(0, self.first.prompt_tokens - self.cached_tokens)

@@ -117,7 +117,7 @@ class RequestManager:
         self._release_held()
 
     def _release_held(self) -> None:
-        """Queue or refuse the held requests that no pause holds any longer."""
+        """Queue or refuse the held requests that no longer need to be held."""
         for request, pause in self.state.pauses.released():
             model = self.state.models[request.first.model]
             if pause is not None:
@@ -139,7 +139,7 @@ class RequestManager:
 
     def abort_all(self, message: str, model: str | None = None) -> int:
         """Abort every request in flight that is not held: those for `model`, or all if it is None. Returns
-        their number."""
+        the number of aborted requests."""
         return sum(
             [self.abort(request.request_id, message) for request in list(self.state.unfinished(model))]
         )
@@ -151,7 +151,7 @@ class RequestManager:
         self.state.models[name] = ModelTraffic(name, version, self._lifecycle.rules, self.state.tenants)
 
     def remove_model(self, name: str) -> None:
-        """Stop accepting requests for this model and refuse those that wait. The model must have no
+        """Stop accepting requests for this model, and refuse its waiting requests. The model must have no
         replicas."""
         state = self.state
         waiting = [*state.models[name].waiting(), *state.pauses.held(name)]
@@ -349,8 +349,8 @@ class RequestManager:
     # ── time ──
 
     def expire(self) -> None:
-        """Refuse requests that have waited too long, and adapt to the load. Call this a few times per
-        second."""
+        """Refuse requests that have waited too long, and update predictions and load shedding. Call this a
+        few times per second."""
         now = self.state.clock()
         self._lifecycle.refuse_late(now)
         for model in self.state.models.values():

@@ -49,8 +49,9 @@ class TrafficState:
         return sum(model.queued for model in self.models.values()) + len(self.pauses)
 
     def unfinished(self, model: str | None = None) -> Iterator[Request]:
-        """Yield the requests in flight that are not held, which a drain waits for: those for `model`, or all
-        if it is None. No request may be added or removed during the iteration."""
+        """Yield the requests in flight that are not held, which are the requests that a drain waits for.
+        Yields requests for `model`, or for all models if it is None. No request may be added or removed
+        during the iteration."""
         for request in self.in_flight.values():
             if request not in self.pauses and model in (None, request.first.model):
                 yield request

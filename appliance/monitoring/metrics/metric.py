@@ -84,7 +84,7 @@ def _family(metric: Metric, labels: tuple[str, ...]) -> Family[Any]:
 
 
 def _setter(family: Family[Any]) -> Callable[..., None]:
-    """Return a function that sets a series, given the value and the label values."""
+    """Return a function that sets a series. Its arguments are the value and the label values."""
     if isinstance(family, Summaries):
         return lambda value, *labels: family.set(*value, *labels)
     if isinstance(family, Numbers):
