@@ -20,7 +20,7 @@ ROPE_KINDS: tuple[RopeKind, ...] = get_args(RopeKind)
 
 
 DENSE, EXPERTS = "dense", "experts"
-"""The kinds of layers: with an MLP, and with a mixture of experts."""
+"""The kinds of layers: layers with an MLP, and layers with a mixture of experts."""
 
 _MLPS = {
     "intermediate_size": "an MLP",
@@ -35,7 +35,7 @@ class CheckpointError(Exception):
 
 
 class UnsupportedError(ValueError):
-    """The requested configuration is not supported, e.g. because of the number of ranks or the maximum
+    """The requested configuration is not supported, for example because of the number of ranks or the maximum
     length."""
 
 
@@ -68,20 +68,19 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """The mixture of experts of a layer, which takes the place of the MLP."""
+    """The mixture of experts that replaces the MLP in a layer."""
 
     count: int
     """Number of routed experts."""
     top_k: int
     """Number of routed experts that each token chooses."""
     intermediate_size: int
-    """The width of each routed expert."""
+    """Width of each routed expert."""
     normalised: bool
-    """Whether the weights of the chosen experts are normalised to add up to one, as `kernels.Experts`
-    defines."""
+    """Whether the weights of the chosen experts are normalised to add up to one (see `kernels.Experts`)."""
     shared_intermediate_size: int | None = None
-    """The width of the expert that computes every token, times the sigmoid of its own gate (Qwen2-MoE); None
-    if the model has none."""
+    """Width of the shared expert (Qwen2-MoE), which every token uses, and whose result is multiplied by the
+    sigmoid of a separate gate; None if the model has no shared expert."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +104,7 @@ class Shard:
     first_vocab: int
 
     def part(self, width: int) -> int:
-        """Return the width on this rank of experts of `width`, which are all divided equally."""
+        """Return this rank's share of a total `width`, which is divided equally among the ranks."""
         return width // self.size
 
 
@@ -147,8 +146,8 @@ class ModelConfig:
 
     @property
     def context_length(self) -> int:
-        """Default maximum sequence length. It is `max_position_embeddings`, or with yarn at least the scaled
-        length."""
+        """Default maximum sequence length. It is `max_position_embeddings`; with yarn, it is at least the
+        scaled length."""
         if self.rope.kind == "yarn":
             stretched = int(self.rope.original_max_position_embeddings * self.rope.factor)
             return max(self.max_position_embeddings, stretched)
@@ -164,7 +163,8 @@ class ModelConfig:
 
     @property
     def mlp_widths(self) -> dict[str, int]:
-        """The widths of the MLPs and experts of the model, by the field of `config.json` or a like name."""
+        """Widths of the model's MLPs and experts, by the name of the field in `config.json` or a similar
+        name."""
         widths = {}
         if any(kind != EXPERTS for kind in self.layer_kinds):
             widths["intermediate_size"] = self.intermediate_size

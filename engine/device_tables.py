@@ -1,6 +1,6 @@
 """The device tables of one rank, which turn a `StepPlan` into the device input of a step (`StepBatch`).
 
-Each running sequence owns one slot of the tables. Values that the device updates by itself (lengths, last
+Each running sequence owns one slot of the tables. Values that the device itself updates (lengths, last
 tokens, penalty counts) are stored in the tables. The host computes its own copy of the lengths from the
 plans, so it knows all tensor shapes without reading from the device. The tables depend only on the plans and
 their order, not on time or rank. Equal plans therefore produce equal tables on all ranks.
@@ -58,7 +58,7 @@ class StepBatch:
     """Rows of the forward pass's result whose logits are computed: [logit rows] int64. None selects the first
     rows."""
     sampled_logits: int
-    """Number of logit rows that are used for sampling. The rows after them belong to `prompts`."""
+    """Number of logit rows that are used for sampling. The rows after these belong to `prompts`."""
     prompts: list[PromptSlice]
 
 
@@ -113,14 +113,13 @@ class SlotTables:
     # ── applying a plan ──────────────────────────────────────────────────────────────────────────
 
     def apply(self, plan: StepPlan) -> None:
-        """Apply the plan's setups and block table entries. Copying and clearing blocks is left to
-        `StepExecutor`."""
+        """Apply the plan's setups and block table entries. `StepExecutor` copies and clears the blocks."""
         if plan.setups:
             self._lengths_host[[slot for setup in plan.setups for slot, _ in setup.members]] = 0
             self.sampling.set_up(plan.setups)
         if plan.blocks:
-            # If an entry occurs twice, the last one counts, as in NumPy. The order of device writes to
-            # duplicate indices is undefined, so the device gets the last block for all of them.
+            # If an entry occurs twice, the last value is used, as in NumPy. The order of device writes to
+            # duplicate indices is undefined, so all duplicates are sent with the last value.
             changes = np.array(plan.blocks, dtype=np.int64).T.copy()
             slots, indices, blocks = changes
             self._blocks_host[slots, indices] = blocks
@@ -166,7 +165,7 @@ class SlotTables:
     def decode_batch(self, plan: StepPlan, slots: torch.Tensor, positions: torch.Tensor) -> SamplingBatch:
         """Return the sampling input of a decode-only plan whose forward pass was replayed from a CUDA graph.
 
-        `slots` and `positions` are device tensors. `positions` are those of the sampled tokens.
+        `slots` and `positions`, the positions of the sampled tokens, are device tensors.
         """
         self._lengths_host[plan.decodes] += 1
         return SamplingBatch(slots, positions, None, self._metadata(plan.decodes))

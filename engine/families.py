@@ -65,7 +65,7 @@ class _Family:
     qk_norm_all_heads: bool = False
     layer_kinds: Callable[[Fields, int], tuple[str, ...]] = _dense
     experts: Callable[[Fields], ExpertsConfig] | None = None
-    """Reads the experts of the layers of kind EXPERTS. None if the family has no such layers."""
+    """Reads the configuration of the layers with experts. None if the family has no layers with experts."""
 
 
 def _never(_fields: Fields) -> bool:
@@ -128,8 +128,8 @@ def _mixtral_windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
 
 
 def _qwen2_moe_windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """Return the windows by `layer_types` as `_qwen_windows` does. Without them, every other layer below
-    `max_window_layers` has a window, beginning with the first."""
+    """Return the windows by `layer_types` as `_qwen_windows` does. Without this field, every other layer
+    below `max_window_layers`, beginning with the first, has a window."""
     if fields.get("layer_types") is not None:
         return _qwen_windows(fields, layers)
     (window,) = _one_window(fields, 1)
@@ -142,7 +142,8 @@ def _all_experts(_fields: Fields, layers: int) -> tuple[str, ...]:
 
 
 def _qwen_kinds(fields: Fields, layers: int) -> tuple[str, ...]:
-    """Return experts for every `decoder_sparse_step`th layer that is not one of `mlp_only_layers`."""
+    """Return the layer kinds: every `decoder_sparse_step`th layer has experts, unless it is listed in
+    `mlp_only_layers`."""
     step = fields.integer("decoder_sparse_step", 1)
     dense = fields.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
@@ -165,7 +166,7 @@ def _experts(
 
 
 def _qwen3_experts(fields: Fields) -> ExpertsConfig:
-    # transformers 5 writes num_local_experts, the published checkpoints have num_experts.
+    # transformers 5 writes num_local_experts, while published checkpoints contain num_experts.
     name = "num_experts" if fields.get("num_experts") is not None else "num_local_experts"
     return _experts(
         fields,
@@ -361,8 +362,8 @@ def _dtype(fields: Fields) -> str:
 
 
 def _quantised(fields: Fields) -> bool:
-    """Return whether the checkpoint declares FP8 matrices. Which matrices are FP8 is determined by the dtypes
-    of the tensors."""
+    """Return whether the checkpoint declares FP8 matrices. The tensors' dtypes determine which matrices are
+    FP8."""
     value = fields.get("quantization_config")
     if value is None:
         return False

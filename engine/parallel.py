@@ -292,7 +292,7 @@ def join(
         )
     except RuntimeError as error:
         raise RankLost(
-            f"rank {rank} of {size} did not find the others within {timeout_seconds:g} s "
+            f"rank {rank} of {size} did not find the other ranks within {timeout_seconds:g} s "
             f"through {rendezvous_path} "
             f"({str(error).splitlines()[0]})"
         ) from error

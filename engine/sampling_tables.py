@@ -19,8 +19,8 @@ from kernels.draws import Bans, Biases, Draws, Variant
 _PREFIX = MAX_BAD_WORD_TOKENS - 1
 """Number of recent output tokens per sequence that are compared with bad words."""
 _ANY, _NONE = -1, -2
-"""Placeholders for token ids. _ANY pads shorter bad words and matches every token. _NONE pads shorter outputs
-and matches no token."""
+"""Placeholders for token ids. _ANY pads short bad words and matches every token. _NONE pads short outputs and
+matches no token."""
 
 
 @dataclass(slots=True)
@@ -54,15 +54,15 @@ class LogitsProcessors:
     bias: Biases | None
     banned: Bans | None
     counted: tuple[torch.Tensor, torch.Tensor] | None
-    """Slots with penalties, as indices in the list of sampling slots, and their rows in the penalty
+    """Slots with penalties: their indices in the list of sampling slots, and their rows in the penalty
     counts."""
     excluded: torch.Tensor | None
     """Tokens that each processed slot may not sample: [processed, vocabulary] bool. None if no slot has
     allowed tokens."""
     bad_words: BadWords | None
     remembered: tuple[torch.Tensor, torch.Tensor] | None
-    """Slots with bad words, as indices in the list of sampling slots and as slot numbers. Their sampled
-    tokens are stored as recent tokens."""
+    """Slots with bad words: their indices in the list of sampling slots, and their slot numbers. The tokens
+    that they sample are stored as recent tokens."""
 
 
 @dataclass(slots=True)
@@ -95,8 +95,8 @@ class SamplingTables:
 
     Penalty counts take 4 bytes per vocabulary entry for each slot with penalties. The number of count rows is
     rounded up to a power of two. A row stays in use until the next setup of its slot. Allowed tokens take 1
-    byte per vocabulary entry for each submission that has them. They take the same amount for each processed
-    slot in a step that contains such slots.
+    byte per vocabulary entry for each submission that restricts its tokens, and, in a step with such
+    submissions, for each processed slot.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
@@ -253,7 +253,8 @@ class SamplingTables:
     # ── sampling a step ──────────────────────────────────────────────────────────────────────────
 
     def metadata(self, slots: list[int], lengths: np.ndarray) -> SamplingMetadata:
-        """Return the sampling metadata of a step for `slots`. The result is cached while it stays the same.
+        """Return the sampling metadata of a step for `slots`. The result is cached for as long as it is
+        valid.
 
         `lengths` is the position of each slot's next sampled token: [all slots] int64, on the host.
         """
@@ -279,7 +280,7 @@ class SamplingTables:
         self, processed: np.ndarray, slots: np.ndarray, stops_banned: np.ndarray
     ) -> LogitsProcessors:
         """Return the logits processors of a step. `processed` contains indices into `slots`. `stops_banned`
-        is whether stop tokens are suppressed, for each entry of `slots`."""
+        states, for each entry of `slots`, whether stop tokens are suppressed."""
         index_of = np.full(len(slots), -1, dtype=np.int64)
         index_of[processed] = np.arange(len(processed))
         owners = slots[processed].tolist()
@@ -357,8 +358,8 @@ class SamplingTables:
         if words is not None:
             recent = self._recent[words.slots]
             complete = ((recent == words.prefixes) | (words.prefixes == _ANY)).all(dim=1)
-            # Entries may have the same target. Taking the minimum makes the result independent of the order
-            # of writes.
+            # Several entries may have the same target. Taking the minimum makes the result independent of the
+            # order of writes.
             limits = torch.where(complete, -torch.inf, torch.inf)
             logits.view(-1).scatter_reduce_(0, words.targets, limits, "amin")
 

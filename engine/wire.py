@@ -32,7 +32,7 @@ _MAX_READS = 16
 _MAX_FDS = 64
 
 MAX_FRAME_BYTES = 64 << 20
-"""Default maximum size of a frame in bytes. A longer frame is a protocol violation, and the channel is
+"""Default maximum size of a frame in bytes. A longer frame is a protocol violation, upon which the channel is
 closed."""
 MAX_BACKLOG_BYTES = 256 << 20
 """Maximum number of unsent bytes. If the peer leaves more bytes unread, the channel is closed to limit memory
@@ -80,7 +80,7 @@ class Channel(Generic[Inbound]):
         self.closed = False
         """Whether the channel was closed by the peer, by a protocol violation, or by `close`."""
         self.violation = ""
-        """Why the peer's last frame was invalid, or empty if no frame was."""
+        """The reason why the peer's last frame was invalid; empty if no frame was invalid."""
 
     def fileno(self) -> int:
         """Return the socket's file descriptor for use in selectors, or -1 if the channel is closed."""

@@ -97,8 +97,8 @@ class NextNorm:
 @dataclass(frozen=True, slots=True)
 class Experts:
     """The router and the routed experts of a mixture-of-experts layer on one rank. Each expert is an MLP with
-    SwiGLU. If the experts are FP8, their `Fp8Weight`s have one more dimension before the others: values
-    [experts, out, in] and scales [experts, out]."""
+    SwiGLU. If the experts are FP8, their `Fp8Weight`s have an additional first dimension: values [experts,
+    out, in] and scales [experts, out]."""
 
     router: torch.Tensor
     """The router's matrix, in the model's dtype: [experts, hidden]."""
@@ -109,8 +109,8 @@ class Experts:
     top_k: int
     """Number of experts that each token chooses."""
     normalised: bool
-    """Whether the softmax is over the logits of the chosen experts, so that their weights add up to one. If
-    not, it is over the logits of all experts."""
+    """Whether the softmax is over the logits of the chosen experts, so that their weights add up to one.
+    Otherwise, the softmax is over the logits of all experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +119,10 @@ class ExpertActivation:
     `values`."""
 
     chosen: torch.Tensor
-    """The experts of each token, by falling logit: [tokens, top_k] int32. Of equal logits, the one of the
-    expert with the lower index comes first."""
+    """The experts of each token, by decreasing logit: [tokens, top_k] int32. For equal logits, the expert
+    with the lower index comes first."""
     weights: torch.Tensor
-    """The factors of their results: [tokens, top_k] float32."""
+    """Weights of the chosen experts' results: [tokens, top_k] float32."""
     values: Any
     """The activations `silu(gate) × up`. In the reference implementation: [tokens × top_k, intermediate]."""
 
@@ -327,9 +327,8 @@ class Ops(Protocol):
         qkv: `[tokens, (heads + 2 kv_heads) × head_dim]`, the query, key and value heads of each token.
         positions, kv_slots: `[tokens]` int64. A KV slot is block × 64 + offset, and all slots are distinct.
         Slot -1 marks padding: no key or value is written, and that row of the result is undefined. For a
-        decode sequence, both describe the last of its `lens` tokens.
-        window: each token attends to itself and the window - 1 tokens before it; None: to all tokens before
-        it.
+        decode sequence, both describe the last of its `lens` tokens. window: each token attends to itself and
+        the window - 1 tokens before it. If it is None, each token attends to itself and all tokens before it.
         """
 
 

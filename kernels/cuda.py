@@ -64,10 +64,9 @@ class CudaOps:
     and each stream needs its own instance.
 
     expansion_blocks: maximum number of FP8 cache blocks that one prefill pass converts to the model's dtype
-    before attention (`attention_prefill.Expansion`); 0 disables the conversion.
-    table: measured GEMM plans of the device, or None if all plans follow the rules.
-    pdl: whether the device supports programmatic dependent launch (`kernels.PDL_FROM`). Kernels with PDL do
-    not compile for other devices.
+    before attention (`attention_prefill.Expansion`); 0 disables the conversion. table: measured GEMM plans of
+    the device, or None if rules choose all plans. pdl: whether the device supports programmatic dependent
+    launch (`kernels.PDL_FROM`). Kernels with PDL do not compile for devices without it.
     hopper_multiprocessors: number of multiprocessors of a Hopper GPU (compute capability 9), which uses a
     separate kernel for long prompts; 0 for other GPUs.
     """

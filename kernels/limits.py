@@ -16,7 +16,7 @@ WIDE_HEADS_SHARED = 113 << 10
 """Bytes of shared memory that prefill attention needs if head_dim is greater than 128."""
 
 MAX_EXPERTS = 512
-"""Maximum number of experts of a layer. The program that chooses a token's experts compares all of their
+"""Maximum number of experts in a layer. The program that chooses a token's experts compares all of their
 logits in registers."""
 
 MAX_TOP_K = 32

@@ -149,8 +149,8 @@ def route(
 
 
 def experts_linear(x: torch.Tensor, expert: torch.Tensor, weight: Weight) -> torch.Tensor:
-    """Multiply each row of `x [rows, in]` by the matrix of its expert `expert [rows]`, of `weight [experts,
-    out, in]`: `[rows, out]` in x's dtype."""
+    """Multiply each row of `x [rows, in]` by the matrix in `weight [experts, out, in]` that `expert [rows]`
+    selects. The result is `[rows, out]` in x's dtype."""
     by_expert = expert.argsort(stable=True)
     counts = expert.bincount(minlength=len(_values(weight))).tolist()
     out = x.new_empty(len(x), _values(weight).shape[1])

@@ -55,23 +55,23 @@ class Declared(NamedTuple):
 
     @property
     def optional(self) -> bool:
-        """Return whether the field can be None."""
+        """Whether the field can be None."""
         return is_optional(self.type)
 
     @property
     def description(self) -> str:
-        """Return one line that describes the field and the meaning of None."""
+        """One line that describes the field and the meaning of None."""
         return self.field.help + (f" (none: {self.field.none})" if self.optional else "")
 
     @property
     def label(self) -> str:
-        """Return the display name, such as "tokens per minute" or "burst"."""
+        """Display name, such as "tokens per minute" or "burst"."""
         words = self.name.removesuffix("_s").removesuffix("_at").replace("_", " ")
         return words.replace("kv ", "KV ")
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Return the allowed values of the field, or of each list item; empty if any text is allowed."""
+        """Allowed values of the field, or of each list item; empty if any text is allowed."""
         inner = without_none(self.type)
         if get_origin(inner) is tuple:
             inner = get_args(inner)[0]
@@ -79,7 +79,7 @@ class Declared(NamedTuple):
 
     @property
     def kind(self) -> Kind:
-        """Return the field's kind, which determines how its values are parsed and displayed."""
+        """Kind of the field, which determines how its values are parsed and displayed."""
         inner = without_none(self.type)
         if get_origin(inner) is tuple:
             return "list"

@@ -23,7 +23,7 @@ R = TypeVar("R")
 INTERACTIVE = 1
 KeyScope = Literal["inference", "admin", "read"]
 SCOPES: tuple[KeyScope, ...] = get_args(KeyScope)
-"""Possible scopes of a key: the inference API, every operator action, or reading the service's state."""
+"""Permissions of a key: use the inference API, perform all operator actions, or read the service's state."""
 LogPolicy = Literal["metadata", "hashes", "full"]
 """Whether to store prompts and answers: not at all, as SHA-256 hashes, or as redacted text."""
 
@@ -115,7 +115,11 @@ class TenantRecord(msgspec.Struct, frozen=True, kw_only=True):
     weight: Annotated[
         float,
         # the smallest weight whose share is still measurable among other tenants
-        Field("Share of service relative to other tenants of the same class", low=0.001, high=1000),
+        Field(
+            "Weight in fair sharing, relative to other tenants with requests of the same class",
+            low=0.001,
+            high=1000,
+        ),
     ] = 1.0
     highest_class: Annotated[
         int, Field("Highest service class that the tenant's requests can use", "class", 0, _LAST_CLASS)
@@ -162,8 +166,8 @@ class TenantRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PeerRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Assigns a tenant to a local user or group that connects to `api.sock`. A user's entry takes precedence
-    over the entries of its groups."""
+    """Maps a local user or group that connects to `api.sock` to a tenant. A user's mapping takes precedence
+    over the mappings of the user's groups."""
 
     kind: PeerKind
     number: int

@@ -5,10 +5,11 @@ The limit is the number of bytes that each device must read and the number of op
 perform, divided by the device's peak rates. No engine can be faster, so results are printed as a fraction of
 the limit. Communication between devices is not counted.
 
-A decode step reads every matrix once, and the keys and values of every sequence once. In a layer with experts
-it reads the experts that its tokens choose on average if every expert is equally likely. With large batches,
-its GEMMs are bound by operations instead of bytes. A prefill computes its GEMMs and its causal attention. The
-model assumes no overlap between GEMMs and cache reads, because the next token needs both.
+A decode step reads every matrix once, and the keys and values of every sequence once. In a layer with
+experts, it reads the mean number of distinct experts that its tokens choose if all experts are equally
+likely. With large batches, its GEMMs are bound by operations instead of bytes. A prefill computes its GEMMs
+and its causal attention. The model assumes no overlap between GEMMs and cache reads, because the next token
+needs both.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def limit(
     prompt, output = workload.prompt_tokens, workload.output_tokens
 
     def read_s(tokens: int) -> float:
-        """Return the time in which a pass of `tokens` tokens reads its matrices."""
+        """Return the time that a pass of `tokens` tokens needs to read its matrices."""
         return (read_parameters(config, tokens) / ranks * weight_bytes + head * 2) / device.bytes_per_s
 
     pairs = prompt * (prompt + 1) / 2

@@ -178,8 +178,8 @@ def add_sum(
     eps: float,
     ranks: Ranks,
 ) -> Residual:
-    """Return `residual` plus the sum of `part` over several ranks. weight: the matrix that computed `part`;
-    the others are as in `Linear.add_to`."""
+    """Return `residual` plus the sum of `part` over several ranks. weight: the matrix that computed `part`.
+    The other arguments are those of `Linear.add_to`."""
     norm = None if next_gain is None else ops.next_norm(len(part), weight, next_gain, eps)
     return ranks.add_sum(residual, part, norm)
 
@@ -193,7 +193,7 @@ class Summand(Protocol):
     def add_to(
         self, residual: Residual, x: Any, next_gain: torch.Tensor | None, eps: float, ranks: Ranks
     ) -> Residual:
-        """Return `residual` plus the result, summed over the ranks, as `Linear.add_to`."""
+        """Return `residual` plus the result, summed over the ranks, as `Linear.add_to` does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +235,7 @@ class Attention:
         self.q_norm = factory.empty(config.head_dim) if config.qk_norm else None
         self.k_norm = factory.empty(config.head_dim) if config.qk_norm else None
         self.qk_norm = None
-        """The gains of the norm of all query heads, and of that of all key heads, if the model has them."""
+        """Gains of the norms over all query heads and over all key heads, if the model has these norms."""
         if config.qk_norm_all_heads:
             self.qk_norm = factory.empty((shard.heads + shard.kv_heads) * config.head_dim)
 
@@ -261,10 +261,10 @@ class Attention:
         return attended.view(len(attended), -1)
 
     def _normalise(self, qkv: torch.Tensor, gain: torch.Tensor, ranks: Ranks) -> None:
-        """Apply the norms of all query heads and of all key heads to `qkv`, in place."""
+        """Apply, in place, the norms over all query heads and over all key heads of `qkv`."""
         q = self.shard.heads * self.config.head_dim
         both = qkv[:, : len(gain)].float()
-        # All ranks have equally many numbers, so the mean over all of them is the mean of their means.
+        # All ranks have the same number of elements, so the overall mean is the mean of the ranks' means.
         means = [part.square().mean(dim=1) for part in (both[:, :q], both[:, q:])]
         mean = ranks.all_reduce(torch.stack(means)).div(ranks.size).unsqueeze(-1)
         scale_q, scale_k = torch.rsqrt(mean + self.config.rms_norm_eps)

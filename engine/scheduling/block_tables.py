@@ -1,10 +1,10 @@
-"""Manages the block tables of sequences: which KV blocks a sequence uses, and which table entries have been
-sent to the device.
+"""Manages the block tables of sequences: the KV blocks that each sequence uses, and the table entries that
+have been sent to the device.
 
 A block belongs to only one sequence, with two exceptions: blocks found in the prefix cache, and blocks shared
 with forks (`SharedBlocks` for full blocks). If the last block of a shared prompt is only partly filled, it is
-copied before any sequence writes to it. Full blocks whose values are known to be finite are offered to the
-prefix cache.
+copied before any sequence writes to it. Full blocks are offered to the prefix cache once their values are
+known to be finite.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class BlockTables:
     def send(self, plan: StepPlan, sequence: Sequence) -> None:
         """Add the sequence's new block table entries to the plan."""
         slot, sent = sequence.slot, sequence.sent_blocks
-        # Shared blocks are sent before they are shared.
+        # Shared blocks need not be sent, because they were sent before they became shared.
         new = sequence.table[sent - sequence.shared_blocks :]
         plan.blocks.extend((slot, index, block) for index, block in enumerate(new, sent))
         sequence.sent_blocks = sequence.block_count
@@ -108,8 +108,8 @@ class BlockTables:
     def release(self, sequence: Sequence) -> None:
         """Free a sequence's blocks.
 
-        Steps in flight may still write to these blocks, but all later plans run after those steps. The
-        written values may not be finite, so the affected blocks are marked.
+        Steps in flight may still write to these blocks, but all later plans run after those steps. The blocks
+        that they may write are marked, because the written values may not be finite.
         """
         if sequence.finite < sequence.position:
             for index in range(sequence.finite // BLOCK_TOKENS, blocks_for(sequence.position)):

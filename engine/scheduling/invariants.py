@@ -21,7 +21,7 @@ def check_consistency(
     for shared, count in holders.items():
         if count != shared.holders:
             raise InvariantError(
-                f"shared blocks record {shared.holders} holders, but {count} sequences hold them"
+                f"shared blocks count {shared.holders} sequences, but {count} sequences use them"
             )
     queued = set(waiting)
     for sequence in unfinished:
@@ -55,11 +55,15 @@ def _check_slots(unfinished: list[Sequence], running: RunningSequences) -> None:
     taken = {slot for slot, sequence in enumerate(running.owners) if sequence is not None}
     free = running.free_slots
     if taken != owned:
-        raise InvariantError(f"slots {sorted(taken)} are taken, unfinished sequences own {sorted(owned)}")
+        raise InvariantError(
+            f"slots {sorted(taken)} are marked as taken, but unfinished sequences own {sorted(owned)}"
+        )
     if len(set(free)) != len(free) or taken & set(free):
-        raise InvariantError(f"free slots {free} have duplicates, or are taken: {sorted(taken)}")
+        raise InvariantError(f"free slots {free} contain duplicates or taken slots; taken: {sorted(taken)}")
     if len(taken) + len(free) != len(running.owners):
-        raise InvariantError(f"{len(taken)} taken and {len(free)} free slots of {len(running.owners)}")
+        raise InvariantError(
+            f"{len(taken)} taken and {len(free)} free slots do not add up to {len(running.owners)}"
+        )
     if running.decoding.keys() & running.prefilling.keys():
         raise InvariantError("a slot is both decoding and in prefill")
     for slot, sequence in [*running.decoding.items(), *running.prefilling.items()]:

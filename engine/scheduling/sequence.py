@@ -18,8 +18,8 @@ from engine.plan import SlotSetup
 from engine.scheduling.block_pool import PrefixChain
 
 REAL_TIME, BACKGROUND = 0, CLASSES - 1
-"""The highest and the lowest priority class. Waiting real-time sequences preempt running background sequences
-to get slots."""
+"""The highest and the lowest priority class. A waiting real-time sequence preempts running background
+sequences if it needs their slots."""
 
 _NEVER = 1 << 62
 
@@ -58,9 +58,9 @@ class Tokens:
 
 @dataclass(slots=True, eq=False)
 class SharedBlocks:
-    """Leading blocks that several samples of a submission have in common. The block pool counts only one
-    reference per block for all these samples. The time to start or end a sample therefore does not depend on
-    the prompt length."""
+    """Leading blocks that several samples of a submission share. The block pool counts one reference per
+    block for all of these samples together, so the time to start or end a sample does not depend on the
+    prompt length."""
 
     blocks: list[int]
     holders: int
@@ -149,7 +149,7 @@ class Sequence:
 
     @property
     def block_count(self) -> int:
-        """Number of KV blocks of the sequence, shared ones included."""
+        """Number of KV blocks of the sequence, including shared blocks."""
         return self.shared_blocks + len(self.table)
 
     def block(self, index: int) -> int:
@@ -265,8 +265,8 @@ def blocks_for(tokens: int) -> int:
 
 
 def setup_of(sequence: Sequence) -> SlotSetup:
-    """Return the setup of a sequence and its forks for the plan. They share one setup, because none of them
-    has sampled a token yet."""
+    """Return the setup of a sequence and its forks for the plan. One setup is enough, because none of these
+    sequences has sampled a token yet."""
     submit = sequence.submission.submit
     prompt_tokens = len(submit.prompt_token_ids)
     history = sequence.tokens[:] if submit.sampling.penalised else []
@@ -281,7 +281,7 @@ def setup_numbers(sequence: Sequence) -> int:
     """Return the size of a sequence's setup in a plan, counted in token ids."""
     sampling = sequence.submission.submit.sampling
     history = len(sequence.tokens) if sampling.penalised else 0
-    # A bias consists of a token id and a float of 9 bytes, which is as long as three token ids.
+    # A bias consists of a token id and a 9-byte float, and is counted as three token ids.
     bias = 3 * len(sampling.logit_bias or ())
     words = sum(map(len, sampling.bad_words)) + MAX_BAD_WORD_TOKENS * bool(sampling.bad_words)
     allowed = len(sampling.allowed_tokens) // 5  # size in bytes, at about five bytes per token id

@@ -145,10 +145,10 @@ def receive_sum(
     FLOAT: gl.constexpr,
     ADD: gl.constexpr,
 ):
-    """Receive an item from every peer, add all parts in rank order and, with ADD, `residual`. Returns the
-    rounded sums.
+    """Receive an item from every peer, and add all parts in rank order. With ADD, also add `residual`.
+    Returns the rounded sums.
 
-    received: address of rank 0's item. stride: number of bytes from one rank's item to that of the next.
+    received: address of rank 0's item. stride: number of bytes from one rank's item to the next rank's item.
     """
     low = (own_words * 0).to(gl.float32)
     high = low

@@ -159,8 +159,8 @@ def weight_rows(tile, columns, BLOCK_N: tl.constexpr, SILU: tl.constexpr):
 
 @triton.jit
 def gated(acc, dtype: tl.constexpr):
-    """Return silu(gate) × up of the sums `acc [n, rows]` of `weight_rows`, as float32 `[n / 2, rows]`. The
-    operands are rounded to `dtype` as in `reference.silu_mul`."""
+    """Return silu(gate) × up, `[n / 2, rows]` float32, for the sums `acc [n, rows]` of the rows that
+    `weight_rows` lists. The operands are rounded to `dtype` as in `reference.silu_mul`."""
     width: tl.constexpr = acc.shape[0] // 2
     rows: tl.constexpr = acc.shape[1]
     gate, up = tl.split(tl.permute(tl.reshape(acc, [width, 2, rows]), 0, 2, 1))

@@ -16,7 +16,7 @@ An arena can be reused without a barrier for two reasons:
   only after the first call, which restored the reserved value, has ended.
 
 If a peer stopped, the other ranks would poll forever. Therefore the poll loop also reads a word that the host
-can set. Once it is set, results are undefined, every later call ends soon, and the group of ranks must be
+can set. Once it is set, results are undefined, every later call returns soon, and the group of ranks must be
 recreated.
 """
 
@@ -58,7 +58,7 @@ class Arena:
 
     @property
     def max_words(self) -> int:
-        """Maximum message size in 32-bit words, if the rows of the message divide into items of REGION_BLOCK
+        """Maximum message size, in 32-bit words, for messages whose rows divide into items of REGION_BLOCK
         words."""
         return self.items * PROGRAMS * REGION_BLOCK
 
@@ -133,12 +133,11 @@ def begin_call(
     REGION_BLOCK: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Wait for the results of earlier kernels, and select the half of the program's region that this call
-    uses.
+    """Wait for the results of earlier kernels, and select the half of the program's region for this call.
 
-    Returns the number of earlier calls; the address in the own arena at which the words of rank 0 arrive; the
-    address of the own words, relative to the start of a peer's arena; and the number of bytes from one rank's
-    words to those of the next.
+    Returns four values: the number of earlier calls; the address in this rank's arena at which rank 0's words
+    arrive; the address for this rank's words, relative to the start of a peer's arena; and the number of
+    bytes from one rank's words to the next rank's words.
     """
     own = gl.load(addresses + RANK)
     if PDL:
@@ -160,7 +159,8 @@ def payload(words):
 
 @gluon.jit
 def send_to_peers(addresses, sent, words, RANK: gl.constexpr, WORLD: gl.constexpr):
-    """Send `words` to every other rank. sent: their address relative to the start of an arena."""
+    """Send `words` to every other rank. sent: destination address, relative to the start of the receiver's
+    arena."""
     for hop in gl.static_range(1, WORLD):
         send(sent + gl.load(addresses + (RANK + hop) % WORLD), words)
 

@@ -127,7 +127,7 @@ def test_one_rank_needs_no_group() -> None:
 
 def test_a_rank_that_does_not_find_the_others_times_out(tmp_path: Path) -> None:
     with pytest.raises(
-        RankLost, match=r"rank 0 of 2 did not find the others within 0\.5 s through .*rendezvous"
+        RankLost, match=r"rank 0 of 2 did not find the other ranks within 0\.5 s through .*rendezvous"
     ):
         join(2, 0, str(tmp_path / "rendezvous"), "gloo", timeout_seconds=0.5)
 
