@@ -1,4 +1,4 @@
-"""Assembles the engine of rank 0 from its parts: scheduler, plan channels and runner."""
+"""Builds rank 0's step loop from its parts: the scheduler, the plan channels and the model runner."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ def build_core(
     peers: Sequence[socket.socket],
     on_lost: Callable[[str], None],
 ) -> EngineCore:
-    """Return the engine of a loaded replica. peers: ends of the plan channels to the other ranks, in their
-    order. on_lost: called with the reason when a rank does not take plans any more (`Ranks.abandon`).
+    """Return the engine core of a loaded replica.
 
-    Raises UnsupportedError if a plan for the other ranks could be too large for a channel.
+    `peers` are rank 0's sockets to the other ranks, in rank order. `on_lost` is called with the reason when
+    another rank no longer accepts plans (`Ranks.abandon`).
+
+    Raises UnsupportedError if a plan for the other ranks could exceed the channel's message size limit.
     """
     if peers:
         check_plan_size(

@@ -1,12 +1,13 @@
-"""`python -m engine.build`: compile every kernel that serving a model launches, so that no start compiles.
+"""`python -m engine.build`: compile all kernels of a model in advance, so that starting a replica compiles
+nothing.
 
     python -m engine.build --config FOLDER
     python -m engine.build --config FOLDER --fp8 --kv-fp8 --max-num-seqs 256
 
-FOLDER has a model's config.json: a checkpoint's, or a public shape's (docs/kernels.md says how to write one).
-The kernels go to Triton's cache (TRITON_CACHE_DIR, or --cache), for the GPU of this machine or for the one
-that --gpu and --capability name. A replica that does not find its kernels there compiles them in the same way
-while its weights load.
+FOLDER contains the model's config.json, either from a checkpoint or written for a public model shape (see
+docs/kernels.md). The compiled kernels are stored in Triton's cache (TRITON_CACHE_DIR, or --cache). They are
+compiled for this machine's GPU, or for the GPU given by --gpu and --capability. A replica that does not find
+its kernels in the cache compiles them in the same way while its weights load.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from kernels.writable import UnwritableError
 
 def main() -> int:
     """Compile the kernels of one model. Returns 1 if the model or the GPU is not supported, or if a kernel
-    does not compile."""
+    fails to compile."""
     arguments = _arguments()
     try:
         served = arguments.served or read_served(
@@ -49,7 +50,7 @@ def main() -> int:
         _check_cache(Path(knobs.cache.dir))
         built = build(served, gpu, arguments.processes)
     except compiling.GpuError as error:
-        print(f"{error}; or name the GPU to compile for with --gpu and --capability", file=sys.stderr)
+        print(f"{error}; or specify the GPU to compile for with --gpu and --capability", file=sys.stderr)
         return 1
     except (CheckpointError, UnsupportedError, TableError, UnwritableError) as error:
         print(error, file=sys.stderr)
@@ -60,7 +61,7 @@ def main() -> int:
         return 1
     print(f"{built.kernels} kernels for {gpu.name} are in {knobs.cache.dir} ({built.seconds:.1f} s)")
     for failure in built.failures:
-        print(f"{failure.name} does not compile: {failure.error}", file=sys.stderr)
+        print(f"{failure.name} failed to compile: {failure.error}", file=sys.stderr)
     return 1 if built.failures else 0
 
 
@@ -74,11 +75,12 @@ def read_served(
     max_num_seqs: int = 1024,
     max_num_batched_tokens: int = 8192,
 ) -> ReplicaModel:
-    """Read the model in `folder`, which will be served by our GPU kernels.
+    """Read the configuration of the model in `folder`, and return the replica that will serve it with our GPU
+    kernels.
 
-    dtype: the model's dtype; None: the checkpoint's. fp8: whether to quantise its matrices if they are not
-    quantised yet. Raises CheckpointError for files that cannot be used, UnsupportedError for a model that our
-    kernels cannot serve in this way.
+    `dtype` is the model's dtype, or None for the checkpoint's dtype. `fp8` quantises matrices that are not
+    quantised yet. Raises CheckpointError if the files cannot be used, and UnsupportedError if our kernels do
+    not support the model with these options.
     """
     config = read_config(folder)
     file = folder / "config.json"
@@ -103,14 +105,14 @@ def read_served(
 
 
 def _check_cache(folder: Path) -> None:
-    """Raise UnwritableError if the cache cannot be written, before anything is compiled."""
+    """Raise UnwritableError if the cache folder is not writable. Called before compilation starts."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise UnwritableError(
-            f"the cache is {folder}, which cannot be written ({error.strerror}): name another folder with "
+            f"the cache folder {folder} is not writable ({error.strerror}): choose another folder with "
             "--cache or TRITON_CACHE_DIR"
         ) from None
 
@@ -122,11 +124,11 @@ def _arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--config", type=Path, help="a folder with the model's config.json")
+    what.add_argument("--config", type=Path, help="folder that contains the model's config.json")
     what.add_argument("--served", type=_served, help=argparse.SUPPRESS)
-    parser.add_argument("--dtype", choices=DTYPES, help="the dtype of the model; default: the checkpoint's")
+    parser.add_argument("--dtype", choices=DTYPES, help="dtype of the model; default: the checkpoint's dtype")
     parser.add_argument("--fp8", action="store_true", help="quantise the layers' matrices to e4m3")
-    parser.add_argument("--kv-fp8", action="store_true", help="keep the KV cache in e4m3")
+    parser.add_argument("--kv-fp8", action="store_true", help="store the KV cache in e4m3")
     parser.add_argument(
         "--tensor-parallel", type=int, default=1, help="number of ranks to split the model over"
     )
@@ -136,15 +138,18 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--max-num-batched-tokens", type=int, default=8192, help="token budget of a step (%(default)s)"
     )
-    parser.add_argument("--cache", type=Path, help="Triton's cache, instead of TRITON_CACHE_DIR")
+    parser.add_argument("--cache", type=Path, help="folder of Triton's cache; default: TRITON_CACHE_DIR")
     parser.add_argument(
-        "--processes", type=int, default=compiling.default_processes(), help="that compile (%(default)s)"
+        "--processes",
+        type=int,
+        default=compiling.default_processes(),
+        help="number of compiler processes (%(default)s)",
     )
-    parser.add_argument("--gpu", help="the GPU's name, as in \"NVIDIA H200\"; default: this machine's")
-    parser.add_argument("--capability", type=int, help="its compute capability times ten: 90 for an H200")
+    parser.add_argument("--gpu", help='GPU name, e.g. "NVIDIA H200"; default: this machine\'s GPU')
+    parser.add_argument("--capability", type=int, help="compute capability times ten, e.g. 90 for an H200")
     arguments = parser.parse_args()
     if (arguments.gpu is None) != (arguments.capability is None):
-        parser.error("--gpu and --capability are given together or not at all")
+        parser.error("--gpu and --capability must be given together")
     for option in ("max_num_seqs", "max_num_batched_tokens", "processes"):
         if (value := getattr(arguments, option)) < 1:
             parser.error(f"--{option.replace('_', '-')} is {value}; it must be at least 1")

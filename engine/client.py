@@ -1,6 +1,7 @@
-"""The engine's interface for the service, without torch: launch a replica, and talk to one from a front.
+"""The engine's interface for the service: launching a replica, and sending requests from a front to a
+replica. It does not load torch.
 
-`appliance` imports this module, `engine.messages` and `engine.sizing`, and nothing else of the engine.
+`appliance` imports only this module, `engine.messages` and `engine.sizing` from the engine.
 """
 
 from __future__ import annotations
@@ -27,15 +28,17 @@ OutputSink = Callable[[Output], None]
 
 
 class ReplicaClient:
-    """A front's asyncio handle on one replica: sends submissions, and routes each output to its sink.
+    """A front's asyncio client for one replica. It sends submissions and passes each output to the
+    submission's sink.
 
-    A sink is called on the event loop once for each `Output`, in order, until the last output of each sample.
-    When the channel closes, `on_closed` is called once with the handles of the submissions that had not
-    ended, and then the `on_lost` of each of them."""
+    A sink is called on the event loop once per `Output`, in order, until the last output of every sample.
+    When the channel closes, `on_closed` is called once with the handles of all unfinished submissions. Then
+    the `on_lost` callback of each unfinished submission is called.
+    """
 
     def __init__(self, sock: socket.socket, on_closed: Callable[[list[int]], None]) -> None:
-        # Large frames are accepted: the prompt logprobs of a long prompt arrive in one frame, and the replica
-        # is trusted.
+        # The frame size limit is high because the prompt logprobs of a long prompt arrive in one frame. A
+        # high limit is safe because the replica is trusted.
         self._channel: Channel[StepFrame] = Channel(sock, StepFrame, MAX_BACKLOG_BYTES)
         self._sinks: dict[int, OutputSink] = {}
         self._open_samples: dict[int, int] = {}
@@ -55,12 +58,12 @@ class ReplicaClient:
         return self._channel.backlog_bytes
 
     def next_handle(self) -> int:
-        """Return a handle that was not used on this channel."""
+        """Return a handle that has not been used on this channel."""
         self._next_handle += 1
         return self._next_handle
 
     def submit(self, submit: Submit, sink: OutputSink, on_lost: Callable[[], None] | None = None) -> None:
-        """Send `submit`, whose handle came from `next_handle`, and route its outputs to `sink`."""
+        """Send `submit` and route its outputs to `sink`. Its handle must come from `next_handle`."""
         self._sinks[submit.handle] = sink
         if on_lost is not None:
             self._on_lost[submit.handle] = on_lost
@@ -68,12 +71,12 @@ class ReplicaClient:
         self._channel.send(submit)
 
     def cancel(self, handle: int, sample: int | None = None) -> None:
-        """Cancel a submission or one sample of it. Its last outputs still arrive."""
+        """Cancel a submission, or only one of its samples. Their last outputs still arrive."""
         if handle in self._sinks:
             self._channel.send(Cancel(handle, sample))
 
     def forget(self, handle: int) -> None:
-        """Do not call `on_lost` for this submission."""
+        """Remove the `on_lost` callback of a submission."""
         self._on_lost.pop(handle, None)
 
     def close(self) -> None:

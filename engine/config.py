@@ -1,8 +1,9 @@
-"""The configuration of a model and its division over ranks. Does not load torch, because `engine.sizing`
-imports this module.
+"""The configuration of a model, and its division among ranks. This module does not load torch, because
+`engine.sizing` imports it.
 
-Every supported family is the same decoder: pre-norm, rotary embedding, grouped-query attention, SiLU-gated
-MLP. `engine.families` reads a checkpoint's `config.json` into a `ModelConfig`.
+All supported families use the same decoder: pre-norm, rotary embedding, grouped-query attention, and an MLP
+gated by SiLU or a mixture of such MLPs. `engine.families` reads a checkpoint's `config.json` into a
+`ModelConfig`.
 """
 
 from __future__ import annotations
@@ -12,66 +13,99 @@ from itertools import pairwise
 from typing import Literal, get_args
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""The unquantised dtypes of weights and KV cache, and their sizes in bytes."""
+"""Unquantised dtypes of weights and KV cache, with their sizes in bytes."""
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 ROPE_KINDS: tuple[RopeKind, ...] = get_args(RopeKind)
 
 
+DENSE, EXPERTS = "dense", "experts"
+"""The kinds of layers: layers with an MLP, and layers with a mixture of experts."""
+
+_MLPS = {
+    "intermediate_size": "an MLP",
+    "moe_intermediate_size": "experts",
+    "shared_expert_intermediate_size": "a shared expert",
+}
+
+
 class CheckpointError(Exception):
-    """The files of a checkpoint cannot be used. The message names file, field or tensor, value and
-    remedy."""
+    """The files of a checkpoint cannot be used. The message contains the file, the field or tensor, its
+    value, and the remedy."""
 
 
 class UnsupportedError(ValueError):
-    """The requested configuration cannot be run, e.g. the number of ranks or the maximum length."""
+    """The requested configuration is not supported, for example because of the number of ranks or the maximum
+    length."""
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """The rotary position embedding and its scaling beyond the trained length.
+    """Rotary position embedding, and its scaling beyond the trained length.
 
-    transformers defines `dynamic` (NTK-aware) scaling with a base that grows with the longest sequence so
-    far, so an answer depends on earlier requests. Here the base is that of the configured maximum length. Up
-    to `max_position_embeddings` it is the unscaled base and equals that of transformers at every length. With
-    a larger `max_model_len` all positions use the base that transformers has at exactly that length.
+    In transformers, `dynamic` (NTK-aware) scaling uses a base that grows with the longest sequence so far, so
+    an answer depends on earlier requests. This engine uses the base of the configured maximum length. Up to
+    `max_position_embeddings`, the base is unscaled and equals that of transformers at every length. With a
+    larger `max_model_len`, all positions use the base that transformers uses at exactly that length.
     """
 
     theta: float
     kind: RopeKind = "default"
     factor: float = 1.0
     original_max_position_embeddings: int = 0
-    """The maximum length in training, before scaling; used by llama3 and yarn."""
+    """Maximum sequence length in training, before scaling. Used by llama3 and yarn."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
-    """yarn: the factor of cos and sin; None: computed from `factor` and the mscales."""
+    """Factor that yarn applies to cos and sin. None computes it from `factor`, `mscale` and
+    `mscale_all_dim`."""
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """The mixture of experts that replaces the MLP in a layer."""
+
+    count: int
+    """Number of routed experts."""
+    top_k: int
+    """Number of routed experts that each token chooses."""
+    intermediate_size: int
+    """Width of each routed expert."""
+    normalised: bool
+    """Whether the weights of the chosen experts are normalised to add up to one (see `kernels.Experts`)."""
+    shared_intermediate_size: int | None = None
+    """Width of the shared expert (Qwen2-MoE), which every token uses, and whose result is multiplied by the
+    sigmoid of a separate gate; None if the model has no shared expert."""
+
+
+@dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank's share of the model's dimensions. Ranges are [first, first + count)."""
+    """The dimensions of one rank's shard of the model. Ranges are [first, first + count)."""
 
     size: int
     rank: int
     heads: int
     first_head: int
     kv_heads: int
-    """At least one: if there are more ranks than KV heads, `size / kv_heads` neighbouring ranks hold the same
-    head."""
+    """Number of KV heads on this rank, at least one. If there are more ranks than KV heads, each head is
+    replicated on several neighbouring ranks."""
     first_kv_head: int
     intermediate: int
-    first_intermediate: int
     vocab: int
-    """Rows of the embedding and of the output matrix, padding included; equal on every rank."""
+    """Number of rows of the embedding and of the output matrix, including padding. It is equal on every
+    rank."""
     vocab_real: int
-    """Rows that belong to real tokens: fewer than `vocab` only on the last ranks."""
+    """Number of rows that belong to real tokens. Only the last ranks have fewer than `vocab`."""
     first_vocab: int
+
+    def part(self, width: int) -> int:
+        """Return this rank's share of a total `width`, which is divided equally among the ranks."""
+        return width // self.size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,20 +128,25 @@ class ModelConfig:
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    """RMSNorm over each query and key head before the rotation (Qwen3)."""
+    """Whether RMSNorm is applied to each query and key head before the rotation (Qwen3)."""
+    qk_norm_all_heads: bool
+    """Whether RMSNorm is applied to all query heads together, and to all key heads together, before the
+    rotation (OLMoE)."""
     layer_kinds: tuple[str, ...]
-    """The kind of each layer: a key of `engine.model.layers.LAYER_KINDS`."""
+    """Kind of each layer, a key of `engine.model.kinds.LAYER_KINDS`."""
+    experts: ExpertsConfig | None
+    """The experts of the layers of kind "experts", or None if the model has no such layers."""
     sliding_windows: tuple[int | None, ...]
-    """One per layer: a token attends to itself and the window - 1 tokens before it; None: to all earlier
-    tokens."""
+    """Attention window of each layer. A token attends to itself and to the window - 1 preceding tokens. None
+    means that it attends to all preceding tokens."""
     dtype: str
-    """The checkpoint's dtype, one of DTYPE_BYTES."""
+    """Dtype of the checkpoint, a key of DTYPE_BYTES."""
     fp8: bool
-    """Whether the checkpoint's matrices are e4m3, with one scale per output or one per matrix."""
+    """Whether the checkpoint's matrices are e4m3, with one scale per output or per matrix."""
 
     @property
     def context_length(self) -> int:
-        """The default maximum length of a sequence: `max_position_embeddings`, and with yarn at least the
+        """Default maximum sequence length. It is `max_position_embeddings`; with yarn, it is at least the
         scaled length."""
         if self.rope.kind == "yarn":
             stretched = int(self.rope.original_max_position_embeddings * self.rope.factor)
@@ -116,20 +155,33 @@ class ModelConfig:
 
     @property
     def context_limit(self) -> int:
-        """The largest allowed `max_model_len`: linear and dynamic scaling allow `factor` times the configured
-        positions."""
+        """Maximum allowed value of `max_model_len`. Linear and dynamic scaling allow `factor` times
+        `max_position_embeddings`."""
         if self.rope.kind in ("linear", "dynamic"):
             return int(self.max_position_embeddings * self.rope.factor)
         return self.context_length
 
-    def representative_layers(self) -> list[int]:
-        """Return the indices of a few layers that together launch every kernel of the model, if they run one
-        after another.
+    @property
+    def mlp_widths(self) -> dict[str, int]:
+        """Widths of the model's MLPs and experts, by the name of the field in `config.json` or a similar
+        name."""
+        widths = {}
+        if any(kind != EXPERTS for kind in self.layer_kinds):
+            widths["intermediate_size"] = self.intermediate_size
+        if self.experts is not None and EXPERTS in self.layer_kinds:
+            widths["moe_intermediate_size"] = self.experts.intermediate_size
+            if self.experts.shared_intermediate_size is not None:
+                widths["shared_expert_intermediate_size"] = self.experts.shared_intermediate_size
+        return widths
 
-        Which kernels a layer launches depends on its kind, its sliding window, the previous layer (two
-        neighbouring layers may share a norm), and whether it is the last layer (which may compute fewer
-        rows). So each pair of neighbouring kinds occurs once, and the pair that ends in the last layer is
-        included.
+    def representative_layers(self) -> list[int]:
+        """Return the indices of a few layers that launch every kernel of the model when they run one after
+        another.
+
+        The kernels of a layer depend on its kind and its sliding window. They also depend on the previous
+        layer, because neighbouring layers may share a norm, and on whether it is the last layer, which may
+        compute fewer rows. The result therefore contains each pair of neighbouring kinds once, and the pair
+        that ends with the last layer.
         """
         kinds = list(zip(self.layer_kinds, self.sliding_windows, strict=True))
         pairs = {pair: index for index, pair in enumerate(pairwise(kinds))}
@@ -139,7 +191,7 @@ class ModelConfig:
         return sorted(chosen)
 
     def with_layers(self, indices: list[int]) -> ModelConfig:
-        """Return the configuration of a model that has only some of the layers."""
+        """Return the configuration of a model that contains only the given layers."""
         return replace(
             self,
             layers=len(indices),
@@ -148,8 +200,8 @@ class ModelConfig:
         )
 
     def resolve_length(self, requested: int | None) -> int:
-        """Return the requested maximum length of a sequence, or the default if None is requested. Raises
-        UnsupportedError beyond `context_limit`."""
+        """Return the requested maximum sequence length, or the default if `requested` is None. Raises
+        UnsupportedError if it exceeds `context_limit`."""
         if requested is None:
             return self.context_length
         if not 1 <= requested <= self.context_limit:
@@ -160,8 +212,9 @@ class ModelConfig:
         return requested
 
     def check_parallel(self, size: int) -> None:
-        """Raise UnsupportedError unless the model can be split over `size` ranks: attention heads and the
-        MLP divide evenly, KV heads divide or are replicated evenly. The vocabulary is padded where needed."""
+        """Raise UnsupportedError if the model cannot be split across `size` ranks. Attention heads and the
+        MLP must divide evenly, and KV heads must divide or be replicated evenly. The vocabulary is padded if
+        necessary."""
         problems = []
         if size < 1:
             raise UnsupportedError(f"tensor_parallel_size is {size}; it must be at least 1")
@@ -169,21 +222,22 @@ class ModelConfig:
             problems.append(f"{self.heads} attention heads")
         if self.kv_heads % size and size % self.kv_heads:
             problems.append(f"{self.kv_heads} KV heads")
-        if self.intermediate_size % size:
-            problems.append(f"an MLP of {self.intermediate_size}")
+        problems += [f"{_MLPS[name]} of {width}" for name, width in self.mlp_widths.items() if width % size]
         if problems:
             fitting = [n for n in range(1, self.heads + 1) if self._divides(n)]
             raise UnsupportedError(
                 f"tensor_parallel_size is {size}, which does not divide {' and '.join(problems)}; "
-                f"this model can use {', '.join(map(str, fitting))}"
+                f"this model supports {', '.join(map(str, fitting))}"
             )
 
     def _divides(self, size: int) -> bool:
         kv_fits = self.kv_heads % size == 0 or size % self.kv_heads == 0
-        return self.heads % size == 0 and kv_fits and self.intermediate_size % size == 0
+        mlps_fit = all(width % size == 0 for width in self.mlp_widths.values())
+        return self.heads % size == 0 and kv_fits and mlps_fit
 
     def shard(self, size: int, rank: int) -> Shard:
-        """Return the dimensions of rank `rank` of `size`. Raises UnsupportedError like `check_parallel`."""
+        """Return the dimensions of the shard of rank `rank`, out of `size` ranks. Raises UnsupportedError
+        like `check_parallel`."""
         self.check_parallel(size)
         if not 0 <= rank < size:
             raise UnsupportedError(
@@ -199,7 +253,6 @@ class ModelConfig:
             kv_heads=max(1, self.kv_heads // size),
             first_kv_head=rank * self.kv_heads // size,
             intermediate=self.intermediate_size // size,
-            first_intermediate=rank * (self.intermediate_size // size),
             vocab=vocab,
             vocab_real=min(vocab, self.vocab_size - first_vocab),
             first_vocab=first_vocab,

@@ -1,7 +1,8 @@
-"""The step loop: schedule, launch, collect, emit.
+"""The step loop of rank 0. Each iteration schedules and launches a step, collects the tokens of an earlier
+step, and returns outputs.
 
-This module does not load torch: the device code is passed in as a `StepRunner`. An exception of the runner
-propagates and ends the replica's process; the core then starts a new one.
+This module does not load torch, because the device code is passed in as a `StepRunner`. An exception raised
+by the runner ends the replica's process, and the service then starts a new replica.
 """
 
 from __future__ import annotations
@@ -19,70 +20,74 @@ from engine.scheduling.step import ScheduledStep
 
 
 class LaunchedStep(Protocol):
-    """A step that was launched and may still be running."""
+    """A launched step, which may still be running on the device."""
 
     host_gap_us: float
-    """Time for which the device was idle before this step, for any reason. Set by `wait`."""
+    """Time, in microseconds, that the device was idle before this step for any reason. Set by `wait`."""
 
     def wait(self) -> StepTokens:
-        """Block until the step's tokens are known, and return them. Raises the step's exception if it
+        """Block until the step has finished, and return its tokens. Raises the step's exception if it
         failed."""
         ...
 
     def ready(self) -> bool:
-        """Return whether `wait` would return at once."""
+        """Return whether the step has finished, so that `wait` would not block."""
         ...
 
 
 class PlanChannels(Protocol):
-    """Sends plans to the other ranks (`engine.plan_channel.PlanSender`)."""
+    """Sends plans to the other ranks. Implemented by `engine.plan_channel.PlanSender`."""
 
     def send(self, plan: StepPlan) -> None:
-        """Hand a plan over to every other rank without waiting. Raises RankLost if a rank is lost."""
+        """Queue a plan for every other rank without blocking. Raises RankLost if a rank is lost."""
 
     def flush(self, step: int) -> None:
-        """Wait until the plans up to `step` are written. Raises RankLost if a rank is lost."""
+        """Block until all plans up to `step` are written to the channels. Raises RankLost if a rank is
+        lost."""
 
 
 class StepRunner(Protocol):
-    """Executes plans strictly in the order in which they are launched."""
+    """Executes plans in launch order."""
 
     def launch(self, plan: StepPlan) -> LaunchedStep: ...
 
 
 @dataclass(frozen=True, slots=True)
 class StepTiming:
-    """The timing of one step."""
+    """Timing of one step."""
 
     plan: StepPlan
     ms: float
-    """Duration, from the start of the step's launch or the end of the previous step, whichever is later."""
+    """Duration in milliseconds, measured from the start of the step's launch or the end of the previous step,
+    whichever is later."""
     idle_us: float
-    """Time for which the device was idle before the step while a sequence waited for it. 0 if every sequence
-    of the step arrived after the previous step was planned: the device may then have had nothing to do."""
+    """Time, in microseconds, that the device was idle before the step although sequences were waiting. It is
+    0 if every sequence of the step arrived after the previous step was planned, because the device may have
+    had no work until then."""
     plan_us: float = 0.0
-    """Time that the step loop spent sending the plan to the other ranks, waits included."""
+    """Time, in microseconds, that the step loop spent sending the plan to the other ranks, including
+    waits."""
 
     @property
     def mixed(self) -> bool:
-        """Whether the step computed prompts."""
+        """Whether the step computed prompt tokens."""
         return bool(self.plan.chunks)
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The result of one turn of the loop."""
+    """Result of one iteration of the step loop."""
 
     step: int
-    """The last step whose tokens were read."""
+    """Number of the last step whose tokens were read."""
     outputs: dict[Hashable, list[Output]]
-    """New outputs by origin: one frame each."""
+    """New outputs by origin. The outputs of one origin form one frame."""
     finished: list[Finished]
-    """Final counts of the submissions that ended."""
+    """Final token counts of the submissions that ended."""
     credits_changed: bool
-    """Whether credit was granted since the previous turn."""
+    """Whether credit was granted since the previous iteration."""
     timing: StepTiming | None
-    """Timing of the collected step; None if this turn collected none."""
+    """Timing of the collected step, or None if this iteration collected no step."""
 
 
 @dataclass(slots=True)
@@ -94,11 +99,11 @@ class _InFlight:
 
 
 class EngineCore:
-    """Turns the scheduler's submissions into tokens, one `step` at a time. Single-threaded.
+    """Generates the tokens of the scheduler's submissions, one `step` at a time. It is single-threaded.
 
-    Submissions are added to and cancelled on `scheduler` directly. With `overlap`, each step is launched
-    before the tokens of the previous one are read, so that the device has work while the host reads, plans
-    and sends. With several ranks, `plans` sends each plan to the other ranks.
+    Submissions are added and cancelled directly on `scheduler`. With `overlap`, each step is launched before
+    the previous step's tokens are read, so the device stays busy while the host reads tokens, plans the next
+    step and sends outputs. With several ranks, `plans` sends each plan to the other ranks.
     """
 
     def __init__(
@@ -112,7 +117,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.plans = plans
         self.before_wait: Callable[[StepPlan], None] | None = None
-        """Called with the plan of each step before the loop waits for its end."""
+        """Called with a step's plan before the loop waits for the end of this step."""
         self._runner = runner
         self._steps_ahead = 1 if overlap else 0
         self._in_flight: deque[_InFlight] = deque()
@@ -122,18 +127,18 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has anything to do: unfinished sequences, steps in flight, or outputs to return."""
+        """Whether `step` has work: unfinished sequences, steps in flight, or outputs to return."""
         return bool(self._in_flight) or self.scheduler.has_work or self.scheduler.accounting.has_news
 
     def step(self) -> StepResult:
         """Plan and launch the next step, then read the tokens of the oldest step in flight if it is due.
 
-        Does not wait if no step is due. Raises the exceptions of the runner.
+        Returns without waiting if no step is due. Exceptions of the runner propagate.
         """
         scheduled = self.scheduler.schedule()
         if scheduled is not None:
-            # The duration counts from the start of the launch, because the device starts with the first
-            # kernel: launching all kernels of a step with prompts takes the host 15 to 20 ms.
+            # The duration is measured from the start of the launch, because the device starts with the first
+            # kernel, while the host needs 15 to 20 ms to launch all kernels of a step with prompts.
             began = time.perf_counter()
             plan_us = self._send(scheduled.plan)
             launched = self._runner.launch(scheduled.plan)
@@ -149,7 +154,7 @@ class EngineCore:
         return StepResult(self._collected, outputs, finished, self._credits != before, timing)
 
     def _send(self, plan: StepPlan) -> float:
-        """Send a plan to the other ranks. Returns the µs that this took."""
+        """Send a plan to the other ranks, and return the time taken in microseconds."""
         if self.plans is None:
             return 0.0
         began = time.perf_counter()
@@ -159,7 +164,7 @@ class EngineCore:
     def _collect(self, oldest: _InFlight) -> StepTiming:
         plan_us = oldest.plan_us
         if self.plans is not None:
-            # The other ranks cannot finish the step without the whole plan.
+            # The other ranks cannot finish the step before they have received the complete plan.
             began = time.perf_counter()
             self.plans.flush(oldest.scheduled.plan.step)
             plan_us += 1e6 * (time.perf_counter() - began)
@@ -176,7 +181,7 @@ class EngineCore:
         return self.scheduler.accounting.credit_seqs, self.scheduler.accounting.credit_tokens
 
     def gauges(self) -> EngineGauges:
-        """Return the current state of the engine."""
+        """Return the engine's current counters and gauges."""
         scheduler, pool, accounting = self.scheduler, self.scheduler.pool, self.scheduler.accounting
         return EngineGauges(
             step=self._collected,

@@ -1,4 +1,4 @@
-"""Selection of a rank's device."""
+"""Selects the device of a rank."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class DeviceError(RuntimeError):
 
 
 def select_device(wanted: str, rank: int, size: int) -> torch.device:
-    """Return the device of a rank and make it the current one; "auto" means CUDA if any is found, otherwise
-    the CPU.
+    """Return the device of a rank and make it the current device. "auto" selects CUDA if a GPU is found, and
+    otherwise the CPU.
 
-    Raises DeviceError if there are not enough CUDA devices for all ranks, UnsupportedError for an unknown
-    value.
+    Raises DeviceError if there are fewer CUDA devices than ranks, and UnsupportedError for an unknown value
+    of `wanted`.
     """
     if wanted not in ("auto", "cuda", "cpu"):
         raise UnsupportedError(f'device is {wanted!r}: use "auto", "cuda" or "cpu"')
@@ -30,8 +30,8 @@ def select_device(wanted: str, rank: int, size: int) -> torch.device:
     if wanted == "auto" and found == 0:
         return torch.device("cpu")
     raise DeviceError(
-        f"device is {wanted!r}, which needs {size} CUDA device{'s' * (size > 1)}, but {found} can be used "
-        f"(torch {torch.__version__}): check `nvidia-smi`, lower tensor_parallel_size, or use the cpu"
+        f"device is {wanted!r}, which needs {size} CUDA device{'s' * (size > 1)}, but only {found} can be "
+        f"used (torch {torch.__version__}): check `nvidia-smi`, lower tensor_parallel_size, or use the CPU"
     )
 
 

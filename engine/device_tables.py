@@ -1,9 +1,9 @@
-"""The device tables of one rank, and the input of a step: a `StepPlan` in, a `StepBatch` out.
+"""The device tables of one rank, which turn a `StepPlan` into the device input of a step (`StepBatch`).
 
-A running sequence owns one slot. Values that the device updates by itself (lengths, last tokens, penalty
-counts) live in the tables. The host keeps a copy of the lengths, computed only from the plans, so it knows
-all shapes without reading from the device. Equal plans in equal order produce equal tables, because nothing
-depends on time or rank.
+Each running sequence owns one slot of the tables. Values that the device itself updates (lengths, last
+tokens, penalty counts) are stored in the tables. The host computes its own copy of the lengths from the
+plans, so it knows all tensor shapes without reading from the device. The tables depend only on the plans and
+their order, not on time or rank. Equal plans therefore produce equal tables on all ranks.
 """
 
 from __future__ import annotations
@@ -24,59 +24,63 @@ from kernels import AttentionInput, ChunkSpan
 
 @dataclass(slots=True)
 class PromptSlice:
-    """Prompt tokens whose log probabilities are requested."""
+    """A range of prompt tokens whose log probabilities are requested."""
 
     slot: int
     first: int
-    """Index of the slice's first logit row."""
+    """Index of the slice's first row of logits."""
     targets: torch.Tensor
-    """The prompt token that follows each token of the slice: [count] int64."""
+    """Next prompt token after each token of the slice: [count] int64."""
     top: int
 
 
 @dataclass(slots=True)
 class SamplingBatch:
-    """The slots that sample in a step, in the plan's order."""
+    """The sequence slots that sample a token in a step, in the plan's order."""
 
     slots: torch.Tensor
     """The sampling slots, in the plan's order: [sampling slots] int64."""
     positions: torch.Tensor
-    """Positions of the sampled tokens in their sequences: [sampling slots] int64."""
+    """Position of each sampled token in its sequence: [sampling slots] int64."""
     logit_rows: torch.Tensor | None
-    """The logit row from which each slot samples: [sampling slots] int64; None: slot i samples from row i."""
+    """Row of the logits from which each slot samples: [sampling slots] int64. None means that slot i samples
+    from row i."""
     metadata: SamplingMetadata
 
 
 @dataclass(slots=True)
 class StepBatch:
-    """The device input of one step."""
+    """Input of one step on the device."""
 
     forward: ForwardInput
     sampling: SamplingBatch
     logits_indices: torch.Tensor | None
-    """Rows of the pass's result whose logits are computed: [logit rows] int64; None: the first rows."""
+    """Rows of the forward pass's result whose logits are computed: [logit rows] int64. None selects the first
+    rows."""
     sampled_logits: int
-    """Number of logit rows for sampling. They come first; the rows after them belong to `prompts`."""
+    """Number of logit rows that are used for sampling. The rows after these belong to `prompts`."""
     prompts: list[PromptSlice]
 
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """Sizes to which passes with prompts are padded, because kernels for these sizes are loaded at start
+    """Sizes to which forward passes with prompts are padded. Kernels for these sizes are loaded at start
     (`engine.warmup`)."""
 
     tokens: list[int]
-    """Numbers of tokens, ascending. The last is the token budget of a step."""
+    """Padded numbers of tokens, ascending. The last entry is the token budget of a step."""
     results: list[int]
-    """Numbers of rows of a pass's result, ascending. The last is the number of slots."""
+    """Padded numbers of rows in the result of a forward pass, ascending. The last entry is the number of
+    slots."""
 
 
 class SlotTables:
-    """The sequence slots of one rank.
+    """The device tables of one rank, with one slot per running sequence.
 
-    max_num_seqs: number of slots. max_blocks_per_slot: blocks of the longest sequence. vocab_size: of the
-    whole model, not of the rank's shard. padding: None if passes are not padded. Memory: 8 bytes × slots ×
-    blocks, and that of `SamplingTables`.
+    `max_num_seqs` is the number of slots, and `max_blocks_per_slot` the number of KV blocks of the longest
+    sequence. `vocab_size` is the vocabulary size of the whole model, not of the rank's shard. `padding` is
+    None if forward passes are not padded. The tables need 8 bytes per slot and block, in addition to the
+    memory of `SamplingTables`.
     """
 
     def __init__(
@@ -90,42 +94,41 @@ class SlotTables:
         self.device = device
         self._padding = padding
         self.sampling = SamplingTables(max_num_seqs, vocab_size, device)
-        self._blocks_host = np.zeros((max_num_seqs, max_blocks_per_slot), dtype=np.int64)
+        # `np.full` writes every page, so that no step waits until the kernel provides pages.
+        self._blocks_host = np.full((max_num_seqs, max_blocks_per_slot), 0, dtype=np.int64)
         on_host = torch.from_numpy(self._blocks_host)
         self._shared = device.type == "cpu"
         self.block_table = on_host if self._shared else on_host.to(device)
-        """Block table of each slot: [slots, blocks] int64. Entries past a sequence's end are stale or 0:
-        valid block ids that are not read."""
+        """Block table of each slot: [slots, blocks] int64. Entries past the end of a sequence are stale or 0.
+        They are valid block ids, but are never read."""
         self.lengths = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
-        """Number of tokens in the cache of each slot, which is the next position to compute: [slots] int64.
-        Updated by `advance`."""
+        """Number of cached tokens of each slot, which is the next position to compute: [slots] int64. Updated
+        by `advance`."""
         self.last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
-        """The last sampled token of each slot, which is its next input: [slots] int64."""
+        """Last sampled token of each slot, which is the slot's next input: [slots] int64."""
         self._lengths_host = np.zeros(max_num_seqs, dtype=np.int64)
         self._iota = torch.arange(max_num_seqs, dtype=torch.int64, device=device)
         self._slots_cache: tuple[list[int], torch.Tensor] = ([], self._upload(np.zeros(0, dtype=np.int64)))
 
-    # ── changes in a plan ────────────────────────────────────────────────────────────────────────
+    # ── applying a plan ──────────────────────────────────────────────────────────────────────────
 
     def apply(self, plan: StepPlan) -> None:
-        """Apply the plan's setups and block table entries. `StepExecutor` copies and clears blocks."""
+        """Apply the plan's setups and block table entries. `StepExecutor` copies and clears the blocks."""
         if plan.setups:
             self._lengths_host[[slot for setup in plan.setups for slot, _ in setup.members]] = 0
             self.sampling.set_up(plan.setups)
         if plan.blocks:
-            # An entry may occur twice, and the last one counts. A dict is needed, because a device write with
-            # duplicate indices has no defined order.
-            entries = {(slot, index): block for slot, index, block in plan.blocks}
-            slots, indices = np.array(list(entries), dtype=np.int64).T
-            blocks = np.fromiter(entries.values(), dtype=np.int64, count=len(entries))
+            # If an entry occurs twice, the last value is used, as in NumPy. The order of device writes to
+            # duplicate indices is undefined, so all duplicates are sent with the last value.
+            changes = np.array(plan.blocks, dtype=np.int64).T.copy()
+            slots, indices, blocks = changes
             self._blocks_host[slots, indices] = blocks
             if not self._shared:
-                staged = self._upload(np.stack((slots, indices, blocks)))
+                changes[2] = self._blocks_host[slots, indices]
+                staged = self._upload(changes)
                 self.block_table[staged[0], staged[1]] = staged[2]
         for source, count, slots in plan.shares:
-            shared = self._blocks_host[source, :count]
-            for slot in slots:
-                self._blocks_host[slot, :count] = shared
+            self._blocks_host[slots, :count] = self._blocks_host[source, :count]
             if not self._shared:
                 targets = self._upload(np.array(slots, dtype=np.int64))
                 self.block_table[targets, :count] = self.block_table[source, :count]
@@ -133,7 +136,8 @@ class SlotTables:
     # ── the input of a step ──────────────────────────────────────────────────────────────────────
 
     def step_batch(self, plan: StepPlan) -> StepBatch:
-        """Return the input of the step. `apply(plan)` must come first; the host's lengths advance."""
+        """Return the input of the step, and advance the host's copy of the lengths. Requires an earlier
+        `apply(plan)`."""
         decodes = len(plan.decodes)
         self._lengths_host[plan.decodes] += 1
         for chunk in plan.chunks:
@@ -159,15 +163,16 @@ class SlotTables:
         return self._with_results(forward, plan, following)
 
     def decode_batch(self, plan: StepPlan, slots: torch.Tensor, positions: torch.Tensor) -> SamplingBatch:
-        """Return the sampling input of a decode-only plan whose pass was replayed from a CUDA graph.
+        """Return the sampling input of a decode-only plan whose forward pass was replayed from a CUDA graph.
 
-        `slots` and `positions` (of the sampled tokens) are on the device already.
+        `slots` and `positions`, the positions of the sampled tokens, are device tensors.
         """
         self._lengths_host[plan.decodes] += 1
         return SamplingBatch(slots, positions, None, self._metadata(plan.decodes))
 
     def prompt_batch(self, plan: StepPlan) -> SamplingBatch:
-        """Return the sampling input of a plan without decodes in which every chunk ends its prompt."""
+        """Return the sampling input of a plan without decodes whose prefill chunks all complete their
+        prompts."""
         slots, positions, logit_rows = [], [], []
         for index, chunk in enumerate(plan.chunks):
             slots.extend(chunk.sample_slots)
@@ -179,21 +184,22 @@ class SlotTables:
         return SamplingBatch(self._slots(slots), on_device, shared, self._metadata(slots))
 
     def chunk_inputs(self, chunk: Chunk) -> np.ndarray:
-        """Return token ids, positions and KV slot indices of a chunk: `[3, tokens]` int64, on the host."""
+        """Return a prefill chunk's token ids, positions and KV slot indices: `[3, tokens]` int64, on the
+        host."""
         positions = np.arange(chunk.start, chunk.start + len(chunk.token_ids), dtype=np.int64)
         blocks = self._blocks_host[chunk.slot, positions // BLOCK_TOKENS]
         kv_slots = blocks * BLOCK_TOKENS + positions % BLOCK_TOKENS
         return np.stack((np.array(chunk.token_ids, dtype=np.int64), positions, kv_slots))
 
     def _metadata(self, slots: list[int]) -> SamplingMetadata:
-        # A slot's length after the step is the position of the token that the step samples.
+        # The length of a slot after the step is the position of the token that the step samples.
         return self.sampling.metadata(slots, self._lengths_host)
 
     def _add_chunks(self, forward: ForwardInput, plan: StepPlan) -> torch.Tensor:
-        """Append the plan's chunks and padding to the pass, in one transfer.
+        """Append the plan's prefill chunks and the padding to the forward pass, in one transfer.
 
-        Returns the token that follows each appended token in its prompt: `[tokens of chunks and padding]`
-        int64, 0 if there is none.
+        Returns the next prompt token after each appended token, or 0 if there is none: `[chunk and padding
+        tokens]` int64.
         """
         first, columns = len(plan.decodes), []
         for chunk in plan.chunks:
@@ -214,8 +220,8 @@ class SlotTables:
         return staged[3]
 
     def _logits_attention(self, forward: ForwardInput, plan: StepPlan) -> AttentionInput:
-        """Return `ForwardInput.logits_attention`: the decodes' tokens, each chunk's last token, then
-        padding."""
+        """Return the attention input of the last layer, as described in `ForwardInput.logits_attention`. It
+        contains the decodes' tokens, each chunk's last token, and padding."""
         decodes = forward.attention
         last = [(span.slot, span.end, span.last) for span in decodes.chunks]
         longest = max(length for _, length, _ in last)
@@ -233,7 +239,8 @@ class SlotTables:
         )
 
     def _with_results(self, forward: ForwardInput, plan: StepPlan, following: torch.Tensor) -> StepBatch:
-        """Choose the rows of the pass's result that sampling and prompt logprobs need."""
+        """Return the batch of a step with prompts, with the result rows that sampling and prompt logprobs
+        require."""
         decodes, spans = len(plan.decodes), forward.attention.chunks
         slots, results = list(plan.decodes), list(range(decodes))
         positions: list[int] = []
@@ -256,8 +263,8 @@ class SlotTables:
                 wanted.extend(range(span.first, span.first + count))
             indices = self._upload(np.array(wanted, dtype=np.int64))
         else:
-            # Logits of the padding are computed too, because kernels for the padded size are loaded. If no
-            # slot samples, no logits are computed.
+            # The logits of the padding rows are computed too, because only kernels for padded sizes are
+            # loaded. If no slot samples, no logits are computed.
             sampled = len(forward.logits_attention.slots) if slots else 0
         on_device = torch.cat((forward.attention.lens, self._upload(np.array(positions, dtype=np.int64))))
         one_each = logit_rows == list(range(len(logit_rows)))
@@ -266,30 +273,31 @@ class SlotTables:
         return StepBatch(forward, sampling, indices, sampled, prompts)
 
     def advance(self, batch: SamplingBatch, token_ids: torch.Tensor) -> None:
-        """Make the sampled `token_ids` [sampling slots] int64 the slots' next input.
+        """Store the sampled `token_ids` ([sampling slots] int64) as the next input of their slots.
 
-        BAD_TOKEN becomes token 0, because the next step is launched before the host learns that the sequence
-        failed.
+        BAD_TOKEN is replaced by token 0, because the next step is launched before the host detects the
+        failure.
         """
         token_ids = token_ids.clamp(min=0)
         self.lengths[batch.slots] = batch.positions
         self.last_tokens[batch.slots] = token_ids
         self.sampling.note(batch.metadata, token_ids)
 
-    # ── transfers ────────────────────────────────────────────────────────────────────────────────
+    # ── uploads ──────────────────────────────────────────────────────────────────────────────────
 
     def _upload(self, array: np.ndarray) -> torch.Tensor:
         return upload(array, self.device)
 
     def _slots(self, slots: list[int]) -> torch.Tensor:
-        """Return `slots` on the device, without a transfer while they stay the same."""
+        """Return `slots` as a device tensor. Nothing is transferred if they are the same as in the previous
+        call."""
         if self._slots_cache[0] != slots:
             self._slots_cache = (list(slots), self._upload(np.array(slots, dtype=np.int64)))
         return self._slots_cache[1]
 
 
 def chunk_results(forward: ForwardInput) -> list[int]:
-    """Return, for each chunk of a pass, which row of the pass's result belongs to the chunk's last token."""
+    """Return the result row of each prefill chunk's last token in a forward pass."""
     decodes, spans = len(forward.attention.slots), forward.attention.chunks
     if forward.logits_attention is not None:
         return list(range(decodes, decodes + len(spans)))

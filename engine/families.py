@@ -1,149 +1,104 @@
-"""Reads the `config.json` of a checkpoint, written by transformers 4 or 5, into a `ModelConfig`.
+"""Reads a checkpoint's `config.json`, written by transformers 4 or 5, into a `ModelConfig`.
 
-A model family is a mapping of fields. Does not load torch, since `engine.sizing` reads configurations too.
+Each model family is defined by a mapping of fields. This module does not load torch, because `engine.sizing`
+also reads configurations.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.config import DTYPE_BYTES, ROPE_KINDS, CheckpointError, ModelConfig, RopeConfig
+from engine.config import (
+    DENSE,
+    DTYPE_BYTES,
+    EXPERTS,
+    ROPE_KINDS,
+    CheckpointError,
+    ExpertsConfig,
+    ModelConfig,
+    RopeConfig,
+)
+from engine.config_fields import Fields
 
 
 def read_config(folder: str | Path) -> ModelConfig:
     """Read the `config.json` of a checkpoint.
 
-    Raises CheckpointError for a missing or unreadable file, an unsupported architecture, and fields that are
-    missing, of the wrong type, out of range or contradictory.
+    Raises CheckpointError if the file is missing or unreadable, if the architecture is not supported, or if
+    fields are missing, have the wrong type, are out of range or contradict each other.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; give the folder of a Hugging Face checkpoint")
-    return _from_fields(_Fields.read(folder / "config.json"))
-
-
-# ── reading fields ───────────────────────────────────────────────────────────────────────────────
-
-
-class _Fields:
-    """A JSON object of a checkpoint whose getters raise CheckpointError with file, field, value and remedy.
-
-    A field that is null counts as absent, as in transformers.
-    """
-
-    def __init__(self, file: Path, values: dict[str, Any], prefix: str = "") -> None:
-        self.file = file
-        self.values = values
-        self.prefix = prefix
-
-    @classmethod
-    def read(cls, file: Path) -> _Fields:
-        try:
-            values = json.loads(file.read_bytes())
-        except FileNotFoundError:
-            raise CheckpointError(f"{file}: no such file; a Hugging Face checkpoint has one") from None
-        except OSError as error:
-            raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from None
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{file}: is not JSON: {error}; copy the file again") from None
-        if not isinstance(values, dict):
-            raise CheckpointError(f"{file}: is not a JSON object; copy the file again")
-        return cls(file, values)
-
-    def error(self, name: str, remedy: str) -> CheckpointError:
-        return CheckpointError(f"{self.file}: {self.prefix}{name} is {self.values.get(name)!r}; {remedy}")
-
-    def get(self, name: str) -> Any:
-        return self.values.get(name)
-
-    def integer(self, name: str, default: int | None = None, minimum: int = 1) -> int:
-        value = self._value(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise self.error(name, f"an integer of at least {minimum} is needed")
-        return value
-
-    def number(self, name: str, default: float | None = None, above: float = 0.0) -> float:
-        value = self._value(name, default)
-        # The upper bound refuses NaN and infinity, which Python's JSON reader accepts.
-        if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < 1e30:
-            raise self.error(name, f"a number above {above:g} is needed")
-        return float(value)
-
-    def optional_number(self, name: str) -> float | None:
-        return None if self.get(name) is None else self.number(name)
-
-    def flag(self, name: str, default: bool) -> bool:
-        value = self._value(name, default)
-        if not isinstance(value, bool):
-            raise self.error(name, "true or false is needed")
-        return value
-
-    def _value(self, name: str, default: Any) -> Any:
-        value = self.get(name)
-        if value is None:
-            if default is None:
-                raise CheckpointError(f"{self.file}: {self.prefix}{name} is missing; the model needs it")
-            return default
-        return value
+    return _from_fields(Fields.read(folder / "config.json"))
 
 
 # ── families ─────────────────────────────────────────────────────────────────────────────────────
 
 
+def _dense(_fields: Fields, layers: int) -> tuple[str, ...]:
+    return (DENSE,) * layers
+
+
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """How the `config.json` of one architecture is read. Defaults are those of its transformers class."""
+    """The rules for reading the `config.json` of one architecture. Default values are those of the
+    transformers class."""
 
     architecture: str
-    qkv_bias: Callable[[_Fields], bool]
-    o_bias: Callable[[_Fields], bool]
-    mlp_bias: Callable[[_Fields], bool]
+    qkv_bias: Callable[[Fields], bool]
+    o_bias: Callable[[Fields], bool]
+    mlp_bias: Callable[[Fields], bool]
     qk_norm: bool
-    windows: Callable[[_Fields, int], tuple[int | None, ...]]
+    windows: Callable[[Fields, int], tuple[int | None, ...]]
     head_dim: int | None = None
-    """Used if the file has no head_dim; None: hidden_size / num_attention_heads."""
+    """Default head_dim if the file does not contain it. None selects hidden_size / num_attention_heads."""
     kv_heads: int | None = None
-    """Used if the file has no num_key_value_heads; None: num_attention_heads."""
+    """Default number of KV heads if the file does not contain num_key_value_heads. None selects
+    num_attention_heads."""
     max_position_embeddings: int = 2048
-    layer_kind: str = "dense"
-    """The kind of the model's layers: a key of `engine.model.layers.LAYER_KINDS`."""
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    qk_norm_all_heads: bool = False
+    layer_kinds: Callable[[Fields, int], tuple[str, ...]] = _dense
+    experts: Callable[[Fields], ExpertsConfig] | None = None
+    """Reads the configuration of the layers with experts. None if the family has no layers with experts."""
 
 
-def _never(_fields: _Fields) -> bool:
+def _never(_fields: Fields) -> bool:
     return False
 
 
-def _always(_fields: _Fields) -> bool:
+def _always(_fields: Fields) -> bool:
     return True
 
 
-def _attention_bias(fields: _Fields) -> bool:
+def _attention_bias(fields: Fields) -> bool:
     return fields.flag("attention_bias", False)
 
 
-def _mlp_bias(fields: _Fields) -> bool:
+def _mlp_bias(fields: Fields) -> bool:
     return fields.flag("mlp_bias", False)
 
 
-def _no_windows(_fields: _Fields, layers: int) -> tuple[int | None, ...]:
+def _no_windows(_fields: Fields, layers: int) -> tuple[int | None, ...]:
     return (None,) * layers
 
 
-def _mistral_windows(fields: _Fields, layers: int) -> tuple[int | None, ...]:
-    """Return one window for all layers: 4096 if the field is absent (Mistral 7B v0.1), none if it is null
-    (v0.2 and later)."""
+def _mistral_windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
+    """Return the attention window of all layers. It is 4096 if the field is absent (Mistral 7B v0.1), and
+    there is no window if the field is null (v0.2 and later)."""
     if "sliding_window" in fields.values and fields.get("sliding_window") is None:
         return (None,) * layers
     return (fields.integer("sliding_window", 4096),) * layers
 
 
-def _qwen_windows(fields: _Fields, layers: int) -> tuple[int | None, ...]:
-    """Return the windows by `layer_types` if given; otherwise, with `use_sliding_window`, one window for the
-    layers from `max_window_layers` on."""
+def _qwen_windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
+    """Return the attention windows according to `layer_types`, if it is given. Otherwise, if
+    `use_sliding_window` is true, layers from `max_window_layers` onwards have a window."""
     in_use = fields.flag("use_sliding_window", False)
     absent = "sliding_window" in fields.values and fields.get("sliding_window") is None
     window = fields.integer("sliding_window", 4096) if in_use and not absent else None
@@ -158,6 +113,101 @@ def _qwen_windows(fields: _Fields, layers: int) -> tuple[int | None, ...]:
     if "sliding_attention" in kinds and window is None:
         raise fields.error("layer_types", "sliding_attention needs use_sliding_window and sliding_window")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _one_window(fields: Fields, layers: int) -> tuple[int | None, ...]:
+    """Return the window of all layers, with `use_sliding_window`."""
+    in_use = fields.flag("use_sliding_window", False)
+    absent = "sliding_window" in fields.values and fields.get("sliding_window") is None
+    return (fields.integer("sliding_window", 4096) if in_use and not absent else None,) * layers
+
+
+def _mixtral_windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
+    absent = fields.get("sliding_window") is None
+    return (None if absent else fields.integer("sliding_window"),) * layers
+
+
+def _qwen2_moe_windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
+    """Return the windows by `layer_types` as `_qwen_windows` does. Without this field, every other layer
+    below `max_window_layers`, beginning with the first, has a window."""
+    if fields.get("layer_types") is not None:
+        return _qwen_windows(fields, layers)
+    (window,) = _one_window(fields, 1)
+    below = fields.integer("max_window_layers", 28, minimum=0)
+    return tuple(window if layer % 2 == 0 and layer < below else None for layer in range(layers))
+
+
+def _all_experts(_fields: Fields, layers: int) -> tuple[str, ...]:
+    return (EXPERTS,) * layers
+
+
+def _qwen_kinds(fields: Fields, layers: int) -> tuple[str, ...]:
+    """Return the layer kinds: every `decoder_sparse_step`th layer has experts, unless it is listed in
+    `mlp_only_layers`."""
+    step = fields.integer("decoder_sparse_step", 1)
+    dense = fields.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
+        raise fields.error("mlp_only_layers", "a list of layers is needed")
+    return tuple(DENSE if layer in dense or (layer + 1) % step else EXPERTS for layer in range(layers))
+
+
+def _experts(
+    fields: Fields,
+    count: int,
+    top_k: int,
+    width: int,
+    normalised: bool,
+    shared: int | None = None,
+) -> ExpertsConfig:
+    chosen = fields.integer("num_experts_per_tok", top_k)
+    if chosen > count:
+        raise fields.error("num_experts_per_tok", f"there are {count} experts")
+    return ExpertsConfig(count, chosen, width, normalised, shared)
+
+
+def _qwen3_experts(fields: Fields) -> ExpertsConfig:
+    # transformers 5 writes num_local_experts, while published checkpoints contain num_experts.
+    name = "num_experts" if fields.get("num_experts") is not None else "num_local_experts"
+    return _experts(
+        fields,
+        fields.integer(name, 128),
+        8,
+        fields.integer("moe_intermediate_size", 768),
+        fields.flag("norm_topk_prob", False),
+    )
+
+
+def _qwen2_experts(fields: Fields) -> ExpertsConfig:
+    return _experts(
+        fields,
+        fields.integer("num_experts", 60),
+        4,
+        fields.integer("moe_intermediate_size", 1408),
+        fields.flag("norm_topk_prob", False),
+        fields.integer("shared_expert_intermediate_size", 5632),
+    )
+
+
+def _mixtral_experts(fields: Fields) -> ExpertsConfig:
+    return _experts(
+        fields, fields.integer("num_local_experts", 8), 2, fields.integer("intermediate_size", 14336), True
+    )
+
+
+def _olmoe_experts(fields: Fields) -> ExpertsConfig:
+    if fields.get("clip_qkv") is not None:
+        raise fields.error("clip_qkv", "only null is supported")
+    return _experts(
+        fields,
+        fields.integer("num_experts", 64),
+        8,
+        fields.integer("intermediate_size", 2048),
+        fields.flag("norm_topk_prob", False),
+    )
+
+
+def _qkv_bias(fields: Fields) -> bool:
+    return fields.flag("qkv_bias", True)
 
 
 _FAMILIES = {
@@ -185,23 +235,73 @@ _FAMILIES = {
         head_dim=128,
         max_position_embeddings=32768,
     ),
+    "qwen2_moe": _Family(
+        "Qwen2MoeForCausalLM",
+        _qkv_bias,
+        _never,
+        _never,
+        False,
+        _qwen2_moe_windows,
+        max_position_embeddings=32768,
+        layer_kinds=_qwen_kinds,
+        experts=_qwen2_experts,
+    ),
+    "qwen3_moe": _Family(
+        "Qwen3MoeForCausalLM",
+        _attention_bias,
+        _attention_bias,
+        _never,
+        True,
+        _one_window,
+        kv_heads=4,
+        max_position_embeddings=32768,
+        layer_kinds=_qwen_kinds,
+        experts=_qwen3_experts,
+    ),
+    "mixtral": _Family(
+        "MixtralForCausalLM",
+        _never,
+        _never,
+        _never,
+        False,
+        _mixtral_windows,
+        kv_heads=8,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        rope_theta=1e6,
+        layer_kinds=_all_experts,
+        experts=_mixtral_experts,
+    ),
+    "olmoe": _Family(
+        "OlmoeForCausalLM",
+        _attention_bias,
+        _attention_bias,
+        _never,
+        False,
+        _no_windows,
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-5,
+        qk_norm_all_heads=True,
+        layer_kinds=_all_experts,
+        experts=_olmoe_experts,
+    ),
 }
 
 
-def _family(fields: _Fields) -> tuple[str, _Family]:
+def _family(fields: Fields) -> tuple[str, _Family]:
     supported = ", ".join(f"{name} ({family.architecture})" for name, family in _FAMILIES.items())
     model_type = fields.get("model_type")
     family = _FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
-        raise fields.error("model_type", f"supported are {supported}")
+        raise fields.error("model_type", f"supported values: {supported}")
     architectures = fields.get("architectures")
     named = architectures if isinstance(architectures, list) else [architectures]
     if architectures is not None and family.architecture not in named:
-        raise fields.error("architectures", f"supported are {supported}")
+        raise fields.error("architectures", f"supported values: {supported}")
     return str(model_type), family
 
 
-def _from_fields(fields: _Fields) -> ModelConfig:
+def _from_fields(fields: Fields) -> ModelConfig:
     model_type, family = _family(fields)
     if fields.get("hidden_act") not in (None, "silu"):
         raise fields.error("hidden_act", "only silu is supported")
@@ -219,7 +319,7 @@ def _from_fields(fields: _Fields) -> ModelConfig:
     head_dim = fields.integer("head_dim", family.head_dim or hidden_size // heads)
     if head_dim % 2:
         raise fields.error("head_dim", "rotary embeddings need an even number")
-    rope = _rope(fields, positions)
+    rope = _rope(fields, positions, family.rope_theta)
     if rope.kind == "dynamic" and head_dim == 2:
         raise fields.error("head_dim", "dynamic rope needs at least 4")
     return ModelConfig(
@@ -231,7 +331,7 @@ def _from_fields(fields: _Fields) -> ModelConfig:
         head_dim=head_dim,
         intermediate_size=fields.integer("intermediate_size"),
         vocab_size=fields.integer("vocab_size"),
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rms_norm_eps=fields.number("rms_norm_eps", family.rms_norm_eps),
         rope=rope,
         max_position_embeddings=positions,
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
@@ -239,34 +339,37 @@ def _from_fields(fields: _Fields) -> ModelConfig:
         o_bias=family.o_bias(fields),
         mlp_bias=family.mlp_bias(fields),
         qk_norm=family.qk_norm,
-        layer_kinds=(family.layer_kind,) * layers,
+        qk_norm_all_heads=family.qk_norm_all_heads,
+        layer_kinds=family.layer_kinds(fields, layers),
+        experts=None if family.experts is None else family.experts(fields),
         sliding_windows=family.windows(fields, layers),
         dtype=_dtype(fields),
         fp8=_quantised(fields),
     )
 
 
-def _dtype(fields: _Fields) -> str:
-    """Return `dtype` (transformers 5) or `torch_dtype` (4); float32 if neither is given."""
+def _dtype(fields: Fields) -> str:
+    """Return the field `dtype` (transformers 5) or `torch_dtype` (transformers 4), or float32 if both are
+    absent."""
     name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
     value = fields.get(name)
     if value is None:
         return "float32"
     value = value.removeprefix("torch.") if isinstance(value, str) else value
     if value not in list(DTYPE_BYTES):
-        raise fields.error(name, f"supported are {', '.join(DTYPE_BYTES)}")
+        raise fields.error(name, f"supported values: {', '.join(DTYPE_BYTES)}")
     return str(value)
 
 
-def _quantised(fields: _Fields) -> bool:
-    """Return whether the checkpoint declares FP8 matrices. The dtypes of its tensors show which matrices are
+def _quantised(fields: Fields) -> bool:
+    """Return whether the checkpoint declares FP8 matrices. The tensors' dtypes determine which matrices are
     FP8."""
     value = fields.get("quantization_config")
     if value is None:
         return False
     if not isinstance(value, dict):
         raise fields.error("quantization_config", "an object with quant_method is needed")
-    config = _Fields(fields.file, value, prefix="quantization_config.")
+    config = Fields(fields.file, value, prefix="quantization_config.")
     method = config.get("quant_method")
     if method == "fp8":
         _expect(config, "weight_block_size", (None,))
@@ -280,17 +383,17 @@ def _quantised(fields: _Fields) -> bool:
         weights = group.get("weights") if isinstance(group, dict) else None
         if not isinstance(weights, dict):
             raise config.error("config_groups", f"weights of {name} are needed")
-        scheme = _Fields(fields.file, weights, prefix=f"quantization_config.config_groups.{name}.weights.")
+        scheme = Fields(fields.file, weights, prefix=f"quantization_config.config_groups.{name}.weights.")
         _expect(scheme, "num_bits", (8,))
         _expect(scheme, "type", ("float",))
         _expect(scheme, "strategy", ("tensor", "channel"))
         _expect(scheme, "symmetric", (None, True))
-    # Without a group, only the checkpoint's KV cache is quantised; the dtype of our KV cache is a setting of
+    # Without groups, only the checkpoint's KV cache is quantised. The dtype of our KV cache is a setting of
     # the replica.
     return bool(groups)
 
 
-def _expect(config: _Fields, name: str, loadable: tuple[Any, ...]) -> None:
+def _expect(config: Fields, name: str, loadable: tuple[Any, ...]) -> None:
     if config.get(name) not in loadable:
         raise config.error(
             name,
@@ -299,20 +402,20 @@ def _expect(config: _Fields, name: str, loadable: tuple[Any, ...]) -> None:
         )
 
 
-def _rope(fields: _Fields, positions: int) -> RopeConfig:
-    """Read `rope_parameters` (transformers 5), or `rope_scaling` and `rope_theta` (4), which take
-    precedence."""
+def _rope(fields: Fields, positions: int, default_theta: float) -> RopeConfig:
+    """Read the rotary embedding from `rope_parameters` (transformers 5), or from `rope_scaling` and
+    `rope_theta` (transformers 4). The latter take precedence."""
     name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
     values = fields.get(name) or {}
     if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):
         raise fields.error(name, "one set of parameters for all layers is needed")
-    rope = _Fields(fields.file, values, prefix=f"{name}.")
+    rope = Fields(fields.file, values, prefix=f"{name}.")
     theta_source = rope if rope.get("rope_theta") is not None else fields
-    theta = theta_source.number("rope_theta", 10000.0)
+    theta = theta_source.number("rope_theta", default_theta)
     kind_field = "rope_type" if rope.get("rope_type") is not None else "type"
     kind = rope.get(kind_field) or "default"
     if kind not in ROPE_KINDS:
-        raise rope.error(kind_field, f"supported are {', '.join(ROPE_KINDS)}")
+        raise rope.error(kind_field, f"supported values: {', '.join(ROPE_KINDS)}")
     for source in (rope, fields):
         if source.get("partial_rotary_factor") not in (None, 1, 1.0):
             raise source.error("partial_rotary_factor", "only full rotation (1.0) is supported")
@@ -320,7 +423,7 @@ def _rope(fields: _Fields, positions: int) -> RopeConfig:
         return RopeConfig(theta=theta)
     if kind in ("linear", "dynamic"):
         return RopeConfig(theta=theta, kind=kind, factor=_factor(rope))
-    # In transformers the top-level field takes precedence over the inner one.
+    # As in transformers, the top-level field takes precedence over the nested field.
     outside = fields.get("original_max_position_embeddings") is not None
     original = (fields if outside else rope).integer("original_max_position_embeddings", positions)
     if kind == "llama3":
@@ -351,7 +454,7 @@ def _rope(fields: _Fields, positions: int) -> RopeConfig:
     )
 
 
-def _factor(rope: _Fields) -> float:
+def _factor(rope: Fields) -> float:
     factor = rope.number("factor")
     if factor < 1.0:
         raise rope.error("factor", "it must be at least 1")

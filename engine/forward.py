@@ -1,7 +1,7 @@
-"""The input of a forward pass: the interface between the device tables (`engine.device_tables`) and the
-decoder.
+"""The input of a forward pass, which is the interface between the device tables (`engine.device_tables`) and
+the decoder.
 
-The struct has no model-specific field and no field about requests.
+The struct contains no model-specific fields and no request data.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ from kernels import AttentionInput
 
 @dataclass(slots=True)
 class ForwardInput:
-    """The tokens of one pass: first the decodes' tokens (one each), then the chunks' tokens, then padding."""
+    """The tokens of one forward pass. The decodes' tokens come first (one per sequence), followed by the
+    tokens of prefill chunks and by padding."""
 
     token_ids: torch.Tensor
-    """Token ids of the pass: [tokens] int64."""
+    """Token ids: [tokens] int64."""
     positions: torch.Tensor
-    """Positions of the tokens in their sequences: [tokens] int64."""
+    """Position of each token in its sequence: [tokens] int64."""
     kv_slots: torch.Tensor
-    """KV slot indices (block id × BLOCK_TOKENS + offset) to which the keys and values of the tokens are
-    written: [tokens] int64. -1 marks padding, which is not written."""
+    """KV slot index (block id × BLOCK_TOKENS + offset) where the keys and values of each token are written:
+    [tokens] int64. -1 marks padding, whose keys and values are not written."""
     attention: AttentionInput
     logits_attention: AttentionInput | None = None
-    """Restricts the last layer to the tokens whose logits are needed: the decodes and the last token of each
-    chunk. Its `queries` are the logits indices. The pass then returns only those rows, and the last layer
-    computes only keys and values for the other tokens. None: the pass returns a row for every token."""
+    """Attention input of the last layer if it computes only the tokens whose logits are needed: the decodes'
+    tokens and the last token of each prefill chunk. `queries` contains the indices of these tokens. For all
+    other tokens, the last layer computes only keys and values, and the pass returns no row. None means that
+    the pass returns a row for every token."""

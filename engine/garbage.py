@@ -1,4 +1,4 @@
-"""Settings of Python's garbage collector for a process that runs steps."""
+"""Configures Python's garbage collector for a process that runs inference steps."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import gc
 
 
 def settle_garbage() -> None:
-    """Make later garbage collections cheap. Call once, after a model is loaded.
+    """Reduce the cost of garbage collections. Call once, after the model is loaded.
 
-    Objects created during loading are permanent, so `gc.freeze` excludes them: walking over them takes 0.1 s.
-    The raised thresholds avoid collections every few steps, which took 30 ms with a thousand running
-    sequences. Reference counting alone frees the objects of a step.
+    `gc.freeze` excludes the objects created during loading, because they are permanent and traversing them
+    takes 0.1 s. The thresholds are raised, because the default values cause a collection every few steps, and
+    each collection took 30 ms with a thousand running sequences. The objects of a step are freed by reference
+    counting alone.
     """
     gc.collect()
     gc.freeze()

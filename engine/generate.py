@@ -1,4 +1,5 @@
-"""The whole engine without channels to a core and fronts, for tests and benchmarks."""
+"""Runs the whole engine in the calling process, without channels to a core or to fronts. Used by tests and
+benchmarks."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ _ORIGIN = "generate"
 
 @dataclass(slots=True)
 class GeneratedSample:
-    """A complete sample."""
+    """A complete sample and its statistics."""
 
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason = ""
@@ -39,12 +40,12 @@ class GeneratedSample:
 
 
 class LocalEngine:
-    """A replica whose rank 0 runs on the calling thread; on a CPU, steps run on the runner's thread.
+    """A replica whose rank 0 runs on the calling thread. On a CPU, the steps run on the runner's own thread.
 
-    The other ranks, if there are any, run in the same processes as those of a served replica.
+    Any other ranks run in separate processes, as in a served replica.
 
-    Raises the exceptions of `engine.runner.ModelRunner`; with several ranks also OSError if a process cannot
-    be started, and RankLost if a rank ends.
+    The constructor raises the exceptions of `engine.runner.ModelRunner`. With several ranks, it also raises
+    OSError if a process cannot be started, and RankLost if a rank exits.
     """
 
     def __init__(self, spec: ReplicaSpec, progress: ProgressCallback = lambda stage, fraction: None) -> None:
@@ -70,9 +71,9 @@ class LocalEngine:
             raise
         self.scheduler = self.core.scheduler
         self.finished: list[Finished] = []
-        """Final counts of all calls."""
+        """Final token counts of all submissions, over all calls."""
         self.timings: list[StepTiming] = []
-        """Timings of the steps of all calls."""
+        """Timing of each step, over all calls."""
         self._handles = 0
 
     def generate(
@@ -83,8 +84,8 @@ class LocalEngine:
         n: int = 1,
         cache_salt: str = "",
     ) -> list[list[GeneratedSample]]:
-        """Generate n samples for each prompt; all prompts run at once. `sampling` applies to all prompts, or
-        is a list with one entry per prompt."""
+        """Generate n samples for each prompt, with all prompts submitted together. `sampling` is either one
+        set of parameters for all prompts, or a list with one entry per prompt."""
         each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
         answers: dict[int, list[GeneratedSample]] = {}
         for prompt, params in zip(prompts, each, strict=True):
@@ -106,7 +107,7 @@ class LocalEngine:
         return list(answers.values())
 
     def explain(self, error: Exception) -> str:
-        """Return why a rank was lost, for an exception that may be a consequence of the loss."""
+        """Return the reason why a rank was lost. `error` is the exception that rank 0 raised as a result."""
         return str(error) if self.others is None else self.others.explain(error)
 
     def close(self) -> None:
@@ -114,7 +115,7 @@ class LocalEngine:
         if self.others is not None:
             self.others.stop()
             if self.info.backend == "cuda":
-                # NCCL closes a group only if all ranks take part, and the other ranks have exited.
+                # Closing an NCCL group requires all ranks, and the other ranks have exited.
                 return
         self.runner.close()
 

@@ -1,9 +1,9 @@
 """Decode steps as CUDA graphs, captured for several batch sizes.
 
-Each size has one graph for the forward pass up to the logits, and one graph per sampling variant, which also
-writes the next input in place. A replay reads all its input from the device. The host sends only the slots
-that decode, and only when they change. A batch between two captured sizes is padded with slot -1, for which
-nothing is read or written.
+Each batch size has one graph for the forward pass up to the logits, and one graph per sampling variant. The
+sampling graphs also write the next input in place. A replay reads all of its input from device memory. The
+host sends only the slots that decode, and only when they change. If a batch is smaller than the captured
+size, it is padded with slot -1, for which nothing is read or written.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from kernels.triton.decode_step import advance, empty_decodes, place
 class _Sample:
     graph: torch.cuda.CUDAGraph
     token_ids: torch.Tensor
-    """The tokens that a replay samples, in the graphs' memory: [size] int64."""
+    """The tokens sampled by a replay, stored in the graphs' memory pool: [size] int64."""
 
 
 class DecodeGraphs:
-    """Captured decode steps of one rank.
+    """The captured decode steps of one rank.
 
-    Call `capture` once. Then call `set_slots`, `forward` and `sample` for each step. A step that needs logits
-    processors calls the sampler instead of `sample`.
+    Call `capture` once, and then `set_slots`, `forward` and `sample` in each step. In a step with logits
+    processors, call the sampler instead of `sample`.
     """
 
     def __init__(
@@ -51,10 +51,11 @@ class DecodeGraphs:
         self._samples: dict[tuple[int, Variant], _Sample] = {}
 
     def capture(self, progress: ProgressCallback) -> None:
-        """Capture every size, the largest first, so that the smaller ones reuse its memory.
+        """Capture the graphs of all batch sizes. The largest size is captured first, so that the smaller
+        sizes reuse its memory.
 
-        Each pass runs once before its capture, so that kernels are compiled and workspaces exist. Sampling
-        kernels are the same for every size.
+        Each forward pass runs once before its capture, so that its kernels are compiled and its workspaces
+        are allocated. The sampling kernels are the same for all sizes.
         """
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
@@ -78,46 +79,48 @@ class DecodeGraphs:
         torch.cuda.current_stream().wait_stream(stream)
 
     def launch(self) -> None:
-        """Launch every kernel that `capture` captures, without capturing."""
+        """Launch every kernel of the captured graphs once, without capturing."""
         for size in self.sizes:
             self._forward(size)
             for variant in Variant:
                 self._sample(size, variant)
 
-    # ── a step ───────────────────────────────────────────────────────────────────────────────────
+    # ── running a step ───────────────────────────────────────────────────────────────────────────
 
     def fits(self, decodes: int) -> bool:
-        """Return whether a graph was captured for a batch of `decodes` sequences."""
+        """Return whether a batch of `decodes` sequences fits into the largest captured graph."""
         return decodes <= self.sizes[-1]
 
     def set_slots(self, slots: list[int]) -> None:
-        """Set the slots that decode in the next steps. Nothing is sent if they are unchanged."""
+        """Set the slots that decode in the following steps. Nothing is sent if they are unchanged."""
         if slots == self._current:
             return
         padded = slots + [-1] * (self._size(len(slots)) - len(slots))
-        # The source is pageable memory, which the driver copies before the call returns, so it may be freed.
+        # The source tensor can be freed immediately, because the driver copies pageable memory before the
+        # call returns.
         self._slots[: len(padded)].copy_(torch.tensor(padded), non_blocking=True)
         self._current = list(slots)
 
     def forward(self) -> torch.Tensor:
-        """Run the pass of the current slots. Returns `[slots, vocabulary on this rank]` logits, which the
-        next pass overwrites."""
+        """Run the forward pass of the current slots, and return their logits: `[slots, vocabulary on this
+        rank]`. The next pass overwrites the result."""
         self._passes[self._size(len(self._current))].replay()
         return self._logits[: len(self._current)]
 
     def positions(self) -> torch.Tensor:
-        """Return the positions of the tokens that are sampled from the logits of `forward`: `[slots]`
+        """Return the positions of the tokens that will be sampled from the logits of `forward`: `[slots]`
         int64."""
         return self._decodes.lens[: len(self._current)]
 
     def slots(self) -> torch.Tensor:
-        """Return the current slots on the device: `[slots]` int64."""
+        """Return the current slots as a device tensor: `[slots]` int64."""
         return self._slots[: len(self._current)]
 
     def sample(self, variant: Variant) -> torch.Tensor:
-        """Sample each slot's token and make it the slot's next input.
+        """Sample a token for each slot, store it as the slot's next input, and return the tokens.
 
-        Returns `[slots]` int64, BAD_TOKEN if no token could be sampled. The next call overwrites the result.
+        The result is `[slots]` int64, with BAD_TOKEN where no token could be sampled. The next call
+        overwrites the result.
         """
         captured = self._samples[self._size(len(self._current)), variant]
         captured.graph.replay()

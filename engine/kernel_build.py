@@ -1,9 +1,9 @@
-"""Compiles the kernels of a replica before they are launched: by `python -m engine.build`, or while weights
-load.
+"""Compiles a replica's kernels before their first launch, either in `python -m engine.build` or while the
+replica's weights load.
 
-If the kernels are already compiled, a starting replica only hashes a few files. Otherwise worker processes
-compile them on all cores, so that no request waits for a compilation. Without them the replica itself would
-compile each kernel at its first launch, one after the other.
+If the kernels are already compiled, a starting replica only hashes a few files. Otherwise, worker processes
+compile the kernels on all cores. Without these processes, the replica would compile each kernel serially at
+its first launch, and requests would wait for the compilation.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _SOURCES = ("engine", "kernels")
-"""The packages whose code determines which kernels are launched, and what they contain."""
+"""Packages whose source code determines the set of launched kernels and their contents."""
 
 
 class KernelBuild:
-    """The compilation of one replica's kernels. Call `wait` before the first kernel is launched."""
+    """A running compilation of one replica's kernels. Call `wait` before the first kernel launch."""
 
     def __init__(self, process: subprocess.Popen[bytes] | None = None) -> None:
         self._process = process
 
     @property
     def running(self) -> bool:
-        """Whether `wait` would block."""
+        """Whether the compilation is still running."""
         return self._process is not None and self._process.poll() is None
 
     def wait(self) -> None:
-        """Block until the compilation has ended. A kernel that could not be compiled here is compiled again
-        at its first launch, and then raises its error; the log has the reason."""
+        """Block until the compilation has ended. A kernel that failed to compile is compiled again at its
+        first launch, which then raises the error. The compiler's messages are in the log."""
         if self._process is not None and (code := self._process.wait()):
             log.warning(
-                "kernels could not be compiled before the start (exit code %d): see the messages above", code
+                "compiling the kernels in advance failed (exit code %d): see the messages above", code
             )
 
 
 @dataclass(frozen=True, slots=True)
 class BuildResult:
-    """The outcome of a build."""
+    """Result of a kernel build."""
 
     kernels: int
     failures: list[compiling.CompileFailure]
@@ -63,11 +63,11 @@ class BuildResult:
 
 
 def check_kernels(served: ReplicaModel, device: torch.device) -> None:
-    """Raise UnsupportedError if the model cannot be split over the ranks, or if our GPU kernels or this GPU
-    cannot serve it. The CPU, and float32 on a GPU, do not use our kernels."""
+    """Raise UnsupportedError if the model cannot be split across the ranks, or if our GPU kernels or this GPU
+    do not support the model. The CPU backend and float32 models on a GPU do not use our kernels."""
     served.config.check_parallel(served.tensor_parallel_size)
     if _has_kernels(served, device):
-        # Imported here because a replica on a CPU does not need Triton.
+        # Imported here because a replica on a CPU does not use Triton.
         from kernels import compiling
 
         served.check_shapes()
@@ -75,7 +75,8 @@ def check_kernels(served: ReplicaModel, device: torch.device) -> None:
 
 
 def start_build(served: ReplicaModel, device: torch.device) -> KernelBuild:
-    """Start worker processes that compile the kernels missing from Triton's cache."""
+    """Start worker processes that compile the kernels missing from Triton's cache, and return the running
+    compilation."""
     if not _has_kernels(served, device):
         return KernelBuild()
     from kernels import compiling
@@ -85,15 +86,15 @@ def start_build(served: ReplicaModel, device: torch.device) -> KernelBuild:
 
 
 def build(served: ReplicaModel, gpu: compiling.GpuModel, processes: int) -> BuildResult:
-    """Compile the kernels missing from Triton's cache. Forks, so this process must not have used CUDA. Raises
-    TableError if the GPU's table of plans cannot be used."""
-    # Imported here because a process that only calls `is_built` does not need them.
+    """Compile the kernels missing from Triton's cache. This function forks, so the process must not have used
+    CUDA. Raises TableError if the GPU's table of kernel plans is invalid."""
+    # Imported here because a process that only calls `is_built` does not use these modules.
     from engine.launch_enumeration import launch_all
     from kernels import compiling
     from kernels.triton.linear_table import load_table
 
     began = time.perf_counter()
-    torch.set_num_threads(1)  # keeps this process free of OpenMP threads when it forks
+    torch.set_num_threads(1)  # avoids OpenMP threads, which must not exist when this process forks
     table = load_table(gpu.name, gpu.shared_bytes)
     jobs = compiling.record(gpu.target, lambda: launch_all(served, gpu, table))
     failures = compiling.compile_jobs(gpu.target, jobs, processes)
@@ -105,8 +106,8 @@ def build(served: ReplicaModel, gpu: compiling.GpuModel, processes: int) -> Buil
 
 
 def is_built(served: ReplicaModel, gpu: compiling.GpuModel) -> bool:
-    """Return whether `build` has succeeded for the same model, GPU, table, code and versions, into this
-    cache."""
+    """Return whether `build` has succeeded with this cache folder for the same model, GPU, kernel plans, code
+    and versions."""
     return _mark(served, gpu).exists()
 
 
@@ -115,7 +116,8 @@ def _has_kernels(served: ReplicaModel, device: torch.device) -> bool:
 
 
 def _start_process(served: ReplicaModel, gpu: compiling.GpuModel) -> subprocess.Popen[bytes]:
-    """Start `build` in another process, since this one uses CUDA. Its errors go to standard error."""
+    """Run `build` in another process, because this process uses CUDA. Errors are printed on standard
+    error."""
     command = [sys.executable, "-P", "-m", "engine.build", "--served", msgspec.json.encode(served).decode()]
     command += ["--gpu", gpu.name, "--capability", str(gpu.target.arch)]
     path = os.pathsep.join(entry for entry in sys.path if entry)
@@ -125,8 +127,8 @@ def _start_process(served: ReplicaModel, gpu: compiling.GpuModel) -> subprocess.
 
 
 def _mark(served: ReplicaModel, gpu: compiling.GpuModel) -> Path:
-    """Return the path of a file in the cache whose name is a hash of everything that determines the compiled
-    kernels."""
+    """Return the path of the marker file in the cache folder. Its name is a hash of everything that
+    determines the compiled kernels."""
     import triton
     from triton import knobs
 

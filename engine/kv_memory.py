@@ -1,4 +1,4 @@
-"""Allocation of the KV pools of one rank."""
+"""Allocates the KV cache pools of one rank."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from kernels import KvPool
 
 
 def allocate_kv(decoder: Decoder, blocks: int, bytes_per_block: int, ranks: int) -> list[KvPool]:
-    """Return one zeroed pool of `blocks` blocks for each layer. Raises PoolTooLarge if they do not fit into
-    memory."""
+    """Return one zero-filled KV pool of `blocks` blocks per layer. Raises PoolTooLarge if the pools do not
+    fit into memory."""
     if decoder.device.type != "cpu":
         return _allocate_on_gpu(decoder, blocks, bytes_per_block)
-    # Checked beforehand, because Linux overcommits memory and kills a process when its pages cannot be
-    # provided.
+    # Available memory is checked first, because Linux overcommits memory and kills a process when it cannot
+    # provide a page.
     available = memory.available_host_bytes()
     if blocks * bytes_per_block * ranks > available:
         raise memory.too_large(blocks, bytes_per_block, ranks, available)
 
     def zero_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor of zero pages. They take no time to create, and no memory until they are
-        written."""
+        """Return a tensor of lazily allocated zero pages. Creating it takes no time, and a page uses no
+        memory until it is written."""
         size = math.prod(shape) * dtype.itemsize
         try:
             pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:  # a limit of this process (ulimit -v), or strict overcommit accounting
+        except OSError as error:  # a process limit (ulimit -v), or strict overcommit accounting
             raise memory.PoolTooLarge(
                 f"kv_blocks is {blocks}: this process cannot map {size} bytes for the keys of a layer "
                 f"({error.strerror}): raise its limits (ulimit -v), or lower kv_blocks"

@@ -1,7 +1,7 @@
-"""Start and stop the processes of one replica. The core calls this module, so it does not load torch.
+"""Starts and stops the processes of one replica. The core imports this module, so it does not load torch.
 
-Every rank is a fresh interpreter (`python -m engine.replica`, never a fork). The launcher holds a pidfd of
-each rank. If one rank dies, the others exit by themselves, or the launcher kills them, because they would
+Every rank is a new Python interpreter (`python -m engine.replica`), not a fork. The launcher monitors each
+rank by a pidfd. If one rank dies, the other ranks exit or are killed by the launcher. Otherwise, they would
 wait forever in a collective operation.
 """
 
@@ -24,45 +24,48 @@ from engine.messages import Attach, CancelSequences, RankOutbound, ReplicaSpec, 
 from engine.wire import Channel, socketpair
 
 _EXIT_GRACE_S = 0.5
-"""How long a rank that closed its channel, and the peers of a rank that exited, may take to exit before they
-are killed. Peers that exit by themselves first abort the waits of their GPU's kernels."""
+"""Time limit, in seconds, for a rank to exit after it has closed its channel, or after another rank has
+exited. A rank that exceeds the limit is killed. Within this time, the rank must abort the GPU kernels that
+wait for the lost rank."""
 _STOP_CHECK_S = 1.0
-"""Interval at which the ranks of a group are checked for a stop (SIGSTOP). A rank that is stopped at two
-checks in a row is killed, because its peers wait for it."""
+"""Interval, in seconds, at which the launcher checks for ranks that are stopped (SIGSTOP). A rank that is
+stopped at two consecutive checks is killed, because its peers wait for it."""
 
 RANK_ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
-    # NVLink multicast is off unless the environment of the service enables it.
+    # NVLink multicast is off unless the service's environment enables it.
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
-"""Environment variables of every rank, unless the environment already sets them."""
+"""Default environment variables of the ranks. Variables that are already set take precedence."""
 
 OnMessage = Callable[[int, RankOutbound], None]
 OnEnd = Callable[[str], None]
 
 
 def module_command(module: str) -> list[str]:
-    """Return the command that runs a module in a fresh interpreter, with `module_environment`.
+    """Return the command that runs a module in a new interpreter. Use it with `module_environment`.
 
-    -P keeps the interpreter from importing modules from the operator's working directory.
+    The option -P prevents imports from the operator's working directory.
     """
     return [sys.executable, "-P", "-m", module]
 
 
 def module_environment() -> dict[str, str]:
-    """Return this process's environment with its import path, so that a child imports the same modules."""
+    """Return this process's environment, extended by PYTHONPATH, so that a child process imports the same
+    modules."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
 
 
 def spawn_rank(
     module: str, gpus: tuple[str, ...] = ()
 ) -> tuple[subprocess.Popen[bytes], Channel[RankOutbound]]:
-    """Start `python -m module` as the process of a rank, and return it with the channel to it.
+    """Start `python -m module` as the process of a rank, and return the process and the channel to it.
 
-    gpus: UUIDs of the GPUs of all ranks, which become the only visible GPUs, because every rank accesses the
-    memory of the others; empty: all GPUs stay visible. The rank asks the kernel to kill it when the calling
-    thread ends. Raises OSError if the process cannot be started.
+    `gpus` lists the UUIDs of all ranks' GPUs, which become the only visible GPUs of the process. Each rank
+    must see all of them, because it accesses the memory of the other GPUs. If the list is empty, all GPUs
+    stay visible. The rank is killed by the operating system when the calling thread ends. Raises OSError if
+    the process cannot be started.
     """
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
     ours, theirs = socketpair()
@@ -83,14 +86,13 @@ def spawn_rank(
 
 
 def new_rendezvous() -> str:
-    """Return the path of a file in a new folder through which the ranks find each other. The file does not
-    exist yet."""
+    """Return the path of the rendezvous file, in a new folder. The ranks create the file and use it to find
+    each other."""
     return os.path.join(tempfile.mkdtemp(prefix="appliance-ranks-"), "store")
 
 
 def remove_rendezvous(spec: ReplicaSpec) -> None:
-    """Remove the file through which the ranks of a replica found each other, and its folder if it is
-    empty."""
+    """Remove a replica's rendezvous file, and its folder if it is empty."""
     if spec.rendezvous:
         path = Path(spec.rendezvous)
         with contextlib.suppress(OSError):
@@ -100,7 +102,7 @@ def remove_rendezvous(spec: ReplicaSpec) -> None:
 
 
 class _Rank:
-    """A rank's process and the channel to it."""
+    """The process of one rank, with the channel to it."""
 
     def __init__(self, rank: int, process: subprocess.Popen[bytes], channel: Channel[RankOutbound]) -> None:
         self.rank = rank
@@ -113,8 +115,8 @@ class _Rank:
 class ReplicaGroup:
     """The running processes of one replica.
 
-    `on_message(rank, message)` is called on the event loop for each `Progress`, `Ready`, `Report` and
-    `Fatal`. `on_end(reason)` is called once, when every rank has exited and is reaped.
+    `on_message(rank, message)` is called on the event loop for each `Progress`, `Ready`, `Report`, `LongStep`
+    and `Fatal` message. `on_end(reason)` is called once, after every rank has exited and been reaped.
     """
 
     def __init__(
@@ -129,7 +131,7 @@ class ReplicaGroup:
         self._first_exit = ""
         self._memory_kills = count_memory_kills()
         self._stopped: set[int] = set()
-        """The ranks that were stopped at the latest check."""
+        """Ranks that were stopped by a signal at the latest check."""
         self._ended = asyncio.Event()
 
     @classmethod
@@ -138,8 +140,8 @@ class ReplicaGroup:
     ) -> ReplicaGroup:
         """Start the ranks, each as `python -m module`. Raises OSError if a process cannot be started.
 
-        Must be called on the permanent thread of the event loop, because each rank asks the kernel to kill it
-        when the thread that started it ends.
+        Must be called on the event loop's thread, which must not end: the operating system kills the ranks
+        when the thread that started them ends.
         """
         group = cls(spec, on_message, on_end, module)
         group._start()
@@ -147,13 +149,14 @@ class ReplicaGroup:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids in the order of ranks."""
+        """Process ids in rank order."""
         return [rank.process.pid for rank in self._ranks]
 
     def attach_front(self, front: str) -> int:
-        """Create a data channel from a front to rank 0, and return the descriptor of the front's end.
+        """Create a data channel between a front and rank 0, and return the file descriptor of the front's
+        end.
 
-        The caller sends the descriptor to the front and closes it.
+        The caller sends the descriptor to the front and then closes it.
         """
         ours, theirs = socketpair()
         self._ranks[0].channel.send(Attach(front), (theirs.fileno(),))
@@ -161,11 +164,12 @@ class ReplicaGroup:
         return ours.detach()
 
     def cancel_request(self, request_id: str) -> None:
-        """End all sequences of a request."""
+        """Cancel all sequences of a request."""
         self._ranks[0].channel.send(CancelSequences(request_id))
 
     async def stop(self, grace_s: float = 5.0) -> None:
-        """Ask the ranks to exit, kill them after `grace_s`, and return when they are reaped."""
+        """Send `Stop` to all ranks, and return when they have been reaped. Ranks that are still running after
+        `grace_s` seconds are killed."""
         self._reason = self._reason or "stopped"
         for rank in self._ranks:
             rank.channel.send(Stop())
@@ -176,7 +180,7 @@ class ReplicaGroup:
             await self._ended.wait()
 
     def kill(self, reason: str) -> None:
-        """Kill every rank now; `on_end(reason)` follows when they are reaped."""
+        """Kill every rank immediately. `on_end(reason)` is called after they have been reaped."""
         self._reason = self._reason or reason
         for rank in self._ranks:
             if rank.returncode is None:
@@ -217,7 +221,8 @@ class ReplicaGroup:
         return rank
 
     def _closed(self, rank: _Rank) -> None:
-        """Give a rank that closed its channel time to exit, since its exit status tells why; then kill it."""
+        """Kill a rank that has closed its channel but does not exit within the grace period. The rank is not
+        killed earlier, because its own exit status explains the failure better than the closed channel."""
 
         def give_up() -> None:
             if rank.returncode is None:
@@ -227,7 +232,7 @@ class ReplicaGroup:
 
     def _exited(self, rank: _Rank) -> None:
         asyncio.get_running_loop().remove_reader(rank.pidfd)
-        # The channel may still hold the rank's last message, Fatal.
+        # The channel may still contain the rank's last message, Fatal.
         for message in rank.channel.read():
             self._on_message(rank.rank, message)
         rank.returncode = rank.process.wait()
@@ -237,8 +242,8 @@ class ReplicaGroup:
         if not self._reason:
             reason += memory_kill_note(rank.returncode, self._memory_kills)
         self._first_exit = self._first_exit or reason
-        # The cause of an exit may be the death of another rank: a rank that loses a peer exits by itself, and
-        # on a busy machine its exit may be noticed first.
+        # A rank that loses a peer also exits, and on a busy machine its exit may be noticed before that of
+        # the peer. Only a rank that was killed by a signal is certain to be the cause.
         if rank.returncode < 0:
             self._reason = self._reason or reason
         asyncio.get_running_loop().call_later(_EXIT_GRACE_S, self.kill, self._first_exit)
@@ -256,21 +261,21 @@ class ReplicaGroup:
         for number in self._stopped & before:
             rank = self._ranks[number]
             self._reason = self._reason or f"rank {number} (pid {rank.process.pid}) was stopped by a signal"
-            # The other ranks notice this death, and exit by themselves.
+            # The other ranks detect the exit of this rank and then exit.
             signal.pidfd_send_signal(rank.pidfd, signal.SIGKILL)
 
 
 def _is_stopped(rank: _Rank) -> bool:
-    """Return whether a signal has stopped the process of a rank, and nothing has continued it."""
+    """Return whether the process of a rank is currently stopped by a signal."""
     try:
         stop = os.waitid(os.P_PID, rank.process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # it has been reaped
+    except ChildProcessError:  # already reaped
         return False
     return stop is not None
 
 
 def describe_exit(returncode: int) -> str:
-    """Return how a process ended, worded as the end of a sentence such as "rank 1 …"."""
+    """Describe how a process ended, for use after its name: "was killed by SIGKILL"."""
     if returncode < 0:
         names = {number.value: number.name for number in signal.Signals}
         return f"was killed by {names.get(-returncode, f'signal {-returncode}')}"

@@ -1,9 +1,9 @@
-"""Enumerates the kernels that a replica launches, by running its warm-up on meta tensors, which compute
-nothing.
+"""Enumerates the kernels that a replica launches. It runs the replica's warm-up on meta tensors, which hold
+no data and compute nothing.
 
-`kernels.compiling.record` records each launch. This module runs the same decoder, tables, graph bodies and
-sampler as serving does, and warm-up launches every kernel that serving launches. So it needs no list of the
-operations of a layer.
+`kernels.compiling.record` records each launch. This module uses the same decoder, tables, graph code and
+sampler as serving. Warm-up launches every kernel that serving launches, so no separate list of each layer's
+operations is needed.
 """
 
 from __future__ import annotations
@@ -36,25 +36,26 @@ from kernels.triton.peer_arena import PROGRAMS, Arena
 
 _META = torch.device("meta")
 _MAX_MODEL_LEN = 4096
-"""Length of the longest sequence in tokens. Longer sequences launch no other kernels: the largest length that
-a launch depends on is `kernels.triton.attention_prefill.HOPPER_ABOVE`."""
+"""Assumed maximum sequence length in tokens. Longer sequences launch no additional kernels, because the
+largest length that affects a launch is `kernels.triton.attention_prefill.HOPPER_ABOVE`."""
 _KV_BLOCKS = 64
-"""Number of blocks of the KV cache. Kernels do not depend on it."""
+"""Assumed number of KV blocks. It does not affect the compiled kernels."""
 _MULTIPROCESSORS = 132
-"""Number of multiprocessors of a Hopper GPU. Kernels do not depend on it."""
+"""Number of multiprocessors of a Hopper GPU. It does not affect the compiled kernels."""
 _DIFFERENT_ROWS = 256
-"""The largest number of rows for which a table of `kernels/tuned` has a plan. For passes with more rows, only
-powers of two and the largest size are enumerated."""
+"""Largest number of rows for which a table in `kernels/tuned` contains a plan. Above this number, only powers
+of two and the largest size are enumerated."""
 _ALIGNMENT = 16
-"""Triton compiles a separate kernel for integers that are multiples of this value."""
+"""Triton compiles a separate kernel for integer arguments that are multiples of this value."""
 
 _HOST_ADDRESS = 1 << 40
-"""An address that needs 64 bits, like addresses of host memory: Triton compiles a separate kernel for each
-integer width."""
+"""A placeholder for a host memory address. Like a real address, it needs 64 bits, because Triton compiles a
+separate kernel for each integer width."""
 
 
 class UnconnectedRanks(Collectives):
-    """One rank of a simulated group: collectives return tensors of the right shape."""
+    """One rank of a simulated group. Its collectives do not communicate and return tensors of the correct
+    shape."""
 
     collectives = ""
 
@@ -70,7 +71,7 @@ class UnconnectedRanks(Collectives):
 
 
 class _MetaMemory:
-    """The peer memory of a rank on meta tensors."""
+    """The peer memory of one simulated rank, made of meta tensors."""
 
     def __init__(self, size: int, rank: int) -> None:
         addresses = torch.empty(size, dtype=torch.int64, device=_META)
@@ -85,8 +86,9 @@ class _MetaMemory:
 
 
 class _EveryRank(Collectives):
-    """All ranks of a group on meta tensors, seen from `rank`. When a collective gets arguments of a new
-    shape, it is launched for every rank, because the peer-memory kernels differ between ranks."""
+    """A simulation of all ranks of a group on meta tensors, from the perspective of `rank`. A collective
+    whose arguments have new shapes is launched for every rank, because the peer-memory kernels differ between
+    ranks."""
 
     def __init__(self, size: int, rank: int, pdl: bool) -> None:
         self.size, self.rank = size, rank
@@ -137,7 +139,7 @@ class _EveryRank(Collectives):
 
 
 def _kind(argument: torch.Tensor | Residual | NextNorm | None) -> tuple[Any, ...]:
-    """Return everything about an argument of a collective that a launch depends on."""
+    """Return the properties of a collective's argument that affect its kernel launch."""
     if isinstance(argument, NextNorm):
         return (argument.quantised, *_kind(argument.gain))
     tensor = argument.values if isinstance(argument, Residual) else argument
@@ -147,8 +149,8 @@ def _kind(argument: torch.Tensor | Residual | NextNorm | None) -> tuple[Any, ...
 class MetaReplica:
     """One rank of a replica on meta tensors.
 
-    table: the plans of linears. max_model_len: the maximum sequence length; None: a length that launches
-    every kernel.
+    `table` contains the kernel plans of the linears. `max_model_len` is the maximum sequence length. None
+    selects a length that launches every kernel.
     """
 
     def __init__(
@@ -186,7 +188,7 @@ class MetaReplica:
         )
 
     def steps(self) -> StepExecutor:
-        """Return a step executor with its own tables and KV cache."""
+        """Return a step executor with separate tables and a separate KV cache."""
         decoder, served = self._decoder, self.served
         blocks = -(-decoder.max_model_len // BLOCK_TOKENS)
         vocab_size = decoder.config.vocab_size
@@ -194,8 +196,8 @@ class MetaReplica:
         return StepExecutor(decoder, decoder.allocate_kv(_KV_BLOCKS), tables, self._sampler)
 
     def launch_warm_up(self) -> StepExecutor:
-        """Launch the kernels that `Runner` launches before the replica is ready. Returns the executor for
-        serving."""
+        """Launch the same kernels as `ModelRunner` before the replica is ready. Returns the step executor
+        used for serving."""
         decoder, served = self._decoder, self.served
         length, budget = decoder.max_model_len, served.max_num_batched_tokens
         largest = self.steps()
@@ -214,18 +216,17 @@ def _ranks(size: int, rank: int, gpu: GpuModel) -> Ranks:
 
 
 def _sizes(most: int) -> list[int]:
-    """Return the padded sizes of passes of up to `most` rows that our own kernels distinguish. Above
-    _DIFFERENT_ROWS only cuBLAS distinguishes sizes, and its kernels are not compiled here, so powers of two
-    suffice."""
+    """Return the padded sizes, up to `most` rows, for which our own kernels differ. Above _DIFFERENT_ROWS
+    only cuBLAS kernels depend on the size. They are not compiled here, so powers of two suffice."""
     return [
         size for size in gemm_sizes(most) if size <= _DIFFERENT_ROWS or size == most or size & (size - 1) == 0
     ]
 
 
 def _different_ranks(served: ReplicaModel) -> list[int]:
-    """Return a subset of the ranks that together launches the kernels of all ranks. Only the first rank adds
-    the biases of linears that are summed over the ranks; otherwise ranks differ only in their shard of the
-    vocabulary."""
+    """Return a subset of the ranks that launches all kernels of the replica. Ranks differ only in their
+    vocabulary shard and in rank 0's biases: for linears that are summed over the ranks, only rank 0 adds the
+    bias."""
     size, found = served.tensor_parallel_size, dict[tuple[object, ...], int]()
     for rank in range(size):
         shard = served.config.shard(size, rank)

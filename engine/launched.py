@@ -1,4 +1,4 @@
-"""Steps in flight: the results of a step as tensors, and how the host waits for them."""
+"""Launched steps: their results as tensors, and the functions that wait for and read these results."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ from engine.sampler import SampledStep
 
 @dataclass(slots=True)
 class StepResults:
-    """The results of a step, on the device or, after `to_host`, on the host."""
+    """Results of a step. They are on the device, or on the host after `to_host`."""
 
     sampled: SampledStep
     logprob_rows: list[tuple[int, int]]
-    """(index into the sampling slots, k) of each row of `sampled.logprobs`."""
+    """(index in the list of sampling slots, k) for each row of `sampled.logprobs`."""
     prompts: list[tuple[PromptSlice, list[torch.Tensor]]]
-    """The scored slices of prompts, each with results of `Sampler.token_logprobs`."""
+    """Prompt slices with log probabilities: results of `Sampler.token_logprobs`, in one or more parts per
+    slice."""
     finite: list[tuple[int, torch.Tensor]]
-    """(slot, whether the hidden state of the last token is finite) of each chunk without sampling. The last
-    token depends on all tokens before it."""
+    """For each chunk without sampling, its slot, and whether the hidden state of its last token is finite.
+    Checking the last token is sufficient, because it depends on all earlier tokens."""
 
 
 LOSS_CHECK_S = 0.1
-"""How often the wait for a step on a CPU checks whether a peer was lost."""
+"""Interval, in seconds, between checks for a lost peer while waiting for a step on a CPU."""
 
 
 class ThreadStep:
-    """A step on the worker thread of a CPU. Implements `engine.core.LaunchedStep`.
+    """A step that runs on the worker thread of a CPU. Implements `engine.core.LaunchedStep`.
 
-    check: raises an exception if a peer was lost. The worker thread may then stay blocked in a collective,
-    because gloo detects only peers that have closed their connections.
+    `check` raises an exception if a peer was lost. In this case, the worker thread may remain blocked in a
+    collective, because gloo detects only peers that have closed their connections.
     """
 
     def __init__(self, future: Future[tuple[StepTokens, float]], check: Callable[[], None]) -> None:
@@ -57,11 +58,12 @@ class ThreadStep:
 
 
 class StreamStep:
-    """A step on a CUDA stream, between the events `began` and `ended`. Implements `engine.core.LaunchedStep`.
+    """A step that runs on a CUDA stream between the events `began` and `ended`. Implements
+    `engine.core.LaunchedStep`.
 
-    previous_ended: the event at the end of the previous step; None for the first step. The gap between the
-    two steps includes the time in which the host prepares this step's input. check: raises an exception if
-    the results are invalid because a peer was lost.
+    `previous_ended` is the event at the end of the previous step, or None for the first step. The gap between
+    the two steps includes the time that the host takes to prepare this step's input. `check` raises an
+    exception if the results are invalid because a peer was lost.
     """
 
     def __init__(
@@ -91,8 +93,8 @@ class StreamStep:
 
 
 def to_host(results: StepResults) -> StepResults:
-    """Start copying results to pinned memory. The copies are complete when an event recorded afterwards
-    is."""
+    """Start copying results to pinned host memory. To wait for the copies, record an event after this call
+    and wait for the event."""
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to("cpu", non_blocking=True)
@@ -105,7 +107,7 @@ def to_host(results: StepResults) -> StepResults:
 
 
 def read_results(plan: StepPlan, results: StepResults) -> StepTokens:
-    """Convert results on the host into the message for the scheduler."""
+    """Convert results on the host into the scheduler's message."""
     token_ids: list[int] = results.sampled.token_ids.tolist()
     logprobs: list[TokenLogprob | None] | None = None
     if results.sampled.logprobs is not None:
@@ -126,7 +128,7 @@ def read_results(plan: StepPlan, results: StepResults) -> StepTokens:
 
 
 def _token_logprob(token_id: int, numbers: list[float], top: int) -> TokenLogprob:
-    """Convert a row of `Sampler.token_logprobs`, keeping the first `top` alternatives."""
+    """Convert a result row of `Sampler.token_logprobs`, keeping only the `top` most likely alternatives."""
     width = (len(numbers) - 1) // 2
     best = min(top, width)
     ids = [int(x) for x in numbers[1 + width : 1 + width + best]]

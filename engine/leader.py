@@ -1,4 +1,5 @@
-"""The loop of rank 0: read messages, run a step, send outputs to the fronts, report to the core."""
+"""The loop of rank 0, which reads messages, runs steps, sends outputs to the fronts, and reports to the
+core."""
 
 from __future__ import annotations
 
@@ -30,14 +31,14 @@ from engine.step_forecast import StepForecast
 from engine.wire import Channel
 
 HEARTBEAT_S = 0.5
-"""Interval of reports while no step runs."""
+"""Interval, in seconds, between reports while no step runs."""
 REPORT_S = 0.1
-"""Maximum interval of reports while steps run: inference gateways treat cache statistics older than 200 ms as
-a sign of saturation."""
+"""Maximum interval, in seconds, between reports while steps run. Inference gateways treat cache statistics
+older than 200 ms as a sign of saturation."""
 
 
 class LeaderLoop:
-    """The loop of rank 0, on the channels to the core and to the fronts."""
+    """Runs rank 0's step loop, and handles its channels to the core and to the fronts."""
 
     def __init__(self, engine: EngineCore, control: Channel[RankInbound], forecast: StepForecast) -> None:
         self._engine = engine
@@ -54,7 +55,7 @@ class LeaderLoop:
         self._decode_steps, self._mixed_steps = _StepMeans(), _StepMeans()
 
     def run(self) -> None:
-        """Serve until the core sends Stop or closes its channel."""
+        """Serve requests until the core sends Stop or closes its channel."""
         while not (self._stopping or self._control.closed):
             self._read_messages()
             if self._engine.has_work:
@@ -63,10 +64,10 @@ class LeaderLoop:
                 self._report(None)
 
     def _read_messages(self) -> None:
-        """Read messages of the core and the fronts, and flush backlogs. Wait for a message if there is no
-        work."""
-        # Closed channels are removed first: the descriptor number of a closed one may be reused by the next
-        # Attach.
+        """Read messages from the core and the fronts, and write queued output. Waits for a message if there
+        is no work."""
+        # Closed channels are removed before new messages are read, because an Attach message may reuse the
+        # descriptor number of a closed channel.
         for front in [name for name, channel in self._fronts.items() if channel.closed]:
             self._drop_front(front)
         self._select_backlogs()
@@ -81,11 +82,11 @@ class LeaderLoop:
                 read()
 
     def _register(self, channel: Channel[Any], read: Callable[[], None]) -> None:
-        """Call `read` whenever a channel has messages."""
+        """Call `read` whenever a channel is readable."""
         self._selector.register(channel, selectors.EVENT_READ, (channel, read))
 
     def _select_backlogs(self) -> None:
-        """Select for writing exactly those channels that have a backlog."""
+        """Wait for writability only on channels that have queued output."""
         for key in list(self._selector.get_map().values()):
             channel, _ = key.data
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.backlog_bytes else 0)
@@ -118,8 +119,8 @@ class LeaderLoop:
             self._drop_front(front)
 
     def _drop_front(self, front: str) -> None:
-        """Remove a front whose channel is closed: the front exited, sent an invalid frame, or left too much
-        unread."""
+        """Remove a front whose channel is closed. A channel closes if the front exits, sends an invalid
+        frame, or leaves too much output unread."""
         self._selector.unregister(self._fronts.pop(front))
         self._scheduler.cancel_origin(front)
         self._fronts_gone.append(front)
@@ -140,8 +141,8 @@ class LeaderLoop:
             self._report(result)
 
     def _announce(self, plan: StepPlan) -> None:
-        """Announce a step that takes longer than a heartbeat, so that the core does not consider this replica
-        hung."""
+        """Announce a step that will take longer than a heartbeat interval, so that the core does not consider
+        this replica hung."""
         expected_s = self._forecast.predict_s(plan)
         if expected_s > HEARTBEAT_S:
             self._control.send(LongStep(expected_s))
@@ -168,7 +169,7 @@ class LeaderLoop:
 
 
 class _StepMeans:
-    """The mean timing of steps of one kind since the last report."""
+    """Mean duration and mean idle time of decode-only or mixed steps since the last report."""
 
     def __init__(self) -> None:
         self._count, self._ms, self._idle_us = 0, 0.0, 0.0
@@ -179,8 +180,8 @@ class _StepMeans:
         self._idle_us += timing.idle_us
 
     def take(self) -> tuple[int, float, float]:
-        """Return and reset the number of steps, their mean duration in ms, and the mean idle time before them
-        in µs."""
+        """Return the number of steps, their mean duration in ms and the mean idle time before a step in µs,
+        and reset all three."""
         count = max(1, self._count)
         means = self._count, self._ms / count, self._idle_us / count
         self._count, self._ms, self._idle_us = 0, 0.0, 0.0

@@ -1,9 +1,9 @@
-"""Logging that never blocks the caller: a separate thread writes the lines to standard error.
+"""Logging that never blocks the caller, because a separate thread writes the lines to standard error.
 
-A write to standard error blocks while the pipe's reader does not read, the terminal is stopped or journald is
-stalled. An event loop or a step loop must not wait for that. So loggers put finished lines into a bounded
-queue, and a daemon thread writes them. Lines are dropped and counted while the queue is full. When standard
-error can be written again, a line reports how many were dropped.
+A write to standard error blocks if the pipe's reader is not reading, the terminal is paused, or journald is
+stalled. An event loop or a step loop must not wait for such a write. Loggers therefore put formatted lines
+into a bounded queue, and a daemon thread writes them. If the queue is full, new lines are dropped and
+counted. Once standard error is writable again, the number of dropped lines is logged.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 MAX_QUEUED_LINES = 10_000
-"""Maximum number of queued lines: about 2 MB at their usual length."""
+"""Maximum number of queued lines. At the usual line length, a full queue takes about 2 MB."""
 MAX_LINE_CHARS = 16_384
-"""Maximum length of one record with its traceback; the rest is cut."""
+"""Maximum length of one record including its traceback. Longer records are truncated."""
 FLUSH_S = 1.0
-"""How long an exiting process waits until the last lines are written."""
+"""Maximum time, in seconds, that an exiting process waits for its last lines to be written."""
 STDERR = 2
 
 log = logging.getLogger(__name__)
 
 
 class LogState(NamedTuple):
-    """The state of this process's log."""
+    """State of this process's log."""
 
     dropped_lines: int = 0
-    """Lines dropped since the start because standard error could not be written."""
+    """Number of lines dropped since the process started, because standard error was blocked."""
     stalled_s: float = 0.0
-    """Duration of the current write so far; 0 if there is none."""
+    """Duration of the current write in seconds, or 0 if no write is in progress."""
 
 
 class UtcFormatter(logging.Formatter):
-    """UTC time with milliseconds, level, `prefix`, message."""
+    """Formats a record as UTC time with milliseconds, level, `prefix` and message."""
 
     def __init__(self, prefix: str) -> None:
         super().__init__(
@@ -48,12 +48,12 @@ class UtcFormatter(logging.Formatter):
 
     @staticmethod
     def converter(seconds: float | None = None) -> time.struct_time:
-        """Return UTC."""
+        """Convert a timestamp to UTC."""
         return time.gmtime(seconds)
 
 
 class LineQueue(QueueHandler):
-    """Formats records on the caller's thread and queues the lines."""
+    """Formats log records on the caller's thread and queues the resulting lines."""
 
     def __init__(self, formatter: logging.Formatter, descriptor: int = STDERR) -> None:
         self._lines: queue.Queue[Any] = queue.Queue(MAX_QUEUED_LINES)
@@ -63,44 +63,45 @@ class LineQueue(QueueHandler):
         self.writer = LineWriter(self, descriptor)
 
     def prepare(self, record: logging.LogRecord) -> Any:
-        """Return the line as bytes."""
+        """Return the formatted record as a line of bytes."""
         line = self.format(record)
         if len(line) > MAX_LINE_CHARS:
             line = f"{line[:MAX_LINE_CHARS]}… ({len(line) - MAX_LINE_CHARS} more characters cut)"
         return line.encode("utf-8", "backslashreplace") + b"\n"
 
     def enqueue(self, record: Any) -> None:
-        """Queue a line; count it as dropped if the queue is full."""
+        """Queue a line. If the queue is full, the line is dropped and counted."""
         try:
             self.queue.put_nowait(record)
         except queue.Full:
             self.dropped += 1
 
     def flush(self) -> None:
-        """Wait at most `FLUSH_S` until the queued lines are written. `logging.shutdown` calls it at exit."""
+        """Wait until the queued lines are written, at most `FLUSH_S` seconds. `logging.shutdown` calls this
+        method at exit."""
         deadline = time.monotonic() + FLUSH_S
         while self._lines.unfinished_tasks and time.monotonic() < deadline:
             time.sleep(0.002)
 
     def state(self) -> LogState:
-        """Return the current state."""
+        """Return the number of dropped lines and the duration of the current write."""
         since = self.writer.writing_since
         return LogState(self.dropped, 0.0 if since is None else time.monotonic() - since)
 
 
 class LineWriter(QueueListener):
-    """The thread that writes the lines of a `LineQueue`."""
+    """The thread that writes the queued lines of a `LineQueue`."""
 
     def __init__(self, lines: LineQueue, descriptor: int) -> None:
         super().__init__(lines.queue)
         self.writing_since: float | None = None
-        """`time.monotonic()` at the beginning of the current write; None if there is none."""
+        """`time.monotonic()` at the start of the current write, or None if no write is in progress."""
         self._lines = lines
         self._descriptor = descriptor
         self._reported = 0
 
     def handle(self, record: Any) -> None:
-        """Write a line, then report how many were dropped during the write."""
+        """Write a line. If lines were dropped since the last report, log their number."""
         began = self.writing_since = time.monotonic()
         self._write(record)
         self.writing_since = None
@@ -114,25 +115,25 @@ class LineWriter(QueueListener):
             self._write(self._lines.prepare(report))
 
     def _write(self, line: bytes) -> None:
-        # Written to the descriptor, not through `sys.stderr`: a thread that is blocked inside a buffered
-        # stream holds the stream's lock, and the interpreter needs that lock to exit.
+        # The line is written to the file descriptor instead of `sys.stderr`. A thread blocked inside a
+        # buffered stream holds the stream's lock, and the interpreter needs this lock to exit.
         rest = memoryview(line)
         while rest:
             try:
                 rest = rest[os.write(self._descriptor, rest) :]
-            except BlockingIOError:  # another process that shares the descriptor made it non-blocking
+            except BlockingIOError:  # another process made the shared descriptor non-blocking
                 room = select.poll()
                 room.register(self._descriptor, select.POLLOUT)
                 room.poll()
-            except OSError:  # the reader has closed its end
+            except OSError:  # the reader has closed its end of the pipe
                 self._lines.dropped += 1
                 self._reported += 1
                 return
 
 
 def log_to_stderr(formatter: logging.Formatter) -> None:
-    """Send this process's log to standard error without blocking, including Python's warnings and unhandled
-    exceptions, which would otherwise be written directly."""
+    """Send this process's log to standard error without blocking. The log includes Python warnings and
+    unhandled exceptions, which would otherwise be written directly."""
     root = logging.getLogger()
     if (former := _line_queue()) is not None:
         former.setFormatter(formatter)
@@ -147,7 +148,7 @@ def log_to_stderr(formatter: logging.Formatter) -> None:
 
 
 def log_state() -> LogState:
-    """Return the state of this process's log; zeros if `log_to_stderr` was not called."""
+    """Return the state of this process's log. All values are 0 if `log_to_stderr` was not called."""
     lines = _line_queue()
     return LogState() if lines is None else lines.state()
 

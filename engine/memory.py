@@ -1,4 +1,5 @@
-"""Available memory in bytes, and the errors that a replica raises when it is not enough."""
+"""Measures the available memory in bytes, and defines the errors that a replica raises if memory is
+insufficient."""
 
 from __future__ import annotations
 
@@ -8,30 +9,29 @@ from pathlib import Path
 from engine.messages import BLOCK_TOKENS
 
 CPU_MAX_KV_BYTES = 2 << 30
-"""Maximum size of the KV cache on a CPU unless `kv_blocks` is set, because other processes need memory
-too."""
+"""Maximum size of the KV cache on a CPU if `kv_blocks` is not set. It leaves memory for other processes."""
 
 
 class WeightsTooLarge(MemoryError):
-    """A rank's weights do not fit on its device. The message has both sizes."""
+    """A rank's weights do not fit on its device. The message contains both sizes."""
 
 
 class StepsTooLarge(MemoryError):
-    """The activations of the largest steps do not fit on a GPU together with weights and KV cache. The
-    message has the sizes."""
+    """The activations of the largest steps do not fit on a GPU in addition to the weights and the KV cache.
+    The message contains the sizes."""
 
 
 class PoolTooSmall(MemoryError):
-    """The KV pool cannot hold one sequence of maximum length. The message has both numbers."""
+    """The KV pool is too small for one sequence of maximum length. The message contains both block counts."""
 
 
 class PoolTooLarge(MemoryError):
-    """The configured KV pool does not fit into memory. The message has both numbers."""
+    """The configured KV pool does not fit into memory. The message contains both sizes."""
 
 
 def available_host_bytes() -> int:
-    """Return the host memory available to new allocations: the machine's, or less if a cgroup (v2) limits
-    it."""
+    """Return the host memory that is available for new allocations, limited by the machine and by the
+    process's cgroups (v2)."""
     available = 0
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
@@ -48,14 +48,14 @@ def available_host_bytes() -> int:
 
 
 def resident_bytes() -> int:
-    """Return the resident memory of this process."""
+    """Return the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def check_blocks(blocks: int, max_model_len: int, bytes_per_block: int, given: bool) -> int:
-    """Return `blocks` if they hold a sequence of `max_model_len` tokens; otherwise raise PoolTooSmall.
+    """Return `blocks` if a sequence of `max_model_len` tokens fits into them. Raises PoolTooSmall otherwise.
 
-    given: whether `kv_blocks` was configured, rather than derived from the available memory.
+    `given` is true if `kv_blocks` was configured, and false if it was derived from the available memory.
     """
     needed = -(-max_model_len // BLOCK_TOKENS)
     if blocks >= needed:
@@ -75,10 +75,11 @@ def check_blocks(blocks: int, max_model_len: int, bytes_per_block: int, given: b
 
 
 def too_large(blocks: int, bytes_per_block: int, ranks: int, available_bytes: int) -> PoolTooLarge:
-    """Return the error for KV pools of `ranks` ranks that do not fit into `available_bytes`."""
+    """Return the error for KV pools, on `ranks` ranks, that do not fit into `available_bytes`."""
     needed = blocks * bytes_per_block * ranks
     most = max(0, available_bytes) // (bytes_per_block * ranks)
-    # Available memory fluctuates. Rounding down to two digits makes a second attempt give the same advice.
+    # Available memory fluctuates, so the suggested number is rounded down to two significant digits. A second
+    # attempt then suggests the same number.
     most -= most % 10 ** max(0, len(str(most)) - 2)
     remedy = f"lower it to at most {most}, or leave it out" if most else "free memory"
     return PoolTooLarge(
@@ -88,7 +89,7 @@ def too_large(blocks: int, bytes_per_block: int, ranks: int, available_bytes: in
 
 
 def _cached_bytes(group: Path) -> int:
-    """Return the bytes of cached files in a cgroup, which the kernel frees when new allocations need
+    """Return the size of a cgroup's cached files, which the kernel frees when a new allocation needs
     memory."""
     lines = (group / "memory.stat").read_text().splitlines()
     counts = dict(line.split() for line in lines if line.startswith(("active_file ", "inactive_file ")))
@@ -96,7 +97,8 @@ def _cached_bytes(group: Path) -> int:
 
 
 def _cgroups() -> list[Path]:
-    """Return this process's cgroup and its ancestors, innermost first; empty without cgroup v2."""
+    """Return the cgroup of this process and its ancestors, innermost first. The list is empty without cgroup
+    v2."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:

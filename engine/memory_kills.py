@@ -1,7 +1,7 @@
-"""Counts the processes of this control group that the kernel has killed for lack of memory.
+"""Counts the processes of this cgroup that the kernel has killed because memory ran out.
 
-A process that the kernel kills for lack of memory ends by SIGKILL, as does a process that an operator kills.
-The counter `oom_kill` of the control group tells the two apart.
+A process killed by the kernel's OOM killer ends with SIGKILL, like a process killed by an operator. The
+cgroup's counter `oom_kill` distinguishes the two cases.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _ROOT = Path("/sys/fs/cgroup")
 
 
 def count_memory_kills(own_groups: Path = _OWN_GROUPS, root: Path = _ROOT) -> int:
-    """Return `oom_kill` of this process's control group; 0 if the counter does not exist."""
+    """Return the counter `oom_kill` of this process's cgroup, or 0 if it does not exist."""
     try:
         lines = own_groups.read_text().splitlines()
     except OSError:
@@ -30,7 +30,7 @@ def count_memory_kills(own_groups: Path = _OWN_GROUPS, root: Path = _ROOT) -> in
 
 
 def _counter_files(lines: list[str], root: Path) -> Iterator[Path]:
-    """The files that may hold the counter, of cgroup v1 and v2."""
+    """Yield the files that may contain the counter, for cgroup v1 and v2."""
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
@@ -40,9 +40,9 @@ def _counter_files(lines: list[str], root: Path) -> Iterator[Path]:
 
 
 def memory_kill_note(returncode: int, count_at_start: int) -> str:
-    """Return a suffix for the message that a process ended: it says that the kernel may have killed the
-    process for lack of memory. Empty if the kernel killed none. `count_at_start` is the counter's value when
-    the process started."""
+    """Return a note that the OOM killer may have killed a process, to append to the message about its end.
+    The note is empty if the process did not end by SIGKILL, or if no process of the cgroup was killed since
+    it started. `count_at_start` is the counter's value at that time."""
     if returncode != -signal.SIGKILL:
         return ""
     killed = count_memory_kills() - count_at_start
@@ -51,5 +51,5 @@ def memory_kill_note(returncode: int, count_at_start: int) -> str:
     processes = "a process" if killed == 1 else f"{killed} processes"
     return (
         f"; since it started, the kernel has killed {processes} of the service for lack of memory "
-        f"(oom_kill): raise the memory limit (MemoryMax), or let the models use less"
+        f"(oom_kill): raise the memory limit (MemoryMax), or reduce the models' memory use"
     )

@@ -1,7 +1,7 @@
-"""The messages of the engine: between core and ranks, and between fronts and replicas.
+"""Messages between the core and the ranks, and between the fronts and the replicas.
 
-All structs are plain data, encoded as msgpack by `engine.wire`. Plans between ranks are in `engine.plan`.
-Core and fronts import this module, so it does not load torch.
+All structs contain only plain data, which `engine.wire` encodes as msgpack. The plans that rank 0 sends to
+the other ranks are defined in `engine.plan`. Core and fronts import this module, so it does not load torch.
 """
 
 from __future__ import annotations
@@ -11,79 +11,83 @@ from typing import Literal
 import msgspec
 
 BLOCK_TOKENS = 64
-"""Tokens per KV block. The pool layout, the prefix hashes and the kernels depend on this value."""
+"""Number of tokens per KV block. The pool layout, the prefix hashes and the kernels depend on this value."""
 
 MAX_BAD_WORD_TOKENS = 32
-"""Maximum length of an entry of `SamplingParams.bad_words`. The device keeps one token less than this of
-every output."""
+"""Maximum length, in tokens, of an entry of `SamplingParams.bad_words`. The device stores the last
+`MAX_BAD_WORD_TOKENS` - 1 tokens of every output."""
 MAX_BAD_WORDS = 512
-"""Maximum number of entries of `SamplingParams.bad_words`, since each is compared in every step."""
+"""Maximum number of entries of `SamplingParams.bad_words`. It is limited because every entry is compared in
+each step."""
 
 CLASSES = 4
-"""Number of classes: `Submit.priority` is 0 to 3."""
+"""Number of priority classes: `Submit.priority` is 0 to 3."""
 URGENCIES = 3
-"""Number of urgencies inside a class: `Submit.urgency` is 0 to 2."""
+"""Number of urgencies within a priority class: `Submit.urgency` is 0 to 2."""
 LEVELS = CLASSES * URGENCIES
-"""Number of levels, one for each class and urgency: `Submit.level` is 0 to 11."""
+"""Number of scheduling levels, one for each pair of class and urgency: `Submit.level` is 0 to 11."""
 
 Device = Literal["auto", "cuda", "cpu"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["auto", "fp8"]
 LoadFormat = Literal["safetensors", "dummy"]
 FinishReason = Literal["", "stop", "length", "cancelled", "error"]
-"""Why a sample ended: "" (it has not ended), "stop" (a stop token, which is its last token), "length"
-(`max_tokens` or the model's maximum length), "cancelled" or "error"."""
+"""The reason why a sample ended: "stop" (the last token is a stop token), "length" (`max_tokens` or the
+model's maximum length was reached), "cancelled" or "error". It is empty if the sample has not ended."""
 
 
 # ── replicas ────────────────────────────────────────────────────────────────────────────
 
 
 class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The configuration of a replica, sent to each of its ranks."""
+    """Configuration of a replica, which is sent to each of its ranks."""
 
     replica: str
-    """Name of the replica, unique on the server, e.g. "demo-0"."""
+    """Name of the replica, e.g. "demo-0". It is unique on the server."""
     model_path: str
-    """Folder of a Hugging Face checkpoint (`config.json` and safetensors files)."""
+    """Folder of a Hugging Face checkpoint, with `config.json` and safetensors files."""
     load_format: LoadFormat = "safetensors"
-    """"safetensors", or "dummy" for random weights generated on the device."""
+    """Source of the weights: "safetensors" (the checkpoint's files) or "dummy" (random weights generated on
+    the device)."""
     device: Device = "auto"
-    """"auto" is CUDA if available, otherwise the CPU."""
+    """Device type. "auto" selects CUDA if it is available, and otherwise the CPU."""
     dtype: DType = "auto"
-    """"auto" is the checkpoint's dtype on CUDA, float32 on the CPU."""
+    """Model dtype. "auto" selects the checkpoint's dtype on CUDA and float32 on the CPU."""
     quantization: Quantization = "auto"
-    """How the layers' matrices are stored: "auto" (as in the checkpoint) or "fp8" (quantised while loading,
-    with one scale per output)."""
+    """Storage of the layers' matrices: "auto" (as in the checkpoint) or "fp8" (quantised while loading, with
+    one scale per output)."""
     kv_cache_dtype: Quantization = "auto"
-    """The KV cache's dtype: "auto" (the model's) or "fp8" (e4m3, with one scale per token and head)."""
+    """Dtype of the KV cache: "auto" (the model's dtype) or "fp8" (e4m3, with one scale per token and
+    head)."""
     tensor_parallel_size: int = 1
     max_model_len: int | None = None
-    """Maximum length of a sequence, prompt and output together; None: the checkpoint's maximum."""
+    """Maximum length of a sequence, including prompt and output. None selects the checkpoint's maximum."""
     max_num_seqs: int = 64
-    """Maximum number of sequences that run at the same time."""
+    """Maximum number of concurrently running sequences."""
     max_num_batched_tokens: int = 2048
-    """Token budget of a step."""
+    """Token budget of a step: the maximum number of tokens that it computes."""
     max_mixed_tokens: int | None = None
-    """Token budget of a step in which sequences decode. The whole step delays each one's next token. None:
-    half of `max_num_batched_tokens`, at most 4096."""
+    """Token budget of a step that contains both decodes and prompts. It limits how long prompts delay the
+    next tokens of decoding sequences. None selects half of `max_num_batched_tokens`, but at most 4096."""
     kv_blocks: int | None = None
-    """Number of KV blocks; None: as many as fit into the memory left after a profiling step."""
+    """Number of KV blocks. None selects as many blocks as fit into the memory left after a profiling step."""
     gpu_memory_utilization: float = 0.95
-    """Fraction of the device's memory to use (on CPU: of the free memory, with at most 2 GiB for the KV
-    cache)."""
+    """Fraction of the device's memory to use. On a CPU, it is a fraction of the free memory, and the KV cache
+    uses at most 2 GiB."""
     prefix_cache: bool = True
     overlap: bool = True
-    """Launch step N+1 before the tokens of step N are read."""
+    """Whether step N+1 is launched before the tokens of step N are read."""
     rendezvous: str = ""
-    """Path of a file, not yet existing, through which the ranks find each other; empty for a single rank."""
+    """Path of the file through which the ranks find each other. The file must not exist yet. The path is
+    empty for a single rank."""
     gpus: tuple[str, ...] = ()
-    """UUIDs of the GPUs, in order of ranks; empty: the first visible ones."""
+    """UUIDs of the GPUs in rank order. If empty, the first visible GPUs are used."""
     threads: int | None = None
-    """Number of torch CPU threads per rank; None: cores divided by ranks."""
+    """Number of torch CPU threads per rank. None divides the CPU cores equally among the ranks."""
 
 
 class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The properties of a loaded replica; part of `Ready`. Byte counts are sums over the ranks."""
+    """Properties of a loaded replica, sent as part of `Ready`. Byte counts are sums over all ranks."""
 
     replica: str
     model_type: str
@@ -97,131 +101,138 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     dtype: str
     weights: str
-    """The dtype of the layers' matrices; "fp8" if they are quantised."""
+    """Dtype of the layers' matrices, or "fp8" if they are quantised."""
     kv_cache_dtype: str
-    """The dtype of the KV cache, or "fp8"."""
+    """Dtype of the KV cache, or "fp8" if it is quantised."""
     backend: str
-    """The type of the device: "cpu" or "cuda"."""
+    """Device type: "cpu" or "cuda"."""
     devices: list[str]
-    """One name per rank, e.g. "cpu" or "cuda:0 NVIDIA H200"."""
+    """Device name of each rank, e.g. "cpu" or "cuda:0 NVIDIA H200"."""
     tensor_parallel_size: int
     collectives: str = ""
-    """The library that exchanges data between the ranks, e.g. "gloo" or "NCCL"; empty for a single rank."""
+    """Communication backend of the ranks, e.g. "gloo" or "NCCL". It is empty for a single rank."""
     load_seconds: float
     predicted_bytes: int
-    """Memory for weights, KV cache and activations as `engine.sizing` predicted it."""
+    """Memory, in bytes, for weights, KV cache and activations, as predicted by `engine.sizing`."""
     used_bytes: int
-    """Memory use measured after loading."""
+    """Memory use in bytes, measured after loading."""
     torch_version: str
     least_step_s: float = 0.0
-    """Lower bound of the time of a decode step, from the bytes that it reads and the device's peak rates; 0
-    if these are not known."""
+    """Lower bound on the duration of a decode step, in seconds, derived from the bytes that it reads and the
+    device's peak rates. It is 0 if the peak rates are unknown."""
     least_prompt_token_s: float = 0.0
-    """Lower bound of the time that a prompt token takes; 0 if not known."""
+    """Lower bound on the time per prompt token in seconds, or 0 if the device's peak rates are unknown."""
 
 
-# ── requests, from a front ──────────────────────────────────────────────────────────────────────
+# ── requests from a front ───────────────────────────────────────────────────────────────────────
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How tokens are sampled. The defaults sample greedily, with `max_tokens` as the only limit."""
+    """Sampling parameters of a request. By default, tokens are sampled greedily until `max_tokens` is
+    reached."""
 
     max_tokens: int
-    """Maximum number of output tokens, including those in `Submit.output_token_ids`."""
+    """Maximum number of output tokens, including the tokens in `Submit.output_token_ids`."""
     temperature: float = 0.0
-    """The temperature; 0 means greedy decoding."""
+    """Sampling temperature. 0 selects greedy decoding."""
     top_k: int = 0
-    """0 means off."""
+    """Number of most likely tokens to sample from. 0 disables the limit."""
     top_p: float = 1.0
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] | None = None
-    """Values to add to the logits of these token ids."""
+    """Values that are added to the logits of the given token ids."""
     allowed_tokens: bytes = b""
-    """Bit map of the token ids that may be sampled: token i is bit i % 8 of byte i // 8. Empty: all
-    tokens."""
+    """Bitmap of the tokens that may be sampled. Token i is represented by bit i % 8 of byte i // 8. An empty
+    bitmap allows all tokens."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Sequences of token ids that the output must not contain: the last token of an entry is banned if the
-    output ends with the entry's other tokens. Prompt tokens do not count."""
+    """Sequences of token ids that must not occur in the output. The last token of an entry is banned if the
+    output ends with the entry's preceding tokens. Prompt tokens are not considered."""
     seed: int = 0
-    """Seed of the sampling noise, 64 bits. The noise depends on seed, sample index, position and token id."""
+    """Seed of the sampling noise (64 bits). The noise depends on seed, sample index, position and token
+    id."""
     min_tokens: int = 0
-    """Stop tokens are suppressed until this many tokens have been generated."""
+    """Minimum number of output tokens. Stop tokens are suppressed until it is reached."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end a sequence: the checkpoint's end-of-sequence tokens, added by the front, and the
-    request's."""
+    """Tokens that end a sequence: the stop tokens of the request, and the checkpoint's end-of-sequence
+    tokens, which the front adds."""
     ignore_eos: bool = False
-    """Neither stop at `stop_token_ids` nor suppress them."""
+    """Whether to ignore `stop_token_ids`. Ignored stop tokens neither end the sequence nor are suppressed."""
     logprobs: int | None = None
-    """k: return the log probabilities of the sampled token and of the k most likely tokens. None: return
-    none."""
+    """Number of most likely tokens whose log probabilities are returned, in addition to that of the sampled
+    token. None disables log probabilities."""
     prompt_logprobs: int | None = None
-    """Like `logprobs`, but for every prompt token except the first."""
+    """Number of most likely tokens whose log probabilities are returned for every prompt token except the
+    first, in addition to that of the prompt token. None disables log probabilities."""
 
     @property
     def penalised(self) -> bool:
-        """Whether sampling needs the counts of the tokens that occurred so far."""
+        """Whether sampling requires the number of previous occurrences of each token."""
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
 
 class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True, omit_defaults=True):
-    """Front to replica: generate `n` samples for one prompt."""
+    """Sent by a front to a replica to generate `n` samples for one prompt."""
 
     handle: int
-    """Identifies the submission on its channel. The front chooses it and never reuses it."""
+    """Identifier of the submission on its channel. The front chooses it and never reuses it."""
     request_id: str
     index: int = 0
-    """Index of the prompt in its request."""
+    """Index of the prompt within its request."""
     prompt_token_ids: list[int]
     output_token_ids: list[int] = []
-    """Tokens that another replica generated before it died; they count as output. Requires n = 1."""
+    """Tokens that another replica generated before it failed. They count as output. If any are given, n must
+    be 1."""
     n: int = 1
     first_sample: int = 0
-    """Index of the first sample; sample i of the submission has index first_sample + i."""
+    """Index of the submission's first sample within its request. Sample i of the submission has index
+    first_sample + i."""
     sampling: SamplingParams
     cache_salt: str = ""
-    """Opaque string: the prefix cache shares blocks only between requests with equal salts."""
+    """An arbitrary string. The prefix cache shares blocks only between requests with equal salts."""
     priority: int = 1
-    """Class, from 0 (real-time) to 3 (background). Preemption takes the highest number first."""
+    """Priority class, from 0 (real-time) to 3 (background). Sequences of the class with the highest number
+    are preempted first."""
     urgency: int = 0
-    """Order inside the class. 2: urgent, and all prompts of the request fit into one step; 1: urgent, with
-    longer prompts; 0: not urgent."""
+    """Urgency within the priority class. 2: urgent, and all prompts of the request fit into one step. 1:
+    urgent, with longer prompts. 0: not urgent."""
     spare_slots: int = 0
-    """Number of slots that must stay free when a sample of this submission starts. They are reserved for
-    submissions of better levels."""
+    """Number of slots that must remain free when a sample of this submission starts. They are reserved for
+    submissions with higher priority."""
 
     @property
     def level(self) -> int:
-        """Order of service over all classes, best first: submissions of a better level are admitted and
-        computed first, and credit is counted by level."""
+        """Scheduling level from 0 (highest priority) to LEVELS - 1. Submissions of a lower level are admitted
+        and computed first, and credit is counted per level."""
         return level_of(self.priority, self.urgency)
 
     @property
     def credit_tokens(self) -> int:
-        """Token credit that the submission spends. It is granted back as tokens are computed or dropped."""
+        """Token credit that the submission uses. The credit is granted back when the tokens have been
+        computed or dropped."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
 
 class Cancel(msgspec.Struct, tag="cancel", frozen=True):
-    """Front to replica: end a submission, or only one `sample` of it."""
+    """Sent by a front to a replica to cancel a submission, or only one `sample` of it."""
 
     handle: int
     sample: int | None = None
 
 
 def level_of(priority: int, urgency: int) -> int:
-    """Return the level of a class and an urgency, from 0 (the first to be served) to LEVELS - 1."""
+    """Return the scheduling level of a priority class and an urgency, from 0 (served first) to LEVELS - 1."""
     return URGENCIES * priority + URGENCIES - 1 - urgency
 
 
-# ── outputs, to a front ───────────────────────────────────────────────────────────────────────────
+# ── outputs to a front ────────────────────────────────────────────────────────────────────────────
 
 
 class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):
-    """Natural log probability of a sampled or prompt token and of the most likely alternatives, best first.
-    The distribution is the model's own, before temperature, penalties and biases."""
+    """Natural log probabilities of a sampled or prompt token and of the most likely alternatives, most likely
+    first. They are computed from the model's distribution before temperature, penalties and biases."""
 
     token_id: int
     logprob: float
@@ -229,82 +240,85 @@ class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Output(msgspec.Struct, array_like=True):
-    """New tokens of one sample. The last output of a sample has a non-empty `finish_reason`."""
+    """New tokens of one sample. `finish_reason` is empty except in the sample's last output."""
 
     handle: int
     sample: int
     token_ids: list[int]
     finish_reason: FinishReason = ""
     logprobs: list[TokenLogprob] | None = None
-    """One entry per token in `token_ids`, if requested."""
+    """One entry per token in `token_ids`, or None if log probabilities were not requested."""
     cached_tokens: int | None = None
-    """Number of prompt tokens found in the prefix cache; set in a sample's first output only."""
+    """Number of prompt tokens found in the prefix cache. Set only in a sample's first output."""
     prompt_logprobs: list[TokenLogprob | None] | None = None
-    """One entry per prompt token, None for the first token. Only in the first output of sample
+    """One entry per prompt token, with None for the first token. Set only in the first output of sample
     `first_sample`, and only if requested."""
     error: str | None = None
-    """The reason, if `finish_reason` is "error"."""
+    """Error message if `finish_reason` is "error"."""
     refused: bool = False
-    """Whether the submission was refused as invalid. Any other error is a failure of the engine."""
+    """Whether the submission was rejected as invalid. Any other error is a failure of the engine."""
 
 
 class StepFrame(msgspec.Struct, tag="step", array_like=True):
-    """Replica to front: all outputs of one step for this front."""
+    """Sent by a replica to a front with all of the front's outputs from one step."""
 
     step: int
     outputs: list[Output]
 
 
-# ── control, between core and ranks ─────────────────────────────────────────────────────
+# ── control between core and ranks ──────────────────────────────────────────────────────
 
 
 class Start(msgspec.Struct, tag="start", frozen=True):
-    """Core to each rank, as the first message: start as rank `rank`. Rank 0 receives one file descriptor per
-    other rank, in order of ranks: the plan channels. Each other rank receives its end of its plan channel."""
+    """First message from the core to each rank, which starts as rank number `rank`. With it, rank 0 receives
+    the file descriptors of the plan channels to the other ranks, in rank order. Every other rank receives the
+    descriptor of its plan channel."""
 
     spec: ReplicaSpec
     rank: int
 
 
 class Attach(msgspec.Struct, tag="attach", frozen=True):
-    """Core to rank 0: serve a front. The message carries the descriptor of the front's data channel."""
+    """Sent by the core to rank 0 to connect a front. The message carries the file descriptor of the front's
+    data channel."""
 
     front: str
 
 
 class CancelSequences(msgspec.Struct, tag="cancel_request", frozen=True):
-    """Core to rank 0: end all sequences of a request, by an operator's action or at its deadline."""
+    """Sent by the core to rank 0 to end all sequences of a request, because an operator cancelled it or its
+    deadline has passed."""
 
     request_id: str
 
 
 class Stop(msgspec.Struct, tag="stop", frozen=True):
-    """Core to rank: exit now; running sequences are lost."""
+    """Sent by the core to a rank, which exits immediately. Running sequences are lost."""
 
 
 class Progress(msgspec.Struct, tag="progress", frozen=True):
-    """Rank to core during the start: the current stage and its progress, 0 to 1."""
+    """Sent by a rank to the core during its start, with the current stage and its progress from 0 to 1."""
 
     stage: str
     fraction: float
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True):
-    """Rank 0 to core: the replica accepts submissions."""
+    """Sent by rank 0 to the core when the replica is ready to accept submissions."""
 
     info: ReplicaInfo
 
 
 class Fatal(msgspec.Struct, tag="fatal", frozen=True):
-    """Rank to core, as the last message: why the rank exits. "checkpoint" means invalid files or a spec that
-    cannot be run; the core retries those slowly."""
+    """Last message from a rank to the core, with the reason why the rank exits. The kind "checkpoint" means
+    that the files or the configuration are invalid. The core then waits longer before it retries."""
 
     kind: Literal["checkpoint", "memory", "device", "internal"]
     message: str
 
 
 class Finished(msgspec.Struct, array_like=True, frozen=True):
-    """The final counts of a submission. Exactly one is sent for each `Submit`."""
+    """Final counts of a submission. Exactly one `Finished` is sent for each `Submit`."""
 
     request_id: str
     index: int
@@ -312,85 +326,87 @@ class Finished(msgspec.Struct, array_like=True, frozen=True):
     prompt_tokens: int
     cached_tokens: int
     generated_tokens: int
-    """Sum over all samples, without the tokens in `Submit.output_token_ids`."""
+    """Number of generated tokens of all samples, excluding the tokens in `Submit.output_token_ids`."""
     preemptions: int
     batch_size: int
     """Number of sequences in the step that started the submission."""
     finish_reason: list[FinishReason]
-    """One entry per sample."""
+    """One finish reason per sample."""
     credit_tokens: int
-    """The submission's token credit, all of which has been granted back."""
+    """The submission's total token credit, which has been granted back completely."""
 
 
 class EngineGauges(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a replica's engine. Token and preemption counts are totals since the start."""
+    """State of a replica's engine. Token and preemption counts are totals since the replica started."""
 
     step: int
-    """The last step whose tokens were read."""
+    """Number of the last step whose tokens were read."""
     credit_seqs: int
     credit_tokens: int
     returned_seqs: tuple[int, ...] = (0,) * LEVELS
-    """`credit_seqs` by level, without the initial credit: number of samples that ended."""
+    """Number of ended samples per level. The sum equals `credit_seqs` minus the initial credit."""
     returned_tokens: tuple[int, ...] = (0,) * LEVELS
-    """`credit_tokens` by level, without the initial credit: prompt tokens that were computed or dropped."""
+    """Number of prompt tokens per level that were computed or dropped. The sum equals `credit_tokens` minus
+    the initial credit."""
     running: int = 0
     waiting: int = 0
     waiting_seqs: tuple[int, ...] = (0,) * LEVELS
-    """Number of waiting sequences by level."""
+    """Number of waiting sequences per level."""
     blocks_total: int = 0
     blocks_used: int = 0
     blocks_cached: int = 0
     preemptions: int = 0
     prompt_tokens: int = 0
-    """Prompt tokens of started submissions, counted once per submission."""
+    """Number of prompt tokens of all started submissions. A prompt counts once per submission."""
     cached_tokens: int = 0
-    """How many of `prompt_tokens` were found in the prefix cache."""
+    """Number of prompt tokens that were found in the prefix cache."""
     computed_tokens: int = 0
-    """Computed prompt tokens; tokens recomputed after a preemption count again."""
+    """Number of computed prompt tokens. Tokens that are recomputed after a preemption count again."""
     generated_tokens: int = 0
 
 
 class ReplicaStats(EngineGauges, frozen=True, kw_only=True):
-    """The engine's state, and statistics of the steps since the last report."""
+    """State of a replica's engine, and statistics of the steps since the previous report."""
 
     decode_steps: int = 0
     """Number of decode-only steps."""
     step_ms: float = 0.0
-    """Mean duration of a decode-only step; 0 if there was none."""
+    """Mean duration of a decode-only step in milliseconds, or 0 if there was none."""
     idle_us: float = 0.0
-    """Mean time for which the device waited for the host before a decode-only step."""
+    """Mean time, in microseconds, that the device waited for the host before a decode-only step."""
     mixed_steps: int = 0
-    """Number of steps with prefill. The next two fields have the mean duration of these steps and the mean
-    idle time before them."""
+    """Number of steps with prefill. Their mean duration and mean idle time are `mixed_step_ms` and
+    `mixed_idle_us`."""
     mixed_step_ms: float = 0.0
     mixed_idle_us: float = 0.0
     log_dropped_lines: int = 0
-    """Number of lines of rank 0's log that were dropped since the start, because standard error was
-    blocked."""
+    """Number of log lines that rank 0 has dropped since its start because standard error was blocked."""
 
 
 class Report(ReplicaStats, tag="report", frozen=True, kw_only=True):
-    """Rank 0 to core: the state of the replica. Sent after each step that ended a submission or granted
-    credit, every 100 ms while steps run, and every 500 ms otherwise, as a heartbeat. A `LongStep` announces a
-    longer pause.
+    """Sent by rank 0 to the core with the state of the replica. A report is sent after each step that ended a
+    submission or granted credit, every 100 ms while steps run, and every 500 ms otherwise. A longer pause is
+    announced by `LongStep`.
 
-    Credits are totals granted since the start: available credit is granted credit minus spent credit.
-    `credit_seqs` starts at `max_num_seqs` and grows by one for each sample that ends. `credit_tokens` starts
-    with the token budget of two steps with decodes or of one step without decodes, whichever is larger. It
-    grows by each submission's `credit_tokens` as these are computed, found in the prefix cache or dropped.
-    `returned_seqs` and `returned_tokens` say for which levels credit has been granted back.
+    Credits are totals granted since the start. The core computes the available credit as the granted credit
+    minus the used credit. `credit_seqs` starts at `max_num_seqs` and increases by one for each ended sample.
+    `credit_tokens` starts at the token budget of two steps with decodes or of one step without decodes,
+    whichever is larger. It increases by a submission's `credit_tokens` as these tokens are computed, found in
+    the prefix cache, or dropped. `returned_seqs` and `returned_tokens` contain the credit granted back per
+    level.
     """
 
     finished: list[Finished] = []
     fronts_gone: list[str] = []
-    """Fronts whose channel closed. All of their submissions have been reported in `finished`."""
+    """Fronts whose channel was closed. All of their submissions have been reported in `finished`."""
 
 
 class LongStep(msgspec.Struct, tag="long_step", frozen=True):
-    """Rank 0 to core: rank 0 is waiting for a step and sends no message before the step ends."""
+    """Sent by rank 0 to the core before it waits for a long step. Rank 0 sends no other message until the
+    step ends."""
 
     expected_s: float
-    """Predicted duration, from the step's size and the measured speed of earlier steps
+    """Predicted duration in seconds, based on the step's size and the measured speed of earlier steps
     (`engine.step_forecast`)."""
 
 

@@ -1,7 +1,7 @@
-"""The processes of ranks 1 to N-1 of a replica whose rank 0 runs in the calling process.
+"""Runs ranks 1 to N-1 of a replica with N ranks when rank 0 runs in the calling process.
 
-A benchmark runs rank 0 itself. The core, which supervises the ranks of a served replica, is replaced by
-`OtherRanks`: it starts the same rank processes and notices when one of them ends.
+In a benchmark, no core supervises the ranks. `OtherRanks` therefore starts the same rank processes as the
+core would, and detects when one of them exits.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from engine.messages import Fatal, RankOutbound, ReplicaSpec, Start, Stop
 from engine.wire import Channel, socketpair
 
 STOP_GRACE_S = 10.0
-"""How long the ranks may take to exit after `Stop` before they are killed."""
+"""Time limit, in seconds, for a rank to exit after `Stop`. A rank that exceeds it is killed."""
 LOSS_GRACE_S = 2.0
-"""How long rank 0 may take to report the loss of a rank by itself. After that this process ends, because rank
-0 may wait in a collective that never returns, for example while it loads the model."""
+"""Time limit, in seconds, for rank 0 to report the loss of another rank. After that, this process exits,
+because rank 0 may be blocked in a collective that never returns, for example while it loads the model."""
 
 
 class OtherRanks:
-    """Runs ranks 1 to N-1, each as `python -m engine.replica`, until `stop`.
+    """Runs ranks 1 to N-1, each as `python -m engine.replica`, until `stop` is called.
 
-    If a rank exits before `stop`, the callback of `on_lost` is called and the other ranks are killed. Rank 0
-    raises RankLost then, and should call `explain` and `stop`. If it does not call `stop` in time, the reason
-    is printed and the process ends with exit code 1.
+    If a rank exits before `stop`, the `on_lost` callback is called and the other ranks are killed. Rank 0
+    then raises RankLost, and its caller must call `explain` and `stop`. If `stop` is not called within
+    LOSS_GRACE_S, the reason is printed and this process exits with code 1.
     """
 
     def __init__(self, spec: ReplicaSpec) -> None:
-        """Start the processes. Must be called on a thread that outlives them. Raises OSError if one cannot be
+        """Start the processes. The calling thread must outlive them. Raises OSError if a process cannot be
         started."""
         self.spec = msgspec.structs.replace(spec, rendezvous=new_rendezvous())
-        """The configuration of all ranks, with the path of the file through which they find each other."""
+        """Configuration of all ranks, including the path of the file through which they find each other."""
         self.plans: list[socket.socket] = []
-        """Rank 0's ends of the plan channels, in order of ranks."""
+        """Rank 0's ends of the plan channels, in rank order."""
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._channels: dict[int, Channel[RankOutbound]] = {}
         self._stopping, self._lost = threading.Event(), threading.Event()
@@ -64,19 +64,23 @@ class OtherRanks:
         return [process.pid for process in self._processes.values()]
 
     def on_lost(self, callback: Callable[[str], None]) -> None:
-        """Call `callback(reason)`, on any thread and at least once, when a rank exits before `stop`, or now
-        if one has exited already."""
+        """Register a callback for the loss of a rank.
+
+        When a rank exits before `stop`, `callback(reason)` is called at least once, on any thread. It is
+        called immediately if a rank has already exited.
+        """
         self._on_lost = callback
         if self._lost.is_set():
             callback(self._reason)
 
     def explain(self, error: Exception) -> str:
-        """Return why a rank was lost, for an exception of rank 0 that may be a consequence of the loss."""
+        """Return the reason why a rank was lost. `error` is the exception that rank 0 raised as a result."""
         self._lost.wait(LOSS_GRACE_S)
         return f"{self._reason} ({error})" if self._reason else str(error)
 
     def stop(self) -> None:
-        """Ask the ranks to exit, kill those that do not exit in time, and return when all are reaped."""
+        """Send `Stop` to the ranks, and return when they have been reaped. Ranks that do not exit in time are
+        killed."""
         self._stopping.set()
         for channel in self._channels.values():
             channel.send(Stop())
@@ -99,7 +103,7 @@ class OtherRanks:
             channel.send(Start(self.spec, rank), (peer_plans.fileno(),))
 
     def _watch(self) -> None:
-        """Reap the processes. Runs on the watcher's thread."""
+        """Reap the rank processes. Runs on the watcher's thread."""
         ranks = {os.pidfd_open(process.pid): rank for rank, process in self._processes.items()}
         poll = select.poll()
         for pidfd in ranks:
@@ -128,5 +132,5 @@ class OtherRanks:
 
     def _kill(self) -> None:
         for process in self._processes.values():
-            # The watcher may have reaped the process already; `send_signal` checks that.
+            # `send_signal` does nothing if the watcher has already reaped the process.
             process.send_signal(signal.SIGKILL)

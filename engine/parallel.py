@@ -1,8 +1,8 @@
-"""The ranks of a replica and their collectives.
+"""The ranks of a replica and their collective operations.
 
-A single rank needs no process group and does not load torch.distributed. Plans do not use collectives: rank 0
-sends them on a channel (`engine.plan_channel`). Ranks on GPUs that can map each other's memory exchange small
-messages through that memory (`engine.peer_ranks`).
+A single rank needs no process group and does not load torch.distributed. Step plans are not sent by
+collectives: rank 0 sends them on channels (`engine.plan_channel`). Ranks whose GPUs can map each other's
+memory exchange small messages through this memory (`engine.peer_ranks`).
 """
 
 from __future__ import annotations
@@ -23,21 +23,23 @@ log = logging.getLogger(__name__)
 
 
 class RankLost(RuntimeError):
-    """A collective failed because a peer died or timed out. The group cannot be used any more."""
+    """A collective failed because a peer died or timed out. The group of ranks is no longer usable."""
 
 
 class Overlap(Protocol):
-    """Sums over the ranks in the background of a pass that is computed in two halves of its tokens."""
+    """Computes sums over the ranks in the background of a forward pass, whose tokens are split into two
+    halves."""
 
     split: int
-    """Number of tokens of the first half."""
+    """Number of tokens in the first half."""
 
     def start(self, half: int, residual: Residual, part: torch.Tensor) -> None:
-        """Start to compute `residual` plus the sum of `part` over the ranks. May overwrite both tensors."""
+        """Start computing `residual` plus the sum of `part` over the ranks for one half. May overwrite both
+        tensors."""
 
     def finish(self, half: int) -> Residual:
-        """Wait for the result of `start` and return it. The second next `start` of this half may overwrite
-        it."""
+        """Wait for the result of `start` for one half, and return it. The result stays valid until `start`
+        has been called twice more for this half."""
 
 
 class Ranks(Protocol):
@@ -46,54 +48,59 @@ class Ranks(Protocol):
     size: int
     rank: int
     collectives: str
-    """Name of the communication backend, shown to operators; empty for a single rank."""
+    """Name of the communication backend, shown to operators. It is empty for a single rank."""
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum over the ranks, bitwise equal on all of them. May overwrite `tensor`."""
+        """Return the sum of `tensor` over the ranks, bitwise equal on all ranks. May overwrite `tensor`."""
 
     def add_sum(self, residual: Residual, part: torch.Tensor, norm: NextNorm | None) -> Residual:
-        """Return `residual` plus the sum of `part [tokens, hidden]` over the ranks, bitwise equal on all of
-        them. May overwrite `residual.values` and `part`. With `norm`, the norm that reads the result, the
-        result may carry the result of this norm in the requested form."""
+        """Return `residual` plus the sum of `part` over the ranks, bitwise equal on all ranks.
+
+        `part` is [tokens, hidden]. `residual.values` and `part` may be overwritten. `norm` is the norm that
+        is applied to the result next. If it is given, the returned residual may include the norm's result.
+        """
 
     def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Concatenate `[..., n]` of each rank, in rank order, to `[..., size × n]`. Shapes must be equal. The
-        sign of a floating-point zero may be lost."""
+        """Concatenate the ranks' tensors `[..., n]` in rank order to `[..., size × n]`. All shapes must be
+        equal. The sign of a floating-point zero may be lost."""
 
     def all_gather_stack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Stack `[...]` of each rank, in rank order, to `[size, ...]`. Shapes must be equal. The sign of a
-        float32 zero may be lost."""
+        """Stack the ranks' tensors `[...]` in rank order to `[size, ...]`. All shapes must be equal. The sign
+        of a float32 zero may be lost."""
 
     def best(self, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Return the id of the largest value over the ranks, `[rows]` int64. Among equal values, the lowest
-        rank's wins.
+        """Return the id of the largest value over all ranks for each row: `[rows]` int64.
 
-        values: [rows] float32. ids: [rows] int64 below 2³¹. The result is BAD_TOKEN in a row with a NaN, or
-        whose largest value is infinite.
+        `values` is [rows] float32, and `ids` is [rows] int64 with ids below 2³¹. If values are equal, the
+        lowest rank's id is returned. The result is BAD_TOKEN for a row that contains a NaN or whose largest
+        value is infinite.
         """
 
     def prepare_overlap(self, tokens: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Reserve the memory of `overlap` for passes of up to `tokens` tokens, if the overlap is
-        worthwhile."""
+        """Reserve the memory for overlapping sums in passes of up to `tokens` tokens, if the overlap improves
+        performance."""
 
     def overlap(self, tokens: int) -> Overlap | None:
-        """Return the object that sums over the ranks in the background of a pass, or None if that is not
-        worthwhile for the pass."""
+        """Return the object that overlaps the sums of a pass of `tokens` tokens, or None if the overlap would
+        not improve performance."""
 
     def abandon(self, reason: str) -> None:
-        """Abort all waits for peers, now and in every later collective, because a peer was lost. Results of
-        collectives are undefined from now on, and `check` raises. May be called from any thread."""
+        """Abort all current and future waits for peers, because a peer was lost. May be called from any
+        thread.
+
+        The results of collectives are undefined from now on, and `check` raises RankLost.
+        """
 
     def check(self) -> None:
         """Raise RankLost if `abandon` was called."""
 
     def close(self) -> None:
-        """Leave the group. CUDA graphs that contain collectives must be deleted before."""
+        """Leave the group. CUDA graphs that contain collectives must be deleted first."""
 
 
 class Collectives:
-    """Collectives that follow from `all_reduce` and `all_gather_stack` of a subclass. Implements `Ranks`
-    together with these two."""
+    """Base class that implements `Ranks` except for `all_reduce` and `all_gather_stack`, which the subclass
+    provides."""
 
     size: int
     rank: int
@@ -117,7 +124,7 @@ class Collectives:
         words = torch.stack((values.float().view(torch.int32), ids.int()))
         stack = self.all_gather_stack(words)
         values, ids = stack[:, 0].view(torch.float32), stack[:, 1]
-        # argmax returns the first maximum, or the first NaN.
+        # argmax returns the index of the first NaN, or otherwise of the first maximum.
         winner = values.argmax(dim=0, keepdim=True)
         finite = values.gather(0, winner)[0].isfinite()
         return torch.where(finite, ids.gather(0, winner)[0].long(), BAD_TOKEN)
@@ -140,7 +147,7 @@ class Collectives:
 
 
 class _Single(Collectives):
-    """A group of one rank, which needs no communication."""
+    """A group with a single rank, which needs no communication."""
 
     size = 1
     rank = 0
@@ -157,7 +164,7 @@ class _Single(Collectives):
 
 
 class _Group(Collectives):
-    """One of several ranks, which use the default group of torch.distributed."""
+    """A rank of a group that uses the default process group of torch.distributed."""
 
     def __init__(self, size: int, rank: int) -> None:
         import torch.distributed
@@ -190,8 +197,10 @@ class _Group(Collectives):
     def abandon(self, reason: str) -> None:
         super().abandon(reason)
         if self._dist.get_backend() != "nccl":
-            return  # gloo detects the death of a peer by itself
-        # Aborting waits for running NCCL kernels, and these wait for the lost peer until they are aborted.
+            return  # gloo itself detects that a peer has exited
+
+        # Abort on a separate thread, because the abort waits for running NCCL kernels, and these kernels wait
+        # for the lost peer until they are aborted.
         threading.Thread(target=self._abort, name="abort-collectives", daemon=True).start()
 
     def close(self) -> None:
@@ -201,7 +210,7 @@ class _Group(Collectives):
     def _abort(self) -> None:
         from torch.distributed.distributed_c10d import _abort_process_group
 
-        with contextlib.suppress(Exception):  # the process ends in any case
+        with contextlib.suppress(Exception):  # the process exits even if this fails
             _abort_process_group()
 
     def _lost(self, what: str, error: RuntimeError) -> RankLost:
@@ -212,13 +221,16 @@ class _Group(Collectives):
 
 
 def all_to_all(tensor: torch.Tensor) -> torch.Tensor:
-    """Send `tensor[i]` of `[size, ...]` to rank i of the default group, and return what this rank received,
-    stacked in rank order. All ranks must call it with equal shapes. Raises RankLost."""
+    """Send `tensor[i]` to rank i of the default group, and return the received tensors, stacked in rank
+    order.
+
+    `tensor` is `[size, ...]`, with equal shapes on all ranks. Raises RankLost if a peer is lost.
+    """
     import torch.distributed as dist
 
     received = torch.empty_like(tensor)
     try:
-        # Sent as bytes, because not every backend supports every dtype.
+        # The tensor is sent as bytes, because some backends do not support all dtypes.
         dist.all_to_all_single(received.view(torch.uint8), tensor.view(torch.uint8))
     except RuntimeError as error:
         raise RankLost(
@@ -229,7 +241,7 @@ def all_to_all(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def single() -> Ranks:
-    """Return the group of a single rank, without loading torch.distributed."""
+    """Return a group with a single rank, without loading torch.distributed."""
     return _Single()
 
 
@@ -242,16 +254,19 @@ def join(
     timeout_seconds: float = 60.0,
     overlap_from: int | None = None,
 ) -> Ranks:
-    """Find the other ranks through a file and return their group; `single()` for size 1.
+    """Join the process group of a replica, and return its ranks. With `size` 1, this is `single()`.
 
-    rendezvous_path: a file that does not exist yet, the same for all ranks, on a local file system. backend:
-    "gloo" (CPU; uses the loopback interface unless GLOO_SOCKET_IFNAME is set) or "nccl" (CUDA; the rank's
-    device must be the current one). timeout_seconds: how long a rank waits for the others, here and in each
-    collective. gloo also notices the death of a peer at once, by its closed connection. overlap_from: the
-    number of tokens of a pass from which GPUs that can map each other's memory overlap sums with the pass;
-    None: `engine.sizing.OVERLAP_FROM_TOKENS`.
+    `rendezvous_path` is a file on a local file system through which the ranks find each other. All ranks use
+    the same path, and the file must not exist yet. `backend` is "gloo" for CPUs or "nccl" for CUDA. gloo uses
+    the loopback interface unless GLOO_SOCKET_IFNAME is set. With nccl, the rank's device must be the current
+    device.
 
-    Raises RankLost if the other ranks do not arrive in time, ValueError for invalid arguments.
+    `timeout_seconds` limits the wait for other ranks, both here and in each collective. gloo also detects the
+    exit of a peer immediately, because its connection closes. `overlap_from` is the minimum number of tokens
+    of a pass whose sums overlap with computation, on GPUs that can map each other's memory. None selects
+    `engine.sizing.OVERLAP_FROM_TOKENS`.
+
+    Raises RankLost if the other ranks do not join in time, and ValueError for invalid arguments.
     """
     if size == 1:
         return single()
@@ -264,8 +279,8 @@ def join(
     import torch.distributed as dist
 
     if backend == "gloo":
-        # By default gloo resolves the host name. Without a network that fails, and otherwise traffic would
-        # leave the machine.
+        # By default gloo resolves the host name. This fails without a network, and otherwise sends the ranks'
+        # traffic over the network.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     timeout = datetime.timedelta(seconds=timeout_seconds)
     device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
@@ -277,7 +292,7 @@ def join(
         )
     except RuntimeError as error:
         raise RankLost(
-            f"rank {rank} of {size} did not find the others within {timeout_seconds:g} s "
+            f"rank {rank} of {size} did not find the other ranks within {timeout_seconds:g} s "
             f"through {rendezvous_path} "
             f"({str(error).splitlines()[0]})"
         ) from error
@@ -286,8 +301,9 @@ def join(
 
 
 def _connect(group: Ranks, device: torch.device, overlap_from: int | None) -> Ranks:
-    """Return ranks that use peer memory if every GPU of the group can map the memory of every other one."""
-    # Imported here because they load Triton, which a CPU does not need.
+    """Return ranks that use peer memory if every GPU of the group can map the memory of every other GPU.
+    Otherwise, return `group`."""
+    # Imported here because these modules load Triton, which a CPU does not need.
     from engine.peer_memory import PeerMemory
     from engine.peer_ranks import PeerRanks
     from engine.sizing import OVERLAP_FROM_TOKENS
@@ -303,7 +319,7 @@ def _connect(group: Ranks, device: torch.device, overlap_from: int | None) -> Ra
             memory = PeerMemory(group.rank, group.size)
         except RuntimeError as error:
             problem = str(error).splitlines()[0]
-        # From here on, every rank's memory is ready to receive.
+        # From here on, the memory of every rank can receive messages.
         if not _all(group, memory is not None, device):
             memory = None
     if memory is None:

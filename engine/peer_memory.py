@@ -1,4 +1,4 @@
-"""Memory that all GPUs of a replica have mapped, through which the ranks exchange small messages."""
+"""Memory that is mapped by all GPUs of a replica. The ranks exchange small messages through it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ import torch
 from kernels.triton.peer_arena import EMPTY_WORD, PROGRAMS, Arena, arena_words
 
 ITEMS = 16
-"""Number of items per program: messages of up to 16 MiB (1,024 rows of 8,192 16-bit numbers)."""
+"""Number of arena items per GPU program (`Arena.items`). With this value, messages have at most 16 MiB, e.g.
+1,024 rows of 8,192 16-bit numbers."""
 
 
 class PeerMemory:
-    """One rank's arena and the addresses of its peers' arenas.
+    """The arena of one rank in GPU memory, and the addresses of its peers' arenas.
 
-    Every rank of torch.distributed's default group, whose backend must be NCCL, constructs its instance at
-    the same time, with its own GPU as the current device. A rank may use its instance only after every rank
-    has constructed one. Raises RuntimeError if the GPUs cannot map each other's memory. NVLink multicast is
-    not used.
+    All ranks of torch.distributed's default group must construct their instance at the same time, each with
+    its own GPU as the current device. The group's backend must be NCCL. A rank may use its instance only
+    after every rank has constructed one. NVLink multicast is not used. Raises RuntimeError if the GPUs cannot
+    map each other's memory.
     """
 
     def __init__(self, rank: int, world: int) -> None:
@@ -30,7 +31,7 @@ class PeerMemory:
         self._memory.fill_(EMPTY_WORD)
         assert dist.group.WORLD is not None
         self._handle: Any = symmetric.rendezvous(self._memory, dist.group.WORLD)
-        # Page-locked host memory has the same address on the device.
+        # Page-locked host memory has the same address on the host and on the device.
         self._stop = torch.zeros(1, dtype=torch.int32).pin_memory()
         self.arena = Arena(
             rank=rank,
@@ -44,8 +45,8 @@ class PeerMemory:
         torch.cuda.synchronize()
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
-        """Allocate a buffer on every rank and return the buffers of all ranks, mapped on this rank's device.
-        All ranks must call it at the same time."""
+        """Allocate a buffer on every rank, and return the buffers of all ranks, mapped on this rank's device.
+        All ranks must call this method at the same time."""
         import torch.distributed as dist
         import torch.distributed._symmetric_memory as symmetric
 
@@ -57,6 +58,6 @@ class PeerMemory:
         return [handle.get_buffer(peer, shape, dtype) for peer in range(self.arena.world)]
 
     def stop(self) -> None:
-        """Abort all waits for peers on this rank's GPU, now and in every later call, because a peer was lost.
-        The results of these calls are undefined. May be called from any thread."""
+        """Abort all current and future waits for peers on this rank's GPU, because a peer was lost. The
+        affected calls return undefined results. May be called from any thread."""
         self._stop[0] = 1

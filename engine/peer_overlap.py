@@ -1,8 +1,8 @@
-"""Sums of long messages over the ranks in the background of a pass, by the GPUs' copy engines.
+"""Sums long messages over the ranks while a forward pass runs, using the GPUs' copy engines.
 
-Each rank sums the rows that it owns: the other ranks copy their parts of these rows into its memory, and it
-copies the results into theirs. Copy engines keep the multiprocessors free for the pass. Sums are taken in
-rank order in float32, so all ranks get the same bits.
+Each rank sums a share of the rows. The other ranks copy their parts of these rows into its memory, and it
+copies the results into their memory. The copy engines do this without occupying the multiprocessors, which
+run the pass. Sums are computed in rank order in float32, so they are bitwise equal on all ranks.
 """
 
 from __future__ import annotations
@@ -23,26 +23,27 @@ HALVES = 2
 
 @dataclass(frozen=True, slots=True)
 class OverlapMemory:
-    """The buffers of all ranks, in rank order, each mapped on this rank's device."""
+    """Buffers for the parts and the results of sums. All ranks' buffers are mapped on this rank's device."""
 
     stages: Sequence[torch.Tensor]
-    """The parts of the rows that each rank owns, by source rank: [HALVES, ranks, rows / ranks, hidden]
-    each."""
+    """For each rank, the buffer that receives the parts that this rank must sum, indexed by source rank:
+    [HALVES, ranks, rows / ranks, hidden]."""
     gathered: Sequence[torch.Tensor]
-    """The results, in two alternating buffers, because one is read while the next is written: [HALVES, 2,
-    rows, hidden] each."""
+    """For each rank, two alternating buffers for the results, so that one can be read while the other is
+    written: [HALVES, 2, rows, hidden]."""
 
     @staticmethod
     def shapes(ranks: int, rows: int, hidden: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the shapes of a rank's two buffers for halves of up to `rows` tokens, a multiple of
-        `ranks`."""
+        """Return the shapes of a rank's two buffers, for halves of up to `rows` tokens. `rows` must be a
+        multiple of `ranks`."""
         return (HALVES, ranks, rows // ranks, hidden), (HALVES, 2, rows, hidden)
 
 
 class PeerOverlap:
-    """Sums for the two halves of a pass. Implements `engine.parallel.Overlap`.
+    """Computes the sums over the ranks for the two halves of a forward pass. Implements
+    `engine.parallel.Overlap`.
 
-    Nothing else may use the arena between the first `start` of a pass and its last `finish`.
+    Between the first `start` of a pass and its last `finish`, the arena must not be used for anything else.
     """
 
     def __init__(self, arena: Arena, memory: OverlapMemory, device: torch.device) -> None:
@@ -50,19 +51,19 @@ class PeerOverlap:
         self._arena, self._memory = arena, memory
         self._turns = [0] * HALVES
         self._flag = torch.zeros(1, dtype=torch.int32, device=device)
-        # On meta tensors, kernels are only enumerated.
+        # On meta tensors there are no streams, because the kernels are only enumerated.
         cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device, priority=-1) if cuda else None
         self._computed = [torch.cuda.Event() if cuda else None for _ in range(HALVES)]
         self._summed = [torch.cuda.Event() if cuda else None for _ in range(HALVES)]
         self._sums: list[torch.Tensor | None] = [None] * HALVES
         self._in_use: list[tuple[torch.Tensor, ...]] = [()] * HALVES
-        """Tensors that the second stream reads. The references keep their memory from being reused before
+        """Tensors that are read on the second stream. The references prevent reuse of their memory before
         `finish`."""
 
     @property
     def max_half_tokens(self) -> int:
-        """The largest number of tokens of a half."""
+        """Maximum number of tokens in a half."""
         return self._memory.gathered[0].shape[2]
 
     def start(self, half: int, residual: Residual, part: torch.Tensor) -> None:
@@ -97,12 +98,13 @@ class PeerOverlap:
         return result
 
     def barrier(self) -> None:
-        """Make the device wait until the copies that all ranks issued before this call have arrived."""
+        """Make the device wait until all copies that any rank issued before this call have arrived."""
         all_gather(self._flag, 1, self._arena, pdl=False, fence=True)
 
     @contextlib.contextmanager
     def _on_stream(self, half: int):  # type: ignore[no-untyped-def]
-        """Issue work on the second stream after the work of the current stream, and record its end."""
+        """Issue the body's work on the second stream, after the work on the current stream, and record its
+        end."""
         computed, summed = self._computed[half], self._summed[half]
         if self._stream is None or computed is None or summed is None:
             yield
@@ -115,12 +117,13 @@ class PeerOverlap:
 
 
 Allocate = Callable[[tuple[int, ...], torch.dtype], Sequence[torch.Tensor]]
-"""Allocates a buffer on every rank and returns the buffers of all ranks, mapped on this rank's device."""
+"""Allocates a buffer on every rank, and returns the buffers of all ranks, mapped on this rank's device."""
 
 
 def make_overlap(
     arena: Arena, rows: int, hidden: int, dtype: torch.dtype, device: torch.device, allocate: Allocate
 ) -> PeerOverlap:
-    """Allocate the buffers for halves of up to `rows` tokens. All ranks must call it at the same time."""
+    """Allocate the buffers for halves of up to `rows` tokens. All ranks must call this function at the same
+    time."""
     stage, gathered = OverlapMemory.shapes(arena.world, rows, hidden)
     return PeerOverlap(arena, OverlapMemory(allocate(stage, dtype), allocate(gathered, dtype)), device)

@@ -1,5 +1,5 @@
-"""The collectives of ranks whose GPUs have mapped each other's memory. Small messages go through that memory
-(`kernels.triton.peer_arena`); large ones go through another group, which is NCCL on GPUs."""
+"""Collective operations of ranks whose GPUs can map each other's memory. Small messages use this memory
+(`kernels.triton.peer_arena`), and large messages use another group, which is NCCL on GPUs."""
 
 from __future__ import annotations
 
@@ -16,19 +16,25 @@ from kernels.triton import all_gather, all_reduce, all_reduce_norm
 from kernels.triton.peer_arena import Arena
 
 _TWO_SHOT_BYTES = {2: 4 << 20, 4: 512 << 10, 8: 128 << 10}
-"""The message size from which the two-shot all-reduce is faster, by number of ranks. Two ranks: measured on 2
-× H200 (docs/performance.md). Four and eight: computed as the size at which the time that two-shot saves on an
-NVLink of 373 GB/s, (n - 1)(1 - 2 / n) × size / bandwidth, equals the 2.5 µs of its second exchange."""
+"""Message size in bytes from which the two-shot all-reduce is faster than the one-shot all-reduce, by number
+of ranks.
+
+The value for two ranks was measured on 2 × H200 (docs/performance.md). The values for four and eight ranks
+are computed. At these sizes, the 2.5 µs of the second exchange equal the transfer time that the two-shot
+all-reduce saves on an NVLink with 373 GB/s. The saved time is (n - 1)(1 - 2 / n) × size / bandwidth for n
+ranks.
+"""
 
 QUANTISED_ROWS = 64
-"""Maximum number of rows whose quantised norm is computed by the all-reduce, with one program for each row.
-Not measured on GPUs yet. With more rows, all programs of the plain all-reduce are busy anyway."""
+"""Maximum number of rows for which the all-reduce also computes the quantised norm, with one program per row.
+The value has not been measured on GPUs yet. With more rows, the plain all-reduce already keeps all its
+programs busy."""
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-"""The dtypes that are gathered through peer memory. Only the sign of a zero may be lost in them."""
+"""Dtypes that are gathered through peer memory. Gathering preserves all values except the sign of a zero."""
 
 
 class Memory(Protocol):
-    """The peer memory that `PeerRanks` needs, see `engine.peer_memory.PeerMemory`."""
+    """The peer memory that `PeerRanks` uses. `engine.peer_memory.PeerMemory` implements it."""
 
     arena: Arena
 
@@ -38,11 +44,10 @@ class Memory(Protocol):
 
 
 class PeerRanks(Collectives):
-    """One of several ranks, which use peer memory for the messages that fit.
+    """A rank that exchanges messages through peer memory if they fit, and otherwise through `group`.
 
-    group: the collectives for all other messages. pdl: whether the GPU supports programmatic dependent
-    launch; None: look it up. overlap_from: the number of tokens of a pass from which sums overlap with the
-    pass; None: never.
+    `pdl` states whether the GPU supports programmatic dependent launch; if it is None, support is detected.
+    In passes of at least `overlap_from` tokens, sums overlap with computation. None disables the overlap.
     """
 
     def __init__(
@@ -144,7 +149,7 @@ class PeerRanks(Collectives):
         self._group.close()
 
     def _sums(self, part: torch.Tensor) -> bool:
-        """Return whether the sum of `part` goes through peer memory."""
+        """Return whether `part` is summed through peer memory."""
         return (
             part.dtype in (torch.bfloat16, torch.float16)
             and part.dim() == 2
@@ -160,10 +165,11 @@ class PeerRanks(Collectives):
         return part.numel() * part.element_size() >= two_shot_bytes(self.size)
 
     def _gathers(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor`, whose size must be whole words, goes through peer memory."""
+        """Return whether `tensor` is gathered through peer memory. Its size in bytes must be a multiple of
+        4."""
         return all_gather.fits(tensor.numel() * tensor.element_size() // 4, self._arena)
 
 
 def two_shot_bytes(size: int) -> int:
-    """Return the message size from which `size` ranks use the two-shot all-reduce."""
+    """Return the message size in bytes from which `size` ranks use the two-shot all-reduce."""
     return _TWO_SHOT_BYTES[max((known for known in _TWO_SHOT_BYTES if known <= size), default=2)]

@@ -1,5 +1,5 @@
-"""Detects that the process of another rank has ended, by the end of its channel, while this rank may be
-blocked in a collective that waits for that rank."""
+"""Detects that the process of another rank has ended, because its end of a channel is closed. Detection runs
+on a separate thread, as this rank may be blocked in a collective that waits for the other rank."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping
 
 
 class PeerWatch:
-    """Calls `on_lost(name)`, once, on a separate thread, when the other end of a channel is closed.
+    """Calls `on_lost(name)` once, on a separate thread, when a peer closes its end of a channel.
 
-    channels: the descriptors to watch, which must be sockets, by the name of the peer. Data that arrives on
-    them is not read.
+    `channels` maps the peers' names to the file descriptors to watch, which must be sockets. Data that
+    arrives on them is not read.
     """
 
     def __init__(self, channels: Mapping[str, int], on_lost: Callable[[str], None]) -> None:
-        # Duplicates, because the owner may close a channel at any time.
+        # The descriptors are duplicated, because their owner may close a channel at any time.
         self._names = {os.dup(descriptor): name for name, descriptor in channels.items()}
         self._on_lost = on_lost
         self._ended, self._end = os.pipe()
@@ -25,7 +25,7 @@ class PeerWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop watching the channels, and wait until the thread has ended."""
         os.close(self._end)
         self._thread.join()
 

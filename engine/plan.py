@@ -1,6 +1,6 @@
-"""A step's plan, from rank 0 to every rank, and the tokens that the step sampled.
+"""The plan of a step, which rank 0 sends to every rank, and the tokens that the step samples.
 
-The structs are plain data, encoded as msgpack by `engine.wire`. This module does not load torch.
+All structs contain only plain data, which `engine.wire` encodes as msgpack. This module does not load torch.
 """
 
 from __future__ import annotations
@@ -11,91 +11,93 @@ from engine.messages import SamplingParams, TokenLogprob
 
 
 class SlotSetup(msgspec.Struct, array_like=True, frozen=True):
-    """A sequence, and the forks that start with it, take slots of the device tables. The slots' previous
-    contents become invalid."""
+    """Assigns slots in the device tables to a new sequence and its forks. The previous contents of these
+    slots become invalid."""
 
     slot: int
     sampling: SamplingParams
     sample: int
-    """The sample's index in its request: part of the noise key."""
+    """Index of the sample within its request. It is part of the key of the sampling noise."""
     prompt_tokens: int
     history: list[int]
-    """Prompt and output tokens known so far if penalties need their counts; otherwise empty."""
+    """Known prompt and output tokens, if penalties need their counts; otherwise empty."""
     forks: list[tuple[int, int]] = []
-    """(slot, sample) of each fork. The other fields apply to all forks and are sent once."""
+    """(slot, sample) of each fork. The other fields apply to all forks, so they are sent only once."""
 
     recent: list[int] = []
-    """The last output tokens known so far (at most MAX_BAD_WORD_TOKENS - 1) if bad words need them; otherwise
+    """The last known output tokens (at most MAX_BAD_WORD_TOKENS - 1), if the request has bad words; otherwise
     empty."""
 
     @property
     def members(self) -> list[tuple[int, int]]:
-        """(slot, sample) of the sequence and of each fork."""
+        """(slot, sample) of the sequence and of each of its forks."""
         return [(self.slot, self.sample), *self.forks]
 
 
 class Chunk(msgspec.Struct, array_like=True, frozen=True):
-    """A slice of a prompt, or of a preempted sequence that is recomputed, with its tokens."""
+    """A prefill chunk: consecutive tokens of a prompt, or of a preempted sequence that is recomputed."""
 
     slot: int
     start: int
-    """Position of the first token of the chunk."""
+    """Position of the chunk's first token in the sequence."""
     token_ids: list[int]
     sample_slots: list[int]
-    """Slots that sample from the last token's logits: none in the middle of a prompt; at its end the
-    sequence's own slot and, with n > 1, those of its forks."""
+    """Slots that sample from the logits of the chunk's last token. The list is empty if the prompt continues
+    after the chunk. Otherwise, it contains the slots of the sequence and, with n > 1, of its forks."""
     prompt_logprobs: int | None = None
-    """k: return log probabilities, with the k best alternatives, of the prompt tokens that follow the
-    chunk's."""
+    """Number of most likely alternatives whose log probabilities are returned, for each prompt token that
+    follows a token of the chunk. None disables prompt log probabilities."""
     next_token: int | None = None
-    """With prompt_logprobs: the prompt token after the chunk, if there is one."""
+    """The prompt token after the chunk, if there is one and `prompt_logprobs` is set."""
 
 
 class StepPlan(msgspec.Struct, array_like=True, frozen=True):
-    """One complete step. Ranks that execute the same plans in the same order hold equal device tables.
+    """The complete plan of one step. Ranks that execute the same plans in the same order have equal device
+    tables.
 
-    The step applies `setups`, `blocks`, `shares`, `clears` and `copies`, in this order. Then it runs the
-    forward pass over `decodes` and `chunks`, and samples for `decodes` followed by each chunk's
-    `sample_slots`. A decode feeds the slot's last sampled token at the slot's next position. Both are in the
-    device tables, and the step updates them.
+    A step applies `setups`, `blocks`, `shares`, `clears` and `copies`, in this order. Then it runs the
+    forward pass over `decodes` and `chunks`. It samples for the slots in `decodes`, followed by the
+    `sample_slots` of each chunk. A decode computes the slot's last sampled token at the slot's next position.
+    Both values are in the device tables, and the step updates them.
     """
 
     step: int
     setups: list[SlotSetup]
-    """The setups of the step; each slot occurs at most once."""
+    """Slots that are assigned in this step. Each slot occurs at most once."""
     blocks: list[tuple[int, int, int]]
-    """New entries of block tables: (slot, index in the slot's block table, block id)."""
+    """New block table entries: (slot, index in the slot's block table, block id)."""
     copies: list[tuple[int, int]]
-    """Copy-on-write: (source, destination) blocks, copied before the forward pass writes."""
+    """Blocks to copy before the forward pass writes to them (copy-on-write): (source, destination)."""
     decodes: list[int]
-    """Slots that decode."""
+    """Slots of the sequences that decode."""
     chunks: list[Chunk]
     clears: list[int] = []
-    """Blocks to zero, because a previous sequence left NaN or infinity in them: attention multiplies masked
-    values by zero, and zero times NaN is NaN."""
+    """Blocks to fill with zeros, because a previous sequence left NaN or infinity in them. Attention
+    multiplies masked values by zero, and zero times NaN is NaN."""
     shares: list[tuple[int, int, list[int]]] = []
-    """Block table entries that samples of one prompt share: (source slot, number of leading entries, slots to
-    which these entries are copied). Applied after `blocks`, which may contain entries of the source."""
+    """Block table entries that are shared by samples of one prompt: (source slot, number of leading entries,
+    slots to which the entries are copied). They are applied after `blocks`, which may contain entries of the
+    source slot."""
 
 
 LOWEST_LOGPROB = -9999.0
-"""Reported in place of log probabilities that are lower or not finite."""
+"""Lowest reported log probability. It also replaces log probabilities that are not finite."""
 
 BAD_TOKEN = -1
-"""Reported in place of a sampled token if the logits had no finite maximum (damaged weights or an
-overflow)."""
+"""Value that is reported instead of a sampled token if the logits have no finite maximum. This happens if the
+weights are damaged or a value overflowed."""
 
 
 class StepTokens(msgspec.Struct, array_like=True):
-    """The results of a step: one entry per sampling slot of its plan, in the plan's order (decodes, then
-    chunks)."""
+    """Results of a step, with one entry per sampling slot. The slots are in the plan's order: decodes first,
+    then chunks."""
 
     token_ids: list[int]
-    """BAD_TOKEN if no token could be sampled."""
+    """Sampled tokens, with BAD_TOKEN where no token could be sampled."""
     logprobs: list[TokenLogprob | None] | None
-    """None if no slot requested log probabilities."""
+    """Log probabilities of the sampled tokens, or None if no slot requested them."""
     prompt_logprobs: dict[int, list[TokenLogprob]]
-    """By slot: log probabilities of the prompt tokens that follow a chunk's tokens."""
+    """For each slot, the log probabilities of the prompt tokens that follow the tokens of its chunk."""
     non_finite: list[int] = []
-    """Slots of chunks without sampling whose hidden states are not finite. Sampling chunks report BAD_TOKEN
-    instead."""
+    """Slots whose chunks have hidden states that are not finite. Only chunks that do not sample are listed.
+    Sampling chunks report BAD_TOKEN instead."""

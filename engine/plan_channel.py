@@ -1,4 +1,4 @@
-"""The channel on which rank 0 sends each plan to the other ranks, before rank 0 launches the step itself."""
+"""The channel on which rank 0 sends each plan to the other ranks, before it launches the step."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from engine.plan import StepPlan
 from engine.wire import MAX_BACKLOG_BYTES, MAX_FRAME_BYTES, Channel, encode_frame
 
 PLAN_TIMEOUT_S = 30.0
-"""How long a peer may leave plans unread. A peer does not read while it launches a step, which may take as
-long as a step of a long prompt."""
+"""Maximum time, in seconds, that a peer may leave plans unread. A peer does not read while it launches a
+step, and a launch can take as long as a step with a long prompt."""
 
 MAX_PLAN_BYTES = MAX_BACKLOG_BYTES
-"""Maximum size of a plan's frame. Both ends are ranks of one replica, so it may exceed the limit for
-fronts."""
+"""Maximum size of a plan's frame in bytes. It may exceed the limit for fronts, because both ends are ranks of
+the same replica."""
 
 _NUMBER_BYTES = 5
-"""Size in msgpack of a number below 2³²."""
+"""Size in bytes of a number below 2³² in msgpack."""
 _SLOT_BYTES = 512
-"""Upper bound for the size of a slot's part of a plan, without the request's lists: sampling parameters with
-their names, the numbers of its chunk, and its entries in the plan's lists."""
+"""Upper bound on the bytes that one slot adds to a plan, excluding the request's lists. It covers the
+sampling parameters with their names, the numbers of the slot's chunk, and its entries in the plan's lists."""
 _ENTRY_BYTES = 1 + 3 * _NUMBER_BYTES
-"""Size of a block table entry: slot, index, block."""
+"""Size in bytes of a block table entry, which contains slot, index and block id."""
 
 
 def plan_channel(descriptor: int) -> Channel[Any]:
-    """Return the receiving end of the channel from rank 0 to another rank."""
+    """Return the receiving end of the plan channel from rank 0 to another rank."""
     return Channel(socket.socket(fileno=descriptor), StepPlan, MAX_PLAN_BYTES)
 
 
 def largest_plan_bytes(
     *, max_num_seqs: int, max_model_len: int, max_num_batched_tokens: int, kv_blocks: int
 ) -> int:
-    """Return an upper bound for the size of a plan's frame.
+    """Return an upper bound on the size of a plan's frame in bytes.
 
     The lists in the setups are limited by `engine.scheduling.admission.MAX_SETUP_NUMBERS`, or belong to a
-    single sequence, whose lists, except for its output, arrived in one front's frame. In addition the plan
-    has at most every slot once, with its whole block table, the tokens of a step, and every block once in
-    `clears`. For 1024 slots of 131,072 tokens this is about 100 MB.
+    single sequence. The lists of that sequence, except for its output, arrived in one frame from a front.
+    Apart from the setups, a plan contains at most every slot with its complete block table, the tokens of one
+    step, and every block in `clears`. For 1024 slots of 131,072 tokens, the bound is about 100 MB.
     """
     setups = MAX_FRAME_BYTES + _NUMBER_BYTES * max_model_len
     table = -(-max_model_len // BLOCK_TOKENS) * _ENTRY_BYTES
@@ -58,7 +58,7 @@ def largest_plan_bytes(
 def check_plan_size(
     *, max_num_seqs: int, max_model_len: int, max_num_batched_tokens: int, kv_blocks: int
 ) -> None:
-    """Raise UnsupportedError if a plan could exceed the limit of a plan channel."""
+    """Raise UnsupportedError if a plan could exceed the size limit of a plan channel."""
     largest = largest_plan_bytes(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
@@ -74,11 +74,11 @@ def check_plan_size(
 
 
 class PlanSender:
-    """Sends plans to the other ranks without waiting for them.
+    """Sends plans to the other ranks without blocking.
 
-    A plan is encoded once. The bytes that a peer's socket does not accept at once are written by a thread, in
-    order. A peer is lost if its end is closed, or if it has not read anything for `timeout_s` while plans are
-    waiting.
+    Each plan is encoded once. If a peer's socket does not accept all bytes immediately, a thread writes the
+    rest in order. A peer is considered lost if its end is closed, or if it has read nothing for `timeout_s`
+    seconds while plans are queued.
     """
 
     def __init__(
@@ -87,29 +87,32 @@ class PlanSender:
         on_lost: Callable[[str], None] = lambda reason: None,
         timeout_s: float = PLAN_TIMEOUT_S,
     ) -> None:
-        """sockets: the ends of the plan channels to ranks 1 to N-1, in this order. on_lost: called once for
-        each lost peer, with the reason, on any thread. It must not call this object."""
+        """Create a sender for ranks 1 to N-1.
+
+        `sockets` are rank 0's ends of the plan channels, in rank order. `on_lost` is called with the reason,
+        once per lost peer and on any thread. It must not call methods of this object.
+        """
         self._encoder = msgspec.msgpack.Encoder()
         self._peers = [_Peer(rank, sock, on_lost, timeout_s) for rank, sock in enumerate(sockets, 1)]
 
     def send(self, plan: StepPlan) -> None:
-        """Hand the plan over to every peer. Raises RankLost if a peer is lost."""
+        """Queue the plan for every peer. Raises RankLost if a peer is lost."""
         frame = encode_frame(self._encoder, plan)
         for peer in self._peers:
             peer.send(plan.step, frame)
 
     def flush(self, step: int) -> None:
-        """Wait until the plans up to `step` are written. Raises RankLost if a peer is lost.
+        """Block until all plans up to `step` are written. Raises RankLost if a peer is lost.
 
-        Must be called before this rank waits for the results of the step, because a peer that has only a part
-        of the plan does not run the step.
+        Must be called before this rank waits for the step's results, because a peer cannot run the step until
+        it has received the complete plan.
         """
         for peer in self._peers:
             peer.flush(step)
 
 
 class _Peer:
-    """The plans for one peer that its socket has not accepted yet."""
+    """Queues the plans that one peer's socket has not accepted yet."""
 
     def __init__(
         self, rank: int, sock: socket.socket, on_lost: Callable[[str], None], timeout_s: float
@@ -119,7 +122,7 @@ class _Peer:
         self._unsent: deque[tuple[int, memoryview]] = deque()
         self._lost = ""
         self._changed = threading.Condition()
-        """Protects all fields. Notified when a plan is written or the peer is lost."""
+        """Protects all fields. It is notified when a plan has been written or the peer is lost."""
 
     def send(self, step: int, frame: bytes) -> None:
         with self._changed:
@@ -144,7 +147,7 @@ class _Peer:
             raise RankLost(f"rank {self._rank} {self._lost}; restart the whole replica")
 
     def _write(self) -> None:
-        """Write as much as the socket accepts."""
+        """Write as many queued bytes as the socket accepts."""
         try:
             while self._unsent:
                 step, view = self._unsent[0]
@@ -159,12 +162,13 @@ class _Peer:
             self._lose(f"closed its plan channel ({error.strerror})")
 
     def _lose(self, reason: str) -> None:
-        """Record that the peer is lost. The caller may be blocked in a collective, which `on_lost` ends."""
+        """Record that the peer is lost, and report it with `on_lost`. This unblocks a caller that is waiting
+        in a collective."""
         self._lost = reason
         self._on_lost(f"rank {self._rank} {reason}")
 
     def _write_all(self) -> None:
-        """Write plans until none is left. Runs on a thread."""
+        """Write plans until the queue is empty. Runs on a separate thread."""
         poll = select.poll()
         poll.register(self._sock, select.POLLOUT)
         while True:

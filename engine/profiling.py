@@ -1,4 +1,4 @@
-"""The memory that the largest steps use on a GPU, measured, and the memory left for the KV cache."""
+"""Measures the memory that the largest steps use on a GPU, and computes the memory left for the KV cache."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from engine.warmup_steps import largest_steps
 
 
 def profile_cuda(steps: StepExecutor, spec: ReplicaSpec) -> int:
-    """Run the largest steps and return the bytes left for the KV pool on this rank's device.
+    """Run the largest steps, and return the number of bytes left for the KV pool on this rank's device.
 
-    All ranks must call this function. `steps` needs only one KV block, and its tables cannot be used
-    afterwards. Raises StepsTooLarge if the steps do not fit.
+    All ranks must call this function. `steps` needs only one KV block, and its tables are invalid afterwards.
+    Raises StepsTooLarge if the steps do not fit into GPU memory.
     """
     decoder, device = steps.decoder, steps.decoder.device
     torch.cuda.reset_peak_memory_stats(device)
@@ -39,7 +39,8 @@ def profile_cuda(steps: StepExecutor, spec: ReplicaSpec) -> int:
 
 @contextlib.contextmanager
 def steps_fit(spec: ReplicaSpec, device: torch.device) -> Iterator[None]:
-    """Turn an out-of-memory error in the steps or graph captures of a starting replica into StepsTooLarge."""
+    """Convert an out-of-memory error during the steps or graph captures of a starting replica into
+    StepsTooLarge."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -60,5 +61,5 @@ def steps_fit(spec: ReplicaSpec, device: torch.device) -> Iterator[None]:
 
 
 def logits_bytes(decoder: Decoder, rows: int) -> int:
-    """Return the bytes of the buffer into which CUDA graphs write logits."""
+    """Return the size in bytes of the buffer for the logits of CUDA graphs."""
     return rows * decoder.shard.vocab * decoder.dtype.itemsize

@@ -1,8 +1,8 @@
-"""Progress reports of a starting rank."""
+"""Progress reports of a rank that is starting."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 ProgressCallback = Callable[[str, float], None]
-"""Called with the current stage and its progress, 0 to 1."""
+"""Called with the name of the current stage and its progress from 0 to 1."""

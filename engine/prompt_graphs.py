@@ -1,12 +1,13 @@
-"""Short prompt passes as CUDA graphs. Up to a few hundred tokens the host takes longer to launch a pass
-kernel by kernel than the device takes to compute it.
+"""Short forward passes of prompts as CUDA graphs. For passes of up to a few hundred tokens, the host needs
+more time to launch the kernels one by one than the device needs to compute them.
 
-A pass is padded to the next captured number of tokens. Padding has KV slot -1, so it is not written to the
-cache, and no attention tile, so attention does not compute it.
+Each pass is padded to the next captured number of tokens. Padding tokens have KV slot -1, so they are not
+written to the cache. No attention tile covers them, so attention does not compute them.
 
 Captured passes read an FP8 cache directly instead of expanding it first, because the extent of the expansion
-depends on the plan. Direct reads are slower for long contexts, so those passes are not captured
-(`MAX_FP8_KEYS`); there the host launches faster than the device computes anyway.
+depends on the plan. Direct reads are slow for long contexts, so passes with more than `MAX_FP8_KEYS` cached
+tokens do not use the graphs. In these passes, the host launches the kernels faster than the device computes
+them.
 """
 
 from __future__ import annotations
@@ -27,13 +28,15 @@ MAX_CHUNKS = 4
 """Maximum number of prompts in a captured pass."""
 
 MAX_FP8_KEYS = 4096
-"""Maximum number of FP8 cache tokens that a captured pass reads. Beyond that, attention of 512 tokens of an
-8B model takes the device as long as the host takes to launch the pass."""
+"""Maximum number of FP8 cache tokens read by a captured pass. At this limit, attention for 512 tokens of an
+8B model takes the device as long as the host needs to launch the pass."""
 
 
 class PromptGraphs:
-    """Captured passes of one rank without decodes. Call `capture` once, then `stage` and `forward` for each
-    plan that `fits`."""
+    """Captured forward passes of one rank, for plans without decodes.
+
+    Call `capture` once. Then call `stage` and `forward` for each plan for which `fits` returns true.
+    """
 
     def __init__(
         self, decoder: Decoder, kv: list[KvPool], tables: SlotTables, max_num_batched_tokens: int
@@ -46,13 +49,14 @@ class PromptGraphs:
         self._windows = list(dict.fromkeys(decoder.config.sliding_windows))
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._staged = (0, 0)
-        """The captured size of the staged pass, and its number of chunks."""
+        """Captured size of the staged pass in tokens, and its number of chunks."""
         self._max_tokens = self.sizes[-1] if self.sizes else 0
-        # Each chunk has its own slot, so logits have no more rows than those of decode steps.
+        # Each chunk has a separate slot, so there are at most as many logit rows as slots.
         self._max_chunks = min(MAX_CHUNKS, len(tables.lengths))
-        # A single buffer, so that a single transfer fills it: token ids, positions and KV slot indices; the
-        # tiles of each window (four int32 each, aligned to 16 bytes, which kernels rely on); and for each
-        # chunk its logits index, its slot and its number of tokens in the cache.
+        # All inputs are in one buffer, so that one transfer fills them. The buffer contains the token ids,
+        # the positions and the KV slot indices. The tiles of each attention window follow, each with four
+        # int32, aligned to 16 bytes as the kernels require. The last part contains each chunk's logits index,
+        # slot and number of cached tokens.
         self._tiles_at = 3 * self._max_tokens
         self._logits_at = self._tiles_at + 2 * len(self._windows) * self._max_tiles(self._max_tokens)
         size = self._logits_at + 3 * self._max_chunks
@@ -60,7 +64,7 @@ class PromptGraphs:
         self._logits = torch.empty((self._max_chunks, shard.vocab), dtype=decoder.dtype, device=tables.device)
 
     def capture(self) -> None:
-        """Capture every size, the largest first."""
+        """Capture the graphs of all sizes, the largest first."""
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -75,12 +79,13 @@ class PromptGraphs:
         torch.cuda.current_stream().wait_stream(stream)
 
     def launch(self) -> None:
-        """Launch every kernel that `capture` captures, without capturing."""
+        """Launch every kernel of the captured graphs once, without capturing."""
         for size in self.sizes:
             self._run(size)
 
     def fits(self, plan: StepPlan) -> bool:
-        """Return whether a plan can be replayed: only a few short prompts, each computed to its end."""
+        """Return whether a plan can be replayed from a graph. It must contain no decodes, and only a few
+        short prompts that are computed to their end."""
         chunks = plan.chunks
         keys = sum(chunk.start + len(chunk.token_ids) for chunk in chunks)
         return (
@@ -92,7 +97,7 @@ class PromptGraphs:
         )
 
     def stage(self, plan: StepPlan) -> None:
-        """Send the input of the plan's pass to the device."""
+        """Transfer the input of the plan's forward pass to the device."""
         parts, spans, first = [], [], 0
         for chunk in plan.chunks:
             parts.append(self._tables.chunk_inputs(chunk))
@@ -102,8 +107,8 @@ class PromptGraphs:
         self._send(spans, self._staged[0], np.concatenate(parts, axis=1))
 
     def forward(self) -> torch.Tensor:
-        """Run the staged pass. Returns `[chunks, vocabulary on this rank]` logits of each chunk's last token,
-        which the next pass overwrites."""
+        """Run the staged forward pass, and return the logits of each chunk's last token: `[chunks, vocabulary
+        on this rank]`. The next pass overwrites the result."""
         size, chunks = self._staged
         self._replay(size)
         return self._logits[:chunks]
@@ -115,7 +120,7 @@ class PromptGraphs:
         return -(-size // self._tile_tokens) + self._max_chunks
 
     def _send(self, spans: list[ChunkSpan], size: int, tokens: np.ndarray | None = None) -> None:
-        """Fill the input buffer. tokens: `[3, count]` int64, from `SlotTables.chunk_inputs`."""
+        """Fill the input buffer. `tokens` is `[3, count]` int64, from `SlotTables.chunk_inputs`."""
         most, tiles = self._max_tokens, self._max_tiles(size)
         staged = np.zeros(len(self._inputs), dtype=np.int64)
         staged[2 * most : 3 * most] = -1

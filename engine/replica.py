@@ -1,7 +1,8 @@
 """The process of one rank: `python -m engine.replica --channel FD`.
 
-Rank 0 plans steps and talks to the fronts and the core. The other ranks execute its plans. A rank exits at
-once if the core or another rank disappears or a step fails, so a replica either has all of its ranks or ends.
+Rank 0 plans the steps and communicates with the fronts and the core. The other ranks execute its plans. A
+rank exits immediately if the core or another rank ends, or if a step fails. A replica therefore never runs
+with only some of its ranks.
 """
 
 from __future__ import annotations
@@ -36,19 +37,20 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RANKS_TIMEOUT_S = 600.0
-"""How long ranks wait for each other, because one may read its weights from a slower disk. The core detects
-ranks that die."""
+"""Maximum time, in seconds, that ranks wait for each other. It is long because a rank may read its weights
+from a slower disk. The core detects ranks that exit."""
 FAILURE_CHECK_S = 0.05
-"""How often a following rank checks for a failed step while no plan arrives."""
+"""Interval, in seconds, at which ranks other than rank 0 check for a failed step while no plan arrives."""
 FATAL_TIMEOUT_S = 1.0
-"""How long a failing rank waits for the core to read the reason."""
+"""Maximum time, in seconds, that a failing rank waits for the core to read the reason."""
 LOSS_GRACE_S = 0.3
-"""How long a rank that has lost a peer may take to exit by itself. The launcher kills it a little later."""
+"""Time limit, in seconds, for a rank to exit after it has lost a peer. The launcher's limit is slightly
+longer."""
 _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Run as the rank that the core's `Start` message names, until the core sends Stop or closes the
+    """Run as the rank given in the core's `Start` message, until the core sends Stop or closes the
     channel."""
     log_to_stderr(UtcFormatter("replica"))
     parser = argparse.ArgumentParser(prog="python -m engine.replica", description=__doc__.split("\n")[0])
@@ -56,8 +58,8 @@ def main() -> None:
     arguments = parser.parse_args()
     bound_kernel_caches()
     _die_with_parent()
-    # Only the core ends a rank, with Stop or by closing the channel. A signal to the whole process group,
-    # from Ctrl-C or systemd, must not interrupt requests that the core still lets finish.
+    # Only the core ends a rank, by sending Stop or closing the channel. A signal to the whole process group,
+    # from Ctrl-C or systemd, must not interrupt requests that the core allows to finish.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     control: Channel[RankInbound] = Channel(socket.socket(fileno=arguments.channel), RankInbound)
@@ -75,12 +77,12 @@ def main() -> None:
     except Exception as error:
         kind = _kind_of(error)
         if kind == "internal":
-            # For any other exception, the message, which the core logs, already says what to do.
+            # For other exceptions, the core logs the message, which contains the remedy.
             log.exception("the engine failed")
         control.send(Fatal(kind, f"{type(error).__name__}: {error}"))
         control.drain(FATAL_TIMEOUT_S)
         code = 1
-    # A normal exit could block on threads of torch.distributed or of the GPU libraries.
+    # A normal exit can block on threads of torch.distributed or of the GPU libraries.
     sys.stdout.flush()
     logging.shutdown()
     os._exit(code)
@@ -89,8 +91,8 @@ def main() -> None:
 def _serve(
     start: Start, control: Channel[RankInbound], peers: list[socket.socket], runner: ModelRunner
 ) -> int:
-    """Serve as a rank until the core sends Stop or closes the channel. Returns the exit code. peers: this
-    rank's ends of its plan channels."""
+    """Serve as a rank until the core sends Stop or closes the channel, and return the exit code. `peers` are
+    this rank's ends of its plan channels."""
     from engine.parallel import RankLost
 
     try:
@@ -100,18 +102,18 @@ def _serve(
             settle_garbage()
             follow(control, plan_channel(peers[0].detach()), runner)
     except RankLost as error:
-        # No Fatal message is sent: the core already knows how the lost rank ended, and that is the cause.
+        # No Fatal message is sent, because the core already knows the cause: the exit of the lost rank.
         log.error("%s", error)
         return 1
     return 0
 
 
 def _watch_peers(rank: int, peers: list[socket.socket], ranks: Ranks) -> None:
-    """Exit if a peer ends: rank 0 if any other rank ends, and the others if rank 0 ends."""
+    """Exit when a peer ends. Rank 0 watches all other ranks, and the other ranks watch rank 0."""
 
     def leave(name: str) -> None:
         ranks.abandon(f"{name} has ended")
-        # The main thread raises RankLost or returns, unless it is blocked in a collective or has no work.
+        # The main thread raises RankLost or returns, unless it is blocked in a collective or idle.
         time.sleep(LOSS_GRACE_S)
         log.error("%s has ended; this rank exits", name)
         logging.shutdown()
@@ -125,7 +127,7 @@ def _watch_peers(rank: int, peers: list[socket.socket], ranks: Ranks) -> None:
 def _lead(
     start: Start, control: Channel[RankInbound], peers: list[socket.socket], runner: ModelRunner
 ) -> None:
-    """Serve as rank 0. peers: ends of the plan channels to the other ranks."""
+    """Serve as rank 0. `peers` are its ends of the plan channels to the other ranks."""
     from engine.assembly import build_core
     from engine.leader import LeaderLoop
 
@@ -143,8 +145,8 @@ def _lead(
 
 
 def follow(control: Channel[RankInbound], plans: Channel[Any], runner: StepRunner) -> None:
-    """Execute the plans of rank 0 until rank 0 or the core disappears. Raises the exception of a failed
-    step."""
+    """Execute the plans of rank 0 until rank 0 or the core closes its channel. Raises the exception of a
+    failed step."""
     selector = selectors.DefaultSelector()
     selector.register(control, selectors.EVENT_READ)
     selector.register(plans, selectors.EVENT_READ)
@@ -154,16 +156,16 @@ def follow(control: Channel[RankInbound], plans: Channel[Any], runner: StepRunne
         if any(isinstance(message, Stop) for message in control.read()):
             return
         unread.extend(runner.launch(plan) for plan in plans.read())
-        # Failures are checked without waiting for a plan: rank 0 may be blocked in a collective of the failed
-        # step.
+        # Failures are checked even if no plan arrives, because rank 0 may be blocked in a collective of the
+        # failed step.
         while unread and unread[0].ready():
             unread.popleft().wait()
 
 
 def build_runner(spec: ReplicaSpec, rank: int, progress: ProgressCallback) -> ModelRunner:
-    """Return a rank of a replica, connected to the other ranks and loaded.
+    """Load one rank of a replica, connect it to the other ranks, and return its runner.
 
-    Raises RankLost if the other ranks do not arrive, and the exceptions of `engine.runner.ModelRunner`.
+    Raises RankLost if the other ranks do not join in time, and the exceptions of `engine.runner.ModelRunner`.
     """
     from engine import parallel
     from engine.device import select_device
@@ -183,9 +185,12 @@ def _await_start(control: Channel[RankInbound]) -> Start:
     while True:
         selector.select()
         messages = control.read()
-        # A second read detects that the core has ended since it sent Start. If the core ends later, the
-        # kernel kills this process (`_die_with_parent`).
+        # A second read detects a core that ended after it sent Start. If the core ends later, the operating
+        # system kills this process (`_die_with_parent`).
         messages += control.read()
+        if control.violation:
+            log.error("the core sent an invalid message: %s", control.violation)
+            sys.exit(1)
         if control.closed:
             os._exit(0)
         for message in messages:
@@ -194,11 +199,12 @@ def _await_start(control: Channel[RankInbound]) -> Start:
 
 
 def _die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent ends."""
+    """Make the operating system kill this process when its parent ends."""
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        # the parent ended before prctl took effect; if it ended even earlier, the channel is closed
+        # The parent ended before prctl took effect. A parent that ended before `os.getppid` was called is
+        # detected by the closed channel.
         os._exit(0)
 
 
@@ -210,7 +216,7 @@ def _kind_of(error: Exception) -> Literal["checkpoint", "memory", "device", "int
 
     if isinstance(error, CheckpointError | UnsupportedError):
         return "checkpoint"
-    # On a CPU torch raises a plain RuntimeError when memory runs out.
+    # torch raises a plain RuntimeError when a CPU runs out of memory.
     out_of_memory = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     if out_of_memory or isinstance(error, MemoryError | torch.OutOfMemoryError):
         return "memory"

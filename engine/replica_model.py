@@ -1,4 +1,4 @@
-"""A model and its serving options: together they determine which kernels a replica launches."""
+"""Defines a model with its serving options. Together they determine which kernels a replica launches."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ if TYPE_CHECKING:
     from kernels.compiling import GpuModel
 
 DTYPES = ("bfloat16", "float16")
-"""The dtypes of a model that our GPU kernels support."""
+"""Model dtypes that our GPU kernels support."""
 
 _WITHOUT_KERNELS = "on the CPU, or in float32, for which a GPU does not use these kernels"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaModel:
-    """All ranks of a replica. Two replicas with equal fields launch the same kernels on the same GPU."""
+    """A model and its serving options, for all ranks of a replica. Replicas with equal fields launch the same
+    kernels on the same GPU."""
 
     config: ModelConfig
     dtype: str
-    """The model's dtype, a key of `engine.config.DTYPE_BYTES`."""
+    """Dtype of the model, a key of `engine.config.DTYPE_BYTES`."""
     fp8: bool = False
-    """Whether the layers' matrices are e4m3."""
+    """Whether the layers' matrices are quantised to e4m3."""
     kv_fp8: bool = False
-    """Whether the KV cache is e4m3."""
+    """Whether the KV cache is quantised to e4m3."""
     tensor_parallel_size: int = 1
     max_num_seqs: int
     """Maximum number of running sequences."""
@@ -35,13 +36,11 @@ class ReplicaModel:
     """Token budget of a step."""
 
     def check_shapes(self) -> None:
-        """Raise UnsupportedError if the model cannot be split over the ranks, or if our GPU kernels cannot
-        serve it. The message contains the field of `config.json`, its value and the remedy."""
+        """Raise UnsupportedError if the model cannot be split across the ranks, or if our GPU kernels do not
+        support it. The message contains the field of `config.json`, its value and the remedy."""
         config, size = self.config, self.tensor_parallel_size
         shard = config.shard(size, 0)
-        group = shard.heads // shard.kv_heads
-        each = f" ({shard.intermediate} on each of {size} ranks)" if size > 1 else ""
-        intermediate = f"intermediate_size is {config.intermediate_size}{each}"
+        group, experts = shard.heads // shard.kv_heads, config.experts
         serve = f"serve this model {_WITHOUT_KERNELS}"
         serve_unquantised = f"serve this model with weights that are not FP8, {_WITHOUT_KERNELS}"
         problem = None
@@ -63,21 +62,29 @@ class ReplicaModel:
                 f"hidden_size is {config.hidden_size}; FP8 weights on a GPU need a multiple of "
                 f"{limits.FP8_ALIGNMENT}: {serve_unquantised}"
             )
-        elif self.fp8 and shard.intermediate % limits.FP8_ALIGNMENT:
+        elif experts is not None and experts.count > limits.MAX_EXPERTS:
+            most = limits.MAX_EXPERTS
+            problem = f"num_experts is {experts.count}; the GPU kernels support at most {most}: {serve}"
+        elif experts is not None and experts.top_k > limits.MAX_TOP_K:
+            most = limits.MAX_TOP_K
             problem = (
-                f"{intermediate}; FP8 weights on a GPU need a multiple of {limits.FP8_ALIGNMENT}: "
-                f"{serve_unquantised}"
+                f"num_experts_per_tok is {experts.top_k}; the GPU kernels support at most {most}: {serve}"
             )
-        elif self.fp8 and shard.intermediate > limits.LARGEST_ROW:
-            problem = (
-                f"{intermediate}; FP8 weights on a GPU allow at most {limits.LARGEST_ROW}: "
-                f"{serve_unquantised}"
-            )
+        for name, width in config.mlp_widths.items() if self.fp8 and problem is None else ():
+            part = shard.part(width)
+            each = f" ({part} on each of {size} ranks)" if size > 1 else ""
+            if part % limits.FP8_ALIGNMENT:
+                allowed = f"need a multiple of {limits.FP8_ALIGNMENT}"
+            elif part > limits.LARGEST_ROW:
+                allowed = f"allow at most {limits.LARGEST_ROW}"
+            else:
+                continue
+            problem = f"{name} is {width}{each}; FP8 weights on a GPU {allowed}: {serve_unquantised}"
         if problem is not None:
             raise UnsupportedError(problem)
 
     def check_gpu(self, gpu: GpuModel) -> None:
-        """Raise UnsupportedError if a GPU cannot run the kernels of this model."""
+        """Raise UnsupportedError if the GPU does not support the kernels of this model."""
         capability = gpu.target.arch
         has = f"{gpu.name} has compute capability {capability / 10}"
         elsewhere = f"serve this model on another GPU, {_WITHOUT_KERNELS}"

@@ -1,7 +1,7 @@
-"""One rank of a replica: the decoder, its KV pools, device tables and sampler. It executes plans.
+"""One rank of a replica with its decoder, KV pools, device tables and sampler. It executes plans.
 
-Steps (`engine.steps`) run strictly in the order in which they are launched, on one stream: the current CUDA
-stream, or a worker thread on a CPU. Meanwhile the step loop reads, plans and sends.
+Steps (`engine.steps`) run in launch order on one stream: the current CUDA stream, or a worker thread on a
+CPU. While they run, the step loop reads messages, plans the next step, and sends outputs.
 """
 
 from __future__ import annotations
@@ -51,19 +51,26 @@ from kernels import KvPool, select_backend, select_sampling
 log = logging.getLogger(__name__)
 
 _BYTES_PER_PROMPT_TOKEN = 4 * 8
-"""Size of a prompt token in the transfer of a step: four int64 numbers."""
+"""Bytes transferred per prompt token of a step: four int64 numbers."""
 
 
 class ModelRunner:
-    """One rank of a replica, loaded and ready.
+    """A loaded rank of a replica, which executes steps.
 
-    `ranks` must be connected already. With NCCL, `select_device` must have been called before that.
+    The constructor requires connected `ranks`. With NCCL, `select_device` must be called before the ranks are
+    connected.
 
-    Raises CheckpointError for invalid files; UnsupportedError for invalid fields of `spec`, for a number of
-    ranks or a length that the model does not allow, and for a model that the GPU kernels cannot run;
-    DeviceError for a missing device; WeightsTooLarge and StepsTooLarge if weights or activations do not fit
-    on the device; PoolTooSmall if the KV pool cannot hold a sequence of `spec.max_model_len`; PoolTooLarge if
-    `spec.kv_blocks` do not fit.
+    The constructor raises:
+
+        CheckpointError     if files are invalid
+        UnsupportedError    if `spec` has invalid fields, or if the GPU kernels do not support the model
+        DeviceError         if a device is missing
+        WeightsTooLarge     if the weights do not fit on the device
+        StepsTooLarge       if the activations do not fit on the device
+        PoolTooSmall        if the KV pool is too small for a sequence of `spec.max_model_len` tokens
+        PoolTooLarge        if `spec.kv_blocks` blocks do not fit into memory
+
+    UnsupportedError is also raised if the model does not allow the number of ranks or the sequence length.
     """
 
     def __init__(self, spec: ReplicaSpec, ranks: Ranks, progress: ProgressCallback) -> None:
@@ -99,11 +106,11 @@ class ModelRunner:
                 fp8=self.weights == FP8,
                 kv_fp8=self.kv_cache_dtype == FP8,
             )
-            # Runs before the KV pool is sized, because the pool gets the remaining memory.
+            # The KV pool is sized later, because it uses the remaining memory.
             ranks.prepare_overlap(
                 spec.max_num_batched_tokens, self.config.hidden_size, self.decoder.dtype, self.device
             )
-            self._barrier()  # every rank must measure free memory before any rank fills it
+            self._barrier()  # all ranks must have measured the free memory before any rank loads weights
             self._load(progress)
             self._sampler = Sampler(
                 ranks,
@@ -128,12 +135,13 @@ class ModelRunner:
         self._load_seconds = time.monotonic() - began
         progress("ready", 1.0)
 
-    # ── steps ────────────────────────────────────────────────────────────────────────────────────
+    # ── running steps ──────────────────────────────────────────────────────────────────────────────────
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Start a step after all steps launched before, without waiting for them.
+        """Start a step after all previously launched steps, without waiting for them.
 
-        After a step has failed, every later one raises too, because the tables are invalid.
+        After a step has failed, every later step also raises an exception, because the device tables are
+        invalid.
         """
         if self._stream is not None:
             return ThreadStep(self._stream.submit(self._run_on_thread, plan), self.ranks.check)
@@ -146,17 +154,17 @@ class ModelRunner:
         return StreamStep(plan, results, began, ended, before, self.ranks.check)
 
     def close(self) -> None:
-        """Wait for the launched steps and leave the group of ranks."""
+        """Wait for the launched steps, and leave the group of ranks."""
         if self._stream is not None:
             self._stream.shutdown()
         else:
             torch.cuda.synchronize(self.device)
-        # NCCL must not be shut down before the graphs that contain its kernels.
+        # The graphs contain NCCL kernels, so they must be deleted before NCCL is shut down.
         self.steps.graphs = self.steps.prompt_graphs = None
         self.ranks.close()
 
     def _enter_thread(self) -> None:
-        # OpenMP stores the number of threads per calling thread.
+        # OpenMP stores the number of threads separately for each calling thread.
         torch.set_num_threads(self._threads)
 
     def _run(self, plan: StepPlan, on_begin: Callable[[], object]) -> StepResults:
@@ -194,15 +202,15 @@ class ModelRunner:
             )
 
     def _executor(self, kv: list[KvPool]) -> StepExecutor:
-        """Return an executor over a KV pool, with its own device tables."""
+        """Return a step executor for a KV pool, with new device tables."""
         blocks, slots = -(-self.max_model_len // BLOCK_TOKENS), self.spec.max_num_seqs
         padding = self._padding if self.decoder.ops.name == "cuda" else None
         tables = SlotTables(slots, blocks, self.config.vocab_size, self.device, padding)
         return StepExecutor(self.decoder, kv, tables, self._sampler)
 
     def _initial_max_model_len(self) -> int:
-        """Return the configured maximum length, or the checkpoint's maximum, limited to what the KV cache
-        could ever hold."""
+        """Return the configured maximum sequence length. By default, it is the checkpoint's maximum, limited
+        by the largest possible KV cache."""
         longest = self.config.resolve_length(self.spec.max_model_len)
         if self.spec.max_model_len is not None:
             return longest
@@ -215,15 +223,15 @@ class ModelRunner:
         return min(longest, max(1, blocks) * BLOCK_TOKENS)
 
     def _size_pool(self, progress: ProgressCallback) -> int:
-        """Return the number of KV blocks, equal on every rank. Raises PoolTooSmall.
+        """Return the number of KV blocks, which is equal on every rank. Raises PoolTooSmall.
 
-        If no maximum length is configured and the checkpoint's does not fit, the maximum length is lowered to
-        what fits, and reported to `progress`.
+        If no maximum sequence length is configured and the checkpoint's maximum does not fit, the maximum is
+        lowered to the length that fits. The new maximum is reported by `progress`.
         """
         per_block = self._predict(None).kv_bytes_per_block
         given = self.spec.kv_blocks is not None
-        # Also called if the number is configured, because on a GPU it runs the largest steps, which loads
-        # their kernels.
+        # This method is also called if the number of blocks is configured, because on a GPU it runs the
+        # largest steps, which loads their kernels.
         fitting = self._blocks_that_fit(per_block)
         blocks = self.spec.kv_blocks if self.spec.kv_blocks is not None else fitting
         allowed = self.config.context_length
@@ -247,8 +255,8 @@ class ModelRunner:
         return int(self.ranks.all_gather_stack(mine).min())
 
     def _start_build(self) -> KernelBuild:
-        """Start compiling kernels on rank 0, for all ranks, since all run the same kernels. Raises
-        UnsupportedError for a model that the kernels cannot run."""
+        """Start compiling the kernels of all ranks on rank 0, because all ranks run the same kernels. Raises
+        UnsupportedError if the kernels do not support the model."""
         served = ReplicaModel(
             config=self.config,
             dtype=self.dtype,
@@ -274,7 +282,7 @@ class ModelRunner:
 
     def _warm_up(self, progress: ProgressCallback) -> None:
         """Load or capture all kernels that serving launches, and reserve pinned memory, so that no request
-        waits."""
+        waits for these operations."""
         reserve_pinned(_BYTES_PER_PROMPT_TOKEN * self.spec.max_num_batched_tokens)
         self._capture_graphs(progress)
         scratch = self._executor(self.decoder.allocate_kv(1))
@@ -282,7 +290,7 @@ class ModelRunner:
 
     def _capture_graphs(self, progress: ProgressCallback) -> None:
         """Capture CUDA graphs of decode steps and of short prompt passes."""
-        # Imported here because they load Triton, which a CPU does not need.
+        # Imported here because these modules load Triton, which a CPU does not need.
         from engine.graphs import DecodeGraphs
         from engine.prompt_graphs import PromptGraphs
 
@@ -291,7 +299,7 @@ class ModelRunner:
         graphs.capture(progress)
         prompts = PromptGraphs(steps.decoder, steps.kv, steps.tables, spec.max_num_batched_tokens)
         prompts.capture()
-        torch.cuda.empty_cache()  # memory that the uncaptured passes before each capture used
+        torch.cuda.empty_cache()  # frees memory of the uncaptured passes that ran before each capture
         steps.graphs, steps.prompt_graphs = graphs, prompts
 
     def _predict(self, blocks: int | None) -> Sizing:
@@ -312,7 +320,7 @@ class ModelRunner:
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
             return total - free
-        # Pages of the pool become resident only when they are first written, so they are counted here.
+        # The pool's pages become resident only when they are first written, so their size is added here.
         pool = self.kv_blocks * self._predict(None).kv_bytes_per_block
         return max(0, memory.resident_bytes() - resident_before) + pool
 
@@ -320,7 +328,7 @@ class ModelRunner:
         return int(self.ranks.all_gather_stack(torch.tensor([value], device=self.device)).sum())
 
     def info(self) -> ReplicaInfo:
-        """Return the properties of the loaded replica. Byte counts are sums over its ranks."""
+        """Return the properties of the loaded replica. Byte counts are sums over all ranks."""
         size = self.ranks.size
         predicted = self._predict(self.kv_blocks)
         devices = [device_name(self.device.type, rank) for rank in range(size)]

@@ -1,22 +1,26 @@
-"""Sampling: from logits to tokens, over one rank's part of the vocabulary, and log probabilities.
+"""Samples tokens from logits, and computes log probabilities. Each rank has logits for one part of the
+vocabulary.
 
 `kernels.draws` defines how a token is drawn from a row of logits. The sampling operations are passed in. With
-tensor parallelism, greedy and plain rows exchange each rank's best (value, id), which gives exactly the
-single-rank result. If a row needs top-k, top-p, min-p or logits processors, the step's logits are gathered
-first.
+tensor parallelism, the ranks exchange the best (value, id) of each row. For greedy sampling and for sampling
+by temperature alone, this gives exactly the single-rank result. If a row needs top-k, top-p, min-p or logits
+processors, the step's logits are gathered first.
 
-The operations apply in this order: repetition penalty, frequency and presence penalties, logit bias, ban of
-stop tokens before `min_tokens`, allowed tokens, bad words, temperature, top-k, top-p, min-p. Hugging Face and
-vLLM also apply penalties before the temperature, and top-p to the renormalised result of top-k. Min-p last is
-Hugging Face's order; vLLM applies it before top-k, which differs only if top-p would then renormalise over
-fewer tokens. The bias follows the penalties, so that −100 bans a token and +100 forces it whatever the
-penalties are. The ban comes after the bias, so that no bias lifts it. Tokens that tie with the last one kept
-by top-k, top-p or min-p are kept too.
+The operations are applied in this order: repetition penalty, frequency and presence penalties, logit bias,
+suppression of stop tokens before `min_tokens`, allowed tokens, bad words, temperature, top-k, top-p, min-p.
+As in Hugging Face and vLLM, penalties precede the temperature, and top-p applies to the renormalised result
+of top-k. Min-p is last, as in Hugging Face. vLLM applies it before top-k, which differs only if top-p would
+then renormalise over fewer tokens.
 
-Log probabilities are those of the model's own distribution, before all of these operations.
+The bias follows the penalties, so that −100 bans a token and +100 forces it regardless of the penalties. Stop
+tokens are suppressed after the bias, so that a bias cannot re-enable them. Tokens that tie with the last
+token kept by top-k, top-p or min-p are also kept.
 
-A row whose largest logit is not finite (it contains NaN, it overflowed, or every token is banned) yields
-token id −1 (`BAD_TOKEN`), and its sequence must end with an error. Other rows are not affected.
+Log probabilities are computed from the model's own distribution, before all of these operations.
+
+If the largest logit of a row is not finite, the row yields token id −1 (`BAD_TOKEN`), and its sequence must
+end with an error. This happens if the row contains NaN, if a value overflowed, or if every token is banned.
+Other rows are not affected.
 """
 
 from __future__ import annotations
@@ -32,26 +36,27 @@ from kernels import sampling
 from kernels.draws import Draws, Logits, SamplingOps, Variant
 
 LOGPROB_ROWS = 128
-"""Number of rows whose log probabilities are computed at once: a whole chunk or batch could take
-gigabytes."""
+"""Number of rows whose log probabilities are computed together. Computing a whole chunk or batch at a time
+could take gigabytes of memory."""
 
 
 @dataclass(slots=True)
 class SampledStep:
-    """The result of sampling, on the device."""
+    """Result of sampling, on the device."""
 
     token_ids: torch.Tensor
-    """The sampled tokens: [sampling slots] int64; BAD_TOKEN if no token could be sampled."""
+    """Sampled tokens: [sampling slots] int64, with BAD_TOKEN where no token could be sampled."""
     logprobs: torch.Tensor | None
-    """Log probabilities: [slots with logprobs, 1 + 2k] float64, as `Sampler.token_logprobs` returns them."""
+    """Log probabilities: [slots with logprobs, 1 + 2k] float64, in the format of `Sampler.token_logprobs`."""
 
 
 class Sampler:
-    """Samples from one rank's part of the vocabulary.
+    """Samples tokens from one rank's part of the vocabulary.
 
-    first_vocab: token id of the first column of this rank's logits. vocab: number of columns, padding
-    included, equal on every rank. vocab_real: number of columns without padding. vocab_size: number of tokens
-    of the model. Logits are `[rows, vocab]` in float32 or a 16-bit dtype; values in the padding are ignored.
+    `first_vocab` is the token id of the first column of this rank's logits. `vocab` is the number of columns
+    including padding, which is equal on every rank. `vocab_real` is the number of columns without padding.
+    `vocab_size` is the number of tokens in the model's vocabulary. Logits are `[rows, vocab]` in float32 or a
+    16-bit dtype, and values in the padding are ignored.
     """
 
     def __init__(
@@ -72,12 +77,13 @@ class Sampler:
         self._vocab = vocab_size if vocab is None else vocab
         self._real = self._vocab if vocab_real is None else vocab_real
         self._hashes = sampling.token_hashes(0, vocab_size, device)
-        """Hashes of all token ids, for the sampling noise."""
+        """Hashes of all token ids, used for the sampling noise."""
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch, tables: SlotTables) -> SampledStep:
-        """Sample a token for each sampling slot, and write it into `tables` as the slot's next input.
+        """Sample a token for each sampling slot, and store it in `tables` as the slot's next input.
 
-        logits: the step's logit rows on this rank, possibly followed by other rows. They are not modified.
+        `logits` are the step's logit rows on this rank. Any further rows are ignored. The logits are not
+        modified.
         """
         if batch.logit_rows is None:
             logits = logits[: len(batch.slots)]
@@ -97,15 +103,16 @@ class Sampler:
         return SampledStep(token_ids, self.logprobs(logits, batch, token_ids))
 
     def draw(self, logits: torch.Tensor, variant: Variant, draws: Draws) -> torch.Tensor:
-        """Sample token ids [rows] int64 without logits processors, one logit row each, and do nothing else. A
-        CUDA graph can capture this if the sampling operations allow it."""
+        """Sample one token id per row of logits, without logits processors: [rows] int64. This method can be
+        captured in a CUDA graph if the sampling operations allow it."""
         source, whole = self._source(logits, variant, whole=False)
         return self._best(variant, source, draws, whole)
 
     def logprobs(
         self, logits: torch.Tensor, batch: SamplingBatch, token_ids: torch.Tensor
     ) -> torch.Tensor | None:
-        """Return `SampledStep.logprobs` for the sampled `token_ids`, [sampling slots] int64."""
+        """Return the log probabilities of the sampled `token_ids` ([sampling slots] int64), in the format of
+        `SampledStep.logprobs`, or None if no slot requested them."""
         index = batch.metadata.logprob_index
         if index is None:
             return None
@@ -116,11 +123,12 @@ class Sampler:
         return torch.cat([self.token_logprobs(logits[some], ids, top) for some, ids in parts])
 
     def token_logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, top: int) -> torch.Tensor:
-        """Return log probabilities of `token_ids` [rows] int64 and of the `top` most likely tokens.
+        """Return the log probabilities of `token_ids` ([rows] int64) and of the `top` most likely tokens.
 
-        logits: [rows, columns of this rank], whose padding may be overwritten. Returns [rows, 1 + 2k]
-        float64: the log probability of the row's token, the k highest in descending order, and their token
-        ids. k is `top`, or the size of the vocabulary if that is smaller.
+        `logits` is [rows, columns of this rank], and its padding may be overwritten. The result is [rows, 1 +
+        2k] float64. It contains the log probability of the row's token, the k highest log probabilities in
+        descending order, and the k corresponding token ids. k is `top`, or the vocabulary size if that is
+        smaller.
         """
         logits = logits.float()
         logits[:, self._real :] = -torch.inf
@@ -145,7 +153,7 @@ class Sampler:
 
     def _source(self, logits: torch.Tensor, variant: Variant, whole: bool) -> tuple[Logits, bool]:
         """Return the logits to sample from, and whether they cover the whole vocabulary. With `whole`, they
-        always do."""
+        always cover the whole vocabulary."""
         if self._ranks.size == 1:
             return Logits(logits, self._vocab_size, hashes=self._hashes), True
         if whole or variant == Variant.FULL:
@@ -157,7 +165,7 @@ class Sampler:
 
     def _best(self, variant: Variant, source: Logits, draws: Draws, whole: bool) -> torch.Tensor:
         if not whole and not self._real:
-            # The vocabulary is so small that all columns of this rank are padding.
+            # All columns of this rank are padding, because the vocabulary is small.
             rows = len(source.values if source.index is None else source.index)
             values = torch.full((rows,), -torch.inf, device=source.values.device)
             ids = torch.full((rows,), self._first, dtype=torch.int64, device=values.device)
@@ -167,5 +175,5 @@ class Sampler:
             values, ids = self._ops.plain(source, draws)
         else:
             values, ids = self._ops.full(source, draws)
-        # Token ids ascend with the rank, so the lowest id wins among equal values.
+        # Token ids increase with the rank, so the lowest id is returned for equal values.
         return ids if whole else self._ranks.best(values, ids)

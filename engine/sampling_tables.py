@@ -1,7 +1,6 @@
-"""Sampling parameters of each slot on the device, and metadata on the host by which a step chooses how to
-sample.
+"""The sampling parameters of each slot on the device, and host metadata that determines how a step samples.
 
-The device updates only the penalty counts by itself.
+The device itself updates only the penalty counts and the recent tokens that are compared with bad words.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ from kernels import sampling
 from kernels.draws import Bans, Biases, Draws, Variant
 
 _PREFIX = MAX_BAD_WORD_TOKENS - 1
-"""Number of recent output tokens of a sequence that are compared with bad words."""
+"""Number of recent output tokens per sequence that are compared with bad words."""
 _ANY, _NONE = -1, -2
-"""Placeholders for token ids: _ANY pads a shorter bad word and matches every token; _NONE pads a shorter
-output and matches no token."""
+"""Placeholders for token ids. _ANY pads short bad words and matches every token. _NONE pads short outputs and
+matches no token."""
 
 
 @dataclass(slots=True)
 class BadWords:
-    """The bad words of some sampling slots, one entry for each word."""
+    """The bad words of several sampling slots, with one entry per word."""
 
     slots: torch.Tensor
-    """The sampling slot of each entry: [entries] int64."""
+    """Sequence slot of each entry: [entries] int64."""
     prefixes: torch.Tensor
-    """The tokens of each bad word before its last token, right-aligned and padded with _ANY: [entries,
+    """Tokens of each bad word except the last one, right-aligned and padded with _ANY: [entries,
     MAX_BAD_WORD_TOKENS - 1] int32."""
     targets: torch.Tensor
     """Index of each bad word's last token in the flattened processed logits: [entries] int64."""
@@ -39,48 +38,50 @@ class BadWords:
 
 @dataclass(slots=True)
 class LogitsProcessors:
-    """Changes to logits before sampling: penalties, biases, allowed tokens, bad words, and stop tokens banned
-    before `min_tokens`.
+    """Changes to logits before sampling: penalties, biases, allowed tokens, bad words, and suppression of
+    stop tokens before `min_tokens`.
 
-    "Processed" are the sampling slots whose logits change.
+    "Processed" slots are the sampling slots whose logits are changed.
     """
 
     index: torch.Tensor
-    """Index of each processed slot into the sampling slots: [processed] int64."""
+    """Index of each processed slot in the list of sampling slots: [processed] int64."""
     index_of: torch.Tensor
-    """Index of each sampling slot into the processed slots, or -1: [sampling slots] int64."""
+    """Index of each sampling slot in the list of processed slots, or -1: [sampling slots] int64."""
     count_rows: torch.Tensor | None
-    """Row of each processed slot in the penalty counts, or -1: [processed] int64; None if no slot has
+    """Row of each processed slot in the penalty counts, or -1: [processed] int64. None if no slot has
     penalties."""
     bias: Biases | None
     banned: Bans | None
     counted: tuple[torch.Tensor, torch.Tensor] | None
-    """Slots with penalties: their indices into the sampling slots, and their rows of the penalty counts."""
+    """Slots with penalties: their indices in the list of sampling slots, and their rows in the penalty
+    counts."""
     excluded: torch.Tensor | None
-    """Tokens that each processed slot may not sample: [processed, vocabulary] bool; None if no slot has
+    """Tokens that each processed slot may not sample: [processed, vocabulary] bool. None if no slot has
     allowed tokens."""
     bad_words: BadWords | None
     remembered: tuple[torch.Tensor, torch.Tensor] | None
-    """Slots with bad words, whose sampled tokens are stored: their indices into the sampling slots, and the
-    slots."""
+    """Slots with bad words: their indices in the list of sampling slots, and their slot numbers. The tokens
+    that they sample are stored as recent tokens."""
 
 
 @dataclass(slots=True)
 class SamplingMetadata:
-    """How a step samples."""
+    """Metadata that determines how a step samples."""
 
     variant: Variant
-    """The cheapest variant that covers every sampling slot."""
+    """The cheapest sampling variant that supports every sampling slot."""
     processors: LogitsProcessors | None = None
     logprob_index: torch.Tensor | None = None
-    """Indices into the sampling slots: those that return log probabilities."""
+    """Slots that return log probabilities, as indices in the list of sampling slots."""
     logprob_rows: list[tuple[int, int]] = field(default_factory=list)
-    """(index into the sampling slots, k) for each entry of `logprob_index`."""
+    """(index in the list of sampling slots, k) for each entry of `logprob_index`."""
 
 
 @dataclass(slots=True)
 class _CachedMetadata:
-    """The metadata of some slots, valid until a setup or until a slot reaches its `min_tokens`."""
+    """Cached metadata of a list of slots. It is valid until the next setup, or until a slot reaches its
+    `min_tokens`."""
 
     epoch: int
     slots: list[int]
@@ -90,12 +91,12 @@ class _CachedMetadata:
 
 
 class SamplingTables:
-    """Sampling parameters of `max_num_seqs` slots over a vocabulary of `vocab_size` tokens (of the whole
-    model).
+    """Sampling parameters of `max_num_seqs` slots. `vocab_size` is the vocabulary size of the whole model.
 
-    Penalty counts take 4 bytes × vocabulary for each slot with penalties. Their number of rows is rounded up
-    to a power of two. A row is in use until its slot's next setup. Allowed tokens take 1 byte × vocabulary
-    for each submission that has them, and as much for each processed slot of a step with such slots.
+    Penalty counts take 4 bytes per vocabulary entry for each slot with penalties. The number of count rows is
+    rounded up to a power of two. A row stays in use until the next setup of its slot. Allowed tokens take 1
+    byte per vocabulary entry for each submission that restricts its tokens, and, in a step with such
+    submissions, for each processed slot.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
@@ -106,47 +107,47 @@ class SamplingTables:
         self.floats = torch.zeros((max_num_seqs, 7), dtype=torch.float32, device=device)
         self.top_k = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self.counts: torch.Tensor | None = None
-        """Penalty counts: [count rows, vocabulary] int32 with 2 × (occurrences in the output) + (1 if in the
-        prompt). None if no slot has penalties."""
+        """Penalty counts: [count rows, vocabulary] int32. A count is 2 × (occurrences in the output) + (1 if
+        the token occurs in the prompt). None if no slot has penalties."""
         self._count_row_of: dict[int, int] = {}
         self._bias: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._stops: dict[int, torch.Tensor] = {}
         self._excluded: dict[int, torch.Tensor] = {}
-        """By slot: the tokens that the slot may not sample, [vocabulary] bool."""
+        """Tokens that each slot may not sample: [vocabulary] bool per slot."""
         self._bad_words: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """By slot: prefixes [words, MAX_BAD_WORD_TOKENS - 1] and last tokens [words] of its bad words."""
+        """Bad words of each slot: their prefixes [words, MAX_BAD_WORD_TOKENS - 1] and their last tokens
+        [words]."""
         self._recent = torch.full((max_num_seqs, _PREFIX), _NONE, dtype=torch.int32, device=device)
-        """The last output tokens of slots with bad words. The device updates them, so that a step launched
-        before the previous step's tokens are read compares the right ones."""
+        """The last output tokens of slots with bad words. They are updated on the device, because a step may
+        be launched before the host has read the previous step's tokens."""
         self._variant = np.zeros(max_num_seqs, dtype=np.int8)
         self._processed = np.zeros(max_num_seqs, dtype=bool)
-        """Whether the slot has penalties, biases, allowed tokens or bad words."""
+        """Whether each slot has penalties, biases, allowed tokens or bad words."""
         self._stop_from = np.zeros(max_num_seqs, dtype=np.int64)
-        """First position at which stop tokens may be sampled; 0 if they are never banned."""
+        """First position of each slot at which stop tokens may be sampled, or 0 if they are never
+        suppressed."""
         self._logprobs = np.full(max_num_seqs, -1, dtype=np.int64)
         self._epoch = 0
         self._cached: _CachedMetadata | None = None
 
     def draws(self, slots: torch.Tensor, positions: torch.Tensor) -> Draws:
-        """Return the kernels' view of `slots`, which sample tokens for `positions`; both [sampling slots]
-        int64."""
+        """Return the sampling parameters of `slots` for the kernels. `slots` and `positions` (of the sampled
+        tokens) are [sampling slots] int64."""
         return Draws(slots, positions, self.noise_base, self.floats, self.top_k)
 
     # ── setups ───────────────────────────────────────────────────────────────────────────────────
 
     def set_up(self, setups: list[SlotSetup]) -> None:
-        """Store the sampling parameters of slots that get new sequences."""
+        """Store the sampling parameters of slots that are assigned to new sequences."""
         self._epoch += 1
-        members = [(slot, sample, setup) for setup in setups for slot, sample in setup.members]
-        floats = np.empty((len(members), self.floats.shape[1]), dtype=np.float32)
-        integers = np.empty((3, len(members)), dtype=np.int64)
+        floats: list[tuple[float, ...]] = []
+        integers: list[tuple[int, int, int]] = []
         for setup in setups:
             self._set_up_lists(setup)
-        for i, (slot, sample, setup) in enumerate(members):
-            params = setup.sampling
+            params, slots = setup.sampling, [slot for slot, _ in setup.members]
             greedy = params.temperature < sampling.GREEDY_BELOW
             top_k = params.top_k if 0 < params.top_k < self.vocab_size else 0
-            floats[i] = (
+            rates = (
                 1.0 if greedy else 1.0 / params.temperature,
                 0.0 if greedy else 1.0,
                 params.top_p,
@@ -155,23 +156,26 @@ class SamplingTables:
                 params.frequency_penalty,
                 params.presence_penalty,
             )
-            integers[:, i] = (slot, sampling.noise_base(params.seed, sample), top_k)
-            self._logprobs[slot] = -1 if params.logprobs is None else params.logprobs
-            listed = slot in self._bias or slot in self._excluded or slot in self._bad_words
-            self._processed[slot] = listed or params.penalised
-            # Top-k, top-p and min-p always keep the largest logit, so a greedy slot needs none of them.
+            floats.extend([rates] * len(slots))
+            integers.extend(
+                (slot, sampling.noise_base(params.seed, sample), top_k) for slot, sample in setup.members
+            )
+            self._logprobs[slots] = -1 if params.logprobs is None else params.logprobs
+            listed = any(setup.slot in lists for lists in (self._bias, self._excluded, self._bad_words))
+            self._processed[slots] = listed or params.penalised
+            # Top-k, top-p and min-p always keep the largest logit, so they do not affect greedy sampling.
             filtered = top_k > 0 or params.top_p < 1 or params.min_p > 0
-            self._variant[slot] = Variant.GREEDY if greedy else Variant.FULL if filtered else Variant.PLAIN
+            self._variant[slots] = Variant.GREEDY if greedy else Variant.FULL if filtered else Variant.PLAIN
         self._set_up_counts(setups)
         self._set_up_recent(setups)
-        staged, rates = upload(integers, self.device), upload(floats, self.device)
+        staged = upload(np.array(integers, dtype=np.int64).T.copy(), self.device)
         self.noise_base[staged[0]] = staged[1]
         self.top_k[staged[0]] = staged[2]
-        self.floats[staged[0]] = rates
+        self.floats[staged[0]] = upload(np.array(floats, dtype=np.float32), self.device)
 
     def _set_up_lists(self, setup: SlotSetup) -> None:
-        """Store the biases, stop tokens, allowed tokens and bad words of a setup. Its slots share the
-        tensors, which are never written.
+        """Store the biases, stop tokens, allowed tokens and bad words of a setup. All slots of the setup
+        share the same read-only tensors.
 
         Ids outside the vocabulary cannot be sampled, so they are dropped.
         """
@@ -246,12 +250,13 @@ class SamplingTables:
             self.counts = counts
         return row
 
-    # ── a step ───────────────────────────────────────────────────────────────────────────────────
+    # ── sampling a step ──────────────────────────────────────────────────────────────────────────
 
     def metadata(self, slots: list[int], lengths: np.ndarray) -> SamplingMetadata:
-        """Return how a step samples for `slots`. The result is cached until it changes.
+        """Return the sampling metadata of a step for `slots`. The result is cached for as long as it is
+        valid.
 
-        lengths: [all slots] int64 on the host, the position of each slot's next sampled token.
+        `lengths` is the position of each slot's next sampled token: [all slots] int64, on the host.
         """
         cached = self._cached
         same = cached is not None and cached.epoch == self._epoch and cached.slots == slots
@@ -274,8 +279,8 @@ class SamplingTables:
     def _processors(
         self, processed: np.ndarray, slots: np.ndarray, stops_banned: np.ndarray
     ) -> LogitsProcessors:
-        """processed: indices into `slots`. stops_banned: for each of `slots`, whether stop tokens are
-        banned."""
+        """Return the logits processors of a step. `processed` contains indices into `slots`. `stops_banned`
+        states, for each entry of `slots`, whether stop tokens are suppressed."""
         index_of = np.full(len(slots), -1, dtype=np.int64)
         index_of[processed] = np.arange(len(processed))
         owners = slots[processed].tolist()
@@ -308,7 +313,7 @@ class SamplingTables:
         )
 
     def _exclusion(self, allowed_tokens: bytes) -> torch.Tensor:
-        """Return `[vocabulary]` bool: the tokens whose bit in `allowed_tokens` is not set."""
+        """Return a mask of the tokens whose bit in `allowed_tokens` is not set: `[vocabulary]` bool."""
         size = -(-self.vocab_size // 8)
         packed = np.zeros(size, dtype=np.uint8)
         given = np.frombuffer(allowed_tokens, dtype=np.uint8)[:size]
@@ -345,28 +350,28 @@ class SamplingTables:
         )
 
     def restrict_(self, logits: torch.Tensor, processors: LogitsProcessors) -> None:
-        """Set tokens that are not allowed or would complete a bad word to -inf in `logits` [processed,
-        vocabulary] float32, in place."""
+        """Set the logits of tokens that are not allowed, or that would complete a bad word, to -inf in place.
+        `logits` is [processed, vocabulary] float32."""
         if processors.excluded is not None:
             logits.masked_fill_(processors.excluded, -torch.inf)
         words = processors.bad_words
         if words is not None:
             recent = self._recent[words.slots]
             complete = ((recent == words.prefixes) | (words.prefixes == _ANY)).all(dim=1)
-            # Entries may share a target, so the minimum is taken, which does not depend on the order of
-            # writes.
+            # Several entries may have the same target. Taking the minimum makes the result independent of the
+            # order of writes.
             limits = torch.where(complete, -torch.inf, torch.inf)
             logits.view(-1).scatter_reduce_(0, words.targets, limits, "amin")
 
     def note(self, metadata: SamplingMetadata, token_ids: torch.Tensor) -> None:
-        """Store the sampled tokens, [sampling slots] int64, of slots with penalties or bad words, because
-        their next tokens depend on them."""
+        """Store the sampled tokens ([sampling slots] int64) of slots with penalties or bad words, because
+        they affect the slots' next tokens."""
         processors = metadata.processors
         if processors is None:
             return
         if processors.counted is not None and self.counts is not None:
             index, count_rows = processors.counted
-            # Each row of the counts occurs once, so no atomic addition is needed.
+            # Each row of counts occurs only once, so no atomic addition is needed.
             self.counts[count_rows, token_ids[index]] += 2
         if processors.remembered is not None:
             index, slots = processors.remembered

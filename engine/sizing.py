@@ -1,8 +1,9 @@
-"""Formulas for the memory that a model takes, in bytes per rank, before the model is loaded. Does not load
+"""Predicts the memory that a model needs per rank, before the model is loaded. This module does not load
 torch.
 
-Weights and KV cache are exact. Activations are an estimate: the largest tensors alive at the same time in the
-largest step. A replica reports both the prediction and the memory that it measured.
+The sizes of the weights and the KV cache are exact. The size of the activations is an estimate, based on the
+largest set of tensors that exist at the same time in the largest step. A replica reports both the prediction
+and the measured memory use.
 """
 
 from __future__ import annotations
@@ -10,50 +11,55 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from engine.config import DTYPE_BYTES, ModelConfig, Shard
+from engine.config import DTYPE_BYTES, EXPERTS, ModelConfig, Shard
 from engine.families import read_config
 from engine.messages import BLOCK_TOKENS
 
 __all__ = ["Sizing", "decode_capture_sizes", "kv_bytes_per_block", "parameters", "predict", "read_config"]
 
 FP8 = "fp8"
-"""The dtype name of weights or a KV cache in e4m3 with float32 scales."""
+"""Name of the dtype for weights or a KV cache in e4m3 with float32 scales."""
 
 EXPANSION_BLOCKS = 1024
-"""Number of FP8 cache blocks that a pass with prompts expands to the model's dtype at once, on a GPU."""
+"""Maximum number of FP8 cache blocks that are expanded to the model's dtype together, in a pass with prompts
+on a GPU."""
 
 _GATHERED_BYTES = 4 << 20
-"""Maximum number of key bytes that the CPU backend copies at once, unless one sequence has more
-(`kernels.reference`)."""
+"""Maximum number of key bytes that the CPU backend (`kernels.reference`) copies together, unless a single
+sequence has more."""
 
 _SAMPLED_COPIES = 4
-"""Float32 copies of a logit row during sampling on a CPU: logits, noise, sorted and cumulated values."""
+"""Number of float32 copies of a logit row during sampling on a CPU: logits, noise, sorted values and
+cumulative values."""
 
 _GRAPH_LAYER_BYTES = 300 << 10
-"""Memory of the CUDA graphs of one batch size, per layer; see `graph_bytes`."""
+"""Memory, in bytes, that the CUDA graphs of one batch size use per layer (see `graph_bytes`)."""
 _CUDA_BYTES = 700 << 20
-"""Memory that CUDA itself takes: context, modules and library workspaces."""
+"""Memory, in bytes, that CUDA itself uses for its context, modules and library workspaces."""
 PEER_ARENA_BYTES = 34_603_008
-"""Memory through which GPUs exchange messages, for each rank of a group (`engine.peer_memory`)."""
+"""Size, in bytes, of the memory through which a GPU exchanges messages with one rank of its group
+(`engine.peer_memory`)."""
 OVERLAP_FROM_TOKENS = 4096
-"""The number of tokens of a pass from which several GPUs overlap sums with the pass (docs/parallel.md)."""
+"""Minimum number of tokens for which a pass on several GPUs overlaps its sums with computation
+(docs/parallel.md)."""
 _SPLIT_TOKENS = 256
-"""The first half of such a pass has a multiple of this number of tokens, so that GEMMs waste no part of a
-tile."""
+"""The number of tokens in the first half of an overlapped pass is a multiple of this value, so that GEMM
+tiles are completely used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizing:
-    """The predicted memory of one rank, in bytes."""
+    """Predicted memory of one rank in bytes."""
 
     weight_bytes: int
     kv_bytes_per_block: int
     kv_blocks: int
-    """The number of blocks given to `predict`; 0 for None."""
+    """Number of blocks given to `predict`, or 0 if it was None."""
     activation_bytes: int
-    """Hidden states, projections, logits and the attention workspace of a step with a full token budget."""
+    """Memory for hidden states, projections, logits and the attention workspace, in a step that uses the full
+    token budget."""
     table_bytes: int
-    """The device tables of the slots, and the rotary table."""
+    """Memory for the device tables of all slots, and for the rotary table."""
 
     @property
     def kv_bytes(self) -> int:
@@ -70,15 +76,16 @@ class Sizing:
 
 
 def parameters(config: ModelConfig) -> int:
-    """Return the number of parameters of the whole model; tied embeddings count once."""
+    """Return the number of parameters of the whole model. Tied embeddings count once."""
     return _parameters(config, config.shard(1, 0))
 
 
 def kv_bytes_per_block(config: ModelConfig, kv_cache_dtype: str, tensor_parallel_size: int) -> int:
-    """Return the bytes of one KV block on each rank: keys and values of BLOCK_TOKENS tokens in all layers.
+    """Return the size, in bytes, of a KV block on one rank. A block contains the keys and values of
+    BLOCK_TOKENS tokens in all layers.
 
-    These are `2 × layers × KV heads on the rank × 64 × head_dim` elements, and with "fp8" a float32 scale per
-    token and head.
+    It has `2 × layers × KV heads per rank × 64 × head_dim` elements. With "fp8", it also has one float32
+    scale for each key and value.
     """
     shard = config.shard(tensor_parallel_size, 0)
     head = config.head_dim + 4 if kv_cache_dtype == FP8 else config.head_dim * DTYPE_BYTES[kv_cache_dtype]
@@ -98,13 +105,13 @@ def predict(
     blocks: int | None,
     on_gpu: bool,
 ) -> Sizing:
-    """Predict the memory of rank 0, which needs the most: only rank 0 has the biases of all-reduced linear
-    layers.
+    """Predict the memory of rank 0, which needs the most memory, because only rank 0 has the biases of
+    all-reduced linear layers.
 
-    dtype: the model's, one of engine.config.DTYPE_BYTES. weights, kv_cache_dtype: one of these, or "fp8".
-    max_num_seqs: maximum number of running sequences. max_num_batched_tokens: token budget of a step. blocks:
-    size of the KV pool, None if not known yet. Raises UnsupportedError if the model cannot be split over the
-    ranks.
+    `dtype` is the model's dtype, a key of engine.config.DTYPE_BYTES. `weights` and `kv_cache_dtype` are also
+    keys of it, or "fp8". `max_num_seqs` is the maximum number of running sequences. `max_num_batched_tokens`
+    is the token budget of a step. `blocks` is the size of the KV pool, or None if it is not yet known. Raises
+    UnsupportedError if the model cannot be split across the ranks.
     """
     shard = config.shard(tensor_parallel_size, 0)
     return Sizing(
@@ -124,33 +131,49 @@ def predict(
 
 
 def weight_bytes(config: ModelConfig, shard: Shard, dtype: str, weights: str) -> int:
-    """Return the bytes of all weights of a rank.
+    """Return the size, in bytes, of all weights of a rank.
 
-    dtype: of embeddings, norms and the output matrix. weights: of the layers' matrices, the same dtype or
-    "fp8".
+    `dtype` is the dtype of the embeddings, the norms and the output matrix. `weights` is the dtype of the
+    layers' matrices: the same dtype, or "fp8".
     """
     width = DTYPE_BYTES[dtype]
     if weights != FP8:
         return _parameters(config, shard) * width
-    matrices = config.layers * _matrices(config, shard)
-    hidden, q, kv = config.hidden_size, shard.heads * config.head_dim, shard.kv_heads * config.head_dim
-    outputs = config.layers * (q + 2 * kv + hidden + 2 * shard.intermediate + hidden)
-    return matrices + 4 * outputs + (_parameters(config, shard) - matrices) * width
+    quantised = _matrices(config, shard)
+    matrices = sum(outputs * inputs for outputs, inputs in quantised)
+    scales = sum(outputs for outputs, _ in quantised)
+    return matrices + 4 * scales + (_parameters(config, shard) - matrices) * width
 
 
-def _matrices(config: ModelConfig, shard: Shard) -> int:
-    """Return the number of elements of a layer's matrices: qkv, o, gate, up and down."""
+def _matrices(config: ModelConfig, shard: Shard) -> list[tuple[int, int]]:
+    """Return the dimensions (outputs, inputs) of all matrices that can be quantised: qkv and o, and gate_up
+    and down of every MLP and expert. The matrices of a layer's routed experts are combined into one."""
     hidden, q, kv = config.hidden_size, shard.heads * config.head_dim, shard.kv_heads * config.head_dim
-    return hidden * (q + 2 * kv) + q * hidden + 3 * hidden * shard.intermediate
+    found = [(q + 2 * kv, hidden), (hidden, q)] * config.layers
+    for kind in config.layer_kinds:
+        for count, width in _mlps(config, shard, kind):
+            found += [(count * 2 * width, hidden), (count * hidden, width)]
+    return found
+
+
+def _mlps(config: ModelConfig, shard: Shard, kind: str) -> list[tuple[int, int]]:
+    """Return the MLPs or experts of a layer on this rank as (number, width) pairs."""
+    if kind != EXPERTS or config.experts is None:
+        return [(1, shard.intermediate)]
+    experts, shared = config.experts, config.experts.shared_intermediate_size
+    routed = (experts.count, shard.part(experts.intermediate_size))
+    return [routed] if shared is None else [routed, (1, shard.part(shared))]
 
 
 def _parameters(config: ModelConfig, shard: Shard) -> int:
-    """Return the number of elements of all weights of this rank, including the padding of the vocabulary.
+    """Return the number of elements in all weights of this rank, including the padding of the vocabulary.
 
-    A layer has its matrices, two norms and, depending on the model family, biases and QK-norms.
+    A layer contains its matrices, two norms and, depending on the model family, biases, QK norms, a router
+    and the gate of a shared expert.
     """
     hidden, q, kv = config.hidden_size, shard.heads * config.head_dim, shard.kv_heads * config.head_dim
-    layer = _matrices(config, shard) + 2 * hidden
+    matrices = sum(outputs * inputs for outputs, inputs in _matrices(config, shard))
+    layer = 2 * hidden
     first = shard.rank == 0
     if config.qkv_bias:
         layer += q + 2 * kv
@@ -160,32 +183,45 @@ def _parameters(config: ModelConfig, shard: Shard) -> int:
         layer += 2 * shard.intermediate + (hidden if first else 0)
     if config.qk_norm:
         layer += 2 * config.head_dim
+    if config.qk_norm_all_heads:
+        layer += q + kv
+    routers = 0
+    if config.experts is not None:
+        gates = config.experts.count + (config.experts.shared_intermediate_size is not None)
+        routers = config.layer_kinds.count(EXPERTS) * gates * hidden
     vocabulary = shard.vocab * hidden * (1 if config.tie_word_embeddings else 2)
-    return vocabulary + config.layers * layer + hidden
+    return vocabulary + matrices + routers + config.layers * layer + hidden
 
 
 def _activations(config: ModelConfig, shard: Shard, dtype: str, tokens: int) -> int:
-    """Return the bytes of the largest tensors alive at the same time in a layer: in its attention or in its
-    MLP.
+    """Return the size, in bytes, of the largest set of tensors that exist at the same time in a layer, during
+    attention or the MLP.
 
-    The residual and the normalised input (2 × hidden per token) are alive in both. Attention adds qkv,
-    rotated q and k in float32, q and the result. The MLP adds gate_up, its activation and the result.
+    Both phases need the residual and the normalised input (2 × hidden per token). Attention also needs qkv,
+    the rotated q and k in float32, q and the result. The MLP also needs gate_up, its activation and the
+    result. Experts also need, for each token and chosen expert, a copy of the input, gate_up, its
+    activation and its result.
     """
     width = DTYPE_BYTES[dtype]
     q, kv = shard.heads * config.head_dim, shard.kv_heads * config.head_dim
     attention = (q + 2 * kv) * width + (q + kv) * 4 + 2 * q * width
     mlp = 3 * shard.intermediate * width + config.hidden_size * width
+    if config.experts is not None:
+        experts = config.experts
+        each = 3 * shard.part(experts.intermediate_size) + 2 * config.hidden_size
+        shared = 3 * shard.part(experts.shared_intermediate_size or 0)
+        mlp = max(mlp, (experts.top_k * each + shared) * width + experts.count * 4)
     return tokens * (2 * config.hidden_size * width + max(attention, mlp))
 
 
 def _workspace_on_cpu(
     config: ModelConfig, shard: Shard, dtype: str, weights: str, max_num_seqs: int, max_model_len: int
 ) -> int:
-    """Return the bytes of the CPU backend's buffers.
+    """Return the size, in bytes, of the CPU backend's buffers.
 
-    These are float32 logits with their copies for sampling, the pages of one layer that attention copies, a
-    packed copy of the output matrix (float32 models with tied embeddings), and a float32 copy of a matrix
-    with FP8 weights.
+    The buffers contain float32 logits with their copies for sampling, and the blocks of one layer that
+    attention copies. Float32 models with tied embeddings also need a packed copy of the output matrix. FP8
+    weights also need a float32 copy of a matrix.
     """
     kv = shard.kv_heads * config.head_dim
     outputs = max(shard.heads * config.head_dim + 2 * kv, 2 * shard.intermediate)
@@ -204,11 +240,12 @@ def _workspace_on_gpu(
     max_num_seqs: int,
     max_num_batched_tokens: int,
 ) -> int:
-    """Return the bytes of a GPU's buffers.
+    """Return the size, in bytes, of a GPU's buffers.
 
-    These are two buffers of logits (the CUDA graphs have their own), processed logits in float32, penalty
-    counts and exclusions (of a slot and of a step) for every slot, the expansion of an FP8 cache, the CUDA
-    graphs, and the memory of CUDA itself.
+    The buffers contain two sets of logits (one is used by the CUDA graphs) and processed logits in float32.
+    They also contain penalty counts for every slot, and exclusions for every slot and for every processed
+    slot of a step. The result includes the expansion of an FP8 cache, the CUDA graphs, and the memory of CUDA
+    itself.
     """
     width = DTYPE_BYTES[dtype]
     logits = max_num_seqs * shard.vocab * (2 * width + 10)
@@ -221,11 +258,11 @@ def _workspace_on_gpu(
 def graph_bytes(
     config: ModelConfig, shard: Shard, dtype: str, max_num_seqs: int, max_num_batched_tokens: int
 ) -> int:
-    """Return the bytes that the driver and the memory pools keep for CUDA graphs, without the logits of
-    decode steps.
+    """Return the memory, in bytes, that the driver and the memory pools retain for CUDA graphs, excluding the
+    logits of decode steps.
 
-    Measured with 32 layers: 8 to 9 MiB for the four graphs of a batch size. A prompt pass has one graph with
-    as many kernels. The activations of the largest prompt pass are added.
+    With 32 layers, the four graphs of one batch size take 8 to 9 MiB (measured). A prompt pass has one graph,
+    which contains the same number of kernels. The activations of the largest prompt pass are added.
     """
     prompts = prompt_capture_sizes(max_num_batched_tokens)
     working = _activations(config, shard, dtype, prompts[-1]) if prompts else 0
@@ -235,30 +272,31 @@ def graph_bytes(
 
 
 def prompt_capture_sizes(max_num_batched_tokens: int) -> list[int]:
-    """Return the numbers of tokens for which prompt passes are captured as CUDA graphs.
+    """Return the token counts for which prompt passes are captured as CUDA graphs.
 
-    Above 1,024 tokens the device takes longer to compute a pass than the host takes to launch it.
+    Above 1,024 tokens, the device takes longer to compute a pass than the host takes to launch it.
     """
     sizes = (16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 1024)
     return [size for size in sizes if size <= max_num_batched_tokens]
 
 
 def gemm_sizes(largest: int) -> list[int]:
-    """Return the numbers of rows, up to `largest`, for which GEMM kernels are loaded at start and to which
-    passes are padded. They are close together where the library's choice of kernels changes often."""
+    """Return the numbers of rows, up to `largest`, for which GEMM kernels are loaded at start. Passes are
+    padded to these numbers. The numbers are closer together in ranges where the library often selects a
+    different kernel."""
     sizes = [*range(8, 513, 8), *range(576, 4097, 64), *range(4352, largest, 256)]
     return [size for size in sizes if size < largest] + [largest]
 
 
 def size_for(count: int, sizes: list[int]) -> int:
-    """Return the smallest of the ascending `sizes` that is at least `count`. Raises IndexError if there is
-    none."""
+    """Return the smallest of the ascending `sizes` that is at least `count`. Raises IndexError if all sizes
+    are smaller."""
     return sizes[bisect_left(sizes, count)]
 
 
 def decode_capture_sizes(largest: int) -> list[int]:
-    """Return the batch sizes for which decode steps are captured as CUDA graphs, up to `largest`: 1, 2, 4, 8,
-    12, 16, then in steps of about an eighth."""
+    """Return the batch sizes, up to `largest`, for which decode steps are captured as CUDA graphs. These are
+    1, 2, 4, 8, 12 and 16, followed by steps of about an eighth of the size."""
     sizes = [size for size in (1, 2, 4, 8, 12, 16) if size < largest]
     step = 8
     while (sizes[-1] if sizes else 0) < largest:
@@ -270,27 +308,28 @@ def decode_capture_sizes(largest: int) -> list[int]:
 
 
 def peer_bytes(tensor_parallel_size: int) -> int:
-    """Return the bytes on each GPU through which the GPUs of a group exchange messages."""
+    """Return the size, in bytes, of the memory through which a GPU exchanges messages with the other GPUs of
+    its group."""
     return PEER_ARENA_BYTES * tensor_parallel_size if tensor_parallel_size > 1 else 0
 
 
 def overlap_split(tokens: int) -> int:
-    """Return the number of tokens of the first half of a pass whose sums overlap with it."""
+    """Return the number of tokens in the first half of a pass whose sums overlap with computation."""
     return -(-tokens // (2 * _SPLIT_TOKENS)) * _SPLIT_TOKENS
 
 
 def overlap_bytes(
     config: ModelConfig, dtype: str, tensor_parallel_size: int, max_num_batched_tokens: int
 ) -> int:
-    """Return the bytes on each GPU of the buffers through which sums overlap with a pass: for each half, the
-    parts of its rows, and two results (`engine.peer_overlap.OverlapMemory`)."""
+    """Return the size, in bytes per GPU, of the buffers for sums that overlap with a pass. For each half,
+    they contain the parts of a rank's rows, and two results (`engine.peer_overlap.OverlapMemory`)."""
     if tensor_parallel_size == 1 or max_num_batched_tokens < OVERLAP_FROM_TOKENS:
         return 0
     return 2 * 3 * overlap_split(max_num_batched_tokens) * config.hidden_size * DTYPE_BYTES[dtype]
 
 
 def _tables(config: ModelConfig, max_num_seqs: int, max_model_len: int) -> int:
-    """Return the bytes of block tables (8 per slot and block), other slot state (about 128 per slot) and the
-    rotary table (float32)."""
+    """Return the size in bytes of the block tables (8 per slot and block), other slot state (about 128 per
+    slot) and the float32 rotary table."""
     blocks = -(-max_model_len // BLOCK_TOKENS)
     return max_num_seqs * (8 * blocks + 128) + max_model_len * config.head_dim * 4

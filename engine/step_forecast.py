@@ -1,7 +1,7 @@
 """Predicts the duration of a step from its size and the measured speed of earlier steps.
 
-Rank 0 announces long steps to the core with this prediction, so that the core can tell a long step from a
-hang. The prediction need not be exact, because the core multiplies it by a factor before it kills a replica.
+Rank 0 uses the prediction to announce long steps to the core, which then does not mistake them for a hang.
+The prediction need not be exact, because the core multiplies it by a safety factor before it kills a replica.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 from engine.plan import StepPlan
 
 MIN_CPU_FLOPS, MIN_GPU_FLOPS = 1e9, 1e12
-"""Operations per second that any device reaches. Assumed until steps of a kind have been measured."""
+"""A rate, in operations per second, that every device reaches. It is assumed until the first step of a kind
+has been measured."""
 _KEEP = 0.8
-"""Weight of earlier measurements against the latest step: about the last five steps count."""
+"""Weight of earlier measurements relative to the latest step. With this value, mainly the last five steps
+count."""
 
 
 class _Speed:
-    """Operations per second of the steps of one kind, from sums over the recent ones."""
+    """Speed of decode-only or mixed steps in operations per second, averaged over recent steps."""
 
     def __init__(self, assumed: float) -> None:
         self._assumed = assumed
@@ -30,11 +32,12 @@ class _Speed:
 
 
 class StepForecast:
-    """Predicts the duration of steps. Decode-only steps and steps with prompts are measured separately: the
-    former are limited by memory bandwidth, the latter by arithmetic."""
+    """Predicts the duration of steps. Decode-only steps and steps with prompts are measured separately,
+    because memory bandwidth limits the former and arithmetic limits the latter."""
 
     def __init__(self, *, parameters: int, attention_width: int, on_gpu: bool) -> None:
-        """`attention_width`: layers × heads × head_dim, summed over all ranks."""
+        """Create a forecast for one model. `attention_width` is layers × heads × head_dim, summed over all
+        ranks."""
         self._per_token = 2.0 * parameters
         self._per_pair = 4.0 * attention_width
         assumed = MIN_GPU_FLOPS if on_gpu else MIN_CPU_FLOPS
@@ -45,15 +48,15 @@ class StepForecast:
         return self._speed(plan).seconds(self._work(plan))
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
-        """Record the measured duration of the step."""
+        """Record the measured duration of the step in seconds."""
         self._speed(plan).learn(self._work(plan), seconds)
 
     def _speed(self, plan: StepPlan) -> _Speed:
         return self._mixed if plan.chunks else self._decode
 
     def _work(self, plan: StepPlan) -> float:
-        """Return the step's arithmetic operations. Every new token of a chunk attends to all tokens before
-        it."""
+        """Return the number of arithmetic operations in the step. Each token of a chunk is assumed to attend
+        to all tokens up to the end of the chunk."""
         work = len(plan.decodes) * self._per_token
         for chunk in plan.chunks:
             tokens = len(chunk.token_ids)

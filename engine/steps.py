@@ -1,7 +1,7 @@
-"""Execution of one step on a rank's device: a plan in, the sampled tokens out, as tensors.
+"""Executes one step on a rank's device: runs a plan, and returns the sampled tokens as tensors.
 
-Decode-only steps and short prompt passes replay captured CUDA graphs if there are any (`engine.graphs`,
-`engine.prompt_graphs`). All other steps are launched kernel by kernel.
+Decode-only steps and short prompt passes replay captured CUDA graphs, if any exist (`engine.graphs`,
+`engine.prompt_graphs`). In all other steps, each kernel is launched separately.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class StepExecutor:
-    """The model, cache, tables and graphs with which steps run. On each rank, equal plans in equal order do
-    equal work."""
+    """Executes steps with one model, its KV cache, device tables and graphs. If all ranks execute the same
+    plans in the same order, they perform the same operations."""
 
     decoder: Decoder
     kv: list[KvPool]
@@ -40,10 +40,10 @@ class StepExecutor:
     prompt_graphs: PromptGraphs | None = None
 
     def run(self, plan: StepPlan, on_begin: Callable[[], object] = lambda: None) -> StepResults:
-        """Launch a step on the current stream, after all earlier steps. On a CPU, run the step.
+        """Launch a step on the current stream, after all earlier steps. On a CPU, this method runs the step.
 
-        `on_begin` is called when the host has prepared the step, right before the device accesses the cache.
-        Raises torch's exceptions, after which the tables are invalid.
+        `on_begin` is called when the host has prepared the step, right before the device accesses the KV
+        cache. Exceptions of torch propagate, and the device tables are invalid afterwards.
         """
         self.tables.apply(plan)
         if self.graphs is not None and not plan.chunks and self.graphs.fits(len(plan.decodes)):
@@ -95,7 +95,7 @@ class StepExecutor:
         return StepResults(sampled, batch.metadata.logprob_rows, [], [])
 
     def _prepare_blocks(self, plan: StepPlan) -> None:
-        """Zero and copy the plan's blocks."""
+        """Zero and copy KV blocks as listed in the plan."""
         if plan.clears:
             index = upload(np.array(plan.clears, dtype=np.int64), self.tables.device)
             for pool in self.kv:
@@ -111,7 +111,8 @@ class StepExecutor:
     def _prompt_logprobs(
         self, hidden: torch.Tensor, batch: StepBatch, prompt: PromptSlice
     ) -> list[torch.Tensor]:
-        """Return results of `Sampler.token_logprobs`, at most LOGPROB_ROWS rows in each."""
+        """Return the results of `Sampler.token_logprobs` for a range of prompt tokens, in parts of at most
+        LOGPROB_ROWS rows."""
         assert batch.logits_indices is not None
         parts = []
         for first in range(0, len(prompt.targets), LOGPROB_ROWS):

@@ -6,33 +6,35 @@ import numpy as np
 import torch
 
 _SMALL_BYTES = 16 << 10
-"""Transfers of up to this size count as small: a step makes several of them for its slots."""
+"""Maximum size, in bytes, of a small transfer. A step makes several small transfers for its slots."""
 _SMALL_COUNT = 32
 _LARGE_COUNT = 6
-"""Maximum numbers of small and of larger transfers in flight: those of one running and one launched step."""
+"""Maximum numbers of small and large transfers in flight. They suffice for one running and one launched
+step."""
 
 
 def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy `array` to the device through pinned memory, which torch keeps until the device has read it. On a
-    CPU, return a tensor on the same memory."""
+    """Copy `array` to the device without waiting for it. The copy uses pinned memory, which torch retains
+    until the device has read it. On a CPU, the returned tensor shares the memory of `array`."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def reserve_pinned(max_bytes: int) -> None:
-    """Fill torch's cache of pinned memory with buffers for all transfers that may be in flight at once, of up
-    to `max_bytes` each.
+    """Fill torch's cache of pinned memory with enough buffers for all transfers in flight, of up to
+    `max_bytes` each. Requires a GPU.
 
-    Pinning more memory later may make a launch wait until the device is idle (implicit synchronisation in
-    CUDA's programming guide). torch caches pinned memory in sizes that are powers of two. Needs a GPU.
+    If more memory is pinned later, a launch may wait until the device is idle (see implicit synchronisation
+    in CUDA's programming guide). torch caches pinned memory in sizes that are powers of two.
     """
     for count, nbytes in reservations(max_bytes):
-        # All buffers of a size are allocated before any is freed, or torch would hand out the same one again.
+        # All buffers of a size are allocated before any is freed. Otherwise, torch would return the same
+        # buffer again.
         buffers = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(count)]
         buffers.clear()
 
 
 def reservations(max_bytes: int) -> list[tuple[int, int]]:
-    """Return the (count, bytes) of the buffers that `reserve_pinned` allocates."""
+    """Return the buffers that `reserve_pinned` allocates, as (count, bytes) pairs."""
     sizes = [1 << bits for bits in range((max_bytes - 1).bit_length() + 1)]
     return [(_SMALL_COUNT if nbytes <= _SMALL_BYTES else _LARGE_COUNT, nbytes) for nbytes in sizes]

@@ -1,11 +1,12 @@
-"""Warm-up: before a replica reports ready, it launches every kernel that serving launches.
+"""Warm-up, which launches every kernel used for serving before the replica reports ready.
 
-The driver loads a kernel at its first launch, after waiting until the device is idle. Within a step with
-prompts, that delays every decoding sequence by a tenth of a second. cuBLAS and the attention kernels choose
-different kernels for different numbers of rows. Therefore passes with prompts are padded to the numbers of
-tokens that were warmed up (`engine.device_tables.Padding`), and decode-only steps replay captured graphs.
+The driver loads a kernel at its first launch, and waits until the device is idle before it does so. Loading a
+kernel in a step with prompts would delay every decoding sequence by a tenth of a second. cuBLAS and the
+attention operations select different kernels for different numbers of rows. Passes with prompts are therefore
+padded to the token counts that were warmed up (`engine.device_tables.Padding`), and decode-only steps replay
+captured graphs.
 
-Which kernels are compiled follows from the same code: `engine.launch_enumeration` runs it on meta tensors.
+`engine.launch_enumeration` runs this code on meta tensors to find the kernels to compile.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from engine.warmup_steps import every_kind
 from kernels import AttentionInput, ChunkSpan
 
 _FEW = (1, 2, 4)
-"""Numbers of rows, below the first of `gemm_sizes`, for which different kernels are chosen."""
+"""Numbers of rows, below the first of `gemm_sizes`, for which different kernels are selected."""
 
 
 def warm_up(
@@ -35,11 +36,11 @@ def warm_up(
     sizes: Padding,
     collect: Callable[[StepResults], object] = lambda results: None,
 ) -> None:
-    """Launch every kernel of steps that are not replayed from a graph: padded passes of all `sizes` on
-    `steps`, whose cache stays unchanged, and one step of every kind on `apart`, whose tables are invalid
-    afterwards. All ranks must call it.
+    """Launch every kernel of steps that are not replayed from a graph. All ranks must call this function.
 
-    collect: called with the results of each step, to load the kernels that reading the results launches.
+    `steps` runs padded passes of all `sizes`, which do not change its cache. `apart` runs one step of every
+    kind, and its tables are invalid afterwards. `collect` is called with the results of each step, to load
+    the kernels that are launched when results are read.
     """
     run_padded_passes(steps, sizes)
     for plan in every_kind(max_model_len, sizes.results[-1], sizes.tokens[-1]):
@@ -47,28 +48,32 @@ def warm_up(
 
 
 def run_padded_passes(steps: StepExecutor, sizes: Padding) -> None:
-    """Run passes that hold only padding through a few layers that together launch every kernel
-    (`ModelConfig.representative_layers`): passes with prompts, decode-only passes, and the logits of every
-    number of rows. Does not wait for the device."""
+    """Run passes that contain only padding: passes with prompts, decode-only passes, and the computation of
+    logits for every number of rows.
+
+    The passes use a few layers that together launch every kernel (`ModelConfig.representative_layers`). This
+    function does not wait for the device.
+    """
     passes = _PaddedPasses(steps)
     largest = sizes.results[-1]
     rows = sorted({*(few for few in _FEW if few <= largest), *sizes.results}, reverse=True)
-    # The largest pass runs first: the memory that torch's allocator keeps from it suffices for all others. In
-    # rising order each pass would allocate more memory, several gigabytes in total.
+    # Run the largest pass first, because the memory that torch's allocator retains from it suffices for all
+    # other passes. In increasing order, every pass would allocate additional memory, several gigabytes in
+    # total.
     tokens = sizes.tokens[::-1]
     for index in range(max(len(tokens), len(rows))):
         passes.run_prompts(tokens[min(index, len(tokens) - 1)], results=rows[min(index, len(rows) - 1)])
     for count in rows:
         passes.run_decodes(count)
     passes.run_long_prompts()
-    # Prompt tokens are scored LOGPROB_ROWS at a time.
+    # Log probabilities of prompt tokens are computed for LOGPROB_ROWS tokens at a time.
     scored = gemm_sizes(LOGPROB_ROWS) if largest < LOGPROB_ROWS else []
     for count in sorted({*rows, *scored}, reverse=True):
         passes.run_logits(count)
 
 
 class _PaddedPasses:
-    """Passes whose tokens are all padding, so that nothing is written into the cache."""
+    """Runs passes whose tokens are all padding, so that nothing is written to the KV cache."""
 
     def __init__(self, steps: StepExecutor) -> None:
         layers = steps.decoder.config.representative_layers()
@@ -78,8 +83,8 @@ class _PaddedPasses:
         self._rows, self._columns = self._table.shape
 
     def run_prompts(self, tokens: int, results: int, context: int = 0) -> None:
-        """Run a pass of prompts, each after `context` cached tokens. The last layer computes `results`
-        rows."""
+        """Run a pass with prompts, each preceded by `context` cached tokens. The last layer computes
+        `results` rows."""
         longest = self._columns * BLOCK_TOKENS - context
         starts = range(0, tokens, longest)[: self._rows]
         chunks = [
@@ -90,21 +95,21 @@ class _PaddedPasses:
         self._run(tokens, attention, self._decodes(results, queries=self._zeros(results)))
 
     def run_decodes(self, rows: int) -> None:
-        """Run a decode-only pass."""
+        """Run a decode-only pass of `rows` tokens."""
         self._run(rows, self._decodes(rows), None)
 
     def run_long_prompts(self) -> None:
-        """Run a chunk far from the beginning of its prompt, if the maximum length allows: Hopper GPUs have a
-        separate attention kernel for such chunks, which other steps may not launch."""
-        # Imported here because a CPU does not need Triton.
+        """Run a chunk far from the beginning of its prompt, if the maximum sequence length allows it. Hopper
+        GPUs have a separate attention kernel for these chunks, which other warm-up steps may not launch."""
+        # Imported here because a CPU does not use Triton.
         from kernels.triton.attention_prefill import EXPAND_FROM, HOPPER_ABOVE
 
-        # A chunk of EXPAND_FROM tokens, so that an FP8 cache is expanded for it.
+        # The chunk has EXPAND_FROM tokens, so that an FP8 cache is expanded for it.
         if self._columns * BLOCK_TOKENS >= HOPPER_ABOVE + EXPAND_FROM:
             self.run_prompts(EXPAND_FROM, results=1, context=HOPPER_ABOVE)
 
     def run_logits(self, rows: int) -> None:
-        """Compute the logits of some rows."""
+        """Compute the logits of `rows` rows."""
         decoder = self._decoder
         shape = (rows, decoder.config.hidden_size)
         decoder.logits(torch.zeros(shape, dtype=decoder.dtype, device=decoder.device))

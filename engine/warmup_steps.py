@@ -1,5 +1,5 @@
-"""The steps of warm-up: the largest steps, which show how much memory steps take, and one step of every kind,
-which loads the kernels that steps launch."""
+"""The steps that warm-up runs: the largest steps, whose memory use is measured, and one step of every kind,
+which loads the kernels."""
 
 from __future__ import annotations
 
@@ -30,27 +30,33 @@ _WAYS_TO_SAMPLE = (
     SamplingParams(max_tokens=1, temperature=1.0, allowed_tokens=b"\xff", bad_words=((0, 1), (2,))),
 )
 _ROWS = 8
-"""Number of sequences in a step of one kind. The kernels that depend on this number are loaded by passes of
-every size (`engine.warmup.run_padded_passes`)."""
+"""Number of sequences in a step of `every_kind`. Kernels that depend on the number of sequences are loaded by
+`engine.warmup.run_padded_passes`, which runs passes of all sizes."""
 _LENGTH = 8
-"""Maximum length of these sequences in tokens."""
+"""Maximum length in tokens of the sequences in these steps."""
 
 
 def largest_steps(max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int) -> list[StepPlan]:
-    """Return the steps that take most memory. They need only one block of KV cache: they read meaningless
-    values, but the right number of them.
+    """Return the steps with the highest memory use. They need only one block of KV cache, because memory use
+    depends on how many values a step reads, not on the values.
 
-    In order: prompts that fill the token budget, of which the first completes a sequence of maximum length,
-    and after which every sequence samples in the full variant; the same prompts from their beginning, because
-    an FP8 cache is then read in another way; a prompt whose tokens are scored; then steps in which every
-    sequence takes part: each with a chunk; each with a decode; and one with a chunk while the others decode.
+    The steps, in this order, contain:
+
+    1. prompts that fill the token budget; the first prompt completes a sequence of maximum length, and every
+      sequence samples with the full variant
+    2. the same prompts from their beginning, for which another kernel reads an FP8 cache
+    3. a prompt with prompt log probabilities
+    4. a chunk of every sequence
+    5. a decode of every sequence
+    6. a chunk of one sequence and a decode of every other sequence
     """
     rows = list(range(max_num_seqs))
     setups = [SlotSetup(row, _EVERY_NUMBER, 0, 1, [0]) for row in rows]
     longest = max(1, max_model_len - 1)
     deep = _prompts(max_num_seqs, max_num_batched_tokens, longest)
     deep[0] = Chunk(0, max(0, longest - len(deep[0].token_ids)), deep[0].token_ids, rows)
-    # Decodes share the pool: their total length is about that of the longest sequence or of a step's budget.
+    # Decodes share the pool, so their total length is about the length of the longest sequence or the token
+    # budget of a step.
     together = max(max_model_len, max_num_batched_tokens)
     length = max(1, min(max_model_len - 2, together // max_num_seqs))
     chunks = [Chunk(row, length - 1, [0], [row]) for row in rows]
@@ -63,17 +69,22 @@ def largest_steps(max_model_len: int, max_num_seqs: int, max_num_batched_tokens:
         StepPlan(0, [], [], [], rows, []),
         StepPlan(0, [], [], [], rows[1:], [Chunk(0, length - 1, [0], [0])]),
     ]
-    return plans + growing[: max_model_len - length]  # the longest that a sequence may grow
+    # Drop steps that would exceed the maximum sequence length.
+    return plans + growing[: max_model_len - length]
 
 
 def every_kind(max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int) -> list[StepPlan]:
-    """Return one step of every kind, with a few sequences each, all using block 0. The kinds are: prompts
-    that end, alone, together with decodes, and with several samples; prompts that continue; decodes alone;
-    each of these with every sampling variant; prompts whose tokens are scored; copied and cleared blocks; and
-    the full token budget. Returns no steps if no sequence, or no step, may be long enough."""
+    """Return one step of every kind. Each step has a few sequences, which all use block 0.
+
+    The kinds include prompts that end (alone, together with decodes, and with several samples), prompts that
+    continue, and decodes alone. There is a step of each of these kinds for every sampling variant. Other
+    steps compute prompt log probabilities, copy and clear blocks, and use the full token budget. The list is
+    empty if the maximum sequence length or the token budget is too small for these steps.
+    """
     if max_model_len < _LENGTH or max_num_batched_tokens < 2:
         return []
-    # The first sequence may have two tokens, because each of the others has only one.
+    # One token of the budget is left for the first sequence, which may have two tokens. All other sequences
+    # have one token.
     rows = list(range(min(max_num_seqs, max_num_batched_tokens - 1, _ROWS)))
     plans = []
     for params in _WAYS_TO_SAMPLE:
@@ -84,7 +95,7 @@ def every_kind(max_model_len: int, max_num_seqs: int, max_num_batched_tokens: in
             StepPlan(0, [], [], [], rows[2:], [Chunk(0, 2, [0, 0], rows[:2])]),
             StepPlan(0, [], [], [], rows, []),
         ]
-    # For a single row, torch uses other kernels to sort and to split tensors.
+    # For a single row, torch uses different kernels to sort and to split tensors.
     for logprobs in (0, 2):
         alone = SlotSetup(0, SamplingParams(max_tokens=1, logprobs=logprobs), 0, 1, [])
         plans += [
@@ -99,8 +110,8 @@ def every_kind(max_model_len: int, max_num_seqs: int, max_num_batched_tokens: in
 
 
 def _prompts(max_num_seqs: int, max_num_batched_tokens: int, longest: int) -> list[Chunk]:
-    """Return the first chunks of prompts, of at most `longest` tokens each, until they fill the token budget
-    or take every sequence. The prompts continue after these chunks."""
+    """Return the first chunks of prompts with at most `longest` tokens each. The chunks fill the token
+    budget, unless every sequence already has one. The prompts continue after these chunks."""
     left, chunks = max_num_batched_tokens, list[Chunk]()
     while left and len(chunks) < max_num_seqs:
         count = min(left, longest)

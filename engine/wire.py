@@ -1,9 +1,10 @@
-"""Channels: length-prefixed msgpack frames, with file descriptors, over Unix stream socketpairs.
+"""Channels between processes, which transfer length-prefixed msgpack frames and file descriptors over Unix
+stream socketpairs.
 
-A step loop polls a `Channel` with `read`; on an event loop, `listen` registers callbacks. Only `drain`
-blocks. End of file means that the peer has exited or closed its end. A frame is a 4-byte little-endian length
-and the msgpack of one struct. Descriptors are sent with the first byte of their frame (`SCM_RIGHTS`), so they
-arrive in the order of frames.
+A step loop polls a `Channel` with `read`. On an event loop, `listen` registers callbacks. Only `drain`
+blocks. End of file means that the peer has exited or closed its end. A frame consists of a 4-byte
+little-endian length and one struct in msgpack. File descriptors are sent with the first byte of their frame
+(`SCM_RIGHTS`), so they arrive in the order of the frames.
 """
 
 from __future__ import annotations
@@ -25,20 +26,22 @@ Inbound = TypeVar("Inbound")
 
 _HEADER = 4
 _DROPPED = -1
-"""Placeholder for a descriptor that the kernel dropped."""
+"""Placeholder for a file descriptor that the kernel has dropped."""
 _READ_BYTES = 1 << 18
 _MAX_READS = 16
 _MAX_FDS = 64
 
 MAX_FRAME_BYTES = 64 << 20
-"""Default limit of a frame. A longer frame is a protocol violation, on which the channel closes."""
+"""Default maximum size of a frame in bytes. A longer frame is a protocol violation, upon which the channel is
+closed."""
 MAX_BACKLOG_BYTES = 256 << 20
-"""Maximum number of unsent bytes. If the peer leaves more unread, the channel closes, so that memory stays
-bounded."""
+"""Maximum number of unsent bytes. If the peer leaves more bytes unread, the channel is closed to limit memory
+use."""
 
 
 def socketpair() -> tuple[socket.socket, socket.socket]:
-    """Return two connected, non-blocking, close-on-exec Unix stream sockets with large buffers."""
+    """Return two connected Unix stream sockets with large buffers. They are non-blocking and
+    close-on-exec."""
     pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     for end in pair:
         end.setblocking(False)
@@ -48,16 +51,16 @@ def socketpair() -> tuple[socket.socket, socket.socket]:
 
 
 def encode_frame(encoder: msgspec.msgpack.Encoder, message: Any) -> bytes:
-    """Return the frame of a message: its length and its msgpack."""
+    """Return the frame of a message, which consists of its length and its msgpack encoding."""
     payload = encoder.encode(message)
     return len(payload).to_bytes(_HEADER, "little") + payload
 
 
 class Channel(Generic[Inbound]):
-    """One end of a channel. `inbound` is the union of structs that it accepts, in frames of at most
-    `max_frame_bytes`.
+    """One end of a channel. `inbound` is the union of the structs that this end accepts, in frames of at most
+    `max_frame_bytes` bytes.
 
-    Not thread-safe: only one thread or event loop may use it.
+    Channels are not thread-safe: only one thread or event loop may use this object.
     """
 
     def __init__(self, sock: socket.socket, inbound: Any, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
@@ -75,10 +78,12 @@ class Channel(Generic[Inbound]):
         self._on_message: Callable[[Inbound], None] | None = None
         self._on_close: Callable[[], None] | None = None
         self.closed = False
-        """Whether the channel is closed, by the peer, after a protocol violation, or by `close`."""
+        """Whether the channel was closed by the peer, by a protocol violation, or by `close`."""
+        self.violation = ""
+        """The reason why the peer's last frame was invalid; empty if no frame was invalid."""
 
     def fileno(self) -> int:
-        """Return the socket's descriptor, for selectors; -1 once closed."""
+        """Return the socket's file descriptor for use in selectors, or -1 if the channel is closed."""
         return self._sock.fileno()
 
     @property
@@ -89,10 +94,11 @@ class Channel(Generic[Inbound]):
     # ── sending ──
 
     def send(self, message: Any, fds: tuple[int, ...] = ()) -> None:
-        """Queue `message` and write as much as the socket accepts now.
+        """Queue `message`, and write as many bytes as the socket accepts.
 
-        Descriptors are duplicated; the caller closes its own. On a closed channel the message is dropped: the
-        reader learns of the end of file.
+        File descriptors are duplicated, and the caller remains responsible for closing its own copies. If the
+        channel is closed, the message is dropped without an error, because the reader detects the end of
+        file.
         """
         if self.closed:
             return
@@ -105,7 +111,7 @@ class Channel(Generic[Inbound]):
             self._end()
 
     def flush(self) -> bool:
-        """Write as much as the socket accepts. Returns whether the backlog is empty."""
+        """Write as many queued bytes as the socket accepts. Returns whether the queue is empty."""
         while self._out and not self.closed:
             view, fds = self._out[0]
             try:
@@ -117,8 +123,8 @@ class Channel(Generic[Inbound]):
             except (BlockingIOError, InterruptedError):
                 break
             except OSError:
-                # The peer has closed. Its earlier messages can still be read; reading reports the end of
-                # file.
+                # The peer has closed its end. Its earlier messages can still be read, and the end of file is
+                # reported by `read`.
                 self._drop_output()
                 return True
             _close_all(fds)
@@ -132,8 +138,8 @@ class Channel(Generic[Inbound]):
         return not self._out
 
     def drain(self, timeout_s: float | None = None) -> bool:
-        """Wait until the backlog is empty or the channel is closed. Returns False if `timeout_s` passes
-        before that."""
+        """Wait until all queued bytes are written or the channel is closed. Returns False if this takes
+        longer than `timeout_s` seconds."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self.flush():
             left_s = None if deadline is None else deadline - time.monotonic()
@@ -147,11 +153,11 @@ class Channel(Generic[Inbound]):
     # ── receiving ──
 
     def read(self) -> list[Inbound]:
-        """Return the complete messages that have arrived, and set `closed` at the end of file or an invalid
-        frame.
+        """Return the complete messages that have arrived. At the end of file or after an invalid frame,
+        `closed` is set.
 
-        One call reads a limited number of bytes, so that the caller's loop stays responsive. Descriptors that
-        arrived with the messages are returned by `take_fd`, in order.
+        One call reads a limited number of bytes, so that the caller's loop remains responsive. File
+        descriptors that arrived with the messages are returned by `take_fd`, in order.
         """
         messages: list[Inbound] = []
         for _ in range(_MAX_READS):
@@ -169,8 +175,8 @@ class Channel(Generic[Inbound]):
                     fds.frombytes(rights[: len(rights) - len(rights) % fds.itemsize])
                     self._received_fds.extend(fds)
             if flags & socket.MSG_CTRUNC:
-                # The kernel dropped a descriptor because this process has too many files open. Its place in
-                # the order stays taken, so that no later message gets a descriptor that is not its own.
+                # The kernel dropped a descriptor because this process has too many open files. A placeholder
+                # preserves the order, so that no later message receives the wrong descriptor.
                 self._received_fds.append(_DROPPED)
             self._received += data
             if not self._parse(messages) or not data:
@@ -181,10 +187,10 @@ class Channel(Generic[Inbound]):
         return messages
 
     def take_fd(self) -> int:
-        """Return the next received descriptor, which the caller then owns.
+        """Return the next received file descriptor, which the caller must close.
 
         Raises LookupError if there is none, or if the kernel dropped it because this process has too many
-        files open.
+        open files.
         """
         fd = self._received_fds.popleft() if self._received_fds else _DROPPED
         if fd == _DROPPED:
@@ -196,13 +202,15 @@ class Channel(Generic[Inbound]):
         while len(buffer) - offset >= _HEADER:
             length = int.from_bytes(buffer[offset : offset + _HEADER], "little")
             if length > self._most_frame_bytes:
+                self.violation = f"a frame of {length} bytes is longer than {self._most_frame_bytes}"
                 return False
             if len(buffer) - offset - _HEADER < length:
                 break
             start = offset + _HEADER
             try:
                 messages.append(self._decoder.decode(buffer[start : start + length]))
-            except msgspec.DecodeError:
+            except msgspec.DecodeError as error:
+                self.violation = str(error)
                 return False
             offset = start + length
         if offset:
@@ -212,8 +220,8 @@ class Channel(Generic[Inbound]):
     # ── on an event loop ──
 
     def listen(self, on_message: Callable[[Inbound], None], on_close: Callable[[], None]) -> None:
-        """Let the running event loop call `on_message` for each message, in order, and `on_close` once at the
-        end."""
+        """Register callbacks on the running event loop. `on_message` is called for each message in order, and
+        `on_close` once when the channel is closed."""
         self._loop = asyncio.get_running_loop()
         self._on_message, self._on_close = on_message, on_close
         self._loop.add_reader(self._sock.fileno(), self._readable)
@@ -239,8 +247,8 @@ class Channel(Generic[Inbound]):
     # ── closing ──
 
     def close(self) -> None:
-        """Close this end without calling `on_close`. The peer reads the written messages, then the end of
-        file."""
+        """Close this end without calling `on_close`. The peer can still read the messages that were written,
+        and then the end of file."""
         self._on_close = None
         self._close_socket()
 
@@ -267,11 +275,11 @@ class Channel(Generic[Inbound]):
             self._loop.remove_reader(self._sock.fileno())
         self._drop_output()
         self.closed = True
-        # Descriptors of parsed messages stay open until `take_fd` or `release_fds`.
+        # Descriptors of decoded messages remain open until `take_fd` or `release_fds` is called.
         self._sock.close()
 
     def release_fds(self) -> None:
-        """Close received descriptors that `take_fd` has not returned."""
+        """Close all received file descriptors that `take_fd` has not returned."""
         _close_all(list(self._received_fds))
         self._received_fds.clear()
 

@@ -1,11 +1,12 @@
-"""The operations of a decoder (`Ops`), their data types, and the choice of a backend.
+"""Defines a decoder's operations (`Ops`) and their data types, and selects a backend.
 
-Every operation has a reference implementation in plain torch, `kernels.reference`. It is the CPU backend and
-the tests' oracle. One operation covers all work on the same bytes, so that a fused kernel can implement it.
+Every operation has a reference implementation in plain torch, in `kernels.reference`. That module is both the
+CPU backend and the tests' oracle. Each operation combines all steps that touch the same data, so that one
+fused kernel can implement it.
 
-In shapes, *tokens* counts the packed tokens of one pass; *heads* and *kv_heads* count the heads of this rank.
-A *page* is one block and head of the KV pool `[blocks, kv_heads, 64, head_dim]`: a contiguous tile of 64
-tokens.
+In the shapes, *tokens* is the number of packed tokens in one forward pass, and *heads* and *kv_heads* are the
+numbers of heads on this rank. A *page* holds the 64 tokens of one block for one KV head. It is contiguous in
+the KV pool `[blocks, kv_heads, 64, head_dim]`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ PAGE_TOKENS = 64
 """Number of tokens in a block of the KV pool."""
 
 PDL_FROM = 90
-"""Compute capability, times ten, from which a GPU supports programmatic dependent launch (PDL)."""
+"""Lowest compute capability, times ten, that supports programmatic dependent launch (PDL)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +31,14 @@ class Fp8Weight:
     """An FP8 weight matrix with one scale per output row."""
 
     values: torch.Tensor
-    """The quantised matrix: [out, in] float8_e4m3fn."""
+    """Quantised matrix, [out, in] float8_e4m3fn."""
     scales: torch.Tensor
-    """Scales of the rows: [out] float32. Row i of the matrix is `values[i] × scales[i]`."""
+    """Scale of each row, [out] float32. Row i of the weight matrix equals `values[i] × scales[i]`."""
 
 
 Weight = torch.Tensor | Fp8Weight
-"""A weight matrix `[out, in]`: in the model's dtype, in the layout that `Ops.pack_weight` returns, or in
-FP8."""
+"""A weight matrix `[out, in]` in the model's dtype, in FP8, or in a backend's own layout
+(`Ops.pack_weight`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,50 +46,85 @@ class Fp8Activation:
     """FP8 activations with one scale per token."""
 
     values: torch.Tensor
-    """The quantised activations: [tokens, n] float8_e4m3fn."""
+    """Quantised activations, [tokens, n] float8_e4m3fn."""
     scales: torch.Tensor
-    """Scales of the tokens: [tokens, 1] float32."""
+    """Scale of each token, [tokens, 1] float32."""
     dtype: torch.dtype
-    """The model's dtype: the dtype before quantisation, and the dtype of a GEMM's result."""
+    """The model's dtype. GEMMs that read these activations return results in this dtype."""
 
 
 Activation = torch.Tensor | Fp8Activation
-"""Activations `[tokens, n]`: in the model's dtype, or in FP8."""
+"""Activations `[tokens, n]` in the model's dtype or in FP8."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeferredNorm:
-    """An RMSNorm without its last factor, 1 / √(Σ x² / n + eps) per token, which the next GEMM applies to its
-    result."""
+    """An RMSNorm whose per-token factor, 1 / √(Σ x² / n + eps), has not been applied yet. The next GEMM
+    multiplies its result by this factor."""
 
     values: torch.Tensor
-    """The scaled values x × gain: [tokens, n], rounded once to x's dtype."""
+    """Scaled values x × gain, [tokens, n], rounded once to x's dtype."""
     squares: torch.Tensor
-    """Partial sums of squares: [parts, tokens] float32. The sum over all parts is Σ x² of a token."""
+    """Partial sums of squares, [parts, tokens] float32. A token's partial sums add up to Σ x²."""
 
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """The residual stream between two halves of a decoder layer."""
+    """The residual stream between two half-layers (attention and MLP) of a decoder."""
 
     values: torch.Tensor
-    """The residual values: [tokens, hidden]."""
+    """Residual values, [tokens, hidden]."""
     deferred_norm: DeferredNorm | None = None
-    """The deferred form of the norm that reads these values next, or None if the operation that produced the
-    values did not compute it."""
+    """Deferred norm of `values`, an input of the next GEMM. None if the operation that produced the values
+    did not compute it."""
     normed: Fp8Activation | None = None
-    """The quantised result of the norm that reads these values next, or None as for `deferred_norm`."""
+    """Quantised norm of `values`, an input of the next GEMM. None if the operation that produced the values
+    did not compute it."""
 
 
 @dataclass(frozen=True, slots=True)
 class NextNorm:
-    """The norm that reads a residual next, in the form that the GEMM after the norm takes."""
+    """The RMSNorm that follows a residual add, and whether the next GEMM expects a quantised or a deferred
+    norm."""
 
     gain: torch.Tensor
-    """Gain of the RMSNorm: [hidden]."""
+    """Gain of the RMSNorm, [hidden]."""
     eps: float
     quantised: bool
-    """Whether the GEMM takes a quantised norm (`Residual.normed`) instead of a deferred one."""
+    """Whether the next GEMM expects a quantised norm (`Residual.normed`) rather than a deferred norm."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The router and the routed experts of a mixture-of-experts layer on one rank. Each expert is an MLP with
+    SwiGLU. If the experts are FP8, their `Fp8Weight`s have an additional first dimension: values [experts,
+    out, in] and scales [experts, out]."""
+
+    router: torch.Tensor
+    """The router's matrix, in the model's dtype: [experts, hidden]."""
+    gate_up: Weight
+    """[experts, 2 × intermediate, hidden]: the rows of an expert's gate, then the rows of its up matrix."""
+    down: Weight
+    """[experts, hidden, intermediate]."""
+    top_k: int
+    """Number of experts that each token chooses."""
+    normalised: bool
+    """Whether the softmax is over the logits of the chosen experts, so that their weights add up to one.
+    Otherwise, the softmax is over the logits of all experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertActivation:
+    """The activations of the experts that each token has chosen. Only the backend that computed them can read
+    `values`."""
+
+    chosen: torch.Tensor
+    """The experts of each token, by decreasing logit: [tokens, top_k] int32. For equal logits, the expert
+    with the lower index comes first."""
+    weights: torch.Tensor
+    """Weights of the chosen experts' results: [tokens, top_k] float32."""
+    values: Any
+    """The activations `silu(gate) × up`. In the reference implementation: [tokens × top_k, intermediate]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,32 +133,33 @@ class Rotation:
     it."""
 
     cos_sin: torch.Tensor
-    """Cosines and sines: [positions, head_dim] float32, from `kernels.rope.cos_sin_table`."""
+    """Cosines and sines, [positions, head_dim] float32, from `kernels.rope.cos_sin_table`."""
     q_norm: torch.Tensor | None = None
-    """Gain [head_dim] of the RMSNorm of each query head, or None if the model has no QK-norm (then k_norm is
-    None too)."""
+    """RMSNorm gain applied to each query head, [head_dim]. None if the model has no QK-norm; k_norm is then
+    also None."""
     k_norm: torch.Tensor | None = None
     eps: float = 0.0
 
 
 @dataclass(slots=True)
 class KvPool:
-    """One layer's KV cache on one rank: keys and values, `[blocks, kv_heads, 64, head_dim]` each.
+    """One layer's KV cache on one rank. Keys and values are two tensors of shape
+    `[blocks, kv_heads, 64, head_dim]`.
 
-    The pool starts as zeros and must stay finite: attention reads whole blocks and masks the positions after
-    the end of a sequence.
+    The pool is initialised with zeros and must stay finite, because attention reads whole blocks and masks
+    the positions past the end of a sequence.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     k_scales: torch.Tensor | None = None
-    """Scales of e4m3 keys, one per token and head: [blocks, kv_heads, 64] float32. None if keys and values
-    have the model's dtype."""
+    """Scales of FP8 (e4m3) keys, one per token and head: [blocks, kv_heads, 64] float32. None if keys and
+    values are stored in the model's dtype."""
     v_scales: torch.Tensor | None = None
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return all tensors of the pool, each with blocks as its first dimension. FP8 tensors are viewed as
-        bytes, because torch cannot index FP8."""
+        """Return all tensors of the pool. The first dimension of each tensor is the block. FP8 tensors are
+        returned as byte views, because torch cannot index FP8."""
         scales = [scales for scales in (self.k_scales, self.v_scales) if scales is not None]
         if not scales:
             return [self.keys, self.values]
@@ -131,16 +168,16 @@ class KvPool:
 
 @dataclass(slots=True)
 class ChunkSpan:
-    """One prompt chunk in a pass."""
+    """The position of one prompt chunk in its forward pass and in its sequence."""
 
     first: int
     """Index of the chunk's first token in the pass."""
     count: int
     context: int
-    """Number of tokens of the sequence before the chunk. Their keys and values are in the cache when the pass
-    starts."""
+    """Number of tokens that precede the chunk in its sequence. Their keys and values are already in the cache
+    when the pass starts."""
     slot: int
-    """The sequence's slot: its row of the block table."""
+    """The sequence's slot, which is its row in the block table."""
 
     @property
     def last(self) -> int:
@@ -149,59 +186,60 @@ class ChunkSpan:
 
     @property
     def end(self) -> int:
-        """Number of tokens of the sequence that are in the cache when the pass ends."""
+        """Number of tokens that the sequence has in the cache after the pass."""
         return self.context + self.count
 
 
 @dataclass(slots=True)
 class AttentionInput:
-    """The attention input of a pass: which keys each token attends to. A pass has the decode tokens first,
-    one per sequence, then the prompt chunks."""
+    """The keys that each token of a forward pass attends to. Decode tokens come first in the pass, one per
+    sequence, followed by the prompt chunks."""
 
     block_table: torch.Tensor
-    """The device's block table: [slots, columns] int64. Entries after the end of a sequence are arbitrary
+    """Block table on the device, [slots, columns] int64. Entries past the end of a sequence contain arbitrary
     valid block numbers."""
     slots: torch.Tensor
-    """Slot of each decode, that is, its row of the block table: [decodes] int64."""
+    """Slot of each decode sequence, [decodes] int64. The slot is the sequence's row in the block table."""
     lens: torch.Tensor
-    """Number of cached tokens of each decode, the new token included: [decodes] int64. 0 marks padding of a
-    captured pass."""
+    """Number of cached tokens in each decode sequence, including the new token: [decodes] int64. 0 marks a
+    padding entry of a captured pass."""
     columns: int
-    """Largest number of block-table columns that any decode uses, computed on the host."""
+    """Maximum number of block-table columns used by any decode sequence. It is computed on the host."""
     chunks: list[ChunkSpan]
     tiles: Mapping[int | None, torch.Tensor] | None = None
-    """Lists of prefill tiles by attention window, for captured passes: they replace `chunks`, and
-    `kernels.triton.attention_prefill.plan_tiles` writes them in place."""
+    """Prefill tiles by attention window, in the format of `kernels.triton.attention_prefill.plan_tiles`.
+    Captured passes use them instead of `chunks`, and the tiles are overwritten in place before each
+    replay."""
     queries: torch.Tensor | None = None
-    """Indices of the tokens whose attention is computed: [decodes] int64, the last token of each sequence.
-    The other tokens are only written to the cache. None: the decodes are the first tokens, and attention is
-    computed for every token."""
+    """Indices of the tokens whose attention is computed, [decodes] int64: the last token of each sequence.
+    The other tokens are only written to the cache. None means that decode tokens come first in the pass and
+    that attention is computed for every token."""
 
 
 class Ops(Protocol):
-    """The operations that a backend implements. Inputs are on the backend's device, `dtype` is the model's
-    dtype, and no operation needs gradients."""
+    """The operations that a backend implements. All inputs are on the backend's device, and no gradients are
+    computed."""
 
     name: str
 
     def pack_weight(self, weight: Weight) -> Weight:
-        """Return the weight in the layout that the backend's GEMMs prefer. Only GEMMs of this backend can
-        read it."""
+        """Return the weight in the layout that this backend's GEMMs prefer. Other backends cannot read the
+        result."""
 
     def embedding(self, token_ids: torch.Tensor, weight: torch.Tensor, first: int | None) -> torch.Tensor:
         """Return the rows of `weight [rows, hidden]` for `token_ids [tokens]` int64: `[tokens, hidden]`.
 
-        first: the token id of the first row of `weight`, or None if `weight` covers the whole vocabulary.
-        Token ids outside the rows give zeros, so that the sum over all ranks is the embedding.
+        first: token id of the first row of `weight`, or None if `weight` covers the whole vocabulary. Token
+        ids without a row give zeros, so the results of all ranks add up to the embedding.
         """
 
     def linear(self, x: Activation, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return `x [tokens, in] @ weight [out, in].T (+ bias [out])`: `[tokens, out]`. If `weight` is an
-        `Fp8Weight`, x is quantised per token first, unless x is already quantised."""
+        """Return `x [tokens, in] @ weight [out, in].T (+ bias [out])`, which has shape `[tokens, out]`. If
+        `weight` is an `Fp8Weight`, x is first quantised per token, unless it is already quantised."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Compute RMSNorm (Zhang and Sennrich 2019) over the last dimension in float32, rounded once to x's
-        dtype."""
+        """Compute RMSNorm (Zhang and Sennrich 2019) over the last dimension in float32, and round the result
+        once to x's dtype."""
 
     def norm_linear(
         self,
@@ -212,8 +250,8 @@ class Ops(Protocol):
         bias: torch.Tensor | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return `linear(rms_norm(x.values))`, in `out` if `out` is given. `x.deferred_norm` and `x.normed`,
-        if present, were computed with `norm_weight` and `eps`."""
+        """Return `linear(rms_norm(x.values))`, written to `out` if given. If `x.deferred_norm` or `x.normed`
+        is present, it must have been computed with the same `norm_weight` and `eps`."""
 
     def norm_gate_up(
         self,
@@ -223,9 +261,9 @@ class Ops(Protocol):
         weight: Weight,
         bias: torch.Tensor | None,
     ) -> Activation:
-        """Return `silu(gate) × up` of `norm_linear(x)`: `[tokens, out / 2]` (SwiGLU, Shazeer 2020). The gate
-        is the first half of the columns. With an `Fp8Weight` the result may be quantised already, since its
-        only reader is a GEMM with another `Fp8Weight`."""
+        """Apply SwiGLU (Shazeer 2020) to `norm_linear(x)`: return `silu(gate) × up`, of shape
+        `[tokens, out / 2]`. The gate is the first half of the columns. With an `Fp8Weight`, the result may
+        already be quantised, because an FP8 GEMM follows."""
 
     def linear_add(
         self,
@@ -235,20 +273,38 @@ class Ops(Protocol):
         residual: Residual,
         next_gain: torch.Tensor | None,
     ) -> Residual:
-        """Return `residual + linear(x)`. May overwrite `residual.values`. With `next_gain [out]`, the gain of
-        the norm that reads the result next, the returned residual may carry a deferred norm; None: no norm
-        reads the result."""
+        """Return `residual + linear(x)`. The result may overwrite `residual.values`.
 
-    def next_norm(self, rows: int, weight: Weight, gain: torch.Tensor, eps: float) -> NextNorm | None:
-        """Return the norm that the sum of several ranks' parts of `linear_add` should compute, or None if the
-        next GEMM computes the norm itself.
-
-        rows: number of rows of the result. weight: of the linear whose parts are summed; the next linear's
-        weight has the same type. gain, eps: of the norm that reads the result.
+        next_gain: gain `[out]` of the norm that follows, or None if no norm follows. If it is given, the
+        returned residual may contain a deferred norm.
         """
 
+    def next_norm(self, rows: int, weight: Weight, gain: torch.Tensor, eps: float) -> NextNorm | None:
+        """Return the norm to compute together with the all-reduce after `linear_add`, or None if the next
+        GEMM computes the norm itself.
+
+        rows: number of rows of the result. weight: weight of the linear whose partial results are summed; the
+        next linear's weight has the same type. gain, eps: parameters of the norm.
+        """
+
+    def norm_experts(
+        self, x: Residual, norm_weight: torch.Tensor, eps: float, experts: Experts
+    ) -> ExpertActivation:
+        """Choose the experts of each token by the logits `rms_norm(x.values) @ router.T`, which are computed
+        in float32, and return `silu(gate) × up` of the chosen experts, as `norm_gate_up` does for one MLP."""
+
+    def experts_sum(self, x: ExpertActivation, experts: Experts) -> torch.Tensor:
+        """Return each token's sum of `weight × down(activation)` over its chosen experts: `[tokens, hidden]`
+        in the router's dtype."""
+
+    def experts_add(
+        self, x: ExpertActivation, experts: Experts, residual: Residual, next_gain: torch.Tensor | None
+    ) -> Residual:
+        """Return `residual + experts_sum(x)`. May overwrite `residual.values`. next_gain: as in
+        `linear_add`."""
+
     def plan_attention(self, inputs: AttentionInput) -> Any:
-        """Prepare what `attend` needs. Called once per pass; every layer uses the result."""
+        """Prepare the attention of one forward pass. Every layer passes the returned plan to `attend`."""
 
     def attend(
         self,
@@ -262,27 +318,29 @@ class Ops(Protocol):
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        """Split `qkv [tokens, (heads + 2 kv_heads) × head_dim]`, apply QK-norm and RoPE to the query and key
-        heads, write keys and values to the pool, and return the causal paged attention of the pass:
-        `[tokens, heads, head_dim]` in qkv's dtype, or `[decodes, heads, head_dim]` if the plan's input has
-        `queries`. The softmax is in float32.
+        """Apply QK-norm and RoPE to queries and keys, write keys and values to the pool, and return the
+        causal paged attention.
 
-        positions, kv_slots: `[tokens]` int64. A KV slot is block × 64 + offset; slots are distinct. Slot -1
-        marks padding: no key or value is written, and its row of the result is undefined. The position and KV
-        slot of a decode belong to the last of its `lens` tokens. window: a token sees itself and the window -
-        1 tokens before it.
+        The result is `[tokens, heads, head_dim]` in qkv's dtype, or `[decodes, heads, head_dim]` if the plan
+        was made with `AttentionInput.queries`. The softmax is computed in float32.
+
+        qkv: `[tokens, (heads + 2 kv_heads) × head_dim]`, the query, key and value heads of each token.
+        positions, kv_slots: `[tokens]` int64. A KV slot is block × 64 + offset, and all slots are distinct.
+        Slot -1 marks padding: no key or value is written, and that row of the result is undefined. For a
+        decode sequence, both describe the last of its `lens` tokens. window: each token attends to itself and
+        the window - 1 tokens before it. If it is None, each token attends to itself and all tokens before it.
         """
 
 
 def select_backend(device_type: str, dtype: torch.dtype = torch.float32, expansion_blocks: int = 0) -> Ops:
-    """Return the operations for tensors of a model's dtype on a torch device type ("cpu" or "cuda").
+    """Return the backend for a torch device type ("cpu" or "cuda") and a model's dtype.
 
     expansion_blocks: see `kernels.cuda.CudaOps`; only an FP8 cache uses expansion blocks.
 
-    float32 on a GPU runs in plain torch: it is only used for comparisons, and the Triton kernels support
-    16-bit dtypes only.
+    On a GPU, a float32 model runs in plain torch, because the Triton kernels support only 16-bit dtypes.
+    float32 is used on GPUs only for comparisons.
 
-    Raises ValueError if no backend supports the device. The caller chooses the device: a backend never moves
+    Raises ValueError if no backend supports the device. The caller chooses the device; a backend never moves
     work to another device.
     """
     if device_type not in ("cpu", "cuda"):
@@ -306,7 +364,7 @@ def select_backend(device_type: str, dtype: torch.dtype = torch.float32, expansi
 
 
 def select_sampling(backend: str) -> SamplingOps:
-    """Return the sampling operations of the backend with this name (`Ops.name`)."""
+    """Return the sampling operations for the backend with this name (`Ops.name`)."""
     if backend == "cuda":
         from kernels.triton import sampling as triton_sampling
 

@@ -1,12 +1,12 @@
-"""Finds out which kernels a program will launch, and compiles them beforehand in parallel processes.
+"""Predicts the kernels that a program will launch, and compiles them in parallel processes beforehand.
 
 `record` runs code that launches kernels on meta tensors, and records each specialisation that Triton would
 compile. Nothing is compiled or executed, so no GPU is needed. `compile_jobs` compiles the recorded
 specialisations into Triton's cache (TRITON_CACHE_DIR), where later launches find them.
 
-Triton specialises a kernel on the dtypes of its arguments, on arguments that are None, on integers that are 1
-or multiples of 16, on addresses that are multiples of 16, on constexprs and on launch options. A dry run
-passes the same arguments as a real one, so this module does not repeat Triton's rules.
+Triton specialises a kernel on the dtypes of its arguments, on constexprs and launch options, on arguments
+that are None, on integers that are 1 or multiples of 16, and on addresses that are multiples of 16. A dry run
+passes the same arguments as a real run, so this module does not need to reimplement Triton's rules.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class GpuError(RuntimeError):
 
 
 class CompilerError(RuntimeError):
-    """The compiler processes exited before all kernels were compiled. The message has their exit codes."""
+    """The compiler processes exited before all kernels were compiled. The message contains their exit
+    codes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +43,16 @@ class CompileJob:
     """One specialisation of one kernel."""
 
     name: str
-    """Name of the kernel, with its module."""
+    """Qualified name of the kernel (module and function)."""
     function: Any
     """Triton's `JITFunction`."""
     specialisation: str
-    """Triton's own description of the specialisation, for `JITFunction.preload`."""
+    """Triton's own description of the specialisation, an argument of `JITFunction.preload`."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompileFailure:
-    """A job that did not compile."""
+    """A compile job that failed."""
 
     name: str
     error: str
@@ -67,7 +68,7 @@ class GpuModel:
 
     @classmethod
     def of(cls, name: str, capability: int) -> GpuModel:
-        """Return a GPU with this name. capability: compute capability times ten."""
+        """Return the GPU model with this name. capability: compute capability times ten."""
         return cls(name, GPUTarget("cuda", capability, 32))
 
     @property
@@ -81,14 +82,14 @@ class GpuModel:
 
     @property
     def pdl(self) -> bool:
-        """Whether the GPU supports programmatic dependent launch. Kernels that use it do not compile for
-        other GPUs."""
+        """Whether the GPU supports programmatic dependent launch (PDL). Kernels that use PDL do not compile
+        for GPUs without it."""
         return bool(self.target.arch >= PDL_FROM)
 
 
 def this_gpu() -> GpuModel:
-    """Return the first NVIDIA GPU. A child process queries it, so that this process does not initialise CUDA
-    and may fork.
+    """Return the model of the first NVIDIA GPU. A child process queries it, so that this process does not
+    initialise CUDA and can still fork.
 
     Raises GpuError if there is no usable GPU.
     """
@@ -112,20 +113,21 @@ def _send_gpu(sender: Any) -> None:
 
 
 def current_gpu(device: torch.device | None = None) -> GpuModel:
-    """Return the GPU of a device, in a process that uses CUDA itself; None: torch's current device."""
+    """Return the GPU model of a torch device, or of the current device if `device` is None. Initialises CUDA
+    in this process."""
     major, minor = torch.cuda.get_device_capability(device)
     return GpuModel.of(torch.cuda.get_device_name(device), 10 * major + minor)
 
 
 def record(target: GPUTarget, run: Callable[[], object]) -> list[CompileJob]:
-    """Return the kernels that `run` would launch on `target`, each once. `run` launches them on meta
-    tensors."""
+    """Return each kernel specialisation that `run` would launch on `target`, without duplicates. `run` must
+    launch the kernels on meta tensors."""
     found: dict[tuple[str, str], CompileJob] = {}
 
     def note(fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         job = CompileJob(f"{fn.module}.{fn.name}", fn.jit_function, compile["specialization_data"])
         found.setdefault((job.name, job.specialisation), job)
-        return True  # tells Triton that the launch is handled: it neither compiles nor launches
+        return True  # true stops Triton from compiling and launching the kernel
 
     with _offline(target), knobs.runtime.scope():
         knobs.runtime.jit_cache_hook = note
@@ -139,9 +141,9 @@ def compile_jobs(
     processes: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[CompileFailure]:
-    """Compile the jobs that are missing from Triton's cache, and return those that failed. Forks, so this
-    process must not have used CUDA. Raises CompilerError."""
-    triton_key()  # Triton's hash of itself; computed here once, instead of in every worker
+    """Compile the jobs that are missing from Triton's cache, and return the failed jobs. Forks, so this
+    process must not have initialised CUDA. Raises CompilerError."""
+    triton_key()  # makes Triton hash its own sources once, before the workers fork
     context = multiprocessing.get_context("fork")
     following = context.Value("i", 0)
     results = context.SimpleQueue()
@@ -190,8 +192,8 @@ def _work(target: GPUTarget, jobs: list[CompileJob], following: Any, results: An
 
 
 def _launcher_class() -> Any:
-    """Return the class that builds the C part of a launch, which Triton 3.6 compiles for each signature; None
-    if there is no driver library to link it with."""
+    """Return the Triton class that compiles C launchers, or None if there is no driver library to link them
+    with. Triton 3.6 needs one launcher for each kernel signature."""
     from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
 
     try:
@@ -203,7 +205,7 @@ def _launcher_class() -> Any:
 
 
 class _Offline:
-    """The part of Triton's driver interface that compiling needs."""
+    """The part of Triton's driver interface that compilation uses. It needs no GPU."""
 
     def __init__(self, target: GPUTarget) -> None:
         self._target = target

@@ -1,7 +1,9 @@
-"""The operations on an NVIDIA GPU: Triton kernels, and cuBLAS through torch where cuBLAS is faster.
+"""Implements the operations on NVIDIA GPUs with Triton kernels, and with cuBLAS (through torch) where cuBLAS
+is faster.
 
-No operation waits for the device or reads a device value, so a pass can be captured in a CUDA graph. Kernels
-use programmatic dependent launch: each kernel prefetches its weights while the previous kernel finishes.
+No operation waits for the device or reads a value from it, so a forward pass can be captured in a CUDA graph.
+The kernels use programmatic dependent launch (PDL): each kernel loads its weights while the previous kernel
+finishes.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ import torch
 from kernels import (
     Activation,
     AttentionInput,
+    ExpertActivation,
+    Experts,
     Fp8Activation,
     Fp8Weight,
     KvPool,
@@ -25,9 +29,11 @@ from kernels import (
 )
 from kernels.reference import embedding
 from kernels.triton import attention_decode, attention_prefill, fused, linear
+from kernels.triton import experts as moe
 from kernels.triton.attention_decode import DecodeConfig, DecodeWorkspace
 from kernels.triton.embedding import embedding_part
 from kernels.triton.linear_plans import GemmPlan
+from kernels.triton.linear_rows import Workspace
 from kernels.triton.linear_table import Table
 
 __all__ = ["CudaOps"]
@@ -35,35 +41,34 @@ __all__ = ["CudaOps"]
 
 @dataclass(frozen=True, slots=True)
 class _ChunkPlan:
-    """Lists of prefill tiles for the layers with one attention window; see
-    `attention_prefill.Expansion`."""
+    """The prefill tiles of one pass, for all layers with the same attention window.
+    `attention_prefill.Expansion` documents `pages`, `expanded` and `direct`."""
 
     pages: torch.Tensor | None
     expanded: torch.Tensor | None
     direct: torch.Tensor | None
     hopper: bool = False
-    """Whether `attention_prefill_hopper` reads the keys and values that are in the model's dtype (the
-    expanded pages, or a cache that is not FP8)."""
+    """Whether `attention_prefill_hopper` computes the tiles whose keys and values are in the model's dtype.
+    These are the expanded tiles, or the direct tiles if the cache is not FP8."""
 
 
 @dataclass(frozen=True, slots=True)
 class _AttentionPlan:
     inputs: AttentionInput
     chunks: dict[int | None, _ChunkPlan]
-    """Chunk plans by attention window. The first layer with a window adds its plan."""
+    """Chunk plans by attention window. Each plan is created by the first layer with its window."""
 
 
 class CudaOps:
-    """`kernels.Ops` on an NVIDIA GPU. Each replica and stream needs its own instance, because it owns the
-    kernels' workspaces.
+    """Implements `kernels.Ops` on an NVIDIA GPU. An instance owns its kernels' workspaces, so each replica
+    and each stream needs its own instance.
 
-    expansion_blocks: largest number of FP8 cache blocks that one pass with prompts expands to the model's
-    dtype (`attention_prefill.Expansion`); 0 disables expansion.
-    table: the measured GEMM plans of the device, or None to use only the rules.
-    pdl: whether the device supports programmatic dependent launch (`kernels.PDL_FROM`). Kernels with PDL do
-    not compile for other devices.
-    hopper_multiprocessors: number of multiprocessors if the device is a Hopper GPU (compute capability 9),
-    which has its own kernel for long prompts; 0 for other GPUs.
+    expansion_blocks: maximum number of FP8 cache blocks that one prefill pass converts to the model's dtype
+    before attention (`attention_prefill.Expansion`); 0 disables the conversion. table: measured GEMM plans of
+    the device, or None if rules choose all plans. pdl: whether the device supports programmatic dependent
+    launch (`kernels.PDL_FROM`). Kernels with PDL do not compile for devices without it.
+    hopper_multiprocessors: number of multiprocessors of a Hopper GPU (compute capability 9), which uses a
+    separate kernel for long prompts; 0 for other GPUs.
     """
 
     name = "cuda"
@@ -82,10 +87,10 @@ class CudaOps:
         self._table = Table() if table is None else table
         self._decode_workspaces: dict[tuple[int, int, int], DecodeWorkspace] = {}
         self._scratches: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
-        self._product_workspace: linear.Workspace | None = None
+        self._product_workspace: Workspace | None = None
 
     def pack_weight(self, weight: Weight) -> Weight:
-        """Return the weight unchanged: the GPU's GEMMs need no other layout."""
+        """Return the weight unchanged, because the GPU's GEMMs need no special layout."""
         return weight
 
     def embedding(self, token_ids: torch.Tensor, weight: torch.Tensor, first: int | None) -> torch.Tensor:
@@ -122,7 +127,7 @@ class CudaOps:
     ) -> Activation:
         normed = (x, norm_weight, eps, weight)
         if isinstance(weight, Fp8Weight) and self._plan(len(x.values), weight.values) is None:
-            # The library's GEMM has no fused epilogue, so one kernel computes SwiGLU and quantises.
+            # torch's FP8 GEMM cannot fuse SwiGLU, so one kernel computes SwiGLU and quantises the result.
             product = self._norm_product(*normed, bias=bias)
             return Fp8Activation(*fused.silu_mul_fp8(product, pdl=self._pdl), product.dtype)
         return self._norm_product(*normed, bias=bias, silu_mul=True)
@@ -146,7 +151,7 @@ class CudaOps:
 
     def next_norm(self, rows: int, weight: Weight, gain: torch.Tensor, eps: float) -> NextNorm | None:
         if isinstance(weight, Fp8Weight):
-            # GEMMs of one row normalise and quantise the row themselves.
+            # One-row GEMMs normalise and quantise their input themselves.
             return NextNorm(gain, eps, quantised=True) if rows > 1 else None
         return NextNorm(gain, eps, quantised=False) if self._sharing_plan(rows, weight) is not None else None
 
@@ -163,9 +168,10 @@ class CudaOps:
         )
 
     def _sharing_plan(self, rows: int, weight: Weight) -> GemmPlan | None:
-        """Return the plan of a GEMM that can share a norm with another GEMM, or None if it cannot.
+        """Return the plan of a GEMM that can share a norm with an adjacent GEMM, or None if it cannot.
 
-        float16 GEMMs share no norms: a norm keeps x within float16's range, but x × gain may exceed it.
+        float16 GEMMs never share norms. A norm keeps x within float16's range, but x × gain without the
+        norm's factor may exceed it.
         """
         if isinstance(weight, Fp8Weight) or weight.dtype == torch.float16:
             return None
@@ -173,16 +179,14 @@ class CudaOps:
         return plan if plan is not None and plan.tiled else None
 
     def _plan(self, rows: int, weight: torch.Tensor) -> GemmPlan | None:
-        """Return the plan of a GEMM, or None if the library computes it."""
+        """Return the plan of a GEMM, or None if cuBLAS computes it."""
         outputs, inputs = weight.shape
         return self._table.choose(rows, outputs, inputs, weight.dtype)
 
     def _product(self, x: Activation, weight: Weight, **options: Any) -> torch.Tensor:
         """Call `linear.linear` or `linear.linear_fp8`, depending on the types of weight and x."""
-        if self._product_workspace is None:
-            device = x.values.device if isinstance(x, Fp8Activation) else x.device
-            self._product_workspace = linear.allocate_workspace(device)
-        options |= {"workspace": self._product_workspace, "table": self._table, "pdl": self._pdl}
+        device = x.values.device if isinstance(x, Fp8Activation) else x.device
+        options |= {"workspace": self._workspace(device), "table": self._table, "pdl": self._pdl}
         if not isinstance(weight, Fp8Weight):
             assert isinstance(x, torch.Tensor)
             return linear.linear(x, weight, **options)
@@ -190,6 +194,31 @@ class CudaOps:
             options |= {"x_scale": x.scales, "dtype": x.dtype}
             return linear.linear_fp8(x.values, weight.values, weight.scales, **options)
         return linear.linear_fp8(x, weight.values, weight.scales, **options)
+
+    def _workspace(self, device: torch.device) -> Workspace:
+        if self._product_workspace is None:
+            self._product_workspace = linear.allocate_workspace(device)
+        return self._product_workspace
+
+    # ── experts ──────────────────────────────────────────────────────────────────────────────────
+
+    def norm_experts(
+        self, x: Residual, norm_weight: torch.Tensor, eps: float, experts: Experts
+    ) -> ExpertActivation:
+        table, workspace = self._table, self._workspace(x.values.device)
+        options: dict[str, Any] = {"shared_bytes": table.shared_bytes, "pdl": self._pdl}
+        return moe.activate(x.values, norm_weight, eps, experts, workspace=workspace, **options)
+
+    def experts_sum(self, x: ExpertActivation, experts: Experts) -> torch.Tensor:
+        workspace = self._workspace(x.chosen.device)
+        return moe.weighted_sum(x, experts, workspace=workspace, pdl=self._pdl)
+
+    def experts_add(
+        self, x: ExpertActivation, experts: Experts, residual: Residual, next_gain: torch.Tensor | None
+    ) -> Residual:
+        values, workspace = residual.values, self._workspace(x.chosen.device)
+        options: dict[str, Any] = {"residual": values, "out": values, "pdl": self._pdl}
+        return Residual(moe.weighted_sum(x, experts, workspace=workspace, **options))
 
     # ── attention ────────────────────────────────────────────────────────────────────────────────
 
@@ -300,7 +329,7 @@ class CudaOps:
         scale: float,
         out: torch.Tensor,
     ) -> None:
-        # Imported here because Gluon is not available on every machine that uses these operations.
+        # Imported here because Gluon is not available on every machine that imports this module.
         from kernels.triton import attention_prefill_hopper
 
         read = (keys, values, table, tiles)
@@ -338,7 +367,7 @@ class CudaOps:
         return self._decode_workspaces[key]
 
     def _scratch(self, keys: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scratch pool for expanded keys and values, which every layer overwrites."""
+        """Return the scratch pool for expanded keys and values. Every layer overwrites it."""
         _, kv_heads, _, head_dim = keys.shape
         key = (kv_heads, head_dim, dtype)
         if key not in self._scratches:

@@ -1,7 +1,7 @@
-"""Every operation in plain torch: the CPU backend and the oracle of the kernel tests.
+"""Implements every operation in plain torch. This module is the CPU backend and the kernel tests' oracle.
 
-`kernels.Ops` documents shapes and semantics. The CPU backend is optimised too: on a CPU the GEMMs cost most,
-then copies of KV pages, then the number of calls.
+`kernels.Ops` documents shapes and semantics. The code is optimised for CPUs, where most of the time is spent
+in GEMMs, followed by copies of KV pages and the overhead of torch calls.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from kernels import (
     Activation,
     AttentionInput,
     ChunkSpan,
+    ExpertActivation,
+    Experts,
     Fp8Activation,
     Fp8Weight,
     KvPool,
@@ -31,19 +33,19 @@ _FP8_MAX = 448.0
 """Largest finite value of e4m3 without infinities (float8_e4m3fn)."""
 
 _GATHERED_BYTES = 4 << 20
-"""Maximum number of key bytes (and of value bytes) that decode attention copies at once, unless a single
-sequence needs more. The limit bounds the working memory and keeps the copy in the CPU's cache. It also keeps
-the buffer below the size at which the C library requests fresh pages from the operating system each time,
-which costs a factor of 4 at 64 sequences."""
+"""Maximum number of key bytes, and of value bytes, that decode attention copies at a time. A single sequence
+may exceed the limit. The limit bounds the working memory and keeps the copy in the CPU's cache. It also keeps
+the buffer below the size at which the C library requests new pages from the operating system for every
+allocation, which makes attention of 64 sequences 4 times as slow."""
 
 
 def pack_weight(weight: Weight) -> Weight:
     """Return float32 CPU weights in oneDNN's blocked layout, and other weights unchanged.
 
-    The blocked layout makes GEMMs of 4 to 256 rows 2 to 3.6 times as fast as MKL (Zen 5, one thread). torch
-    sends plain float32 GEMMs to MKL, which uses AVX-512 only on Intel CPUs; torch sends other dtypes to
-    oneDNN anyway. The two oneDNN operations are private to torch; a torch build without them keeps the weight
-    unchanged.
+    With the blocked layout, GEMMs of 4 to 256 rows are 2 to 3.6 times as fast as with MKL (Zen 5, one
+    thread). By default, torch uses MKL for float32, and MKL uses AVX-512 only on Intel CPUs. For other
+    dtypes, torch already uses oneDNN. The two oneDNN operations are private to torch. If a torch build lacks
+    them, the weight stays unchanged.
     """
     if isinstance(weight, Fp8Weight):
         return weight
@@ -112,12 +114,69 @@ def next_norm(rows: int, weight: Weight, gain: torch.Tensor, eps: float) -> Next
     return None
 
 
+def norm_experts(x: Residual, norm_weight: torch.Tensor, eps: float, experts: Experts) -> ExpertActivation:
+    normed = rms_norm(x.values, norm_weight, eps)
+    chosen, weights = route(normed, experts.router, experts.top_k, experts.normalised)
+    rows = normed.repeat_interleave(experts.top_k, dim=0)
+    products = experts_linear(rows, chosen.flatten(), experts.gate_up)
+    return ExpertActivation(chosen, weights, silu_mul(products))
+
+
+def experts_sum(x: ExpertActivation, experts: Experts) -> torch.Tensor:
+    tokens, top_k = x.chosen.shape
+    results = experts_linear(x.values, x.chosen.flatten(), experts.down)
+    weighted = results.float().mul_(x.weights.view(-1, 1))
+    return weighted.view(tokens, top_k, -1).sum(dim=1).to(experts.router.dtype)
+
+
+def experts_add(
+    x: ExpertActivation, experts: Experts, residual: Residual, next_gain: torch.Tensor | None
+) -> Residual:
+    return Residual(residual.values.add_(experts_sum(x, experts)))
+
+
+def route(
+    x: torch.Tensor, router: torch.Tensor, top_k: int, normalised: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the experts that each token `x [tokens, hidden]` chooses, and their weights, as in
+    `kernels.ExpertActivation`."""
+    logits = F.linear(x.float(), router.float())
+    # torch.topk does not define the order of equal values.
+    falling, experts = logits.sort(dim=-1, descending=True, stable=True)
+    best = falling[:, :top_k]
+    weights = best.softmax(dim=-1) if normalised else falling.softmax(dim=-1)[:, :top_k]
+    return experts[:, :top_k].int(), weights.contiguous()
+
+
+def experts_linear(x: torch.Tensor, expert: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """Multiply each row of `x [rows, in]` by the matrix in `weight [experts, out, in]` that `expert [rows]`
+    selects. The result is `[rows, out]` in x's dtype."""
+    by_expert = expert.argsort(stable=True)
+    counts = expert.bincount(minlength=len(_values(weight))).tolist()
+    out = x.new_empty(len(x), _values(weight).shape[1])
+    for index, rows in enumerate(by_expert.split(counts)):
+        if len(rows):
+            out[rows] = linear(x[rows], expert_weight(weight, index), None)
+    return out
+
+
+def expert_weight(weight: Weight, expert: int) -> Weight:
+    """Return one expert's matrix `[out, in]` of `weight [experts, out, in]`."""
+    if isinstance(weight, Fp8Weight):
+        return Fp8Weight(weight.values[expert], weight.scales[expert])
+    return weight[expert]
+
+
+def _values(weight: Weight) -> torch.Tensor:
+    return weight.values if isinstance(weight, Fp8Weight) else weight
+
+
 def quantise_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise `x [..., n]` to e4m3 values with scales `[..., 1]` float32. The scale is the largest magnitude
-    / 448, so that no value saturates. A row of zeros has scale 0."""
+    """Quantise `x [..., n]` to e4m3. Return the quantised values and their scales `[..., 1]` float32. A scale
+    is the row's largest magnitude divided by 448, so no value saturates. A row of zeros has scale 0."""
     x = x.float()
     largest = x.abs().amax(dim=-1, keepdim=True)
-    # Divide by a tensor: torch replaces division by a Python number with a reciprocal, which rounds twice.
+    # Divide by a tensor. For a Python number, torch would multiply by its reciprocal, which rounds twice.
     most = torch.full_like(largest, _FP8_MAX)
     inverse = most / torch.where(largest > 0, largest, 1.0)
     values = (x * inverse).clamp_(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
@@ -125,8 +184,8 @@ def quantise_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def linear_fp8(x: Activation, weight: Fp8Weight, bias: torch.Tensor | None) -> torch.Tensor:
-    """Multiply `x [tokens, in]`, quantised per token if it is not yet, by an FP8 weight. Sums are in float32
-    and rounded once to the model's dtype."""
+    """Multiply `x [tokens, in]` by an FP8 weight. x is first quantised per token, unless it is already
+    quantised. Sums are computed in float32 and rounded once to the model's dtype."""
     if not isinstance(x, Fp8Activation):
         x = Fp8Activation(*quantise_fp8(x), x.dtype)
     product = F.linear(x.values.float(), weight.values.float()) * x.scales * weight.scales
@@ -141,8 +200,8 @@ def rope_cache_write(
     pool: KvPool,
     heads: int,
 ) -> torch.Tensor:
-    """Write keys and values to the pool and return the rotated queries `[tokens, heads, head_dim]`: the first
-    half of `Ops.attend`."""
+    """Write keys and values to the pool, and return the rotated queries `[tokens, heads, head_dim]`. This is
+    the first half of `Ops.attend`."""
     _, kv_heads, _, head_dim = pool.keys.shape
     q_norm, k_norm, eps = rotation.q_norm, rotation.k_norm, rotation.eps
     both = heads + kv_heads
@@ -150,7 +209,7 @@ def rope_cache_write(
     qk = qkv[:, :both]
     if q_norm is not None and k_norm is not None:
         qk = torch.cat((rms_norm(qk[:, :heads], q_norm, eps), rms_norm(qk[:, heads:], k_norm, eps)), dim=1)
-    # The rotation pairs dimension i with i + head_dim / 2, the layout of Hugging Face checkpoints.
+    # The rotation pairs dimension i with i + head_dim / 2, as in Hugging Face checkpoints.
     cos, sin = rotation.cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
     low, high = qk.float().chunk(2, dim=-1)
     rotated = torch.empty(qk.shape, dtype=torch.float32, device=qk.device)
@@ -189,18 +248,18 @@ def attend(
 
 
 _Pool = tuple[torch.Tensor, torch.Tensor | None]
-"""Keys or values `[blocks, kv_heads, 64, head_dim]`, and the scales `[blocks, kv_heads, 64]` if they are
-e4m3."""
+"""Keys or values, `[blocks, kv_heads, 64, head_dim]`, and their scales, `[blocks, kv_heads, 64]`. The scales
+are None if the cache is not FP8."""
 
 
 @dataclass(frozen=True, slots=True)
 class _AttentionPlan:
     decode_tables: torch.Tensor
-    """Block tables of the decodes: [decodes, columns] int64."""
+    """Block-table rows of the decode sequences, [decodes, columns] int64."""
     lens: torch.Tensor
     queries: torch.Tensor | None
     chunks: list[tuple[ChunkSpan, torch.Tensor]]
-    """Each chunk with the used part of its row of the block table."""
+    """Each prompt chunk and the used part of its block-table row."""
 
 
 def plan_attention(inputs: AttentionInput) -> _AttentionPlan:
@@ -209,9 +268,9 @@ def plan_attention(inputs: AttentionInput) -> _AttentionPlan:
         used = -(-chunk.end // PAGE_TOKENS)
         chunks.append((chunk, inputs.block_table[chunk.slot, :used]))
     tables = inputs.block_table[:, : inputs.columns].index_select(0, inputs.slots)
-    # Entries after the end of a sequence name blocks of other sequences, which may hold non-finite values.
-    # Masked positions are multiplied by 0, and 0 × NaN is NaN, so those entries are replaced by the
-    # sequence's own first block.
+    # Entries past the end of a sequence may point to other sequences' blocks, which may contain non-finite
+    # values. Masked positions are multiplied by 0, and 0 × NaN is NaN. Therefore these entries are replaced
+    # by the sequence's own first block.
     own = inputs.lens.unsqueeze(1) > torch.arange(tables.shape[1], device=tables.device) * PAGE_TOKENS
     tables = torch.where(own, tables, tables[:, :1])
     return _AttentionPlan(tables, inputs.lens, inputs.queries, chunks)
@@ -227,8 +286,8 @@ def attention(
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute the attention of a pass whose keys and values are already in the pool: the second half of
-    `Ops.attend`. The result has q's dtype."""
+    """Compute the attention of a pass whose keys and values are already in the pool. The result has q's
+    dtype. This is the second half of `Ops.attend`."""
     q = q if plan.queries is None else q.index_select(0, plan.queries)
     parts = []
     decodes = len(plan.lens)
@@ -262,9 +321,10 @@ def paged_attention_decode(
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute attention of one new token per sequence: `[sequences, heads, head_dim]` in q's dtype.
+    """Compute the attention of one new token per sequence: `[sequences, heads, head_dim]` in q's dtype.
 
-    block_tables: `[sequences, columns]` int64. lens: `[sequences]` int64, at least 1, the new token included.
+    block_tables: `[sequences, columns]` int64. lens: `[sequences]` int64, the number of cached tokens
+    including the new token, at least 1.
     """
     pools = ((keys, k_scales), (values, v_scales))
     column_bytes = keys[0].numel() * q.element_size()
@@ -281,11 +341,11 @@ def paged_attention_decode(
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Sequences whose attention is computed together, over the same columns of their block tables."""
+    """Sequences whose attention is computed together over the same range of block-table columns."""
 
     rows: list[int]
     first: int
-    """First block-table column that any sequence of the group sees."""
+    """First block-table column that is visible to any sequence of the group."""
     last: int
     """End of the column range (exclusive)."""
 
@@ -295,8 +355,8 @@ class _Group:
 
 
 def _length_groups(lens: list[int], window: int | None, most_columns: int) -> list[_Group]:
-    """Group sequences of similar length, to bound the padding. The copied columns are at most about twice the
-    needed columns. A group copies at most `most_columns` columns unless it holds a single sequence."""
+    """Group sequences of similar length to limit the padding. At most about twice as many columns are copied
+    as needed. A group copies at most `most_columns` columns, unless it contains a single sequence."""
     last = [-(-length // PAGE_TOKENS) for length in lens]
     first = [0 if window is None else max(0, length - window) // PAGE_TOKENS for length in lens]
 
@@ -339,7 +399,7 @@ def _attend_group(
     visible = position < lens
     if window is not None:
         visible &= position >= lens - window
-    # The query heads of a KV head are passed as query tokens, because they share its keys and its mask.
+    # The query heads of a KV head share its keys and its mask, so they are passed to torch as query tokens.
     out = F.scaled_dot_product_attention(
         q.view(sequences, kv_heads, heads // kv_heads, head_dim),
         k,
@@ -361,11 +421,11 @@ def paged_attention_prefill(
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute causal attention of one chunk whose keys and values are already in the cache; the result has
-    q's shape and dtype.
+    """Compute the causal attention of one chunk whose keys and values are already in the cache. The result
+    has q's shape and dtype.
 
     q: `[tokens, heads, head_dim]`, at positions context, context + 1, …. block_table: `[columns]` int64,
-    covering context + tokens.
+    covering context + tokens positions.
     """
     count, heads, head_dim = q.shape
     kv_heads = keys.shape[1]
@@ -402,20 +462,21 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def _pages(block_tables: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """Return the page numbers (block × kv_heads + head) of `[sequences, columns]` block tables, ordered by
-    sequence, head and column. Copying pages in this order makes the tokens of each head contiguous."""
+    """Return the page numbers (block × kv_heads + head) for block tables `[sequences, columns]`, ordered by
+    sequence, head and column. Copying pages in this order makes each head's tokens contiguous."""
     head = torch.arange(kv_heads, device=block_tables.device).unsqueeze(1)
     return (block_tables.unsqueeze(1) * kv_heads + head).flatten()
 
 
 def _gather(pool: _Pool, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Copy pages into `[pages, 64, head_dim]` in `dtype`, multiplied by the scales if the pool is FP8."""
+    """Copy pages into a tensor `[pages, 64, head_dim]` of type `dtype`. FP8 pages are multiplied by their
+    scales."""
     numbers, scales = pool
     blocks, kv_heads, tokens, head_dim = numbers.shape
     numbers = numbers.view(blocks * kv_heads, tokens * head_dim)
     if scales is None:
         return numbers.index_select(0, pages).to(dtype)
-    # Copied as bytes, because torch cannot index FP8.
+    # Copy FP8 pages as bytes, because torch cannot index FP8 tensors.
     found = numbers.view(torch.uint8).index_select(0, pages).view(numbers.dtype).float()
     found = found.view(len(pages), tokens, head_dim)
     return found.mul_(scales.view(blocks * kv_heads, tokens, 1).index_select(0, pages)).to(dtype)

@@ -1,8 +1,7 @@
-"""Rotary position embedding (RoFormer, Su et al. 2021): frequencies for every scaling method, and cos/sin
-tables.
+"""Computes the frequencies of every RoPE scaling method and the cos/sin tables (RoFormer, Su et al. 2021).
 
-Everything is computed in float32 and in the order of operations of transformers. Models were trained with
-that rounding, and different rounding shows at long positions.
+All computations use float32 and follow the order of operations in transformers. Models were trained with that
+rounding, and a different rounding causes visible errors at long positions.
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ import torch
 
 
 def default_frequencies(head_dim: int, theta: float) -> torch.Tensor:
-    """Return `theta ** (-2i / head_dim)`: `[head_dim / 2]` float32, radians per position."""
+    """Return the unscaled frequencies `theta ** (-2i / head_dim)`: `[head_dim / 2]` float32, in radians per
+    position."""
     exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     return 1.0 / (theta**exponent)
 
@@ -27,11 +27,11 @@ def linear_frequencies(head_dim: int, theta: float, factor: float) -> torch.Tens
 def dynamic_frequencies(
     head_dim: int, theta: float, factor: float, positions: int, length: int
 ) -> torch.Tensor:
-    """Return the frequencies of dynamic NTK-aware scaling (bloc97 and emozilla 2023), frozen at sequences of
+    """Return the frequencies of dynamic NTK-aware scaling (bloc97 and emozilla 2023) for sequences of
     `length` tokens.
 
-    positions: the configured `max_position_embeddings`. For lengths up to `positions` the frequencies are the
-    default frequencies. For larger lengths they are what transformers computes for a sequence of exactly
+    positions: the configured `max_position_embeddings`. Up to `positions` tokens, the frequencies are
+    unscaled. Above it, they equal the frequencies that transformers computes for a sequence of exactly
     `length` tokens.
     """
     stretch = factor * max(length, positions) / positions - (factor - 1)
@@ -41,10 +41,10 @@ def dynamic_frequencies(
 def llama3_frequencies(
     head_dim: int, theta: float, factor: float, low_freq_factor: float, high_freq_factor: float, original: int
 ) -> torch.Tensor:
-    """Return the frequencies of Llama 3.1: frequencies of long wavelengths are divided by `factor`, those of
-    short wavelengths stay, and those in between are interpolated.
+    """Return the frequencies of Llama 3.1. Frequencies with long wavelengths are divided by `factor`,
+    frequencies with short wavelengths are unchanged, and frequencies in between are interpolated.
 
-    original: sequence length in tokens of the training before scaling.
+    original: maximum sequence length, in tokens, of the training before scaling.
     """
     frequencies = default_frequencies(head_dim, theta)
     wavelength = 2 * math.pi / frequencies
@@ -64,9 +64,9 @@ def yarn_frequencies(
     beta_slow: float,
     truncate: bool,
 ) -> torch.Tensor:
-    """Return the frequencies of YaRN (Peng et al. 2023), "NTK by parts". Dimensions that turn more than
-    `beta_fast` times within the original length keep their frequency, dimensions below `beta_slow` turns are
-    interpolated, and a linear ramp connects both."""
+    """Return the frequencies of YaRN (Peng et al. 2023), also called "NTK by parts". Dimensions that rotate
+    more than `beta_fast` times within the original length keep their frequency. Dimensions that rotate fewer
+    than `beta_slow` times are interpolated. A linear ramp connects the two ranges."""
 
     def dimension(turns: float) -> float:
         return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -76,7 +76,7 @@ def yarn_frequencies(
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
-        high += 0.001  # as in the authors' code: avoids a division by zero
+        high += 0.001  # avoids a division by zero in the same way as the authors' code
     ramp = torch.clamp((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low), 0, 1)
     wavelengths = theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
     keep = 1 - ramp
@@ -84,7 +84,8 @@ def yarn_frequencies(
 
 
 def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
-    """Return YaRN's factor on cos and sin for checkpoints that give none: `0.1 ln(factor) + 1`."""
+    """Return the factor by which YaRN scales cos and sin, for checkpoints without `attention_factor`. It is
+    `0.1 ln(factor) + 1`, or a ratio of two similar terms if mscale and mscale_all_dim are given."""
 
     def scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
@@ -95,8 +96,8 @@ def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: f
 
 
 def cos_sin_table(frequencies: torch.Tensor, length: int, scale: float = 1.0) -> torch.Tensor:
-    """Return cosines and sines by position: `[length, head_dim]` float32. The first half of a row holds the
-    cosines, the second half the sines, both times `scale`. frequencies: `[head_dim / 2]`."""
+    """Return the cosines and sines of each position, multiplied by `scale`: `[length, head_dim]` float32. The
+    first half of a row contains the cosines, the second half the sines. frequencies: `[head_dim / 2]`."""
     positions = torch.arange(length, dtype=torch.float32, device=frequencies.device)
     angles = torch.outer(positions, frequencies)
     table = torch.cat((angles.cos(), angles.sin()), dim=-1)

@@ -1,15 +1,16 @@
-"""Sampling in plain torch: the reference implementation of `kernels.draws.SamplingOps`, with its noise, masks
-and penalties.
+"""Implements sampling in plain torch: the reference implementation of `kernels.draws.SamplingOps`, and the
+noise, filters and penalties that it uses.
 
-Every function treats rows independently: the result of a row never depends on the other rows of the batch. As
-in torch, a function whose name ends in `_` changes its first argument in place. `plain` and `full` inspect on
-the host which features each row needs, so they suit a CPU, where a row then pays only for the features that
-it uses.
+Rows are independent: the result of a row never depends on the other rows of the batch. As in torch, a
+function whose name ends in `_` modifies its first argument in place. `plain` and `full` inspect each row's
+parameters on the host and skip the features that a row does not use. This is fast on a CPU, but on a GPU it
+would wait for the device.
 
-Noise ----- Gumbel-max (Gumbel 1954; Maddison et al. 2014): argmax over `logit / temperature + g`, with
-independent standard Gumbel noise g, is a draw from the softmax. The noise is *counter-based*: a pure function
-of (seed, sample, position, token id). A draw therefore does not depend on the batch, on the vocabulary shard
-of a rank or on earlier draws, and it repeats after a preemption or on another replica.
+Tokens are drawn with the Gumbel-max method (Gumbel 1954; Maddison et al. 2014): the argmax of
+`logit / temperature + g`, with independent standard Gumbel noise g, is a sample from the softmax. The noise
+is *counter-based*: it is a pure function of the seed, sample number, position and token id. Therefore a draw
+does not depend on the batch, on a rank's vocabulary shard or on earlier draws, and it can be reproduced after
+a preemption or on another replica.
 
     base  = splitmix64(splitmix64(seed) + sample)                    once per sequence, `noise_base`
     key   = splitmix64(base + position · 0x9E3779B97F4A7C15)         once per row and step, `noise_keys`
@@ -17,10 +18,10 @@ of a rank or on earlier draws, and it repeats after a preemption or on another r
     h     = fmix32((t xor low(key)) · (high(key) | 1))  mod 2^31     for each row and token
     g     = −ln(−ln(1 − (h + ½) / 2^31))
 
-splitmix64 is the finalizer of Steele, Lea & Flood (2014), fmix32 the finalizer of MurmurHash3; both are
-bijective. The integers are the same on every device. g is computed in float32, where the `log` of different
-devices may differ in the last place. Large values of g come from small values of h, so the upper tail keeps
-the full precision of float32 (up to g = 22).
+splitmix64 is the finalizer by Steele, Lea & Flood (2014), and fmix32 is the finalizer of MurmurHash3. Both
+are bijective. All integers are identical on every device. g is computed in float32, and the last bit of `log`
+may differ between devices. Large values of g result from small values of h, so the upper tail has the full
+precision of float32 (up to g = 22).
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ _MIX1 = 0xBF58476D1CE4E5B9
 _MIX2 = 0x94D049BB133111EB
 
 GREEDY_BELOW = 1e-5
-"""Temperatures below this limit are treated as greedy: dividing by such a temperature changes nothing and
-eventually overflows."""
+"""Temperatures below this limit are treated as greedy. Dividing by them would give the same token or
+overflow."""
 
 # ── the operations: see `kernels.draws.SamplingOps` ──────────────────────────────────────────────────
 
@@ -103,8 +104,8 @@ def edit(
 
 
 def _source(logits: Logits) -> torch.Tensor:
-    """Return the logits of the sampling rows: [sampling rows, columns] float32. The result may be the
-    caller's own tensor."""
+    """Return the logits of each sampling row, [sampling rows, columns] float32. The result may share memory
+    with the caller's tensors."""
     values = logits.values[:, : logits.columns]
     if logits.index is not None:
         values = values[logits.index]
@@ -116,7 +117,7 @@ def _source(logits: Logits) -> torch.Tensor:
 
 
 def _draw(logits: Logits, draws: Draws, narrowing: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw a token for each row, grouping rows by what they need: the largest logit, noise, or noise with
+    """Draw a token for each row. Rows are processed in three groups: greedy, noise only, and noise with
     top-k, top-p or min-p."""
     assert logits.hashes is not None
     source, rows = _source(logits), draws.slots.clamp(min=0)
@@ -146,8 +147,8 @@ def _draw(logits: Logits, draws: Draws, narrowing: bool) -> tuple[torch.Tensor, 
 def _best_narrowed(
     logits: torch.Tensor, noise: torch.Tensor, floats: torch.Tensor, top_k: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the best score among the tokens that top-k, top-p and min-p keep in each row. Changes `logits`
-    and `noise`."""
+    """Return each row's best score, and its column, among the tokens that top-k, top-p and min-p keep.
+    Modifies `logits` and `noise`."""
     largest_k = int(top_k.max())
     _change(logits, top_k > 0, lambda rows, at: keep_top_k_(rows, top_k[at], largest_k))
     scores = noise.add_(logits)
@@ -165,8 +166,8 @@ def _best_narrowed(
 def _change(
     rows: torch.Tensor, some: torch.Tensor, change_: Callable[[torch.Tensor, torch.Tensor | slice], object]
 ) -> None:
-    """Apply an in-place operation to the rows that the mask selects. The operation receives those rows and
-    their indices."""
+    """Apply an in-place operation to the rows that the mask `some` selects. The operation receives the
+    selected rows and their indices."""
     at = some.nonzero().squeeze(1)
     if len(at) == len(rows):
         change_(rows, slice(None))
@@ -196,14 +197,13 @@ def _splitmix64(value: int) -> int:
 
 
 def noise_base(seed: int, sample: int) -> int:
-    """Return the constant part of a sequence's noise key as a signed 64-bit integer; the module's docstring
-    has the formula."""
+    """Return a sequence's noise base as a signed 64-bit integer. It is the part of the noise key that does
+    not depend on the position."""
     return _signed64(_splitmix64((_splitmix64(seed & _MASK64) + sample) & _MASK64))
 
 
 def noise_keys(base: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Return noise keys [rows] int64 for the tokens at `positions` [rows] int64, from `base` [rows]
-    int64."""
+    """Return the noise keys of the tokens at `positions`: [rows] int64. base, positions: [rows] int64."""
     x = positions * _signed64(_GOLDEN)
     x += base
     x += _signed64(_GOLDEN)
@@ -217,7 +217,7 @@ def noise_keys(base: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def _fmix32_(x: torch.Tensor) -> torch.Tensor:
-    """Apply MurmurHash3's finalizer to int32 (multiplication wraps)."""
+    """Apply MurmurHash3's finalizer to int32 values in place. Multiplications wrap around."""
     x ^= (x >> 16) & 0xFFFF
     x *= 0x85EBCA6B - (1 << 32)
     x ^= (x >> 13) & 0x7FFFF
@@ -227,13 +227,13 @@ def _fmix32_(x: torch.Tensor) -> torch.Tensor:
 
 
 def token_hashes(first: int, count: int, device: torch.device) -> torch.Tensor:
-    """Return the hashes of the token ids first … first + count − 1: [count] int32, computed once per
-    vocabulary shard."""
+    """Return the hashes of the token ids from `first` to `first + count - 1`: [count] int32. They are
+    computed once per vocabulary shard."""
     return _fmix32_(torch.arange(first, first + count, dtype=torch.int32, device=device))
 
 
 def noise_bits(keys: torch.Tensor, hashes: torch.Tensor) -> torch.Tensor:
-    """Return the integer part of the noise: [rows, tokens] int32 in 0 … 2^31 − 1."""
+    """Return the random integers from which the noise is computed: [rows, tokens] int32, in 0 … 2^31 − 1."""
     low = ((keys << 32) >> 32).to(torch.int32).unsqueeze(1)
     high = (keys >> 32).to(torch.int32).unsqueeze(1) | 1
     bits = _fmix32_((low ^ hashes).mul_(high))
@@ -242,8 +242,7 @@ def noise_bits(keys: torch.Tensor, hashes: torch.Tensor) -> torch.Tensor:
 
 
 def gumbel_noise(keys: torch.Tensor, hashes: torch.Tensor) -> torch.Tensor:
-    """Return standard Gumbel noise [rows, tokens] float32 for `keys` [rows] int64 and `hashes` [tokens]
-    int32."""
+    """Return standard Gumbel noise, [rows, tokens] float32. keys: [rows] int64. hashes: [tokens] int32."""
     share = noise_bits(keys, hashes).to(torch.float32)
     share.add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
     return share.neg_().log1p_().neg_().log_().neg_()
@@ -253,10 +252,11 @@ def gumbel_noise(keys: torch.Tensor, hashes: torch.Tensor) -> torch.Tensor:
 
 
 def best(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the largest value [rows] and its column [rows] int64; the lowest column on ties.
+    """Return the largest value of each row, [rows], and its column, [rows] int64. The lowest column wins a
+    tie.
 
-    A row with a NaN gives NaN and a row of −inf gives −inf: callers treat a value that is not finite as an
-    error.
+    The largest value is NaN if a row contains NaN, and −inf if all values are −inf. Callers treat a
+    non-finite value as an error.
     """
     result = scores.max(dim=1)
     return result.values, result.indices
@@ -269,12 +269,14 @@ def penalize_(
     frequency: torch.Tensor,
     presence: torch.Tensor,
 ) -> torch.Tensor:
-    """Apply penalties to `logits` [rows, vocabulary] float32; the other parameters are [rows] float32.
+    """Apply penalties to `logits` [rows, vocabulary] float32 in place.
 
-    `counts` [rows, vocabulary] int32 is 2 × (occurrences in the output) + (1 if the token is in the prompt).
-    The repetition penalty (Keskar et al. 2019, as in Hugging Face) divides positive logits and multiplies
-    negative logits of tokens in the prompt or output. Then frequency × count and presence are subtracted for
-    tokens of the output, as in OpenAI's API.
+    counts: [rows, vocabulary] int32, 2 × (occurrences in the output) + (1 if the token is in the prompt).
+    repetition, frequency, presence: [rows] float32.
+
+    For tokens in the prompt or output, the repetition penalty (Keskar et al. 2019, as in Hugging Face)
+    divides positive logits and multiplies negative logits. For tokens in the output, frequency × count and
+    presence are then subtracted, as in OpenAI's API.
     """
     factor = torch.where(counts > 0, repetition.unsqueeze(1), 1.0)
     torch.where(logits > 0, logits / factor, logits * factor, out=logits)
@@ -285,10 +287,10 @@ def penalize_(
 
 
 def keep_top_k_(logits: torch.Tensor, top_k: torch.Tensor, largest: int) -> torch.Tensor:
-    """Set logits below each row's k-th largest to −inf; ties with the k-th largest stay, as in Hugging Face's
-    warper.
+    """Set logits below each row's k-th largest logit to −inf. Ties with the k-th largest are kept, as in
+    Hugging Face's implementation.
 
-    `top_k` [rows] int64, at least 1; `largest` is its maximum, known to the host.
+    top_k: [rows] int64, at least 1. largest: the maximum of `top_k`, as a Python integer.
     """
     if largest >= logits.shape[1]:
         top_k = top_k.clamp(max=logits.shape[1])
@@ -299,23 +301,24 @@ def keep_top_k_(logits: torch.Tensor, top_k: torch.Tensor, largest: int) -> torc
 
 
 def keep_min_p_(scores: torch.Tensor, logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """Set scores to −inf where the token's probability is below min_p × the highest probability (Nguyen et
-    al. 2024).
+    """Set the scores of tokens to −inf if their probability is below min_p × the highest probability (Nguyen
+    et al. 2024).
 
-    `scores` and `logits` [rows, vocabulary] float32, `min_p` [rows] float32; 0 keeps all tokens.
+    scores, logits: [rows, vocabulary] float32. min_p: [rows] float32; 0 keeps all tokens.
     """
     lowest = logits.amax(dim=1) + min_p.log()
     return scores.masked_fill_(logits < lowest.unsqueeze(1), -torch.inf)
 
 
 def keep_top_p_(scores: torch.Tensor, logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Set scores to −inf outside the nucleus (Holtzman et al. 2020): the smallest set of most likely tokens
-    whose probabilities reach top_p. Tokens tied with the last token of the nucleus stay. Sorts the row; needs
-    no host synchronisation."""
+    """Set the scores of tokens outside the nucleus to −inf. The nucleus (Holtzman et al. 2020) is the
+    smallest set of most likely tokens whose probabilities add up to at least top_p. Tokens that tie with its
+    last token are kept. Sorts each row, without synchronising with the host."""
     ranked = logits.sort(dim=1, descending=True).values
     probabilities = ranked.softmax(dim=1)
     before = probabilities.cumsum(dim=1) - probabilities
-    # The condition is monotone up to rounding, so counting true entries gives the size of the nucleus.
+    # `before` increases monotonically except for rounding, so the number of true entries is the size of the
+    # nucleus.
     size = (before < top_p.unsqueeze(1)).sum(dim=1).clamp_(min=1)
     lowest = ranked.gather(1, (size - 1).unsqueeze(1))
     return scores.masked_fill_(logits < lowest, -torch.inf)
@@ -324,12 +327,13 @@ def keep_top_p_(scores: torch.Tensor, logits: torch.Tensor, top_p: torch.Tensor)
 def best_in_top_p(
     scores: torch.Tensor, logits: torch.Tensor, top_p: torch.Tensor, tries: int = 8
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `best(keep_top_p_(scores, logits, top_p))` without a sort: visit tokens by falling score until
-    one lies in the nucleus, that is, until the more likely tokens hold less than top_p.
+    """Return `best(keep_top_p_(scores, logits, top_p))`, usually without a sort. Modifies `scores`.
 
-    The first accepted token has the best score inside the nucleus, so the draw is the same (up to rounding at
-    the border of the nucleus). About 1 / top_p attempts are needed; after `tries` attempts the row is sorted.
-    Reads results on the host, so it suits a CPU. Changes `scores`.
+    Tokens are visited in order of decreasing score until one lies in the nucleus. A token lies in the nucleus
+    if the tokens more likely than it have a total probability below top_p. This token has the best score in
+    the nucleus, so the result is the same as with a sort, except for rounding at the boundary of the nucleus.
+    About 1 / top_p attempts are needed. After `tries` attempts, the row is sorted. The function reads results
+    on the host, so it is meant for CPUs.
     """
     values, columns = best(scores)
     highest = logits.amax(dim=1, keepdim=True)

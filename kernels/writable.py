@@ -1,4 +1,4 @@
-"""Checks that an output file can be written, before long work begins."""
+"""Checks that an output file is writable before a long computation begins."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from pathlib import Path
 
 
 class UnwritableError(ValueError):
-    """A file cannot be written: the message names the option, the path and the reason."""
+    """An output file cannot be written. The message contains the option, the path and the reason."""
 
 
 def check_writable(option: str, path: Path | None) -> None:
-    """Create the parent folder of an output file and check that the file can be written. An existing
-    file keeps its content, and no new file is left behind. A path of None is ignored. Raises
-    UnwritableError."""
+    """Create an output file's parent folder and check that the file can be written. An existing file is not
+    changed, and no new file is left behind. If `path` is None, nothing is checked. Raises UnwritableError."""
     if path is None:
         return
     try:
@@ -21,7 +20,8 @@ def check_writable(option: str, path: Path | None) -> None:
         with path.open("a"):
             pass
         if is_new:
-            # A dangling symbolic link stays a link: only the file that it names is removed.
+            # If the path is a dangling symbolic link, remove only the new file that it points to, not the
+            # link.
             path.resolve().unlink()
     except OSError as error:
         raise UnwritableError(

@@ -20,7 +20,7 @@ def read_audit(path: Path, after: int = 0) -> list[AuditRow]:
 
 
 def forge(folder: Path, sql: str) -> None:
-    """Execute statements on `control.db` without the triggers that protect the audit rows."""
+    """Execute statements on `control.db` after dropping the triggers that protect the audit rows."""
     with closing(sqlite3.connect(folder / "control.db", isolation_level=None)) as connection:
         connection.executescript(
             "DROP TRIGGER IF EXISTS audit_rows_do_not_change; DROP TRIGGER IF EXISTS audit_rows_do_not_go;"
@@ -29,8 +29,8 @@ def forge(folder: Path, sql: str) -> None:
 
 
 def rewrite(folder: Path, seq: int) -> None:
-    """Change a row's actor in the way the service's user could: recompute every later hash, and replace the
-    recorded heads by a newly signed one."""
+    """Forge a row's actor as the service's user could: recompute all later hashes, and replace the recorded
+    chain heads with a newly signed one."""
     chain = read_audit(folder / "control.db")
     forge(folder, "DELETE FROM audit; DELETE FROM sqlite_sequence WHERE name = 'audit'")
     with closing(sqlite3.connect(folder / "control.db", isolation_level=None)) as connection:

@@ -8,13 +8,13 @@ import time
 from appliance.http import Connection
 
 HEAD_DELAY_S = 0.5
-"""Delay of a stream's headers, in seconds, while waiting for the first token, so that a request refused in
-this time gets its own status."""
+"""Maximum time in seconds for which a stream's headers wait for the first token. A request that is refused
+within this time gets the HTTP status of its error."""
 COMMENT = b": waiting\n\n"
 
 
 async def happens_within(event: asyncio.Event, timeout_s: float | None) -> bool:
-    """Wait for the event, for at most `timeout_s` (None: without a limit). Return whether the event is
+    """Wait for the event for at most `timeout_s` (None: without a limit), and return whether the event is
     set."""
     try:
         await asyncio.wait_for(event.wait(), timeout_s)

@@ -1,6 +1,6 @@
 """Assigns an id to each request and authenticates its caller before any other code handles the request.
 
-Every path requires an identity, except those of open routes (`appliance.scopes`). Responses to callers
+Every path requires an identity, except the paths of open routes (`appliance.scopes`). Responses to callers
 without an identity do not reveal which other paths exist. The route itself checks the caller's scopes. The
 gate does not read the body.
 """
@@ -80,7 +80,7 @@ class Gate:
                 raise _no_place()
             if identity.suspended:
                 raise forbidden(
-                    f"tenant {identity.tenant!r} is suspended: ask the operator of this server",
+                    f"tenant {identity.tenant!r} is suspended: contact the operator of this server",
                     "tenant_suspended",
                 )
             context.asked_class = _asked_class(scope)
@@ -98,8 +98,8 @@ class Gate:
 def _no_place() -> ApiError:
     return ApiError(
         503,
-        "all connections of this server, or all that one tenant may have, are in use: retry later, "
-        "or raise limits.max_connections",
+        "the connection limit of this server or of your tenant is reached: retry later, or ask the "
+        "operator to raise limits.max_connections",
         code="too_many_connections",
         retry_after_s=1.0,
         headers={"connection": "close"},
@@ -124,8 +124,8 @@ def _deadline_ms(scope: Scope) -> float | None:
     if not 0 < deadline_ms <= _MAX_DEADLINE_MS:
         raise invalid(
             "x-appliance-deadline-ms",
-            f"must be the milliseconds from now in which the answer must be complete, above 0 and at most "
-            f"{_MAX_DEADLINE_MS}",
+            "must be the time in milliseconds within which the answer must be complete, greater than 0 "
+            f"and at most {_MAX_DEADLINE_MS}",
         )
     return deadline_ms
 

@@ -39,7 +39,7 @@ def key_of(request: Request) -> bytes | None:
     keys: list[bytes] = [value for name, value in request.scope["headers"] if name == b"idempotency-key"]
     if len(keys) > 1 or not all(_KEY.fullmatch(key) for key in keys):
         raise invalid(
-            "Idempotency-Key", "give it once, with 1 to 255 printable ASCII characters and no spaces"
+            "Idempotency-Key", "must be sent once, with 1 to 255 printable ASCII characters and no spaces"
         )
     return keys[0] if keys else None
 
@@ -60,8 +60,8 @@ async def answer(
         if run.fingerprint != fingerprint:
             raise ApiError(
                 422,
-                "this Idempotency-Key was used with another body: a key stands for one request; send a new "
-                "key with a new request",
+                "this Idempotency-Key was already used with a different body: use a new key for each new "
+                "request",
                 param="Idempotency-Key",
                 code="idempotency_key_reused",
             )

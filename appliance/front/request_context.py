@@ -22,8 +22,8 @@ _MAX_ECHOED_BYTES = 1024
 
 @dataclass(slots=True)
 class RequestContext:
-    """Caller, endpoint and timestamps of a request. The gate creates the context; the endpoint sets the
-    model, the stream flag and the counts."""
+    """Caller, endpoint and timestamps of a request. The gate creates the context. The endpoint later sets the
+    model, the stream flag and the token counts."""
 
     request_id: str
     identity: Identity
@@ -34,7 +34,7 @@ class RequestContext:
     """Memory reserved for the request's body."""
     asked_class: str = ""
     deadline_ms: float | None = None
-    """Time after `arrived_at` within which the answer must be complete."""
+    """Time limit for the complete answer, measured from `arrived_at`."""
     request_class: int | None = None
     """The service class, 0 to 3, or None until the body has been parsed."""
     model: str = ""
@@ -45,10 +45,11 @@ class RequestContext:
     encoded_tokens: int = 0
     """Number of prompt tokens before `truncate_prompt_tokens` removed any."""
     work_tokens: int = 0
-    """Work done so far for parsing and encoding, in tokens. If this front refuses the request, these tokens
-    are charged to the tenant."""
+    """Work done so far for parsing and encoding, as a number of tokens. If this front refuses the request,
+    these tokens are charged to the tenant."""
     admitted: bool = False
-    """Whether `Admit` was sent. If so, the request ends with `Settle` or `Refused`, never with `Rejected`."""
+    """Whether `Admit` was sent. If it was, the request ends with `Settle` or `Refused`, never with
+    `Rejected`."""
     retry_of: str = ""
     """Request id of an earlier run with the same `Idempotency-Key` whose answer is no longer kept."""
     arrived_at: float = field(default_factory=time.time)
@@ -73,7 +74,7 @@ def context_of(request: Request) -> RequestContext:
 def make_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
     """Return a new request id, which is unique in the request log.
 
-    The id begins with the client's `X-Request-Id` if that contains only common characters, so that an
+    The id begins with the client's `X-Request-Id` if that header contains only common characters, so that an
     operator can find the request by the client's id. A suffix makes it unique, because clients repeat their
     id when they retry.
     """

@@ -39,7 +39,7 @@ class GenerationResponse(Response):
             # The request is prepared, so its body can be released.
             self._context.body.release()
         generation = self.generation
-        error = "the front failed to answer; its log has the cause"
+        error = "the server failed to process the request; see the log of this front for the cause"
         try:
             if self._task.stream:
                 failure = await self._stream(generation, scope, receive, send)
@@ -53,7 +53,7 @@ class GenerationResponse(Response):
                 generation.abort(error)
             generation.settle(self.status, error)
             # The callbacks belong to the stream, and the stream refers to the generation. Breaking this cycle
-            # frees both at once, instead of at the next garbage collection, which happens after about a
+            # frees both immediately, instead of at the next garbage collection, which happens after about a
             # thousand streams.
             generation.on_progress = generation.on_end = None
             self._state.active.pop(self._context.request_id, None)
@@ -84,7 +84,8 @@ class GenerationResponse(Response):
     ) -> ApiError | None:
         stream = EventStream(generation)
         generation.start()
-        # A failure that occurs before the response head is written can have its own status.
+        # Delay the response head, because a failure that occurs before it is written can still set the HTTP
+        # status.
         interval_s = self._state.limits.stream_comment_interval_s
         if interval_s:
             await happens_within(generation.begun, HEAD_DELAY_S)

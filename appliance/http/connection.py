@@ -30,9 +30,9 @@ UNAUTHENTICATED_LINGER_BYTES = 1 << 20
 """Maximum number of bytes that are read and dropped for a client without a valid key."""
 _SENT_CHECK_S = 0.01
 _PIECE_BYTES = 64 << 10
-_LARGE_READ_BYTES = 16 << 10
+LARGE_READ_BYTES = 16 << 10
 """After a read of at least this size, the connection must wait for a turn before it reads again, because the
-client is probably sending a large body."""
+client is probably sending a large head or body."""
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -213,9 +213,12 @@ class Connection(asyncio.BufferedProtocol):
     # ── reading ──
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Return the server's shared read buffer. The transport fills the buffer and `buffer_updated` empties
-        it in the same step of the event loop."""
-        return self.server.read_buffer
+        """Return the part of the server's shared read buffer that the transport may fill. `buffer_updated`
+        empties it in the same step of the event loop. One iteration of the loop reads from every connection
+        that has data, so only a body that the application is waiting for is read in large pieces."""
+        buffer = self.server.read_buffer
+        exchange = self._exchange
+        return buffer if exchange is not None and exchange.wants_body else buffer[:LARGE_READ_BYTES]
 
     def buffer_updated(self, nbytes: int) -> None:
         """Process the bytes that were read."""
@@ -226,7 +229,7 @@ class Connection(asyncio.BufferedProtocol):
         else:
             self._input += self.server.read_buffer[:nbytes]
             self.advance()
-        if nbytes >= _LARGE_READ_BYTES and not self._waits_to_read and not self.transport.is_closing():
+        if nbytes >= LARGE_READ_BYTES and not self._waits_to_read and not self.transport.is_closing():
             self._waits_to_read = True
             self.server.turns.add(self._source, 0, self._read_on)
             if self._waits_to_read:
@@ -280,7 +283,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._exchange is not None and self._exchange.request_complete:
             self.transport.abort()
         else:
-            message = "the headers of the requests under way take too much memory: retry later"
+            message = "the headers of unfinished requests use too much memory: retry later"
             self.refuse(RequestError(503, message, "too_many_header_bytes"))
 
     def _step(self) -> bool:
@@ -467,7 +470,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _request_late(self) -> None:
         if self._reader.begun:
-            self.refuse(RequestError(408, "the request's header did not arrive in time", "header_timeout"))
+            self.refuse(RequestError(408, "the request headers did not arrive in time", "header_timeout"))
         elif self.transport.get_write_buffer_size():
             # The last response has not been fully sent yet. The write timer checks that the client reads it.
             self._write_limit.start()
@@ -485,7 +488,7 @@ class Connection(asyncio.BufferedProtocol):
         elif exchange.started:
             self.transport.abort()
         else:
-            self.refuse(RequestError(408, "the request's body did not arrive in time", "body_timeout"))
+            self.refuse(RequestError(408, "the request body did not arrive in time", "body_timeout"))
 
     # ── writing, within a time limit ──
 

@@ -18,12 +18,12 @@ from appliance.http.turns import Turns
 from appliance.messages import Limits
 
 WRITE_TIMEOUT_S = 60.0
-"""A connection is closed if its client reads nothing of the response for this long."""
+"""Time after which a connection is closed if its client has read nothing of the response."""
 MAX_UNSENT_BYTES = 64 << 20
-"""Maximum total number of unsent response bytes over all connections. Above this limit, the tenant with the
-most unsent bytes loses the connection that has been congested longest."""
+"""Maximum total number of unsent response bytes over all connections. Above this limit, the server closes a
+connection of the tenant with the most unsent bytes: the connection that has been congested longest."""
 READ_BYTES = 64 << 10
-"""Maximum number of bytes read from a connection at once, and therefore held of a further request."""
+"""Maximum number of body bytes in one read from a connection."""
 
 
 class HttpServer:
@@ -50,7 +50,7 @@ class HttpServer:
         self.unknown_pool = Pool()
         self.refused = 0
         """Number of connections that were closed or answered with 503 because no place was free."""
-        self.cut_off = CountedLog("connections were closed because their clients did not read the answers")
+        self.cut_off = CountedLog("connections closed because their clients did not read the answers")
         self.request_memory = RequestMemory()
         self.turns = Turns()
         self.tenant_of = tenant_of
@@ -76,7 +76,7 @@ class HttpServer:
 
     @property
     def limits(self) -> Limits:
-        """The limits in effect. Existing connections apply new limits from their next request on."""
+        """The limits in effect. New limits apply to an existing connection from its next request on."""
         return self._limits
 
     @limits.setter

@@ -20,7 +20,7 @@ class ModelStats(NamedTuple):
     """Requests that wait for their first dispatch."""
     oldest_wait_s: list[float]
     resuming: int
-    """Requests that lost their replica and wait to continue."""
+    """Number of requests that lost their replica and are waiting to continue."""
     running: int
     overload_step: int
     """The step of the load shedder; 0 without overload."""

@@ -1,2 +1,2 @@
-"""The engine's benchmark, `python -m engine.bench`: named workloads, with results as a fraction of the
+"""The engine's benchmark, `python -m engine.bench`. It runs named workloads and compares each result with the
 device's limit."""

@@ -4,14 +4,18 @@
     python -m engine.bench --shape llama-3.1-8b b1_decode prefill --runs 3 --json out.json
     python -m engine.bench --shape llama-3.1-70b --tensor-parallel-size 4 --fp8 --kv-fp8
 
-The model has a public shape and random weights, unless --model is given. The table shows the run with the
-median result. For decode-only steps and for steps with prefill ("mixed") it has the number of steps, their
-mean time, the fraction of it in which the device waited for the host ("idle"), and the largest such fraction
-of all runs ("max"). With several ranks, this process is rank 0 of a replica, the limit counts bytes and
-operations of one GPU without communication, and a second line per workload has the mean time in which rank 0
-encodes and sends the plan of a step.
+Unless --model is given, the model has a public shape and random weights. The table shows the run with the
+median result. It lists decode-only steps and steps with prefill ("mixed") separately: the number of steps,
+their mean duration, and the fraction of time that the device waited for the host ("idle"). The column "max"
+shows the largest idle fraction of all runs.
 
-Needs torch, numpy and msgspec, and triton on a GPU. Needs no service and downloads nothing.
+With several ranks, this process is rank 0 of a replica, and the limit counts the bytes and operations of one
+GPU without communication. A second line per workload shows the mean time that rank 0 needs to encode and send
+the plan of a step. For a mixture of experts on one rank, a further line shows the number of distinct experts
+per layer that a decode step reads, and the number that the limit assumes.
+
+The benchmark requires torch, numpy and msgspec, and triton on a GPU. It does not need a running service and
+downloads nothing.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from typing import Any
 import msgspec
 
 from engine.bench.limits import limit
+from engine.bench.routing import count_experts
 from engine.bench.start import FAILURES, add_options, devices_text, leave, started
 from engine.bench.table import HEADING, line, median_run, plans_line
 from engine.bench.workloads import WORKLOADS, EngineWorkload, run
@@ -38,8 +43,8 @@ from kernels.writable import UnwritableError, check_writable
 
 
 def main() -> int:
-    """Run the chosen workloads and print a table. Returns 1 if the engine cannot start, a rank is lost, or
-    --json cannot be written."""
+    """Run the chosen workloads and print a table. Returns 1 if the engine cannot start, if a rank is lost, or
+    if the --json file cannot be written."""
     arguments = _arguments()
     chosen = {name: WORKLOADS[name] for name in arguments.workloads or WORKLOADS}
     with tempfile.TemporaryDirectory(prefix="engine-bench-") as scratch:
@@ -57,7 +62,7 @@ def main() -> int:
 def _measure(
     engine: LocalEngine, arguments: argparse.Namespace, chosen: dict[str, EngineWorkload], start_s: float
 ) -> None:
-    """Run the workloads, print the table, and write --json."""
+    """Run the workloads, print the table, and write the --json file."""
     info = engine.info
     print(f"{arguments.model or arguments.shape}: {_describe(info, start_s)}", flush=True)
     device = ceilings(info.devices[0])
@@ -65,7 +70,7 @@ def _measure(
     results: dict[str, Any] = {"info": msgspec.structs.asdict(info), "start_s": start_s, "workloads": {}}
     for name, workload in chosen.items():
         warm = replace(workload, output_tokens=min(workload.output_tokens, 4))
-        run(engine, warm, seed=-1)  # warm-up: kernels are compiled before the measurement
+        run(engine, warm, seed=-1)  # compiles kernels before the measurement
         runs = [run(engine, workload, seed) for seed in range(arguments.runs)]
         upper_bound = None
         if device is not None:
@@ -74,13 +79,17 @@ def _measure(
         print(line(name, workload, runs, upper_bound), flush=True)
         if info.tensor_parallel_size > 1:
             print(plans_line(workload, runs), flush=True)
+        routing = count_experts(engine, workload)
+        if routing is not None:
+            print(routing.line(), flush=True)
         results["workloads"][name] = {
             "result": median_run(workload, runs).result,
             "unit": workload.unit,
             "limit": upper_bound,
+            "experts": None if routing is None else asdict(routing),
             "runs": [asdict(one) for one in runs],
         }
-        if arguments.json:  # written after each workload, because the run may be interrupted
+        if arguments.json:  # written after each workload in case the run is interrupted
             arguments.json.write_text(json.dumps(results, indent=1) + "\n")
 
 

@@ -1,13 +1,13 @@
-"""`python -m engine.bench.collectives`: compares the fused all-reduce with NCCL's and torch's, by message
-size.
+"""`python -m engine.bench.collectives`: compare the fused all-reduce with the all-reduce of NCCL and torch,
+by message size.
 
     python -m engine.bench.collectives --gpus 2 --hidden 8192 --json out.json
 
-Reports microseconds per call, measured in a CUDA graph of many calls. NCCL and torch run the all-reduce
-alone; our kernels also add the residual and, with "+norm", compute the partial RMSNorm. "+FP8 norm" is the
-one-shot kernel that also computes the quantised RMSNorm, with one program per row; "then FP8 norm" are the
-two kernels that it replaces. torch's functions are those of `torch.distributed._symmetric_memory`, without
-NVLink multicast.
+The table shows microseconds per call, measured in a CUDA graph of many calls. NCCL and torch run only the
+all-reduce. Our kernels also add the residual, and the columns with "+norm" include the partial RMSNorm. "+FP8
+norm" is the one-shot kernel that also computes the quantised RMSNorm, with one program per row. "then FP8
+norm" measures the two separate kernels that this kernel replaces. The torch functions come from
+`torch.distributed._symmetric_memory` and run without NVLink multicast.
 """
 
 from __future__ import annotations
@@ -41,15 +41,18 @@ _REPLAYS = 15
 
 
 def main() -> int:
-    """Measure on the first GPUs of this machine, and print a table. Returns 1 if there are too few GPUs."""
+    """Run the benchmark on this machine's first GPUs and print a table. Returns 1 if there are too few
+    GPUs."""
     parser = argparse.ArgumentParser(
         prog="python -m engine.bench.collectives",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--gpus", type=int, default=2, help="ranks (%(default)s)")
+    parser.add_argument("--gpus", type=int, default=2, help="number of ranks, one per GPU (%(default)s)")
     parser.add_argument("--hidden", type=int, default=8192, help="elements per row (%(default)s)")
-    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS), help="default: %(default)s")
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=list(ROWS), help="numbers of rows (%(default)s)"
+    )
     parser.add_argument("--json", type=Path, help="write the table to this file")
     arguments = parser.parse_args()
     if arguments.gpus < 2 or torch.cuda.device_count() < arguments.gpus:
@@ -142,8 +145,8 @@ def _measure(memory: Any, rows: int, hidden: int) -> dict[str, float]:
 
 
 def _microseconds(run: Callable[[], object], calls: int) -> float:
-    """Return the median time of one call in a graph of `calls` calls. An untimed replay before each timed one
-    aligns the ranks."""
+    """Return the median time per call in a CUDA graph of `calls` calls. An untimed replay before each timed
+    replay aligns the ranks."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

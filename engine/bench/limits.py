@@ -1,16 +1,21 @@
-"""The limit of a workload on one or several equal devices: the bytes that each must read and the operations
-that each must do, divided by the peak rates of a device. No engine can be faster; results are printed as a
-fraction of the limit. Communication between devices is not counted.
+"""The limit of a workload: the best result that the hardware allows, on one device or on several equal
+devices.
 
-A decode step reads every matrix once (large batches are bound by GEMM operations instead), and reads the keys
-and values of every sequence once. A prefill does its GEMMs and its causal attention. The model assumes no
-overlap between GEMMs and cache reads, because the next token needs both.
+The limit is the number of bytes that each device must read and the number of operations that each device must
+perform, divided by the device's peak rates. No engine can be faster, so results are printed as a fraction of
+the limit. Communication between devices is not counted.
+
+A decode step reads every matrix once, and the keys and values of every sequence once. In a layer with
+experts, it reads the mean number of distinct experts that its tokens choose if all experts are equally
+likely. With large batches, its GEMMs are bound by operations instead of bytes. A prefill computes its GEMMs
+and its causal attention. The model assumes no overlap between GEMMs and cache reads, because the next token
+needs both.
 """
 
 from __future__ import annotations
 
 from engine.bench.workloads import EngineWorkload
-from engine.ceilings import Ceilings, layer_parameters
+from engine.ceilings import Ceilings, layer_parameters, read_parameters
 from engine.config import DTYPE_BYTES, ModelConfig
 from engine.messages import BLOCK_TOKENS
 from engine.sizing import FP8, kv_bytes_per_block
@@ -26,29 +31,34 @@ def limit(
 ) -> float:
     """Return the best possible result of a workload on `ranks` devices, in the workload's unit.
 
-    weights, kv_cache_dtype: dtypes of the layers' matrices and of the cache, from DTYPE_BYTES or "fp8".
-    Embeddings, the output matrix and the arithmetic of attention always have 16 bits.
+    `weights` and `kv_cache_dtype` are the dtypes of the layers' matrices and of the KV cache: a key of
+    DTYPE_BYTES, or "fp8". The embeddings, the output matrix and the arithmetic of attention always use 16
+    bits.
     """
     weight_bytes = 1 if weights == FP8 else DTYPE_BYTES[weights]
     per_s = device.gemm_rate(weights)
-    # Parameters on one rank.
+    # The following counts are parameters per rank.
     head = config.vocab_size * config.hidden_size / ranks
     matrices = layer_parameters(config) / ranks
     at_once = 1 if workload.one_at_a_time else workload.requests
     prompt, output = workload.prompt_tokens, workload.output_tokens
 
+    def read_s(tokens: int) -> float:
+        """Return the time that a pass of `tokens` tokens needs to read its matrices."""
+        return (read_parameters(config, tokens) / ranks * weight_bytes + head * 2) / device.bytes_per_s
+
     pairs = prompt * (prompt + 1) / 2
     attention = 4 * config.layers * config.heads * config.head_dim * pairs / ranks
     gemms = 2 * matrices * prompt / per_s
     prefill_s = at_once * (gemms + attention / device.attention_per_s)
-    # Every matrix is read at least once.
-    prefill_s = max(prefill_s, (matrices * weight_bytes + head * 2) / device.bytes_per_s)
+    # A prefill reads every matrix at least once.
+    prefill_s = max(prefill_s, read_s(at_once * prompt))
 
-    # If there are more ranks than KV heads, several ranks hold the same head.
+    # With more ranks than KV heads, several ranks store the same head.
     kv_per_token = kv_bytes_per_block(config, kv_cache_dtype, ranks) / BLOCK_TOKENS
     mean_context = prompt + output / 2
     step_s = max(
-        (matrices * weight_bytes + head * 2) / device.bytes_per_s,
+        read_s(at_once),
         2 * at_once * (matrices / per_s + head / device.gemm_per_s),
     )
     step_s += at_once * mean_context * kv_per_token / device.bytes_per_s

@@ -1,4 +1,4 @@
-"""Starts the engine of a benchmark or a profile, from command-line options that both share."""
+"""Starts the engine for the benchmark and the profiler, which share their command-line options."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from engine.messages import ReplicaInfo, ReplicaSpec
 from engine.parallel import RankLost
 
 FAILURES = (CheckpointError, UnsupportedError, DeviceError, MemoryError, torch.OutOfMemoryError, RankLost)
-"""Exceptions of an engine that are reported by their message, without a traceback."""
+"""Engine exceptions that are reported by message only, without a traceback."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `started` reads."""
+    """Add the command-line options that `started` reads."""
     parser.add_argument(
-        "--shape", choices=sorted(SHAPES), default="llama-3.1-8b", help="default: %(default)s"
+        "--shape", choices=sorted(SHAPES), default="llama-3.1-8b", help="public shape (%(default)s)"
     )
-    parser.add_argument("--model", type=Path, help="folder of a checkpoint, instead of a public shape")
+    parser.add_argument("--model", type=Path, help="checkpoint folder, used instead of a public shape")
     parser.add_argument("--load-format", choices=["safetensors", "dummy"], help="dummy means random weights")
     parser.add_argument("--device", default="auto", choices=["auto", "cuda", "cpu"])
     parser.add_argument("--dtype", default="auto", choices=["auto", *DTYPE_BYTES])
@@ -53,19 +53,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-num-batched-tokens", type=int, default=8192, help="token budget of a step (%(default)s)"
     )
-    parser.add_argument("--max-model-len", type=int, help="default: the length that the workloads need")
-    parser.add_argument("--kv-blocks", type=int, help="default: as many as fit into memory")
+    parser.add_argument("--max-model-len", type=int, help="default: the workloads' longest sequence")
+    parser.add_argument("--kv-blocks", type=int, help="default: as many blocks as fit into memory")
 
 
 @contextmanager
 def started(
     arguments: argparse.Namespace, scratch: Path, workloads: Mapping[str, EngineWorkload]
 ) -> Iterator[LocalEngine]:
-    """Start an engine with the options of `add_options`, configured like a replica, for the sequences of
-    `workloads`, and close it at the end of the context.
+    """Start an engine for the sequences of `workloads`, and close it at the end of the context.
 
-    Progress is shown on standard error if that is a terminal. scratch: folder for the configuration of a
-    shape. Raises FAILURES.
+    The engine is configured like a replica, with the options of `add_options`. Progress is shown on standard
+    error if it is a terminal. `scratch` is a folder for the model shape's configuration file. Raises the
+    exceptions in FAILURES.
     """
     with closed_at_end(_start(arguments, scratch, workloads)) as engine:
         yield engine
@@ -73,8 +73,8 @@ def started(
 
 @contextmanager
 def closed_at_end(engine: LocalEngine) -> Iterator[LocalEngine]:
-    """Close the engine at the end of the context. If the body raises RankLost, it is raised again with its
-    cause, if the cause is known."""
+    """Close the engine at the end of the context. If the body raises RankLost, the exception is raised again
+    with the cause of the loss, if it is known."""
     try:
         yield engine
     except RankLost as error:
@@ -84,14 +84,14 @@ def closed_at_end(engine: LocalEngine) -> Iterator[LocalEngine]:
 
 
 def leave(code: int) -> NoReturn:
-    """Exit at once: a normal exit can block on threads of torch.distributed."""
+    """Exit the process immediately, because a normal exit can block on threads of torch.distributed."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def devices_text(info: ReplicaInfo) -> str:
-    """Name the devices of a replica, e.g. "cuda:0 NVIDIA H200" or "2 × NVIDIA H200 (NCCL)"."""
+    """Return the names of a replica's devices, e.g. "cuda:0 NVIDIA H200" or "2 × NVIDIA H200 (NCCL)"."""
     if info.tensor_parallel_size == 1:
         return info.devices[0]
     return f"{info.tensor_parallel_size} × {device_model(info.devices[0])} ({info.collectives})"
@@ -125,8 +125,8 @@ def _start(
 def _max_model_len(
     arguments: argparse.Namespace, model: Path, workloads: Mapping[str, EngineWorkload]
 ) -> int:
-    """Return --max-model-len, or the length that the workloads need. Raises UnsupportedError if they do not
-    fit."""
+    """Return --max-model-len, or by default the workloads' longest sequence. Raises UnsupportedError if the
+    sequences are too long for the option or for the model."""
     name, longest = max(workloads.items(), key=lambda item: item[1].sequence_tokens)
     needed, given = longest.sequence_tokens, arguments.max_model_len
     longest_text = (

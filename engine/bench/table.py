@@ -1,4 +1,4 @@
-"""The table of the benchmark: a line per workload, with its result, the limit and step statistics."""
+"""Formats the benchmark's table. A line shows a workload's result, its limit, and statistics of its steps."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ HEADING = (
     f"{'workload':14}{'result':>11}{'unit':>8}{'limit':>9}{'%':>7}"
     f"{'decode':>8}{'ms':>8}{'idle':>7}{'max':>7}{'mixed':>7}{'ms':>8}{'idle':>7}{'max':>7}"
 )
-"""Column headings. "%" is the result as a fraction of the limit. For decode-only and for mixed steps, the
-columns are the number of steps, their mean time, and the idle fraction, in the median run and as the maximum
-over all runs."""
+"""Column headings. "%" is the result as a fraction of the limit. Decode-only and mixed steps each have four
+columns: the number of steps, their mean duration, the median run's idle fraction, and the maximum idle
+fraction over all runs."""
 
 
 def median_run(workload: EngineWorkload, runs: Sequence[WorkloadResult]) -> WorkloadResult:
-    """Return the run with the median result; for an even number of runs, the worse of the two in the
-    middle."""
+    """Return the run with the median result, or the slower of the two middle runs if the number of runs is
+    even."""
     ranked = sorted(runs, key=lambda run: run.result, reverse=workload.lower_is_better)
     return ranked[(len(ranked) - 1) // 2]
 
 
 def line(name: str, workload: EngineWorkload, runs: Sequence[WorkloadResult], limit: float | None) -> str:
-    """Format a workload's line. limit: None if the device was not measured."""
+    """Format a workload's line of the table. `limit` is None if the device's peak rates are unknown."""
     run = median_run(workload, runs)
     fraction = ""
     if limit is not None:
@@ -35,11 +35,11 @@ def line(name: str, workload: EngineWorkload, runs: Sequence[WorkloadResult], li
 
 
 def plans_line(workload: EngineWorkload, runs: Sequence[WorkloadResult]) -> str:
-    """Format the time that rank 0 spent per step, in the median run, sending the plan to the other ranks."""
+    """Format how long rank 0 took per step to send plans to the other ranks, in the median run."""
     run = median_run(workload, runs)
     kinds = [(name, steps) for name, steps in (("decode", run.decode), ("mixed", run.mixed)) if steps.count]
     spent = ", ".join(f"{steps.plan_us:.0f} µs per {name} step" for name, steps in kinds)
-    return f"{'':14}  plans to the other ranks: {spent}"
+    return f"{'':14}  sending plans to the other ranks: {spent}"
 
 
 def _steps(steps: StepStats, max_idle: float, width: int) -> str:

@@ -1,4 +1,4 @@
-"""The benchmark's workloads by name, and a function that runs one on an engine."""
+"""Defines the benchmark's named workloads, and runs one of them on an engine."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from engine.messages import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class EngineWorkload:
-    """`requests` prompts of random tokens, sent at once or one at a time. Each generates `output_tokens`
-    tokens, ignores end-of-sequence tokens and finds nothing in the prefix cache."""
+    """A workload that sends `requests` prompts of random tokens, either all at the same time or one after
+    another. Each request generates `output_tokens` tokens, ignores end-of-sequence tokens, and has no hit in
+    the prefix cache."""
 
     requests: int
     prompt_tokens: int
     output_tokens: int
     metric: Literal["p99_ms", "ms", "output_tok_s", "prompt_tok_s"]
-    """The reported metric. "p99_ms" needs `one_at_a_time`."""
+    """The reported metric. "p99_ms" requires `one_at_a_time`."""
     one_at_a_time: bool = False
     temperature: float = 0.0
     top_p: float = 1.0
 
     @property
     def sequence_tokens(self) -> int:
-        """Length of a sequence: prompt and output together."""
+        """Length of a sequence in tokens, including prompt and output."""
         return self.prompt_tokens + self.output_tokens
 
     @property
@@ -56,15 +57,15 @@ WORKLOADS: dict[str, EngineWorkload] = {
 
 @dataclass(slots=True)
 class StepStats:
-    """Statistics of the steps of one kind in a run: their number, their mean duration, and the mean idle time
-    before a step, in which the device waited for the host, also as a fraction of the duration."""
+    """Statistics of a run's decode-only steps, or of its mixed steps: their number, their mean duration, and
+    the mean time that the device waited for the host before a step."""
 
     count: int
     ms: float
     idle_us: float
     idle_fraction: float
     plan_us: float = 0.0
-    """Mean time that rank 0 spent per step sending the plan to the other ranks."""
+    """Mean time per step that rank 0 spent sending the plan to the other ranks."""
 
 
 @dataclass(slots=True)
@@ -72,20 +73,20 @@ class WorkloadResult:
     """The result of one run of a workload."""
 
     result: float
-    """The workload's metric."""
+    """The value of the workload's metric."""
     seconds: float
     p50_ms: float | None
     decode: StepStats
-    """Decode-only steps."""
+    """Statistics of the decode-only steps."""
     mixed: StepStats
-    """Steps with prefill."""
+    """Statistics of the steps with prefill."""
 
 
 def run(engine: LocalEngine, workload: EngineWorkload, seed: int) -> WorkloadResult:
     """Run a workload once, with prompts derived from `seed`.
 
-    Raises RuntimeError if a request does not generate all of its tokens, since its time would not be
-    comparable.
+    Raises RuntimeError if a request ends before it has generated all of its tokens, because its time would
+    not be comparable.
     """
     draw = random.Random(seed)
     vocabulary = engine.info.vocab_size
@@ -129,7 +130,7 @@ def _generate(engine: LocalEngine, prompts: list[list[int]], workload: EngineWor
         top_p=workload.top_p,
         seed=seed,
     )
-    # A new salt for each call, so that no run finds its prompts in the prefix cache.
+    # A new salt per call prevents hits in the prefix cache.
     for samples in engine.generate(prompts, sampling, cache_salt=f"{seed}/{time.perf_counter_ns()}"):
         if len(samples[0].token_ids) != workload.output_tokens:
             raise RuntimeError(

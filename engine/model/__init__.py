@@ -1,1 +1,1 @@
-"""The model: one decoder described by `engine.config.ModelConfig`, and its loader."""
+"""The decoder, whose structure is described by `engine.config.ModelConfig`, and its weight loader."""

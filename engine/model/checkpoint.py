@@ -1,4 +1,5 @@
-"""The tensors of a checkpoint folder and their files, from safetensors headers. Weights are not read here."""
+"""Lists the tensors of a checkpoint folder and their locations, from safetensors headers. This module does
+not read weights."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ from engine.config import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_LARGEST_HEADER_BYTES = 100_000_000  # the format's own limit
+_LARGEST_HEADER_BYTES = 100_000_000  # limit of the safetensors format
 _DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1}
-"""Sizes of the dtypes that can be loaded."""
+"""Element sizes in bytes of the dtypes that can be loaded."""
 _MALFORMED = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
-"""Exceptions that are raised if data is not JSON or does not follow the format."""
+"""Exceptions that indicate invalid JSON or data in an unexpected format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,20 +27,20 @@ class TensorEntry:
 
     file: Path
     dtype: str
-    """The dtype as safetensors names it, e.g. "BF16"."""
+    """Dtype in the notation of safetensors, e.g. "BF16"."""
     shape: tuple[int, ...]
     offset: int
-    """Offset of the first byte in the file."""
+    """Offset of the tensor's first byte in the file."""
     nbytes: int
     modified_ns: int
-    """Modification time of the file when its header was read."""
+    """Modification time of the file in nanoseconds, when its header was read."""
 
 
 def read_entries(folder: Path) -> dict[str, TensorEntry]:
-    """Return all tensors of a checkpoint folder by name, from `model.safetensors` or from the files of its
-    index.
+    """Return all tensors of a checkpoint folder by name. They are listed in `model.safetensors` or in the
+    files of its index.
 
-    Raises CheckpointError for missing, unreadable, malformed and truncated files.
+    Raises CheckpointError if a file is missing, unreadable, malformed or truncated.
     """
     index = folder / INDEX
     if not index.exists():
@@ -56,7 +57,7 @@ def read_entries(folder: Path) -> dict[str, TensorEntry]:
     for name, shard in weight_map.items():
         if name not in entries:
             raise CheckpointError(
-                f"{folder / shard}: has no tensor {name}, but {INDEX} lists it; shards and index "
+                f"{folder / shard}: contains no tensor {name}, but {INDEX} lists it; shards and index "
                 "belong to different checkpoints: download them again"
             )
     return entries
@@ -68,7 +69,7 @@ def _single_file(folder: Path) -> Path:
         return file
     found = sorted(path.name for path in folder.glob("*") if path.suffix in (".safetensors", ".bin", ".pth"))
     raise CheckpointError(
-        f"{file}: no such file, and no {INDEX}; found {', '.join(found) or 'no weights'}; "
+        f"{file}: no such file, and no {INDEX}; found {', '.join(found) or 'no weights'} instead; "
         "save the model with save_pretrained(safe_serialization=True)"
     )
 
@@ -79,7 +80,7 @@ def _read_index(index: Path) -> dict[str, str]:
     except (OSError, *_MALFORMED) as error:
         raise CheckpointError(f"{index}: has no readable weight_map ({error!r}); download it again") from None
     for name, shard in weight_map.items() if isinstance(weight_map, dict) else [("weight_map", weight_map)]:
-        # Only plain file names are accepted, so that an index cannot refer to files outside of its folder.
+        # Only plain file names are accepted, so that an index cannot refer to files outside its folder.
         if not isinstance(shard, str) or Path(shard).name != shard or shard in ("", ".."):
             raise CheckpointError(
                 f"{index}: {name} is {shard!r}; it must be the name of a file in the folder"
@@ -120,7 +121,8 @@ def _read_header(file: Path) -> dict[str, TensorEntry]:
 
 
 def _entry(file: Path, value: dict[str, Any], data: int, modified_ns: int) -> TensorEntry:
-    """Parse a tensor of a header. data: offset in the file to which the header's offsets are relative."""
+    """Parse the entry of a tensor in a header. `data` is the file offset to which the header's offsets are
+    relative."""
     dtype, shape = str(value["dtype"]), tuple(int(n) for n in value["shape"])
     first, last = (int(n) for n in value["data_offsets"])
     if first < 0 or last < first or min(shape, default=0) < 0:

@@ -1,8 +1,8 @@
-"""The decoder of every supported model family, on one rank.
+"""The decoder of all supported model families, on one rank.
 
-A pre-norm transformer over a paged KV cache. Each rank holds its attention heads, its slice of the MLP and
-its rows of the vocabulary. Hidden states are complete and equal on every rank: each layer has two
-all-reduces.
+The decoder is a pre-norm transformer with a paged KV cache. The attention heads, the MLP and the vocabulary
+are split across the ranks. Hidden states are complete and equal on every rank, because each layer contains
+two all-reduces.
 """
 
 from __future__ import annotations
@@ -17,26 +17,29 @@ from engine.config import ModelConfig
 from engine.forward import ForwardInput
 from engine.messages import BLOCK_TOKENS
 from engine.model.halves import run_in_halves, split_attention
-from engine.model.layers import LAYER_KINDS, LayerInput, ParameterFactory, WeightShard, run_layer
+from engine.model.kinds import LAYER_KINDS
+from engine.model.layers import LayerInput, ParameterFactory, WeightShard, run_layer
 from engine.model.rotary import rotary_table
 from engine.model.weight_fit import WeightFit
 from engine.parallel import Ranks
 from kernels import KvPool, Ops, Residual
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""The torch dtypes of `engine.config.DTYPE_BYTES`."""
+"""The torch dtype for each key of `engine.config.DTYPE_BYTES`."""
 
 Zeros = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 
 class Decoder:
-    """A model on one rank. Weights are unset until `engine.model.loader` has filled them.
+    """A model on one rank. Its weights are uninitialised until `engine.model.loader` fills them.
 
-    max_model_len: maximum length of a sequence; None: the checkpoint's (`ModelConfig.context_length`). fp8:
-    the layers' matrices are e4m3 with one scale per output; embeddings and the output matrix are not
-    quantised. kv_fp8: the KV cache is e4m3 with one scale per token and head. Raises UnsupportedError if the
-    model cannot be split over the ranks or does not allow that length, WeightsTooLarge if the weights do not
-    fit on the device.
+    `max_model_len` is the maximum sequence length, or None for the checkpoint's maximum
+    (`ModelConfig.context_length`). With `fp8`, the layers' matrices are e4m3 with one scale per output, while
+    the embeddings and the output matrix are not quantised. With `kv_fp8`, the KV cache is e4m3 with one scale
+    per token and head.
+
+    Raises UnsupportedError if the model cannot be split across the ranks or does not support this length, and
+    WeightsTooLarge if the weights do not fit on the device.
     """
 
     def __init__(
@@ -74,18 +77,20 @@ class Decoder:
         self.cos_sin = rotary_table(config, self.max_model_len).to(device)
 
     def with_layers(self, indices: list[int]) -> Decoder:
-        """Return a decoder that has only some of the layers, and shares all parameters with this one."""
+        """Return a decoder that contains only the given layers, and shares all parameters with this
+        decoder."""
         part = copy.copy(self)
         part.layers = [self.layers[index] for index in indices]
         return part
 
-    # ── computing ────────────────────────────────────────────────────────────────────────────────
+    # ── computation ──────────────────────────────────────────────────────────────────────────────
 
     def forward(self, inputs: ForwardInput, kv: list[KvPool]) -> torch.Tensor:
-        """Run a pass, write its keys and values into `kv` (one pool per layer), and return `[tokens,
-        hidden]`, or only the rows of `inputs.logits_attention` if it is given.
+        """Run a forward pass, and return its hidden states: `[tokens, hidden]`, or only the rows of
+        `inputs.logits_attention` if it is given.
 
-        The final norm is not applied: `logits` applies it to the rows that need logits.
+        The keys and values of the pass are written to `kv`, which contains one pool per layer. The final norm
+        is not applied here. `logits` applies it to the rows whose logits are needed.
         """
         ops, ranks, ends = self.ops, self.ranks, inputs.logits_attention
         first = self.shard.first_vocab if ranks.size > 1 else None
@@ -100,7 +105,7 @@ class Decoder:
         calls = list(zip(self.layers, kv, next_gains, strict=True))
         overlap = ranks.overlap(len(inputs.token_ids))
         if overlap is not None and len(calls) > 1:
-            # The last layer, which computes only some rows, runs on the whole pass.
+            # The last layer computes only some rows, so it runs on the whole pass.
             residual = run_in_halves(calls[:-1], residual, self._halves(inputs, overlap.split), overlap)
             calls = calls[-1:]
         for layer, pool, next_gain in calls:
@@ -109,8 +114,7 @@ class Decoder:
         return residual.values
 
     def _halves(self, inputs: ForwardInput, at: int) -> tuple[LayerInput, LayerInput]:
-        """Return the input of layers that compute the first `at` tokens, and of those that compute the
-        others."""
+        """Return the layer inputs of the first `at` tokens and of the remaining tokens."""
         first, second = (
             LayerInput(
                 self.ranks,
@@ -126,12 +130,13 @@ class Decoder:
         return first, second
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the logits of rows of `forward`'s result, `[rows, vocabulary on this rank]` in the model's
-        dtype; written into `out` if it is given.
+        """Return the logits of `hidden`, which contains rows of `forward`'s result: `[rows, vocabulary on
+        this rank]` in the model's dtype. If `out` is given, the logits are written to it.
 
-        Column i is token `shard.first_vocab + i`. The width is equal on every rank; if the vocabulary does
-        not divide, columns from `shard.vocab_real` on are padding with undefined values. The columns of all
-        ranks (`all_gather_last_dim`), cut at `config.vocab_size`, are the complete logits.
+        Column i belongs to token `shard.first_vocab + i`. The number of columns is equal on every rank. If
+        the vocabulary size is not divisible by the number of ranks, columns from `shard.vocab_real` onwards
+        are padding with undefined values. To get the complete logits, gather the columns of all ranks
+        (`all_gather_last_dim`), and keep the first `config.vocab_size` columns.
         """
         eps = self.config.rms_norm_eps
         return self.ops.norm_linear(Residual(hidden), self.final_norm, eps, self.head, None, out)
@@ -139,14 +144,14 @@ class Decoder:
     # ── the cache ────────────────────────────────────────────────────────────────────────────────
 
     def kv_shape(self, blocks: int) -> tuple[int, int, int, int]:
-        """Return the shape of the keys, which is that of the values, of one layer on this rank."""
+        """Return the shape of the keys of one layer on this rank. The values have the same shape."""
         return blocks, self.shard.kv_heads, BLOCK_TOKENS, self.config.head_dim
 
     def allocate_kv(self, blocks: int, zeros: Zeros | None = None) -> list[KvPool]:
-        """Return one pool per layer, filled with zeros. Attention reads whole blocks and masks the positions
-        after a sequence's end, which works for every value except infinity and NaN.
+        """Allocate one zero-filled KV pool per layer. Attention reads whole blocks and masks positions after
+        the end of a sequence. The masked values may be arbitrary, except for infinity and NaN.
 
-        zeros: a function that allocates a tensor of a shape and dtype; None: torch.
+        `zeros` allocates a zero-filled tensor of a given shape and dtype. By default, torch allocates it.
         """
         shape = self.kv_shape(blocks)
         made = zeros or self._zeros
@@ -165,8 +170,8 @@ class Decoder:
     # ── weights ──────────────────────────────────────────────────────────────────────────────────
 
     def weight_shards(self) -> list[WeightShard]:
-        """Return every tensor of a checkpoint of this model, in the order in which a pass uses them. Must not
-        be called after `finish`, which changes the layout of weights."""
+        """Return this rank's shards of all tensors in a checkpoint, in the order in which a forward pass uses
+        them. Must not be called after `finish`, which changes the layout of the weights."""
         config, shard = self.config, self.shard
         whole = (config.vocab_size, config.hidden_size)
         start, real = shard.first_vocab, shard.vocab_real
@@ -179,9 +184,11 @@ class Decoder:
         return weight_shards
 
     def finish(self) -> None:
-        """Clear padding and pack weights into the backend's layout. Call once, after all weights are filled.
+        """Clear the padding, and pack the weights into the backend's layout. Call once, after all weights
+        have been filled.
 
-        A backend that packs weights keeps a tied output matrix twice (`engine.sizing` counts both).
+        If the backend packs weights, a tied output matrix is stored separately from the embedding
+        (`engine.sizing` counts both).
         """
         self.embedding[self.shard.vocab_real :] = 0
         self.head[self.shard.vocab_real :] = 0

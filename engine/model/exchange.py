@@ -1,9 +1,10 @@
-"""Reads tensors that are split by columns: each rank reads some of the rows, and the ranks exchange columns.
+"""Reads tensors that are split by columns. Each rank reads some of the rows, and then the ranks exchange
+columns.
 
-A rank's columns lie in every row of the file. Reading only these columns takes a system call for every few
-KB, and reading whole rows on every rank multiplies the traffic of the page cache and of PCIe by the number of
-ranks. So each rank reads an equal part of the rows, and one all-to-all over the links between the ranks gives
-each rank its columns of all rows.
+A rank's columns are spread over all rows of the file. If each rank read only its columns, it would need a
+system call for every few KB. If each rank read all rows, page-cache and PCIe traffic would be multiplied by
+the number of ranks. Each rank therefore reads an equal part of the rows. An all-to-all over the links between
+the ranks then gives each rank its columns of all rows.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from engine.parallel import all_to_all
 
 
 class Columns(NamedTuple):
-    """A rank's columns of some rows."""
+    """One rank's columns in a range of rows."""
 
     first_row: int
     numbers: torch.Tensor
-    """The values: `[rows, columns of the rank]` in the file's dtype."""
+    """Values in the file's dtype: `[rows, columns of the rank]`."""
 
 
 class ColumnExchange:
-    """Exchanges the columns of one tensor at a time. All ranks must pass the same tensors in the same
+    """Exchanges the columns of one tensor at a time. All ranks must add the same tensors in the same
     order."""
 
     def __init__(self, ranks: int, rank: int) -> None:
@@ -36,18 +37,18 @@ class ColumnExchange:
         self._rows_read = 0
 
     def can_split(self, entry: TensorEntry) -> bool:
-        """Return whether rows and columns can be divided equally among the ranks."""
+        """Return whether the tensor's rows and columns can be divided equally among the ranks."""
         rows, columns = entry.shape
         return self._ranks > 1 and rows % self._ranks == 0 and columns % self._ranks == 0
 
     def part(self, name: str, entry: TensorEntry) -> TensorSlice:
-        """Return the rows that this rank reads."""
+        """Return the range of a tensor's rows that this rank reads."""
         rows = entry.shape[0] // self._ranks
         return TensorSlice(name, entry, self._rank * rows, rows)
 
     def add(self, part: TensorSlice, numbers: torch.Tensor) -> Iterator[Columns]:
-        """Take in rows that this rank has read, `[rows, all columns]`, in order. After the last one, exchange
-        columns with the other ranks, and yield this rank's columns of the rows that each rank has read."""
+        """Add rows that this rank has read, in order: `[rows, all columns]`. After the last rows, exchange
+        columns with the other ranks. Yield this rank's columns of the rows that each rank has read."""
         rows, width = part.entry.shape[0] // self._ranks, part.entry.shape[1] // self._ranks
         if self._sending is None:
             self._sending, self._rows_read = numbers.new_empty((self._ranks, rows, width)), 0

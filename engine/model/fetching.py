@@ -1,11 +1,11 @@
-"""Reads blocks of weights from their files, each in several pieces, with several threads.
+"""Reads blocks of weights from files. Several threads read the pieces of a block.
 
-A thread reads a piece with one system call, during which other threads can use the interpreter. Pieces are
-large, so that Python's share of the time is small. Few pieces are in flight at once, so that data from the
-page cache stays in the processor's cache until the device has read it.
+A thread reads a piece with one system call, which releases the interpreter's lock. Pieces are large, so that
+Python's overhead is small. Only a few pieces are in flight, so that data from the page cache remains in the
+processor's cache until the device has read it.
 
-Read errors name the file and the tensor. Errors from opening a file, and errors about modified files, name
-the file.
+Messages about failed reads contain the file and the tensor. Messages about files that cannot be opened or
+were modified contain the file.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from engine.model.staging import StagingBuffer
 from engine.model.weight_file import PAGE, WeightFile
 
 READERS = 12
-"""Number of reader threads: enough to read 55 GB/s, the rate of PCIe, from the page cache, and to keep disks
-busy."""
+"""Number of reader threads. This many threads read from the page cache at 55 GB/s, the rate of PCIe, and keep
+disks busy."""
 PIECE_BYTES = 4 << 20
-"""Size of a piece in bytes: a multiple of the page size."""
+"""Size of a piece in bytes, which must be a multiple of the page size."""
 
 
 def open_weights(path: Path) -> WeightFile:
-    """Open a file of weights. Raises CheckpointError with the reason if the file cannot be opened."""
+    """Open a weight file. Raises CheckpointError with the reason if the file cannot be opened."""
     try:
         return WeightFile(path)
     except OSError as error:
@@ -47,29 +47,29 @@ class FileBlock:
         self.file = file
         self.past_cache = file.past_cache(rows.offset, rows.nbytes, rows.shared)
         self.target = target
-        """The `[bytes]` on the device to which the block is copied unchanged; None if the block is
+        """Device memory to which the block is copied unchanged: `[bytes]`. None if the block must be
         converted."""
 
     @property
     def first_page(self) -> int:
-        """Offset in the file of the first page that the block touches. The staging buffer begins with this
-        page."""
+        """File offset of the first page that overlaps the block. The staging buffer begins with this page."""
         return self.rows.offset // PAGE * PAGE
 
     def numbers(self, buffer: StagingBuffer) -> torch.Tensor:
-        """Return the block's `[bytes]` in the staging buffer to which it was read."""
+        """Return the block's bytes in its staging buffer: `[bytes]`."""
         skipped = self.rows.offset - self.first_page
         return buffer.host[skipped : skipped + self.rows.nbytes]
 
     def pieces(self) -> list[tuple[int, int]]:
-        """Return the (first, end) file offsets of the block's pieces. All but the first begin at a page."""
+        """Return the (first, end) file offsets of the block's pieces. All pieces except the first begin at a
+        page boundary."""
         first, end = self.rows.offset, self.rows.offset + self.rows.nbytes
         inner = range(self.first_page + PIECE_BYTES, end, PIECE_BYTES)
         return list(zip([first, *inner], [*inner, end], strict=True))
 
 
 class BlockRead:
-    """The read of a block into a staging buffer."""
+    """A read of a block into a staging buffer, in progress or complete."""
 
     __slots__ = ("_complete", "_failure", "_left", "_lock", "block", "buffer")
 
@@ -79,14 +79,15 @@ class BlockRead:
         self._left = pieces
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
-        self._complete = threading.Lock()  # held until the last piece is read; faster than an Event
+        self._complete = threading.Lock()  # held until the last piece is read (faster than an Event)
         self._complete.acquire()
 
     def wait(self) -> None:
-        """Wait until all pieces are read. Raises CheckpointError with file and tensor if a read failed."""
+        """Wait until all pieces have been read. Raises CheckpointError with file and tensor if a read
+        failed."""
         with self._complete:
-            # The reference is dropped: traceback and BlockRead would form a cycle that keeps the staging
-            # buffer alive until the next garbage collection.
+            # Drop the reference, because the traceback and the BlockRead would form a cycle that keeps the
+            # staging buffer alive until the next garbage collection.
             failure, self._failure = self._failure, None
         try:
             if failure is not None:
@@ -95,7 +96,7 @@ class BlockRead:
             del failure
 
     def read(self, first: int, end: int) -> None:
-        """Read one piece. `wait` raises any exception."""
+        """Read one piece. If this fails, `wait` raises the exception."""
         try:
             self._read(first, end)
         except BaseException as error:
@@ -117,7 +118,7 @@ class BlockRead:
 
 
 class ReaderPool:
-    """Threads that read blocks, piece by piece, in the order in which `read` was called."""
+    """Threads that read blocks piece by piece, in the order of the calls to `read`."""
 
     def __init__(self, threads: int) -> None:
         self._pieces: SimpleQueue[tuple[BlockRead, int, int] | None] = SimpleQueue()
@@ -125,17 +126,16 @@ class ReaderPool:
         self._threads: list[threading.Thread] = []
         try:
             for number in range(threads):
-                # Daemon threads do not keep the process from exiting while a stream is still open.
+                # Daemon threads do not prevent the process from exiting while a stream is open.
                 thread = threading.Thread(target=self._work, name=f"weights {number}", daemon=True)
                 thread.start()
                 self._threads.append(thread)
-        except BaseException:  # e.g. the limit of threads is reached
+        except BaseException:  # e.g. if the limit on threads is reached
             self.close()
             raise
 
     def read(self, block: FileBlock, buffer: StagingBuffer) -> BlockRead:
-        """Start reading a block. The staging buffer belongs to the reader threads until the read is
-        complete."""
+        """Start reading a block. The staging buffer must not be used until the read is complete."""
         pieces = block.pieces()
         read = BlockRead(block, buffer, len(pieces))
         for first, end in pieces:
@@ -143,7 +143,8 @@ class ReaderPool:
         return read
 
     def close(self) -> None:
-        """Stop the threads and wait for them. Pieces that were not begun are not read."""
+        """Stop the threads, and wait until they have ended. Pieces that have not been started are not
+        read."""
         self._stopped = True
         for _ in self._threads:
             self._pieces.put(None)
@@ -158,8 +159,8 @@ class ReaderPool:
 
 
 def check_unchanged(file: WeightFile, entry: TensorEntry) -> None:
-    """Raise CheckpointError if the file was modified after its header was read, or if that cannot be
-    determined."""
+    """Raise CheckpointError if the file was modified after its header was read, or if its modification time
+    cannot be read."""
     try:
         modified_ns = file.status().st_mtime_ns
     except OSError as error:

@@ -1,7 +1,8 @@
-"""Long passes, computed in two halves of their tokens: while one half is summed over the ranks, the device
-computes the other half.
+"""Computes long passes in two halves, split by tokens. While one half's results are summed over the ranks,
+the device computes the other half.
 
-The second half attends to the keys and values of the first half, which every layer writes first.
+The second half attends to the keys and values of the first half, so every layer writes the first half's keys
+and values first.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from engine.parallel import Overlap
 from kernels import AttentionInput, ChunkSpan, KvPool, Residual
 
 LayerCall = tuple[Layer, KvPool, torch.Tensor | None]
-"""A layer, its KV pool, and the gain of the norm that reads its result."""
+"""A layer, its KV pool, and the gain of the norm that is applied to its result."""
 
 
 def split_attention(inputs: AttentionInput, at: int) -> tuple[AttentionInput, AttentionInput]:
-    """Return the attention input of the first `at` tokens of a pass and that of the tokens after them. The
-    decodes, which come first, must be among the first `at` tokens."""
+    """Return the attention inputs of the first `at` tokens of a pass and of the remaining tokens. The decodes
+    come first, and must be among the first `at` tokens."""
     before, after = [], []
     for chunk in inputs.chunks:
         head = min(max(at - chunk.first, 0), chunk.count)
@@ -40,8 +41,8 @@ def split_attention(inputs: AttentionInput, at: int) -> tuple[AttentionInput, At
 def run_in_halves(
     layers: Sequence[LayerCall], residual: Residual, halves: tuple[LayerInput, LayerInput], overlap: Overlap
 ) -> Residual:
-    """Run consecutive layers over a pass whose first `overlap.split` tokens are the first half. Returns the
-    residual of all tokens."""
+    """Run consecutive layers over a pass in two halves, the first of which has `overlap.split` tokens.
+    Returns the residual of all tokens."""
     values = residual.values.split((overlap.split, len(residual.values) - overlap.split))
     runs = [_through(layers, Residual(part), inputs) for part, inputs in zip(values, halves, strict=True)]
     results: list[torch.Tensor] = []

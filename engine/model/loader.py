@@ -1,8 +1,8 @@
-"""Fills a decoder's weights, streamed from safetensors files or with random numbers.
+"""Fills a decoder's weights by streaming safetensors files, or with random numbers.
 
-On GPUs each rank reads an equal part of the checkpoint (`engine.model.streaming`, `engine.model.exchange`).
-The host needs only a ring of staging buffers in addition to the model. Conversions and FP8 quantisation run
-on the device.
+On GPUs, each rank reads an equal part of the checkpoint (`engine.model.streaming`, `engine.model.exchange`).
+The host needs only a ring of staging buffers in addition to the model. Conversion and FP8 quantisation run on
+the device.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from engine.config import CheckpointError
 from engine.model.checkpoint import TensorEntry, read_entries
 from engine.model.decoder import Decoder
 from engine.model.exchange import ColumnExchange
+from engine.model.expert_names import split_experts
 from engine.model.layers import WeightShard
 from engine.model.slices import TensorSlice
 from engine.model.streaming import stream
@@ -28,28 +29,29 @@ from engine.progress import ProgressCallback
 _LOADABLE = ("F32", "BF16", "F16")
 _FP8 = "F8_E4M3"
 _SCALE = "_scale"
-"""Suffix of the name of an FP8 weight's scales: one scale, or one per output."""
+"""Suffix of the tensor name for an FP8 weight's scales. There is one scale per weight or per output."""
 _STATIC_SCALES = (".input_scale", ".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".output_scale")
-"""Scales of activations and KV cache, calibrated in advance. They are ignored: the engine computes scales per
-token."""
+"""Suffixes of precomputed scales for activations and the KV cache. They are ignored, because the engine
+computes scales per token."""
 _NAMES_SHOWN = 4
 _PROGRESS_S = 0.1
-"""Minimum time between progress reports within a file."""
+"""Minimum time, in seconds, between progress reports within a file."""
 
 
 def load(decoder: Decoder, folder: str | Path, progress: ProgressCallback, *, exchange: bool = False) -> int:
-    """Fill every weight of `decoder` from the checkpoint in `folder`. Returns the number of bytes read.
+    """Fill every weight of `decoder` from the checkpoint in `folder`, and return the number of bytes read.
 
-    exchange: read only a part of the rows of tensors that are split by columns, and exchange the columns with
-    the other ranks (`engine.model.exchange`); all ranks must call it. Otherwise every rank reads all rows,
-    which is faster on a CPU, since its ranks exchange data more slowly than they read the page cache.
+    With `exchange`, each rank reads only a part of the rows of tensors that are split by columns, and
+    exchanges columns with the other ranks (`engine.model.exchange`). All ranks must call this function.
+    Without `exchange`, every rank reads all rows. This is faster on CPUs, whose ranks exchange data more
+    slowly than they read the page cache.
 
-    Before any weight is read, raises CheckpointError if a tensor is missing, unknown, of the wrong shape or
-    of a dtype that cannot be loaded, or if a file is truncated. Raises WeightsTooLarge if a GPU runs out of
-    memory. Ignores rotary frequencies, the copy of a tied output matrix and static activation scales.
+    Raises CheckpointError, before any weight is read, if a file is truncated, or if a tensor is missing,
+    unknown, of the wrong shape or of an unsupported dtype. Raises WeightsTooLarge if a GPU runs out of
+    memory. Rotary frequencies, the copy of a tied output matrix, and static activation scales are ignored.
     """
     folder = Path(folder)
-    entries = read_entries(folder)
+    entries = split_experts(read_entries(folder))
     shards = {shard.name: shard for shard in decoder.weight_shards()}
     _check(entries, shards, folder, tied=decoder.config.tie_word_embeddings)
     with decoder.fit.explained():
@@ -61,11 +63,12 @@ def load(decoder: Decoder, folder: str | Path, progress: ProgressCallback, *, ex
 
 
 def load_dummy(decoder: Decoder, seed: int) -> int:
-    """Fill every weight with random numbers generated on the device. Returns the bytes of the weights.
+    """Fill every weight with random numbers generated on the device, and return the size of the weights in
+    bytes.
 
-    Matrices are normal with variance 1 / columns, norms are one, biases are small. A tensor depends only on
-    its name, the seed, the dtype and the kind of device, so any number of ranks hold slices of the same
-    model. Raises WeightsTooLarge if a GPU runs out of memory.
+    Matrices are normally distributed with variance 1 / columns, norms are one, and biases are small. A tensor
+    depends only on its name, the seed, the dtype and the device type. The slices of all ranks therefore form
+    the same model for any number of ranks. Raises WeightsTooLarge if a GPU runs out of memory.
     """
     done = 0
     with decoder.fit.explained():
@@ -135,7 +138,7 @@ def _is_ignored(name: str, tied: bool) -> bool:
 
 
 def _names(names: list[str]) -> str:
-    """Format names as "tensor a is" or "tensors a, b and 7 more are"."""
+    """Format names as the subject and verb of a sentence: "tensor a is" or "tensors a, b and 7 more are"."""
     shown = ", ".join(names[:_NAMES_SHOWN])
     more = len(names) - _NAMES_SHOWN
     if more > 0:
@@ -150,9 +153,10 @@ def _fill(
     progress: ProgressCallback,
     exchange: bool,
 ) -> int:
-    """Stream the checkpoint into all shards. Returns the number of bytes.
+    """Stream the checkpoint into all shards, and return the number of bytes read.
 
-    The stream and its buffers must not outlive this call, or `_finish` could not return their memory.
+    The stream and its buffers must be released when this function returns, so that `_finish` can free their
+    memory.
     """
     device, ranks = decoder.device, decoder.ranks.size
     scales = _read_scales(shards, entries, device)
@@ -184,7 +188,7 @@ def _fill(
         fill_rows(part, numbers if shard.dim == 0 else shard.part(numbers))
 
     def fill_rows(part: TensorSlice, numbers: torch.Tensor) -> None:
-        """Fill rows of a shard from values of this rank's columns."""
+        """Fill rows of a shard with values of this rank's columns."""
         block = _rows_of_shard(shards[part.name], part)
         if part.entry.dtype == _FP8:
             each = scales[part.name + _SCALE]
@@ -222,7 +226,8 @@ def _randomise(shard: WeightShard, decoder: Decoder, seed: int) -> None:
 
 
 def _slice(shard: WeightShard, entry: TensorEntry, ranks: int) -> TensorSlice:
-    """Return the rows of the checkpoint's tensor that this rank reads. A shard of columns needs all rows."""
+    """Return the rows of the checkpoint's tensor that this rank reads. A shard that consists of columns needs
+    all rows."""
     assert shard.target is not None
     rows = shard.target.shape[0]
     shared = ranks > 1 and rows == entry.shape[0]
@@ -230,7 +235,7 @@ def _slice(shard: WeightShard, entry: TensorEntry, ranks: int) -> TensorSlice:
 
 
 def _rows_of_shard(shard: WeightShard, part: TensorSlice) -> WeightShard:
-    """Return the shard restricted to the rows of `part`, which were read from the file."""
+    """Return the part of a shard that corresponds to the rows of `part`."""
     assert shard.target is not None
     first = part.first_row - (shard.start if shard.dim == 0 else 0)
     rows = slice(first, first + part.rows)
@@ -242,8 +247,8 @@ def _rows_of_shard(shard: WeightShard, part: TensorSlice) -> WeightShard:
 def _read_scales(
     shards: dict[str, WeightShard], entries: dict[str, TensorEntry], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Return the float32 scales of all FP8 weights by tensor name: one per row `[rows]`, or a single one
-    `[1]`."""
+    """Return the float32 scales of all FP8 weights by tensor name: one per row (`[rows]`), or one for all
+    rows (`[1]`)."""
     wanted = []
     for shard in shards.values():
         if shard.target is not None and entries[shard.name].dtype == _FP8:
@@ -259,13 +264,13 @@ def _read_scales(
         pass
     if not found:
         return {}
-    # All scales are copied from the device in one transfer.
+    # One transfer copies all results from the device.
     sound = torch.stack([(scales.isfinite() & (scales >= 0)).all() for scales in found.values()]).tolist()
     bad = [name for name, good in zip(found, sound, strict=True) if not good]
     if bad:
         raise CheckpointError(
-            f"{entries[bad[0]].file}: {_names(bad)} not finite or negative in places, which scales must not "
-            "be; download it again"
+            f"{entries[bad[0]].file}: {_names(bad)} invalid: scales must be finite and not "
+            "negative; download it again"
         )
     return found
 
@@ -273,5 +278,5 @@ def _read_scales(
 def _finish(decoder: Decoder) -> None:
     decoder.finish()
     if decoder.device.type == "cuda":
-        # Memory in the allocator's cache would be counted as activations when the KV pool is sized.
+        # Memory cached by the allocator would be counted as activations when the KV pool is sized.
         torch.cuda.empty_cache()

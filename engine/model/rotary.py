@@ -1,4 +1,4 @@
-"""The table of rotary position embeddings, computed from a model's configuration."""
+"""Computes the table of rotary position embeddings from a model's configuration."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from kernels import rope as tables
 def rotary_table(config: ModelConfig, length: int) -> torch.Tensor:
     """Return the cos and sin table for positions below `length`: `[length, head_dim]` float32, on the CPU.
 
-    length: the maximum length of a sequence, at which dynamic scaling is frozen (`engine.config.RopeConfig`).
-    The layout is that of `kernels.rope.cos_sin_table`.
+    `length` is the maximum sequence length, which also determines the base of dynamic scaling
+    (`engine.config.RopeConfig`). The layout is defined by `kernels.rope.cos_sin_table`.
     """
     rope, head_dim = config.rope, config.head_dim
     theta, factor, original = rope.theta, rope.factor, rope.original_max_position_embeddings

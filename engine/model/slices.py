@@ -1,4 +1,4 @@
-"""Rows of tensors in safetensors files."""
+"""Describes ranges of rows of tensors in safetensors files."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """Rows `[first_row, first_row + rows)` of a tensor in a file; a tensor without dimensions has one row.
+    """Rows `[first_row, first_row + rows)` of a tensor in a file. A tensor without dimensions has one row.
 
-    Slices have whole rows only, because reading a few KB of each row costs more than reading all of it.
+    A slice always contains complete rows, because reading a few KB of each row is slower than reading
+    complete rows.
     """
 
     name: str
@@ -30,7 +31,7 @@ class TensorSlice:
     first_row: int
     rows: int
     shared: bool = False
-    """Whether other ranks read these rows too."""
+    """Whether other ranks also read these rows."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -46,16 +47,17 @@ class TensorSlice:
 
     @property
     def offset(self) -> int:
-        """Offset of the first byte in the file."""
+        """Offset of the slice's first byte in the file."""
         return self.entry.offset + self.first_row * self.row_bytes
 
     def view(self, numbers: torch.Tensor) -> torch.Tensor:
-        """View `numbers [bytes]` as `[rows, ...]` in the file's dtype."""
+        """Return `numbers`, which is `[bytes]`, as a view `[rows, ...]` in the file's dtype."""
         return numbers.view(self.dtype).view(self.rows, *self.entry.shape[1:])
 
 
 def cut(whole: TensorSlice, block_bytes: int) -> Iterator[TensorSlice]:
-    """Split a non-empty slice into blocks of whole rows, each of at most `block_bytes` or a single row."""
+    """Split a non-empty slice into blocks of complete rows. A block has at most `block_bytes` bytes, or
+    contains a single row."""
     rows = max(1, block_bytes // whole.row_bytes)
     for first in range(0, whole.rows, rows):
         yield replace(whole, first_row=whole.first_row + first, rows=min(rows, whole.rows - first))

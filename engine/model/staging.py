@@ -1,4 +1,5 @@
-"""Staging buffers: host memory for weights on their way to a device. For a GPU the memory is page-locked."""
+"""Staging buffers in host memory, through which weights are transferred to a device. For a GPU, their memory
+is page-locked."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from engine.model.weight_file import PAGE
 
 
 class StagingBuffer:
-    """Host memory for one block of weights, and, for a GPU, device memory of the same size for
+    """Host memory for one block of weights. For a GPU, there is also a device buffer of the same size for
     conversions."""
 
     def __init__(self, host: torch.Tensor, copy_stream: torch.cuda.Stream | None) -> None:
@@ -29,8 +30,8 @@ class StagingBuffer:
             self._copied.synchronize()
 
     def copy(self, numbers: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy `numbers`, a part of `host`, to `target` on the device. The copy is complete once the ring is
-        closed."""
+        """Copy `numbers`, which is a part of `host`, to `target` on the device. The copy is guaranteed to be
+        complete only when the ring has been closed."""
         if self._copy_stream is None:
             target.copy_(numbers)
             return
@@ -41,16 +42,16 @@ class StagingBuffer:
         self._copied.record(self._copy_stream)
 
     def _lock(self) -> None:
-        """Page-lock the host memory for GPU access. Call late, after reader threads have faulted in its
-        pages, because that is faster."""
+        """Page-lock the host memory for GPU access. This is faster after reader threads have faulted in its
+        pages, so it is called late."""
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self.host.data_ptr(), len(self.host), 0))
         self._locked = True
 
     def on_device(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return a device copy of `numbers` for work on the current stream. Call `mark_used` after that
-        work."""
+        """Return a device copy of `numbers` for use on the current stream. Call `mark_used` after the work
+        that uses it has been launched."""
         if self._copy_stream is None:
-            # A file may place a tensor at any offset, but some dtypes need aligned memory.
+            # A tensor may begin at any offset in the file, but some dtypes require aligned memory.
             return numbers.clone() if numbers.data_ptr() % torch.float32.itemsize else numbers
         if self._device_buffer is None:
             self._device_buffer = torch.empty_like(self.host, device=self._copy_stream.device)
@@ -62,7 +63,7 @@ class StagingBuffer:
         return buffer
 
     def mark_used(self) -> None:
-        """Allow the device copy to be overwritten after the work launched so far on the current stream."""
+        """Mark the device copy as reusable after all work launched so far on the current stream."""
         if self._copy_stream is not None:
             self._used.record(torch.cuda.current_stream(self._copy_stream.device))
 
@@ -74,20 +75,20 @@ class StagingBuffer:
 
 
 class StagingRing:
-    """Staging buffers in one mapping of huge pages. Page-locking these takes a fifth of the time of torch's
-    `pin_memory`, and they can be released."""
+    """Staging buffers in one mapping of huge pages. Page-locking these pages takes a fifth of the time of
+    torch's `pin_memory`, and they can be unlocked again."""
 
     def __init__(self, count: int, buffer_bytes: int, device: torch.device) -> None:
         buffer_bytes = -(-buffer_bytes // PAGE) * PAGE
         pages = mmap.mmap(-1, count * buffer_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with suppress(OSError):  # kernels may be built without huge pages
+        with suppress(OSError):  # the kernel may not support huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
         host = torch.frombuffer(pages, dtype=torch.uint8)
         self._device = device
         copy_stream = None
         if device.type == "cuda":
             copy_stream = torch.cuda.Stream(device)
-            # Earlier work may still use the memory of the parameters that are filled.
+            # Earlier work may still use the memory that the parameters now occupy.
             copy_stream.wait_stream(torch.cuda.current_stream(device))
         self.buffers = [StagingBuffer(part, copy_stream) for part in host.split(buffer_bytes)]
 

@@ -1,10 +1,13 @@
-"""Streams tensors of safetensors files into device memory, in blocks of rows.
+"""Streams tensors from safetensors files into device memory, in blocks of rows.
 
-Several threads read blocks ahead of their use (`engine.model.fetching`), through the page cache or directly
-(`engine.model.weight_file`), into a ring of staging buffers. For a GPU the buffers are page-locked: some are
-filled while others are copied to the device. Values that need no conversion are copied to their final place.
-Other values are copied to device buffers, from which the caller converts them. The ring holds at most 144
-MiB, and a GPU that converts needs as much again, unless a single row is larger than a block.
+Several threads read blocks ahead of their use (`engine.model.fetching`) into a ring of staging buffers. They
+read through the page cache or directly from the disk (`engine.model.weight_file`). For a GPU, the buffers are
+page-locked, and some buffers are filled while others are copied to the device. Values that need no conversion
+are copied directly to the parameters. Other values are copied to device buffers, where the caller converts
+them.
+
+The ring uses at most 144 MiB of host memory, and conversions need the same amount of GPU memory. More memory
+is used only if a single row is larger than a block.
 """
 
 from __future__ import annotations
@@ -31,25 +34,28 @@ from engine.model.staging import StagingRing
 from engine.model.weight_file import PAGE, WeightFile
 
 BLOCK_BYTES = 16 << 20
-"""Block size for a GPU: large, so that Python's overhead per block is small."""
+"""Block size, in bytes, when the target is a GPU. It is large, so that Python's overhead per block is
+small."""
 _CPU_BLOCK_BYTES = 4 << 20
-"""Block size for a CPU: small enough for its cache to hold a block and the buffers of a conversion."""
+"""Block size, in bytes, when the target is a CPU. It is small, so that a block and its conversion buffers fit
+into the CPU's cache."""
 _PIECES_AHEAD = 24
-"""Number of pieces read ahead: more than there are reader threads, so that one late piece does not stop them
-all."""
+"""Number of pieces that are read ahead. It is larger than the number of reader threads, so that one late
+piece does not block all threads."""
 _COPYING = 3
-"""Number of staging buffers that are being copied to a GPU."""
+"""Number of staging buffers that may be in use by copies to a GPU."""
 
 Fill = Callable[[TensorSlice, torch.Tensor], None]
-"""Called with rows and their numbers, `[rows, ...]` in the file's dtype on the device. The tensor is valid
-during the call; on CUDA, for work on the current stream."""
+"""Called with rows and their values: `[rows, ...]` in the file's dtype on the device. The tensor is valid
+only during the call or, on CUDA, for work launched on the current stream during the call."""
 FindTarget = Callable[[TensorSlice], torch.Tensor | None]
-"""Returns the tensor to which a slice is copied unchanged: contiguous, in the file's dtype, on the device;
-None if `Fill` converts the slice. Called once for each whole slice, before any is read."""
+"""Returns the tensor to which a slice is copied unchanged, or None if the slice is passed to `Fill`. The
+tensor must be contiguous, in the file's dtype, and on the device. Called once per slice, before any slice is
+read."""
 
 
 def no_target(whole: TensorSlice) -> None:
-    """The `FindTarget` for slices that are all passed to `Fill`."""
+    """A `FindTarget` that passes all slices to `Fill`."""
 
 
 def stream(
@@ -60,13 +66,14 @@ def stream(
     *,
     block_bytes: int | None = None,
 ) -> Generator[TensorSlice]:
-    """Read `slices` in blocks of whole rows, each of at most `block_bytes` or a single row; empty slices are
-    skipped.
+    """Read `slices` in blocks of complete rows, and yield the rows of each block after it has been read. All
+    copies are complete when the generator ends.
 
-    The order of files and offsets is the fastest order of slices. With block_bytes None the size depends on
-    the device. Yields the rows of each block when they have been read; all copies are complete when the
-    generator ends. Raises the exceptions of `fill` and `find_target`, and CheckpointError with file and
-    tensor if bytes are missing or cannot be read, or, at the end, with the file if it was modified after its
+    A block has at most `block_bytes` bytes, or contains a single row. By default, the block size depends on
+    the device. Empty slices are skipped. Reading is fastest if slices are ordered by file and offset.
+
+    Exceptions of `fill` and `find_target` propagate. Raises CheckpointError with file and tensor if bytes are
+    missing or cannot be read. At the end, raises CheckpointError with the file if it was modified after its
     header was read.
     """
     if block_bytes is None:
@@ -77,8 +84,8 @@ def stream(
     entries = {whole.entry.file: whole.entry for whole in slices}
     with ExitStack() as stack:
         files = {path: stack.enter_context(closing(open_weights(path))) for path in entries}
-        # All blocks are created before reading starts, because Python code is slow while the reader threads
-        # run.
+        # All blocks are created before reading starts, because Python code runs slowly while the reader
+        # threads are active.
         blocks = list(_blocks(slices, block_bytes, files, find_target))
         largest = max(block.rows.nbytes for block in blocks)
         max_ahead = max(2, _PIECES_AHEAD * PIECE_BYTES // max(largest, PIECE_BYTES))
@@ -109,7 +116,8 @@ def _blocks(
 
 
 def _deliver(read: BlockRead, fill: Fill) -> TensorSlice:
-    """Wait for a block, then copy it to its target or pass it to `fill`. Returns its rows."""
+    """Wait until a block has been read, then copy it to its target or pass it to `fill`. Returns the rows of
+    the block."""
     block, buffer = read.block, read.buffer
     read.wait()
     numbers = block.numbers(buffer)

@@ -1,9 +1,9 @@
-"""A file of weights, read from the page cache if it is cached, and otherwise directly from the disk.
+"""Reads weight files through the page cache if they are cached, and otherwise directly from the disk.
 
-Reading directly (O_DIRECT), which bypasses the page cache, reaches the disk's full rate and takes almost no
-processor time. Reading through the cache makes the kernel allocate a page for every 4 KiB and copy it once
-more. Rows that several ranks need are still read through the cache, so that the disk is read only once. After
-the load, `keep_cached` brings the files into the page cache for the next start.
+Direct reads (O_DIRECT) bypass the page cache. They reach the disk's full rate and use almost no processor
+time. When data is read through the page cache, the kernel allocates a page for every 4 KiB and copies the
+data once more. Rows that several ranks need are always read through the page cache, so that they are read
+from disk only once. After loading, `keep_cached` reads the files into the page cache for the next start.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ from contextlib import suppress
 from pathlib import Path
 
 PAGE = mmap.PAGESIZE
-"""Alignment, in bytes, of reads that bypass the page cache, on disk and in memory. It suffices for every
-disk."""
+"""Alignment of direct reads, in bytes, in the file and in memory. It is sufficient for every disk."""
 _FETCH_BYTES = 16 << 20
 _MEMORY_SHARE = 0.5
-"""Maximum fraction of the free memory for the files that `keep_cached` caches."""
+"""Maximum size of the files that `keep_cached` caches, as a fraction of the free memory."""
 
 
 class WeightFile:
-    """An open file of weights, usable from several threads. Raises OSError if the file cannot be opened."""
+    """An open weight file, which can be used by several threads. Raises OSError if the file cannot be
+    opened."""
 
     def __init__(self, path: Path) -> None:
         self._cached = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        # No read-ahead: the kernel would guess wrong from the interleaved reads of many threads.
+        # Read-ahead is disabled, because the kernel cannot predict the interleaved reads of many threads.
         os.posix_fadvise(self._cached, 0, 0, os.POSIX_FADV_RANDOM)
         self._direct: int | None = None
-        with suppress(OSError):  # some file systems do not support O_DIRECT
-            # Opened through the descriptor, because another file may have taken the path.
+        # Some file systems do not support O_DIRECT. The file is opened again through its descriptor, because
+        # its path may now refer to a different file.
+        with suppress(OSError):
             same_file = f"/proc/self/fd/{self._cached}"
             self._direct = os.open(same_file, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
 
@@ -48,15 +49,15 @@ class WeightFile:
     def past_cache(self, first: int, nbytes: int, shared: bool) -> bool:
         """Return whether bytes `[first, first + nbytes)` should be read directly from the disk.
 
-        shared: whether other ranks read these bytes too.
+        `shared` is whether other ranks also read these bytes.
         """
         return self._direct is not None and not shared and self._is_cached(first, nbytes) is False
 
     def read(self, first: int, nbytes: int, into: memoryview, past_cache: bool) -> None:
         """Read bytes `[first, first + nbytes)` into `into[first % PAGE:]`.
 
-        `into` must begin at a page of memory and have at least `buffer_bytes(first, nbytes)` bytes. Raises
-        EOFError if the file is shorter, OSError if it cannot be read.
+        `into` must begin at a page boundary and have at least `buffer_bytes(first, nbytes)` bytes. Raises
+        EOFError if the file is too short, and OSError if it cannot be read.
         """
         skipped = first % PAGE
         if past_cache and self._direct is not None:
@@ -64,8 +65,8 @@ class WeightFile:
                 count = os.preadv(self._direct, [into[: buffer_bytes(first, nbytes)]], first - skipped)
                 if count >= skipped + nbytes:
                     return
-            # The direct read failed or was short. Reading through the cache succeeds or raises the actual
-            # error.
+            # The direct read failed or was incomplete. A read through the page cache either succeeds or
+            # raises the actual error.
         done = 0
         while done < nbytes:
             count = os.preadv(self._cached, [into[skipped + done : skipped + nbytes]], first + done)
@@ -74,12 +75,12 @@ class WeightFile:
             done += count
 
     def _is_cached(self, first: int, nbytes: int) -> bool | None:
-        """Return whether the range is in the page cache, judged by one page of each half; None if that is
-        unknown.
+        """Return whether the range is in the page cache, or None if this is unknown. One page in each half of
+        the range is probed.
 
-        Probing an uncached page loads it. Therefore the pages are chosen at random; otherwise the next start
-        would find exactly the probed pages cached. Two pages are probed, because a fast disk may deliver the
-        first one during the probe.
+        Probing an uncached page loads it, so the pages are chosen at random. Otherwise, the next start would
+        find exactly the probed pages in the cache. Two pages are probed, because a fast disk may load the
+        first page during the probe.
         """
         half = (nbytes + 1) // 2
         one = self._page_is_cached(first + random.randrange(half))
@@ -96,15 +97,15 @@ class WeightFile:
 
 
 def buffer_bytes(first: int, nbytes: int) -> int:
-    """Return the buffer size for reading bytes `[first, first + nbytes)`: whole pages."""
+    """Return the buffer size in bytes, in whole pages, for reading bytes `[first, first + nbytes)`."""
     return -(-(first % PAGE + nbytes) // PAGE) * PAGE
 
 
 def keep_cached(paths: Iterable[Path]) -> threading.Thread:
-    """Load files into the page cache in a background thread, unless they would take more than half of the
-    free memory.
+    """Load files into the page cache in a background thread, unless they would use more than half of the free
+    memory.
 
-    Costs disk time, and 0.1 s of one core for each GB that was not cached.
+    Loading uses the disk and takes 0.1 s of CPU time for each GB that was not cached.
     """
     thread = threading.Thread(target=_fetch, args=(list(paths),), name="page cache", daemon=True)
     thread.start()
@@ -112,7 +113,7 @@ def keep_cached(paths: Iterable[Path]) -> threading.Thread:
 
 
 def _fetch(paths: list[Path]) -> None:
-    # Caching is optional: a deleted file or an unreadable /proc/meminfo must not disturb the service.
+    # Caching is optional, so a deleted file or an unreadable /proc/meminfo must not affect the service.
     with suppress(OSError):
         if sum(path.stat().st_size for path in paths) > _MEMORY_SHARE * _available_bytes():
             return
@@ -123,6 +124,6 @@ def _fetch(paths: list[Path]) -> None:
 
 
 def _available_bytes() -> int:
-    """Return the memory that the kernel can provide, including clean caches."""
+    """Return the available memory in bytes, including clean caches."""
     with Path("/proc/meminfo").open() as lines:
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))

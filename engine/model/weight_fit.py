@@ -1,4 +1,4 @@
-"""Checks whether a rank's weights fit on its device, before and while they are allocated."""
+"""Checks whether a rank's weights fit on its device, before and during their allocation."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class WeightFit:
-    """Compares the memory that a rank's weights need with the memory of its device."""
+    """Compares the size of a rank's weights with the memory of its device."""
 
     config: ModelConfig
     shard: Shard
     dtype: str
-    """The model's dtype, a key of `engine.config.DTYPE_BYTES`."""
+    """Dtype of the model, a key of `engine.config.DTYPE_BYTES`."""
     fp8: bool
     """Whether the layers' matrices are quantised."""
     device: torch.device
     ranks: int = 1
-    """Number of ranks, which share the memory of the host on a CPU."""
+    """Number of ranks. On a CPU, they share the host's memory."""
 
     def check(self) -> None:
         """Raise WeightsTooLarge if the weights cannot fit. Call before any rank allocates weights.
 
-        On a GPU the limit is its total memory. On a CPU it is this rank's share of the available host memory:
-        Linux overcommits memory, and kills a process when its pages cannot be provided.
+        On a GPU, the limit is the GPU's total memory. On a CPU, it is this rank's share of the available host
+        memory, because Linux overcommits memory and kills a process when it cannot provide a page.
         """
         if self.device.type == "cuda":
             _, total = torch.cuda.mem_get_info(self.device)
@@ -48,8 +48,8 @@ class WeightFit:
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Raise WeightsTooLarge if a GPU runs out of memory in the context, which allocates and fills
-        weights."""
+        """Raise WeightsTooLarge if a GPU runs out of memory in the body of the context, which allocates and
+        fills weights."""
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -70,8 +70,8 @@ class WeightFit:
         return f"the weights take {taken:.1f} GiB per rank ({self._weights})"
 
     def _remedy(self, most: int) -> str:
-        """Return the possible remedies. Settings are listed only if the weights then fit into `most`
-        bytes."""
+        """Return the possible remedies. A change of a setting is suggested only if the weights would then fit
+        into `most` bytes."""
         gpu = self.device.type == "cuda"
         remedies = ["use more GPUs (tensor_parallel_size)" if gpu else "free memory"]
         settings = [] if self.fp8 else [(f'quantization = "{FP8}"', self.dtype, FP8)]

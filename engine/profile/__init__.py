@@ -1,1 +1,2 @@
-"""The step profiler, `python -m engine.profile`. (`engine.profiling` measures memory during a start.)"""
+"""The step profiler, `python -m engine.profile`. The similarly named `engine.profiling` measures memory at
+start."""

@@ -4,10 +4,10 @@
     python -m engine.profile --shape llama-3.1-8b --fp8 --kv-fp8 --workload n1024 --kind mixed
     python -m engine.profile --shape llama-3.1-70b --tensor-parallel-size 4 --workload b1_decode
 
-Runs a workload of `engine.bench` on a public shape with random weights (or with --model, on a checkpoint) and
-prints a table. --trace also writes the Chrome trace, for chrome://tracing or ui.perfetto.dev. On a CPU the
-table shows torch's operations. With several ranks, this process is rank 0 of a replica and the table shows
-its device. Needs the same packages as `engine.bench`.
+The profiler runs a workload of `engine.bench` and prints a table. The model has a public shape and random
+weights, or is a checkpoint given by --model. --trace also writes the Chrome trace, for chrome://tracing or
+ui.perfetto.dev. On a CPU, the table shows torch's operations. With several ranks, this process is rank 0 of a
+replica, and the table shows its device. The profiler requires the same packages as `engine.bench`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from kernels.writable import UnwritableError, check_writable
 
 
 def main() -> int:
-    """Profile one kind of step of one workload. Returns 1 if the workload has no such steps, the engine
-    cannot start, or the trace cannot be written."""
+    """Profile decode-only or mixed steps of one workload. Returns 1 if the workload has no such steps, if the
+    engine cannot start, or if the trace cannot be written."""
     arguments = _arguments()
     workload = WORKLOADS[arguments.workload]
     kind: Kind = arguments.kind or ("decode" if workload.output_tokens > 1 else "mixed")
@@ -44,7 +44,7 @@ def main() -> int:
                 dtypes = f"weights {info.weights}, KV {info.kv_cache_dtype}"
                 on = devices_text(info)
                 print(f"{model_name}: {arguments.workload}, {kind} steps; {dtypes} on {on}", flush=True)
-                # warm-up
+                # Warm up before recording.
                 run(engine, replace(workload, output_tokens=min(workload.output_tokens, 4)), seed=-1)
                 shapes = record(engine, workload, kind, arguments.steps, arguments.skip, trace)
         except (UnwritableError, NoSuchStepsError, *FAILURES) as error:
@@ -80,18 +80,18 @@ def _arguments() -> argparse.Namespace:
     )
     add_options(parser)
     parser.add_argument(
-        "--workload", choices=list(WORKLOADS), default="b8_decode", help="default: %(default)s"
+        "--workload", choices=list(WORKLOADS), default="b8_decode", help="workload to run (%(default)s)"
     )
     parser.add_argument(
         "--kind",
         choices=["decode", "mixed"],
-        help="default: decode, unless the workload generates a single token",
+        help="kind of step (default: decode, or mixed if only one token is generated)",
     )
     parser.add_argument(
         "--steps", type=int, default=8, help="maximum number of consecutive steps to record (%(default)s)"
     )
     parser.add_argument(
-        "--skip", type=int, help="steps of this kind to skip first (default: 3 for decode, 0 for mixed)"
+        "--skip", type=int, help="number of steps to skip first (default: 3 for decode, 0 for mixed)"
     )
     parser.add_argument("--trace", type=Path, help="write the Chrome trace to this file")
     arguments = parser.parse_args()

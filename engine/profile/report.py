@@ -1,5 +1,5 @@
-"""The table of a profile: time, memory traffic and operations of each kernel, and the idle gaps between
-kernels."""
+"""Formats a profile as a table. It shows each kernel's time, memory traffic and operations, and the idle gaps
+between kernels."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _GAPS_SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class KernelRow:
-    """One kernel, averaged over the steps."""
+    """Measurements of one kernel, averaged over the recorded steps."""
 
     name: str
     calls: float
     us: float
     share: float
-    """Fraction of the whole time, including gaps."""
+    """Fraction of the total time, including idle gaps."""
     work: KernelWork | None
-    """Memory traffic in bytes; None if unknown."""
+    """The kernel's minimum memory traffic and its operations, or None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class IdleGap:
-    """Idle time between two kernels, averaged over the steps."""
+    """Idle time between two kernels, averaged over the recorded steps."""
 
     after: str
     before: str
@@ -38,15 +38,15 @@ class IdleGap:
 def kernel_rows(
     names: list[str], timeline: TraceTimeline, works: dict[str, KernelWork], steps: int
 ) -> list[KernelRow]:
-    """Return one row per kernel, ordered by total time, the longest first. names: labels of the calls, from
+    """Return one row per kernel, ordered by decreasing total time. `names` are the labels of the calls, from
     `label_gemms`."""
     us: dict[str, float] = defaultdict(float)
     calls: dict[str, int] = defaultdict(int)
     for name, call in zip(names, timeline.calls, strict=True):
         us[name] += call.us
         calls[name] += 1
-    # On a CPU, operations run on several threads at once, so their times may add up to more than the whole
-    # time.
+    # On a CPU, operations run on several threads in parallel, so the sum of their times may exceed the
+    # elapsed time.
     whole = timeline.us if timeline.on_gpu else sum(us.values())
     kinds: dict[str, int] = defaultdict(int)
     for name in us:
@@ -64,7 +64,7 @@ def kernel_rows(
 
 
 def idle_gaps(names: list[str], timeline: TraceTimeline, steps: int) -> list[IdleGap]:
-    """Return the idle gaps between kernels, the longest first."""
+    """Return the idle gaps between kernels, in order of decreasing length."""
     us: dict[tuple[str, str], float] = defaultdict(float)
     for before, after, call in zip(names, names[1:], timeline.calls[1:], strict=False):
         us[before, after] += call.gap_us
@@ -78,8 +78,8 @@ def idle_gaps(names: list[str], timeline: TraceTimeline, steps: int) -> list[Idl
 def lines(
     rows: list[KernelRow], gaps: list[IdleGap], timeline: TraceTimeline, steps: int, device: Ceilings | None
 ) -> list[str]:
-    """Format the table. "of limit" needs the peak rates of the GPU; on a CPU there are no bytes, operations
-    or gaps."""
+    """Format the table. "of limit" requires the GPU's peak rates. On a CPU, the table has no bytes,
+    operations or gaps."""
     heading = f"{'kernel':40}{'calls':>7}{'µs':>10}{'share':>8}"
     if timeline.on_gpu:
         heading += f"{'MB':>10}{'GB/s':>8}{'TFLOP/s':>9}{'of limit':>10}"
@@ -99,7 +99,7 @@ def lines(
 
 
 def _kind(name: str) -> str:
-    """Return the name under which `work_by_kernel` lists a kernel."""
+    """Return the name under which a kernel is listed by `work_by_kernel`."""
     return name.partition(" (")[0]
 
 

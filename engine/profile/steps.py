@@ -18,26 +18,27 @@ from engine.messages import SamplingParams, Submit
 from engine.plan import StepPlan
 
 Kind = Literal["decode", "mixed"]
-"""Decode-only steps, or steps with prefill."""
+"""Kind of step: decode-only steps, or steps with prefill ("mixed")."""
 
 
 class NoSuchStepsError(RuntimeError):
-    """The workload has no steps of the wanted kind."""
+    """The workload has no steps of the requested kind."""
 
 
 _ORIGIN = "profile"
 _SETTLE: dict[Kind, int] = {"decode": 3, "mixed": 0}
-"""Default number of skipped steps before the recording. Some workloads have a single mixed step."""
+"""Default number of skipped steps before the recording starts. It is 0 for mixed steps, because some
+workloads have only one."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """The sizes of one step."""
+    """The token counts of one step."""
 
     contexts: list[int]
-    """For each decode: the tokens of its sequence in the cache, including the new one."""
+    """Context length of each decode: the number of cached tokens of its sequence, including the new token."""
     chunks: list[tuple[int, int]]
-    """For each chunk: the number of tokens before it, and its own number of tokens."""
+    """For each prefill chunk, the number of preceding tokens and the number of tokens in the chunk."""
     logit_rows: int
 
     @property
@@ -47,7 +48,7 @@ class StepShape:
 
 @dataclass(slots=True)
 class _Recorder:
-    """A runner that starts recording before the first wanted step and stops after the last one."""
+    """A step runner that records consecutive steps of the requested kind. It wraps another runner."""
 
     runner: StepRunner
     kind: Kind
@@ -57,7 +58,7 @@ class _Recorder:
     shapes: list[StepShape] = field(default_factory=list)
     """Shapes of the recorded steps."""
     most_in_a_row: int = 0
-    """Maximum number of consecutive unrecorded steps of the wanted kind."""
+    """Maximum number of consecutive skipped steps of the requested kind."""
     ended: bool = False
     _passed: int = 0
     _lengths: dict[int, int] = field(default_factory=dict)
@@ -72,14 +73,14 @@ class _Recorder:
             self.most_in_a_row = max(self.most_in_a_row, self._passed)
         elif not self.ended:
             if not self.shapes:
-                # The device may still be running an earlier step.
+                # The device may still be executing an earlier step.
                 _synchronize(self.gpu)
                 self.recording.start()
             self.shapes.append(shape)
         return self.runner.launch(plan)
 
     def end(self) -> None:
-        """Stop recording after the recorded steps have run."""
+        """Wait for the recorded steps to finish, and stop recording."""
         if self.shapes and not self.ended:
             _synchronize(self.gpu)
             self.recording.stop()
@@ -100,18 +101,18 @@ class _Recorder:
 def record(
     engine: LocalEngine, workload: EngineWorkload, kind: Kind, steps: int, skip: int | None, trace: Path
 ) -> list[StepShape]:
-    """Record up to `steps` consecutive steps of a kind, write their Chrome trace, and return their shapes.
+    """Record up to `steps` consecutive steps of one kind, write their Chrome trace, and return their shapes.
 
-    `skip` steps of this kind are skipped first (None: a default for the kind). The recording is shorter if a
-    step of the other kind follows or the workload ends. The requests of the workload are sent at once (a
-    single one if it sends one at a time) and cancelled after the recording. Raises NoSuchStepsError if the
-    workload has no such steps.
+    The first `skip` steps of this kind are not recorded. None selects a default for the kind. The recording
+    is shorter if a step of the other kind follows or the workload ends. All requests of the workload are
+    submitted together, or only one if the workload sends one at a time. They are cancelled after the
+    recording. Raises NoSuchStepsError if the workload has no steps of this kind.
     """
     gpu = engine.runner.device.type == "cuda"
     skip = _SETTLE[kind] if skip is None else skip
     recorder = _Recorder(engine.runner, kind, skip, profile(**_options(gpu)), gpu)
-    # On a CPU the runner cannot be synchronised. Therefore steps must not overlap: each step ends before the
-    # recording can end.
+    # The runner cannot be synchronised on a CPU. Steps must not overlap there, so that each step ends before
+    # the recording can end.
     core = EngineCore(engine.scheduler, recorder, overlap=gpu, plans=engine.core.plans)
     for submit in _submits(workload, engine.info.vocab_size):
         engine.scheduler.add(_ORIGIN, submit)
@@ -132,7 +133,7 @@ def _no_steps(kind: Kind, skip: int, most_in_a_row: int) -> str:
     if not most_in_a_row:
         return f"the workload has no {kind} steps: choose another --kind or --workload"
     return (
-        f"--skip is {skip}, but the workload has no more than {most_in_a_row} {kind} steps in a row: lower "
+        f"--skip is {skip}, but the workload has at most {most_in_a_row} consecutive {kind} steps: lower "
         "--skip, or choose another --kind or --workload"
     )
 
@@ -146,7 +147,7 @@ def _submits(workload: EngineWorkload, vocabulary: int) -> list[Submit]:
         top_p=workload.top_p,
     )
     requests = 1 if workload.one_at_a_time else workload.requests
-    # A new salt, so that prompts of earlier recordings are not found in the prefix cache.
+    # A new salt prevents prefix cache hits on the prompts of earlier recordings.
     salt = f"profile/{time.perf_counter_ns()}"
     return [
         Submit(
@@ -161,11 +162,11 @@ def _submits(workload: EngineWorkload, vocabulary: int) -> list[Submit]:
 
 
 def _options(gpu: bool) -> dict[str, Any]:
-    """Return the options of torch's profiler. On a GPU only kernels are recorded; recording the host would
-    slow it down."""
+    """Return the options of torch's profiler. On a GPU, only kernels are recorded, because recording the host
+    would slow it down."""
     if gpu:
         return {"activities": [ProfilerActivity.CUDA]}
-    # Steps run on the runner's thread, not on the calling thread.
+    # Steps run on the runner's thread instead of the calling thread.
     every = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     return {"activities": [ProfilerActivity.CPU], "experimental_config": every}
 

@@ -1,4 +1,4 @@
-"""Reads a Chrome trace of torch's profiler as a timeline of calls."""
+"""Reads a Chrome trace written by torch's profiler as a timeline of calls."""
 
 from __future__ import annotations
 
@@ -14,38 +14,39 @@ _ON_CPU = "cpu_op"
 
 @dataclass(frozen=True, slots=True)
 class TraceCall:
-    """A kernel, copy or fill on a GPU, or an operation on a CPU."""
+    """A kernel, copy or fill operation on a GPU, or a torch operation on a CPU."""
 
     name: str
-    """The kernel's name as returned by `short_name`."""
+    """Name of the kernel, as returned by `short_name`."""
     us: float
-    """The time that the call adds to the timeline. On a GPU a kernel may start before the previous one ends
-    (PDL); only the time after that end counts. On a CPU, the time of nested operations is excluded."""
+    """Time, in microseconds, that the call adds to the timeline. On a GPU, a kernel may start before the
+    previous kernel ends (programmatic dependent launch), and only the time after that end counts. On a CPU,
+    the time of nested operations is excluded."""
     gap_us: float
-    """Idle time before the call; 0 on a CPU."""
+    """Idle time, in microseconds, before the call. It is 0 on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceTimeline:
-    """The calls of a trace, either of the GPU or of the CPU."""
+    """All GPU calls or all CPU calls of a trace."""
 
     calls: list[TraceCall]
-    """The calls, in order of their start."""
+    """The calls, ordered by start time."""
     on_gpu: bool
     us: float
-    """Time from the start of the first call to the end of the last."""
+    """Time in microseconds from the start of the first call to the end of the last."""
 
 
 def read_timeline(path: Path) -> TraceTimeline:
-    """Read the GPU's calls if the trace has any, otherwise the CPU's. Raises ValueError if the trace has
-    neither."""
+    """Read the GPU calls of a trace, or the CPU calls if it has no GPU calls. Raises ValueError if the trace
+    contains neither."""
     events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"]
     on_gpu = sorted((e for e in events if e.get("cat") in _ON_GPU), key=lambda e: e["ts"])
     if on_gpu:
         return _of_gpu(on_gpu)
     on_cpu = sorted((e for e in events if e.get("cat") == _ON_CPU), key=lambda e: (e["ts"], -e["dur"]))
     if not on_cpu:
-        raise ValueError(f"{path}: has no kernel and no operation; record at least one step")
+        raise ValueError(f"{path} contains no kernel and no operation; record at least one step")
     return _of_cpu(on_cpu)
 
 
@@ -83,8 +84,8 @@ def _end(event: dict[str, Any]) -> float:
 def short_name(name: str) -> str:
     """Return a kernel's name without template arguments, parameters and namespaces.
 
-    Names of Triton kernels stay unchanged. CUTLASS kernels keep their namespace, because they share one name.
-    Elementwise kernels of torch get the name of their functor.
+    Names of Triton kernels are unchanged. CUTLASS kernels get the prefix "cutlass", because many of them
+    share one name. The name of torch's elementwise kernels includes their functor.
     """
     symbol, _, arguments = name.removeprefix("void ").partition("<")
     *spaces, bare = symbol.partition("(")[0].strip().split("::")

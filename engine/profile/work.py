@@ -1,8 +1,8 @@
-"""The minimum memory traffic and operations of each kernel, computed from the shapes of steps.
+"""Computes the minimum memory traffic and the operations of each kernel from the shapes of steps.
 
-Kernels are recognised by name: Triton kernels have the names of their functions, and names of library GEMMs
-contain "gemm" or the like. The GEMMs of a layer are told apart by their order, which is the same in every
-step.
+Kernels are recognised by name. Triton kernels have the names of their functions, and the names of library
+GEMMs contain "gemm" or a similar substring. The GEMMs of a layer are distinguished by their order, which is
+the same in every step.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from engine.sizing import EXPANSION_BLOCKS, FP8
 _TRITON_GEMMS = ("_gemv", "_dot", "_stream", "_tiles")
 _LIBRARY_GEMM = re.compile(r"gemm|gemv|nvjet|cutlass|xmma", re.IGNORECASE)
 _REDUCTION = re.compile(r"reduce", re.IGNORECASE)
-"""The kernel that follows a library GEMM that is split over K."""
+"""Matches the reduction kernel that follows a library GEMM split over K."""
 _ALL_GEMMS = "gemms"
-"""The label of GEMMs that cannot be told apart."""
+"""Label of GEMMs that cannot be distinguished."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelWork:
-    """Memory traffic and operations of all calls of a kernel together."""
+    """Memory traffic in bytes and operations, summed over all calls of a kernel."""
 
     bytes: float
     operations: float = 0.0
     per_s: float | None = None
-    """Peak rate of these operations on the device; None if operations cannot be the limit."""
+    """The device's peak rate for these operations, per second, or None if they cannot be the bottleneck."""
 
     def __add__(self, other: KernelWork) -> KernelWork:
         return KernelWork(self.bytes + other.bytes, self.operations + other.operations, self.per_s)
 
     def limit_us(self, device: Ceilings) -> float:
-        """Return the minimum time of this work on a device."""
+        """Return the minimum time, in microseconds, that a device needs for this work."""
         seconds = self.bytes / device.bytes_per_s
         if self.per_s is not None:
             seconds = max(seconds, self.operations / self.per_s)
@@ -46,10 +46,10 @@ class KernelWork:
 
 
 def label_gemms(names: Sequence[str], layers: int, shapes: Sequence[StepShape]) -> list[str]:
-    """Prefix the names of GEMM kernels with their weights: qkv, o, gate_up, down or lm_head.
+    """Return the kernel names, with each GEMM labelled by its weights: qkv, o, gate_up, down or lm_head.
 
-    names: kernels in order. If the number of GEMMs does not match the steps, all of them are labelled
-    "gemms".
+    `names` are the kernels in execution order. If the number of GEMMs does not match the steps, all GEMMs are
+    labelled "gemms".
     """
     places = [index for index, name in enumerate(names) if is_gemm(name)]
     expected = []
@@ -77,12 +77,13 @@ def work_by_kernel(
     norms: float | None = None,
     hopper: bool = False,
 ) -> dict[str, KernelWork]:
-    """Return the work of each kernel or labelled GEMM in all `shapes` together, on rank 0.
+    """Return the work of each kernel or labelled GEMM on rank 0, summed over all `shapes`.
 
-    norms: kernel launches for norms per step, fewer than norms if GEMMs fuse some; None: one launch per norm.
-    hopper: whether long prompts use the Hopper attention kernel. Two approximations: captured passes, which
-    never use that kernel, are counted as if they did, and chunks that read an FP8 cache directly are counted
-    as if it was expanded.
+    `norms` is the number of norm kernels launched per step, which is lower if GEMMs fuse some norms. None
+    assumes one launch per norm. `hopper` is whether long prompts use the Hopper attention kernel.
+
+    The result contains two approximations. Captured passes never use the Hopper kernel, but are counted as if
+    they did. Chunks that read an FP8 cache directly are counted as if it was expanded.
     """
     made: dict[str, KernelWork] = {}
     config = _of_rank(config, info.tensor_parallel_size)
@@ -94,7 +95,7 @@ def work_by_kernel(
 
 
 def _of_rank(config: ModelConfig, ranks: int) -> ModelConfig:
-    """Return the sizes of rank 0's part of a model."""
+    """Return the configuration of rank 0's shard of a model."""
     shard = config.shard(max(1, ranks), 0)
     return replace(
         config,
@@ -113,14 +114,15 @@ def _of_step(
     norms: float,
     hopper: bool,
 ) -> dict[str, KernelWork]:
-    """Return the work of each kernel in one step. norms: launches for norms of all tokens."""
+    """Return the work of each kernel in one step. `norms` is the number of norm launches over all tokens."""
     tokens, rows, layers = shape.tokens, shape.logit_rows, config.layers
-    # In the last layer, only tokens whose logits are needed continue after the cache write.
+    # The last layer writes keys and values for all tokens, but computes only the tokens whose logits are
+    # needed.
     results = len(shape.contexts) + len(shape.chunks)
     through = (layers - 1) * tokens + results
     fp8, number = info.weights == FP8, DTYPE_BYTES[info.dtype]
     weight = 1 if fp8 else number
-    # Bytes of a token's key or value in one head; with FP8, including the scale.
+    # Bytes of one token's key or value per head, including the scale if the cache is FP8.
     of_kv = config.head_dim + 4 if info.kv_cache_dtype == FP8 else config.head_dim * number
     hidden, intermediate = config.hidden_size, config.intermediate_size
     q, both = config.heads * config.head_dim, 2 * config.kv_heads
@@ -173,8 +175,8 @@ def _of_step(
 
 
 def _suits_hopper(config: ModelConfig, info: ReplicaInfo, shape: StepShape, window: int | None) -> bool:
-    """Return whether a pass uses the Hopper attention kernel; must agree with `kernels.cuda`."""
-    # Imported here because they load Triton, which a CPU does not need.
+    """Return whether a pass uses the Hopper attention kernel. The result must agree with `kernels.cuda`."""
+    # Imported here because these modules load Triton, which a CPU does not need.
     from engine.model.decoder import TORCH_DTYPES
     from kernels import ChunkSpan
     from kernels.triton.attention_prefill import plan_expansion, plan_tiles, suits_hopper
@@ -189,13 +191,15 @@ def _suits_hopper(config: ModelConfig, info: ReplicaInfo, shape: StepShape, wind
 
 
 def _seen(context: int, count: int, window: int | None) -> int:
-    """Return how many cached tokens, in whole pages, the last `count` of `context` tokens attend to."""
+    """Return the number of cached tokens, in whole KV blocks, to which the last `count` of `context` tokens
+    attend."""
     reach = context if window is None else min(context, window - 1 + count)
     return -(-reach // BLOCK_TOKENS) * BLOCK_TOKENS
 
 
 def _pairs(context: int, count: int, window: int | None) -> float:
-    """Return the number of (query, key) pairs in the attention of `count` tokens after `context` tokens."""
+    """Return the number of (query, key) pairs in the attention of `count` tokens that follow `context`
+    tokens."""
     whole = count * context + count * (count + 1) / 2
     if window is None:
         return whole

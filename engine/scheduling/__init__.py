@@ -1,2 +1,2 @@
-"""Scheduling: decides which sequences run in the next step and which KV blocks they hold, and reports their
-results."""
+"""Scheduling of sequences and KV blocks. It plans which sequences run in each step, allocates their blocks,
+and processes the results."""

@@ -1,4 +1,4 @@
-"""The reports of a replica: outputs for the fronts, final counts and credits for the core."""
+"""Collects what a replica reports: outputs for the fronts, and final counts and credits for the core."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ class Totals:
 
     preemptions: int = 0
     prompt_tokens: int = 0
-    """Prompt tokens of started submissions, counted once per submission."""
+    """Number of prompt tokens of started submissions. A prompt counts once per submission."""
     cached_tokens: int = 0
-    """How many of `prompt_tokens` were found in the prefix cache."""
+    """Number of prompt tokens that were found in the prefix cache."""
     computed_tokens: int = 0
-    """Prompt tokens computed; tokens recomputed after a preemption count again."""
+    """Number of computed prompt tokens. Tokens that are recomputed after a preemption count again."""
     generated_tokens: int = 0
 
 
 class RequestAccounting:
-    """Tracks open submissions by origin and by request, collects outputs until they are taken, and counts
+    """Tracks open submissions by origin and by request, collects outputs until they are sent, and counts
     credits.
 
-    Credits are running totals (see `Report`). Each finished sample grants one sequence credit. Each of a
-    submission's `credit_tokens` is granted back once: when the first sample has computed it, or when the
-    submission closes.
+    Credits are running totals (see `Report`). Each finished sample grants one sequence credit. Each token of
+    a submission's `credit_tokens` is granted back once, either when the first sample has computed it or when
+    the submission ends.
     """
 
     def __init__(self, credit_seqs: int, credit_tokens: int) -> None:
         self._initial = (credit_seqs, credit_tokens)
         self.returned_seqs = [0] * LEVELS
-        """Sequence credit granted back, by level."""
+        """Sequence credit that has been granted back, per level."""
         self.returned_tokens = [0] * LEVELS
-        """Token credit granted back, by level."""
+        """Token credit that has been granted back, per level."""
         self.totals = Totals()
         self._by_origin: dict[Hashable, dict[int, Submission]] = {}
         self._by_request: dict[str, dict[int, Submission]] = {}
@@ -62,7 +62,7 @@ class RequestAccounting:
 
     @property
     def has_news(self) -> bool:
-        """Whether `take` would return anything."""
+        """Whether there are outputs or final counts that `take` has not returned yet."""
         return bool(self._outputs or self._finished)
 
     def find(self, origin: Hashable, handle: int) -> Submission | None:
@@ -83,7 +83,8 @@ class RequestAccounting:
         self._by_request.setdefault(submit.request_id, {})[submission.arrival] = submission
 
     def end_sample(self, sequence: Sequence) -> None:
-        """Count a sequence that has ended, and close its submission if it was the last one."""
+        """Count a sequence that has ended. If it was the last sequence of its submission, close the
+        submission."""
         self.returned_seqs[sequence.level] += 1
         submission = sequence.submission
         submission.unfinished -= 1
@@ -92,14 +93,14 @@ class RequestAccounting:
         submit = submission.submit
         self.credit(submission, submit.credit_tokens)
         self._finished.append(submission.final_counts())
-        # Break the reference cycle between submission and sequences: reference counting then frees them after
-        # the last step in flight, and the garbage collector need not walk over every token of every prompt.
+        # Break the reference cycle between submission and sequences. Reference counting then frees them after
+        # the last step in flight, so the garbage collector need not traverse the tokens of every prompt.
         submission.sequences = []
         _remove(self._by_origin, submission.origin, submit.handle)
         _remove(self._by_request, submit.request_id, submission.arrival)
 
     def refuse(self, origin: Hashable, submit: Submit, reason: str) -> None:
-        """Report a submission that cannot be computed: an error for each sample, and its final counts."""
+        """Report a submission that cannot be computed, with an error for each sample and the final counts."""
         samples = submit.n if 1 <= submit.n <= MAX_SAMPLES else 1
         for sample in range(submit.first_sample, submit.first_sample + samples):
             self.emit(
@@ -125,7 +126,8 @@ class RequestAccounting:
         )
 
     def credit(self, submission: Submission, reached: int) -> None:
-        """Grant token credit up to the furthest position that any sample has reached, each token once."""
+        """Grant back the token credit up to the furthest position that any sample has reached. Each token is
+        granted back only once."""
         reached = min(reached, submission.submit.credit_tokens)
         if reached > submission.credited_tokens:
             self.returned_tokens[submission.submit.level] += reached - submission.credited_tokens
@@ -143,7 +145,7 @@ class RequestAccounting:
         self._outputs.pop(origin, None)
 
     def take(self) -> tuple[dict[Hashable, list[Output]], list[Finished]]:
-        """Return and clear the outputs by origin and the final counts since the last call."""
+        """Return the outputs by origin and the final counts since the previous call, and clear both."""
         taken = self._outputs, self._finished
         self._outputs, self._finished = {}, []
         return taken

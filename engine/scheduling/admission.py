@@ -1,4 +1,4 @@
-"""Admission: gives slots and blocks to waiting sequences, and starts their prefill."""
+"""Admits waiting sequences: assigns slots and KV blocks to them, and starts their prefill."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from engine.scheduling.step import ScheduledStep
 from engine.scheduling.waiting import WaitingQueue
 
 MAX_SETUP_NUMBERS = 1 << 20
-"""Maximum total size of the setups in one step, counted in token ids. A single larger setup is still sent.
-The plan carries the setups to the other ranks, and the device waits for the plan: at 5 bytes per id, this
-limit is 5 MiB."""
+"""Maximum total size of the setups in one step, counted in token ids. If a single setup is larger, it is sent
+alone. The plan sends the setups to the other ranks, and the device waits for the plan. With 5 bytes per id,
+this limit is 5 MiB."""
 
 
 class Admission:
     """Starts waiting sequences.
 
-    A sequence takes all blocks of its prefill on admission, so only decodes can run out of blocks. As many
-    samples of a submission as fit start together: one, the leader, computes the prompt; its forks only take
-    slots and share the leader's blocks when the prefill ends. The remaining samples stay in the waiting queue
-    as separate sequences, and find the prompt in the prefix cache.
+    On admission, all blocks of a sequence's prefill are allocated, so only decodes can run out of blocks. As
+    many samples of a submission as fit are started together. One sample, the leader, computes the prompt. The
+    other samples, its forks, only occupy slots, and share the leader's blocks when the prefill ends. Samples
+    that do not fit remain in the waiting queue as separate sequences. When they are admitted, their prompt is
+    found in the prefix cache.
     """
 
     def __init__(
@@ -49,20 +50,21 @@ class Admission:
         self._totals = totals
         self._watermark = watermark
         self._setup_numbers = 0
-        """Size of the setups of the step that is being planned."""
+        """Total size of the setups in the step that is being planned, counted in token ids."""
         self._started: list[Sequence] = []
-        """Sequences admitted for the first time in the step that is being planned."""
+        """Sequences that are admitted for the first time in the step that is being planned."""
         self._blocked: tuple[Sequence, int] | None = None
-        """The last sequence that did not fit, and the value of `BlockPool.gains` at which it may fit."""
+        """The last sequence that did not fit, and the value that `BlockPool.gains` must reach before it may
+        fit."""
 
     def begin_step(self) -> None:
         self._setup_numbers = 0
 
     def admit(self, step: ScheduledStep, budget: int, better_than: int = LEVELS) -> int:
-        """Start waiting sequences of levels better than `better_than`, in order, until one does not fit.
-        Returns the number of tokens scheduled.
+        """Start waiting sequences, in order, until one does not fit. Returns the number of scheduled tokens.
 
-        A sequence that finds only reserved slots blocks its own level, but no other level.
+        Only levels below `better_than`, which have higher priority, are considered. A sequence that must wait
+        because all free slots are reserved for higher priorities blocks only its own level.
         """
         given = budget
         for level in range(better_than):
@@ -73,14 +75,16 @@ class Admission:
         return given - budget
 
     def _free_slots(self, sequence: Sequence | None) -> int:
-        """Return the number of slots that are free and not reserved for better levels than the sequence's."""
+        """Return the number of free slots that are not reserved for levels with higher priority than the
+        sequence's level."""
         if sequence is None:
             return 0
         return len(self._running.free_slots) - sequence.submission.submit.spare_slots
 
     def _try_to_start(self, step: ScheduledStep, sequence: Sequence) -> bool:
-        """Start a sequence, with as many of its forks as fit, if the step and the pool have room for it."""
-        # A preempted sequence cannot be recomputed before the tokens of its steps in flight are known.
+        """Start a sequence, and as many of its forks as fit, if the step and the block pool have enough
+        capacity. Returns whether it was started."""
+        # A preempted sequence can be recomputed only after the tokens of its steps in flight are known.
         if sequence.in_flight or not self._may_fit(sequence):
             return False
         if self._prefills.leaves_out(sequence) or not self._setup_fits(sequence):
@@ -98,9 +102,11 @@ class Admission:
     def preempt_for_better(self) -> None:
         """Preempt running sequences if the first waiting sequence lacks a slot or blocks.
 
-        For blocks, sequences of worse classes are preempted, and also sequences of worse levels of the same
-        class if the prompt fits into one step. For slots, real-time submissions preempt background sequences,
-        and also all other sequences that are not urgent if their own prompts fit into one step.
+        To free blocks, sequences of lower-priority classes are preempted. If the waiting sequence's prompts
+        fit into one step, lower-priority levels of the same class are preempted too.
+
+        To free slots, a real-time submission preempts background sequences. If its prompts fit into one step,
+        it also preempts class 1 sequences that are not urgent, and all sequences of class 2.
         """
         head = self._waiting.peek()
         if head is None or head.in_flight:
@@ -120,7 +126,7 @@ class Admission:
         self._preemption.preempt_worse(slots, worse_for_slots, needed - available, worse_for_blocks)
 
     def note_batch_size(self, plan: StepPlan) -> None:
-        """Record the step's number of sequences in each sequence that started with this step."""
+        """Store the number of sequences in the step in each sequence that starts with this step."""
         if not self._started:
             return
         size = len(plan.decodes) + sum(max(1, len(chunk.sample_slots)) for chunk in plan.chunks)
@@ -131,7 +137,7 @@ class Admission:
         self._started.clear()
 
     def _may_fit(self, sequence: Sequence) -> bool:
-        """Return False if the sequence did not fit before, and too few blocks have been freed or cached
+        """Return False if the sequence did not fit earlier and too few blocks have been freed or cached
         since."""
         if self._blocked is None or not len(self._running):
             return True
@@ -139,29 +145,31 @@ class Admission:
         return blocked is not sequence or self._pool.gains >= gains
 
     def _setup_fits(self, sequence: Sequence) -> bool:
-        """Return whether the step's plan can carry the sequence's setup. The first setup always fits."""
+        """Return whether the step's plan has enough space for the sequence's setup. The first setup always
+        fits."""
         planned = self._setup_numbers
         return not planned or planned + setup_numbers(sequence) <= MAX_SETUP_NUMBERS
 
     def _demand(self, sequence: Sequence) -> tuple[list[int], int, int]:
-        """Return the result of `BlockTables.find`, counting only the blocks above the watermark as
+        """Return the result of `BlockTables.find`, without counting the reserved blocks (the watermark) as
         available."""
         hits, needed, available = self._tables.find(sequence)
-        # With no sequence running, no blocks are reserved: every validated sequence fits into the whole pool.
+        # If no sequence is running, no blocks are reserved, so every validated sequence fits into the pool.
         return hits, needed, available - (self._watermark if len(self._running) else 0)
 
     def _take_blocks(self, sequence: Sequence) -> int | None:
-        """Take cached or new blocks for a prefill, and attach as many forks as fit.
+        """Allocate cached or new blocks for a prefill, and attach as many forks as fit.
 
-        Returns the number of cached blocks. If the sequence does not fit, takes nothing and returns None.
+        Returns the number of cached blocks, or None if the sequence does not fit. In that case, nothing is
+        allocated.
         """
         hits, needed, available = self._demand(sequence)
         if needed > available:
             self._blocked = (sequence, self._pool.gains + needed - available)
             return None
         self._blocked = None
-        # Each fork will soon need one block: for its next token, or for its copy of the partly filled last
-        # block.
+        # Each fork will soon need one block, either for its next token or for a copy of the last block, which
+        # is partly filled.
         sequence.forks = self._choose_forks(sequence, available - needed)
         for fork in sequence.forks:
             fork.leader = sequence
@@ -169,8 +177,8 @@ class Admission:
         return len(hits)
 
     def _choose_forks(self, sequence: Sequence, limit: int) -> list[Sequence]:
-        """Return up to `limit` waiting samples of the same submission that have never started, as slots
-        allow."""
+        """Return up to `limit` waiting samples of the same submission that have never started, if enough
+        slots are free."""
         limit = min(limit, self._free_slots(sequence) - 1)
         forks: list[Sequence] = []
         if sequence.started or limit <= 0:
@@ -183,7 +191,7 @@ class Admission:
         return forks
 
     def _start(self, sequence: Sequence, cached: int) -> None:
-        """Move a sequence from the waiting queue into a slot."""
+        """Move a sequence from the waiting queue to a slot."""
         self._waiting.remove(sequence)
         self._running.assign_slot(sequence)
         submission = sequence.submission

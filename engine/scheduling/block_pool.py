@@ -1,17 +1,18 @@
-"""The pool of KV blocks: reference counts, prefix cache, eviction.
+"""The pool of KV blocks, with reference counts, prefix cache and eviction.
 
-A block is in exactly one of three states:
+Each block is in exactly one of three states:
 
 - *free*: its content is not needed.
-- *cached*: no sequence uses the block, but it holds a full block of a known prefix. The least recently used
-  cached block is evicted first.
-- *used*: it has one reference for each block table that names it.
+- *cached*: no sequence uses the block, but it contains a full block of a known prefix. The least recently
+  used cached block is evicted first.
+- *used*: it has one reference for each block table that contains it.
 
-`BlockPool.check` raises if a block is in no state or in two.
+`BlockPool.check` raises InvariantError if a block is in no state or in two states.
 
-The prefix cache uses chained hashes, as vLLM's automatic prefix caching does: the digest of a block covers
-the digest of the block before it and its own 64 token ids. The chain starts from the cache salt, so sequences
-with different salts never share blocks. A hit is verified by comparing the parent digest and the tokens.
+The prefix cache uses chained hashes, like vLLM's automatic prefix caching. The digest of a block covers the
+digest of the previous block and the block's own 64 token ids. The chain starts with the cache salt, so
+sequences with different salts never share blocks. To verify a hit, the parent digest and the tokens are
+compared.
 """
 
 from __future__ import annotations
@@ -26,31 +27,31 @@ from engine.messages import BLOCK_TOKENS
 
 
 class InvariantError(RuntimeError):
-    """The scheduler's state is inconsistent. This is always a defect of the engine, never of a request."""
+    """The scheduler's state is inconsistent. The cause is always a defect of the engine, never a request."""
 
 
 class TokenIds(Protocol):
-    """Token ids that support slicing: a list, or the tokens of a sequence."""
+    """Token ids that support slicing, e.g. a list or the tokens of a sequence."""
 
     def __getitem__(self, key: slice, /) -> list[int]: ...
 
 
 class BlockKey(NamedTuple):
-    """The key of one full block in the prefix cache."""
+    """The key of a full block in the prefix cache."""
 
     digest: bytes
     """SHA-256 over `parent` and `tokens`."""
     parent: bytes
-    """Digest of the previous block; for the first block, of the cache salt."""
+    """Digest of the previous block. For the first block, it is the digest of the cache salt."""
     tokens: bytes
-    """The block's token ids, 32 bits each."""
+    """Token ids of the block, 32 bits each."""
 
 
 class PrefixChain:
-    """The block keys of one sequence. Each key is computed once, when it is first needed.
+    """The block keys of one sequence. Each key is computed once, at its first use.
 
-    The keys of the first `shared_blocks` blocks, which lie within the prompt, are computed once for all
-    chains that `fork` returns.
+    The first `shared_blocks` blocks lie within the prompt. Their keys are computed only once for all chains
+    that are created by `fork`.
     """
 
     __slots__ = ("_own", "_root", "_shared", "_shared_blocks")
@@ -62,8 +63,8 @@ class PrefixChain:
         self._own: list[BlockKey] = []
 
     def key(self, index: int, token_ids: TokenIds) -> BlockKey:
-        """Return the key of block `index` of a sequence that starts with `token_ids`. The block must be
-        full."""
+        """Return the key of block number `index` of a sequence that starts with `token_ids`. The block must
+        be full."""
         shared = self._shared_blocks
         if index < shared:
             return self._extend(self._shared, self._root, 0, index, token_ids)
@@ -81,7 +82,8 @@ class PrefixChain:
         return keys[index]
 
     def fork(self) -> PrefixChain:
-        """Return a chain that shares the keys of the shared blocks, and is independent from there on."""
+        """Return a chain that shares the keys of the prompt's blocks with this chain. The keys of later
+        blocks are independent."""
         other = PrefixChain.__new__(PrefixChain)
         other._root = self._root
         other._shared_blocks = self._shared_blocks
@@ -91,8 +93,8 @@ class PrefixChain:
 
 
 class BlockPool:
-    """A pool of `total` blocks, numbered from 0. `match` is O(matched blocks), `check` O(total), the rest
-    O(1)."""
+    """A pool of `total` KV blocks, numbered from 0. `match` takes time proportional to the number of matched
+    blocks, and `check` to the pool's size. All other operations take constant time per block."""
 
     def __init__(self, total: int, *, prefix_cache: bool = True) -> None:
         if total < 1:
@@ -100,7 +102,8 @@ class BlockPool:
         self.total = total
         self.prefix_cache = prefix_cache
         self.gains = 0
-        """Number of blocks freed or cached so far. Both can make an admission succeed that failed before."""
+        """Number of blocks freed or cached so far. An admission that failed may succeed after this number has
+        increased."""
         self._references = [0] * total
         self._keys: list[BlockKey | None] = [None] * total
         self._by_digest: dict[bytes, int] = {}
@@ -112,12 +115,12 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """Number of blocks that `allocate` can hand out: free ones and cached ones."""
+        """Number of blocks that `allocate` can return: free blocks and cached blocks."""
         return len(self._free) + len(self._cached)
 
     @property
     def cached(self) -> int:
-        """Number of cached blocks: unused, with a known prefix."""
+        """Number of cached blocks, which are unused but contain a known prefix."""
         return len(self._cached)
 
     @property
@@ -125,14 +128,14 @@ class BlockPool:
         return self.total - self.available
 
     def references(self, block: int) -> int:
-        """Return how many block tables name this block."""
+        """Return the number of block tables that contain this block."""
         return self._references[block]
 
     def allocate(self) -> int:
-        """Return a block with one reference, evicting the least recently used cached block if no block is
-        free.
+        """Allocate a block with one reference. If no block is free, the least recently used cached block is
+        evicted.
 
-        Raises InvariantError if no block is available; callers check `available` first.
+        Raises InvariantError if no block is available. Callers must check `available` first.
         """
         if self._free:
             block = self._free.pop()
@@ -158,8 +161,8 @@ class BlockPool:
         self._references[block] += 1
 
     def release(self, block: int) -> None:
-        """Drop a reference. A block without references becomes cached if its prefix is known, and free
-        otherwise."""
+        """Drop one reference to a block. A block without references becomes cached if its prefix is known,
+        and free otherwise."""
         left = self._references[block] - 1
         if left < 0:
             raise InvariantError(f"KV block {block} was released more often than it was referenced")
@@ -172,20 +175,20 @@ class BlockPool:
                 self._cached[block] = None
 
     def release_table(self, table: list[int]) -> None:
-        """Release all blocks of a block table, the last one first, so that eviction shortens prefixes at
-        their end."""
+        """Release all blocks of a block table. The last block is released first, so that eviction shortens
+        cached prefixes at their end."""
         for block in reversed(table):
             self.release(block)
 
     def mark_may_be_non_finite(self, block: int) -> None:
-        """Record that a used block may hold NaN or infinity: it is zeroed when it is allocated again. The
-        prefix cache still finds the block, because a sequence with the same prefix would compute the same
+        """Record that a used block may contain NaN or infinity. It is zeroed when it is allocated again. The
+        block remains in the prefix cache, because any sequence with the same prefix would compute the same
         values."""
         self._may_be_non_finite.add(block)
 
     def mark_non_finite(self, block: int) -> None:
-        """Record that a used block holds NaN or infinity: the prefix cache no longer finds the block, and it
-        is zeroed when it is allocated again."""
+        """Record that a used block contains NaN or infinity. It is removed from the prefix cache, and is
+        zeroed when it is allocated again."""
         key = self._keys[block]
         if key is not None:
             del self._by_digest[key.digest]
@@ -194,23 +197,24 @@ class BlockPool:
         self._may_be_non_finite.add(block)
 
     def take_clears(self) -> list[int]:
-        """Return the blocks allocated since the last call that must be zeroed before they are written."""
+        """Return the blocks allocated since the previous call that must be zeroed before they are written."""
         taken, self._clears = self._clears, []
         return taken
 
     def is_cached(self, block: int) -> bool:
-        """Return whether the prefix cache contains this block, used or not."""
+        """Return whether the prefix cache contains this block. The block may be in use."""
         return self._keys[block] is not None
 
     def unused_among(self, blocks: Iterable[int]) -> int:
-        """Return how many of these blocks have no reference. Sharing such a block lowers `available`."""
+        """Return the number of these blocks that have no reference. Sharing such a block reduces
+        `available`."""
         return sum(self._references[block] == 0 for block in blocks)
 
     def match(self, chain: PrefixChain, token_ids: TokenIds, count: int) -> list[int]:
         """Return the cached blocks of the longest known prefix of the first `count` tokens, without adding
         references.
 
-        At least one token is always left to compute, because a step needs it to produce logits.
+        At least one token is never matched, because a step must compute a token to produce logits.
         """
         found: list[int] = []
         if not self.prefix_cache:
@@ -224,9 +228,10 @@ class BlockPool:
         return found
 
     def register(self, block: int, key: BlockKey) -> None:
-        """Add a used block to the prefix cache; `key` covers 64 computed and confirmed tokens.
+        """Add a used block to the prefix cache. `key` must cover 64 tokens that have been computed and
+        confirmed.
 
-        If another block with the same key is already in the cache, this block stays private.
+        If the cache already contains another block with the same key, this block is not added.
         """
         known = self._keys[block] is not None or key.digest in self._by_digest
         if self.prefix_cache and not known and block not in self._non_finite:
@@ -235,8 +240,8 @@ class BlockPool:
             self.gains += 1
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
-        """Raise InvariantError unless the pool is consistent in itself and with all block tables.
-        O(total)."""
+        """Raise InvariantError if the pool is inconsistent, or does not match the given block tables. Takes
+        time proportional to the size of the pool."""
         counted: Counter[int] = Counter()
         for table in tables:
             if len(set(table)) != len(table):

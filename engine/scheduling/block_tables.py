@@ -1,9 +1,10 @@
-"""Block tables: which KV blocks each running sequence holds, and which entries the device already has.
+"""Manages the block tables of sequences: the KV blocks that each sequence uses, and the table entries that
+have been sent to the device.
 
-A sequence is the only owner of the blocks in its table, with two exceptions: blocks found in the prefix
-cache, and blocks shared with forks (`SharedBlocks` for the full ones). The last, partly filled block of a
-shared prompt is copied before any sequence writes to it. Full blocks whose values are known to be finite are
-offered to the prefix cache.
+A block belongs to only one sequence, with two exceptions: blocks found in the prefix cache, and blocks shared
+with forks (`SharedBlocks` for full blocks). If the last block of a shared prompt is only partly filled, it is
+copied before any sequence writes to it. Full blocks are offered to the prefix cache once their values are
+known to be finite.
 """
 
 from __future__ import annotations
@@ -15,16 +16,17 @@ from engine.scheduling.sequence import Sequence, SharedBlocks, blocks_for
 
 
 class BlockTables:
-    """Maintains `Sequence.table` and the fields that depend on it, with blocks of one pool."""
+    """Updates the blocks of sequences (`Sequence.shared` and `Sequence.table`) and the fields that depend on
+    them. All blocks belong to one pool."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
 
     def find(self, sequence: Sequence) -> tuple[list[int], int, int]:
-        """Return the cached blocks of a prefill, how many more blocks it needs, and how many the pool can
-        give."""
+        """Return the cached blocks of a prefill, the number of additional blocks it needs, and the number of
+        blocks available in the pool."""
         pool, count = self._pool, sequence.prefill_end
-        # Prompt logprobs need the logits of every prompt token, so nothing may be taken from the cache.
+        # Prompt log probabilities need the logits of every prompt token, so the prefix cache is not used.
         hits = [] if sequence.wants_prompt_logprobs else pool.match(sequence.chain, sequence.tokens, count)
         return hits, blocks_for(count) - len(hits), pool.available - pool.unused_among(hits)
 
@@ -37,47 +39,51 @@ class BlockTables:
         sequence.position = sequence.finite = len(hits) * BLOCK_TOKENS
 
     def fork(self, plan: StepPlan, leader: Sequence, forks: list[Sequence], end: int) -> None:
-        """Let forks share all blocks of their leader, whose prefill of `end` tokens is complete."""
+        """Share all blocks of a leader with its forks. The leader's prefill of `end` tokens must be
+        complete."""
         full = end // BLOCK_TOKENS
-        shared = None
+        self.send(plan, leader)
         if full:
-            shared = SharedBlocks(leader.table[:full], 1 + len(forks), leader.registered)
+            leader.shared = SharedBlocks(leader.table[:full], 1 + len(forks), leader.registered)
+            leader.table = leader.table[full:]
             plan.shares.append((leader.slot, full, [fork.slot for fork in forks]))
-        leader.shared = shared
         for fork in forks:
-            fork.shared = shared
+            fork.shared = leader.shared
             fork.table = leader.table.copy()
-            for block in fork.table[full:]:
+            for block in fork.table:
                 self._pool.share(block)
             fork.finite = leader.finite
             fork.sent_blocks = full
             self.send(plan, fork)
 
     def make_writable(self, plan: StepPlan, sequence: Sequence) -> bool:
-        """Allocate a block for `position`, or copy the shared one. Returns False if the pool has no block
-        left."""
+        """Make the next position writable by allocating a block or by copying the shared last block. Returns
+        False if the pool has no free block."""
         pool, table, slot = self._pool, sequence.table, sequence.slot
-        if sequence.position == len(table) * BLOCK_TOKENS:
+        count = sequence.block_count
+        if sequence.position == count * BLOCK_TOKENS:
             if not pool.available:
                 return False
             table.append(pool.allocate())
-            plan.blocks.append((slot, len(table) - 1, table[-1]))
-            sequence.sent_blocks = len(table)
+            plan.blocks.append((slot, count, table[-1]))
+            count = sequence.sent_blocks = count + 1
         elif pool.references(table[-1]) > 1:
             if not pool.available:
                 return False
             shared, table[-1] = table[-1], pool.allocate()
             pool.release(shared)
             plan.copies.append((shared, table[-1]))
-            plan.blocks.append((slot, len(table) - 1, table[-1]))
-        sequence.next_allocation = min(len(table) * BLOCK_TOKENS, sequence.limit - 1)
+            plan.blocks.append((slot, count - 1, table[-1]))
+        sequence.next_allocation = min(count * BLOCK_TOKENS, sequence.limit - 1)
         return True
 
     def send(self, plan: StepPlan, sequence: Sequence) -> None:
         """Add the sequence's new block table entries to the plan."""
-        slot, table = sequence.slot, sequence.table
-        plan.blocks.extend((slot, index, table[index]) for index in range(sequence.sent_blocks, len(table)))
-        sequence.sent_blocks = len(table)
+        slot, sent = sequence.slot, sequence.sent_blocks
+        # Shared blocks need not be sent, because they were sent before they became shared.
+        new = sequence.table[sent - sequence.shared_blocks :]
+        plan.blocks.extend((slot, index, block) for index, block in enumerate(new, sent))
+        sequence.sent_blocks = sequence.block_count
 
     def register(self, sequence: Sequence, confirmed: int) -> None:
         """Offer the full blocks of the first `confirmed` tokens to the prefix cache."""
@@ -87,7 +93,7 @@ class BlockTables:
         shared, end = sequence.shared, confirmed // BLOCK_TOKENS
         begin = sequence.registered if shared is None else max(sequence.registered, shared.registered)
         for index in range(begin, end):
-            block = sequence.table[index]
+            block = sequence.block(index)
             if not pool.is_cached(block):
                 pool.register(block, sequence.chain.key(index, sequence.tokens))
         sequence.registered = max(sequence.registered, end)
@@ -96,21 +102,20 @@ class BlockTables:
 
     def mark_non_finite(self, sequence: Sequence) -> None:
         """Remove all blocks of a sequence that computed NaN or infinity from the prefix cache."""
-        for block in sequence.table:
-            self._pool.mark_non_finite(block)
+        for index in range(sequence.block_count):
+            self._pool.mark_non_finite(sequence.block(index))
 
     def release(self, sequence: Sequence) -> None:
         """Free a sequence's blocks.
 
-        Steps in flight may still write to them, but every later plan runs after those steps. The values that
-        they write may be non-finite, so those blocks are marked.
+        Steps in flight may still write to these blocks, but all later plans run after those steps. The blocks
+        that they may write are marked, because the written values may not be finite.
         """
         if sequence.finite < sequence.position:
-            for block in sequence.table[sequence.finite // BLOCK_TOKENS : blocks_for(sequence.position)]:
-                self._pool.mark_may_be_non_finite(block)
+            for index in range(sequence.finite // BLOCK_TOKENS, blocks_for(sequence.position)):
+                self._pool.mark_may_be_non_finite(sequence.block(index))
+        self._pool.release_table(sequence.table)
         shared, sequence.shared = sequence.shared, None
-        own = sequence.table[len(shared.blocks) :] if shared is not None else sequence.table
-        self._pool.release_table(own)
         if shared is not None:
             shared.holders -= 1
             if not shared.holders:

@@ -1,4 +1,5 @@
-"""Decodes of a step: each decoding sequence gets one token, and a new block if it needs one."""
+"""Schedules the decodes of a step. Each decoding sequence gets one token, and a new block if its last block
+is full."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from engine.scheduling.step import ScheduledStep
 
 
 class DecodeScheduler:
-    """Adds decodes to a step."""
+    """Adds the decodes to a step's plan."""
 
     def __init__(self, running: RunningSequences, tables: BlockTables, preemption: Preemption) -> None:
         self._running = running
@@ -19,7 +20,7 @@ class DecodeScheduler:
         self._preemption = preemption
 
     def schedule(self, step: ScheduledStep) -> bool:
-        """Add a decode for every decoding sequence. Returns whether a sequence had to be preempted for
+        """Add a decode for every decoding sequence. Returns whether sequences were preempted to free
         blocks."""
         preempted = False
         decoding = self._running.decoding
@@ -34,8 +35,8 @@ class DecodeScheduler:
         return preempted
 
     def _allocate(self, plan: StepPlan, due: list[Sequence]) -> bool:
-        """Make the next position of each sequence in `due` writable. Sequences whose last token has been
-        launched stop decoding."""
+        """Make the next position of each sequence in `due` writable. A sequence whose last token has already
+        been launched stops decoding."""
         needy = []
         for sequence in due:
             if sequence.position >= sequence.limit - 1:
@@ -45,8 +46,8 @@ class DecodeScheduler:
         if not needy:
             return False
         needy.sort(key=service_order)
-        # Sequences are served in order and preempted in reverse order, so a victim has received no block in
-        # this plan.
+        # Blocks are assigned in service order, and sequences are preempted in reverse order. A preempted
+        # sequence has therefore received no block in this plan.
         victims: list[Sequence] | None = None
         for sequence in needy:
             while sequence.slot >= 0 and not self._tables.make_writable(plan, sequence):

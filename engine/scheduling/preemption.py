@@ -1,4 +1,4 @@
-"""Preemption: takes the slot and the blocks of a running sequence, which then waits and is recomputed
+"""Preempts running sequences. A preempted sequence loses its slot and blocks, waits, and is recomputed
 later."""
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from engine.scheduling.waiting import WaitingQueue
 
 
 class Preemption:
-    """Chooses and preempts victims: the worst level first, and the youngest sequence of it first."""
+    """Selects and preempts running sequences. The lowest-priority level is preempted first, and within a
+    level the youngest sequence."""
 
     def __init__(
         self,
@@ -40,13 +41,16 @@ class Preemption:
         sequence.forks = []
 
     def preempt_worse(self, slots: int, worse_for_slots: int, blocks: int, worse_for_blocks: int) -> None:
-        """Preempt sequences of worse levels than `worse_for_slots` until `slots` slots have been freed, and
-        of worse levels than `worse_for_blocks` until `blocks` blocks have been freed.
+        """Preempt low-priority sequences to free slots and blocks.
 
-        If preempting all of them would not free enough blocks, only slots are considered.
+        Sequences with a level above `worse_for_slots` are preempted until `slots` slots have been freed.
+        Sequences with a level above `worse_for_blocks` are preempted until `blocks` blocks have been freed,
+        but only if preempting all of them would free enough blocks.
         """
         victims = self._running.scheduled()
-        if blocks > sum(len(victim.table) for victim in victims if victim.level > worse_for_blocks):
+        worse = [victim for victim in victims if victim.level > worse_for_blocks]
+        shared = {victim.shared for victim in worse if victim.shared is not None}
+        if blocks > sum(len(holder.table) for holder in worse) + sum(len(one.blocks) for one in shared):
             blocks = 0
         while victims and (
             (slots > 0 and victims[-1].level > worse_for_slots)

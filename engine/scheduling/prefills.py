@@ -1,4 +1,4 @@
-"""Chunks of prompts in a step (chunked prefill, as in Sarathi-Serve)."""
+"""Schedules the prefill chunks of a step (chunked prefill, as in Sarathi-Serve)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from engine.scheduling.step import ScheduledChunk, ScheduledStep
 
 
 class PrefillScheduler:
-    """Adds chunks to a step.
+    """Adds prefill chunks to a step's plan.
 
-    A step that contains a chunk leaves out the prompts of worse levels, because the chunk's submission waits
-    for the whole step. To prevent starvation, they are not left out if the previous step already left out
-    prompts for the same level or a better one. So prompts are left out of at most as many consecutive steps
-    as there are better levels.
+    A step that contains a chunk skips the prompts of lower-priority levels, because the chunk's submission
+    waits for the whole step. To prevent starvation, a step does not skip prompts if the previous step skipped
+    prompts in favour of the same level or a higher-priority level. Prompts are therefore skipped in at most
+    as many consecutive steps as there are higher-priority levels.
     """
 
     def __init__(self, running: RunningSequences, tables: BlockTables, accounting: RequestAccounting) -> None:
@@ -25,11 +25,13 @@ class PrefillScheduler:
         self._tables = tables
         self._accounting = accounting
         self._best = LEVELS
-        """The best level of the chunks of the step that is being planned; LEVELS if it has none."""
+        """Highest-priority level among the chunks of the step that is being planned, or LEVELS if it contains
+        no chunk."""
         self._left_out = False
-        """Whether the step that is being planned left out a prompt."""
+        """Whether the step that is being planned has skipped a prompt."""
         self._left_out_for = LEVELS
-        """The best level of the previous step if that step left out a prompt; otherwise LEVELS."""
+        """Highest-priority level among the chunks of the previous step if that step skipped a prompt,
+        otherwise LEVELS."""
 
     def begin_step(self) -> None:
         self._best, self._left_out = LEVELS, False
@@ -38,15 +40,16 @@ class PrefillScheduler:
         self._left_out_for = self._best if self._left_out else LEVELS
 
     def leaves_out(self, sequence: Sequence) -> bool:
-        """Return whether the step leaves out this sequence's prompt because the step has a prompt of a better
-        level."""
+        """Return whether the step skips this sequence's prompt, because the step contains a prompt of a
+        higher-priority level."""
         if sequence.level <= self._best or self._left_out_for <= self._best:
             return False
         self._left_out = True
         return True
 
     def schedule_chunk(self, step: ScheduledStep, sequence: Sequence, budget: int) -> int:
-        """Add the next chunk of a prefill, of at most `budget` tokens. Returns the number of tokens."""
+        """Add the next chunk of a prefill, with at most `budget` tokens. Returns the number of tokens
+        added."""
         plan, start, last = step.plan, sequence.position, sequence.prefill_end
         self._best = min(self._best, sequence.level)
         end = min(start + budget, last)
@@ -54,7 +57,7 @@ class PrefillScheduler:
         submit = sequence.submission.submit
         prompt = len(submit.prompt_token_ids)
         if sequence.wants_prompt_logprobs and start < prompt:
-            # A chunk with prompt logprobs must not extend beyond the prompt.
+            # A chunk with prompt log probabilities must not extend beyond the prompt.
             end = min(end, prompt)
             logprobs = submit.sampling.prompt_logprobs
             next_token = submit.prompt_token_ids[end] if end < prompt else None
@@ -75,8 +78,8 @@ class PrefillScheduler:
         return end - start
 
     def _begin_decoding(self, step: ScheduledStep, leader: Sequence, end: int) -> list[int]:
-        """Let the sequence, whose prefill ends with this chunk, and its forks sample from the chunk. Returns
-        their slots."""
+        """Start decoding a sequence whose prefill ends with this chunk, together with its forks. Returns the
+        slots that sample from the chunk."""
         for fork in leader.forks:
             fork.leader = None
         if leader.forks:
@@ -84,9 +87,9 @@ class PrefillScheduler:
         group = [leader, *leader.forks]
         leader.forks = []
         for sequence in group:
-            # A shared last block is not writable yet; `BlockTables.make_writable` copies it before the first
-            # decode.
-            writable = end if len(group) > 1 else len(sequence.table) * BLOCK_TOKENS
+            # The last block is shared and not yet writable. `BlockTables.make_writable` copies it before the
+            # first decode.
+            writable = end if len(group) > 1 else sequence.block_count * BLOCK_TOKENS
             sequence.position = end
             sequence.next_allocation = min(writable, sequence.limit - 1)
             sequence.in_flight += 1
@@ -97,6 +100,6 @@ class PrefillScheduler:
 
 
 def set_next_check(sequence: Sequence) -> None:
-    """Set the length at which the next token fills a block or reaches the sequence's limit."""
+    """Set the sequence length at which the next token fills a block or reaches the sequence's limit."""
     full = (len(sequence.tokens) - 1) // BLOCK_TOKENS
     sequence.next_check = min((full + 1) * BLOCK_TOKENS + 1, sequence.limit)

@@ -1,4 +1,4 @@
-"""Results of executed steps: tokens become outputs, and sequences end."""
+"""Processes the results of executed steps: creates outputs from sampled tokens, and ends sequences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.scheduling.waiting import WaitingQueue
 
 
 class ResultCollector:
-    """Applies the results of steps to their sequences, and ends sequences."""
+    """Assigns the results of steps to their sequences, and ends sequences."""
 
     def __init__(
         self,
@@ -29,7 +29,8 @@ class ResultCollector:
         self._accounting = accounting
 
     def collect(self, step: ScheduledStep, tokens: StepTokens) -> None:
-        """Apply the results of a step. Steps must be collected in the order in which they were scheduled."""
+        """Process the results of a step. Steps must be collected in the order in which they were
+        scheduled."""
         for chunk in step.chunks:
             self._collect_chunk(chunk, tokens)
         emit, logprobs = self._accounting.emit, tokens.logprobs
@@ -61,7 +62,7 @@ class ResultCollector:
         self._accounting.totals.generated_tokens += generated
 
     def end(self, sequence: Sequence, finish: FinishReason, error: str | None = None) -> None:
-        """End a sequence outside of sampling, with a last output that has no token."""
+        """End a sequence without a sampled token. Its last output contains no token."""
         submission = sequence.submission
         output = Output(submission.submit.handle, sequence.sample, [], finish, error=error)
         if not sequence.announced:
@@ -70,8 +71,9 @@ class ResultCollector:
         self._release(sequence, finish)
 
     def cancel(self, sequences: list[Sequence]) -> None:
-        """End sequences of one submission with "cancelled"; sequences that have ended are skipped."""
-        # Forks end before their leader, so that its prefill is not handed from one fork to the next.
+        """End sequences of one submission with the finish reason "cancelled". Sequences that have already
+        ended are skipped."""
+        # Forks end before their leader, so that the leader's prefill is not passed from one fork to the next.
         for sequence in reversed(sequences):
             if not sequence.finish_reason:
                 self.end(sequence, "cancelled")
@@ -82,7 +84,8 @@ class ResultCollector:
         if sequence.finish_reason:
             return
         if chunk.slot in tokens.non_finite:
-            # Forks end before their leader, so that its prefill is not handed from one fork to the next.
+            # Forks end before their leader, so that the leader's prefill is not passed from one fork to the
+            # next.
             for member in (*reversed(sequence.forks), sequence):
                 self._fail_non_finite(member, chunk.end)
             return
@@ -90,22 +93,24 @@ class ResultCollector:
             if not chunk.samples:
                 sequence.finite = chunk.end
             self._tables.register(sequence, chunk.end)
-        # Results are keyed by the plan's slot. They are valid even if the sequence was preempted since.
+        # Results are identified by the plan's slot. They remain valid if the sequence was preempted after the
+        # step.
         scores = tokens.prompt_logprobs.get(chunk.slot)
         if scores is not None and sequence.prompt_logprobs is not None:
-            # The first score belongs to the token at start + 1. Scores of recomputed tokens are already
-            # there.
+            # The first log probability belongs to the token at position start + 1. The list already contains
+            # the log probabilities of recomputed tokens.
             sequence.prompt_logprobs.extend(scores[len(sequence.prompt_logprobs) - chunk.start - 1 :])
         if not sequence.samples and not sequence.wants_prompt_logprobs:
             self.end(sequence, "length")
 
     def _check(self, sequence: Sequence, token: int) -> FinishReason:
-        """Handle a token that may end the sequence or fill a block. Returns the finish reason."""
+        """Process a token that may end the sequence or fill a block. Returns the finish reason, or "" if the
+        sequence continues."""
         if sequence.slot >= 0:
-            # The newest token is sampled but not yet fed, so its keys and values are not in the cache.
+            # The newest token has been sampled, but its keys and values have not been computed.
             self._tables.register(sequence, len(sequence.tokens) - 1)
             set_next_check(sequence)
-        # The sampler suppresses stop tokens before min_tokens; a custom runner may not.
+        # The sampler suppresses stop tokens before min_tokens, but another runner may not.
         if token in sequence.stops and (
             sequence.output_tokens > sequence.submission.submit.sampling.min_tokens
         ):
@@ -120,12 +125,12 @@ class ResultCollector:
             sequence,
             "error",
             f"the model computed NaN or infinity at position {position}, so no token can be sampled (a "
-            "damaged checkpoint, a dtype with too small a range, or logit_bias, allowed_token_ids "
+            "damaged checkpoint, a dtype whose range is too small, or logit_bias, allowed_token_ids "
             "and bad_words that together ban every token)",
         )
 
     def _release(self, sequence: Sequence, finish: FinishReason) -> None:
-        """Set a sequence's finish reason and return its slot and blocks."""
+        """Set a sequence's finish reason, and free its slot and blocks."""
         sequence.finish_reason = finish
         if sequence.entry is not None:
             self._waiting.remove(sequence)
@@ -140,8 +145,8 @@ class ResultCollector:
         self._accounting.end_sample(sequence)
 
     def _promote_fork(self, leader: Sequence) -> None:
-        """Hand the prefill of a leader that ends early to its first fork, which becomes the leader of the
-        others."""
+        """Transfer the prefill of a leader that ends early to its first fork, which becomes the leader of the
+        other forks."""
         successor, *rest = leader.forks
         successor.leader, successor.forks = None, rest
         for fork in rest:
@@ -150,11 +155,11 @@ class ResultCollector:
         successor.position, successor.finite = leader.position, leader.finite
         successor.registered, successor.sent_blocks = leader.registered, 0
         self._running.prefilling[successor.slot] = successor
-        leader.forks = []
+        leader.position, leader.forks = 0, []
 
 
 def _announce(sequence: Sequence, output: Output) -> None:
-    """Fill the fields that only a sample's first output carries."""
+    """Set the fields that only the first output of a sample contains."""
     sequence.announced = True
     output.cached_tokens = sequence.cached_tokens
     if sequence.prompt_logprobs is not None and not sequence.wants_prompt_logprobs:

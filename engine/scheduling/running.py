@@ -1,4 +1,4 @@
-"""The running sequences of a replica, and the slots of the device tables that they hold."""
+"""The running sequences of a replica, and their slots in the device tables."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ from engine.messages import LEVELS
 from engine.scheduling.sequence import Sequence
 
 service_order = attrgetter("order")
-"""Sort key: the sequence to serve first comes first, the one to preempt first comes last."""
+"""Sort key of sequences. The first sequence is served first, and the last sequence is preempted first."""
 
 
 class RunningSequences:
-    """Sequence slots and their owners.
+    """The sequence slots and the sequences that occupy them.
 
-    A running sequence decodes (`decoding`), is in prefill (`prefilling`), or is in neither: a fork that waits
-    for its leader's prefill, or a sequence whose last token has been launched.
+    A running sequence is usually decoding (`decoding`) or in prefill (`prefilling`). Two kinds of running
+    sequences are in neither state: forks that wait for their leader's prefill, and sequences whose last token
+    has been launched.
     """
 
     def __init__(self, slots: int) -> None:
         self.owners: list[Sequence | None] = [None] * slots
-        """The sequence in each slot."""
+        """The sequence in each slot, or None."""
         self.free_slots = list(range(slots - 1, -1, -1))
         self.decoding: dict[int, Sequence] = {}
-        """By slot: sequences that get one token in each step."""
+        """Sequences that get one token in each step, by slot."""
         self.prefilling: dict[int, Sequence] = {}
-        """By slot: sequences whose prefill is not complete."""
+        """Sequences whose prefill is incomplete, by slot."""
         self._by_level = [0] * LEVELS
 
     def __len__(self) -> int:
@@ -33,11 +34,12 @@ class RunningSequences:
 
     @property
     def worst_level(self) -> int:
-        """The last level of service that has a running sequence; -1 if none runs."""
+        """The lowest-priority level that has a running sequence, or -1 if no sequence is running."""
         return max((level for level, count in enumerate(self._by_level) if count), default=-1)
 
     def assign_slot(self, sequence: Sequence) -> None:
-        """Give a sequence a free slot; its entries in the device's block table are not valid yet."""
+        """Assign a free slot to a sequence. The slot's entries in the device's block table are not valid
+        yet."""
         slot = sequence.slot = self.free_slots.pop()
         self.owners[slot] = sequence
         self._by_level[sequence.level] += 1
@@ -53,5 +55,5 @@ class RunningSequences:
         sequence.slot = -1
 
     def scheduled(self) -> list[Sequence]:
-        """Return the sequences that decode or are in prefill, in their order of service."""
+        """Return the sequences that decode or are in prefill, in service order."""
         return sorted([*self.decoding.values(), *self.prefilling.values()], key=service_order)

@@ -1,30 +1,31 @@
-"""The scheduler: decides in each step which sequences compute, within a token budget, and returns a
-`StepPlan`.
+"""The scheduler, which plans the sequences of each step within a token budget and returns a `StepPlan`.
 
-A submission's *level* is its class (`priority`) and its urgency inside the class. A step is filled in this
-order:
+A submission's *level* combines its priority class (`priority`) and its urgency within the class. A step is
+planned in this order:
 
-0. *Better levels first.* If the first waiting sequence lacks blocks, running sequences of worse levels are
-   preempted, beginning with the youngest of the worst level, but only if that frees enough blocks. If
-   real-time submissions (`priority` 0) wait for a slot, background sequences (`priority` 3) are preempted;
-   for real-time submissions that fit into one step, all sequences that are not urgent.
-1. *Decodes.* Every decoding sequence gets one token. If a decode lacks a block, the youngest running sequence
-   of the worst level is preempted: its blocks are freed, and it is recomputed later. The oldest sequence of
-   the best level is never preempted for others, so the engine always makes progress.
-2. *Running prefills*, in order of service: their next chunks, up to the budget (chunked prefill, as in
-   Sarathi-Serve). A step with decodes has the smaller budget `max_mixed_tokens`, because every decode waits
-   for the step's prompts. A submission of a better level is admitted before the next chunk of a worse one,
-   and its step leaves out prompts of worse levels, but not in two consecutive steps for the same level.
-3. *Admissions*, by level, then by arrival, so preempted sequences come before new ones. A sequence does not
-   take slots that are reserved for better levels (`Submit.spare_slots`). The first waiting sequence waits for
-   a slot, for blocks for its whole prefill, and for the watermark of free blocks. No later sequence is
-   admitted before it because it needs fewer blocks, so long prompts cannot starve. A step in which decodes
-   preempted a sequence admits none.
+0. *Preemption for higher priorities.* If the first waiting sequence lacks blocks, running sequences of
+   lower-priority levels are preempted, but only if that frees enough blocks. The youngest sequence of the
+   lowest-priority level is preempted first. If real-time submissions (class 0) wait for a slot, background
+   sequences (class 3) are preempted. If their prompts fit into one step, class 1 sequences that are not
+   urgent and class 2 sequences are preempted too.
+1. *Decodes.* Every decoding sequence gets one token. If a decode lacks a block, the youngest running
+   sequence of the lowest-priority level is preempted: its blocks are freed, and it is recomputed later. The
+   oldest sequence of the highest-priority level is never preempted, so the engine always makes progress.
+2. *Running prefills.* Prompts that have been started get their next chunks, in service order, up to the
+   token budget (chunked prefill, as in Sarathi-Serve). A step with decodes has the smaller budget
+   `max_mixed_tokens`, because every decode waits for the step's prompts. A submission is admitted before the
+   next chunk of a lower-priority prompt. Its step skips prompts of lower-priority levels, but not in two
+   consecutive steps for the same level.
+3. *Admissions.* Sequences are admitted by level and then by arrival, so preempted sequences precede new
+   ones. A sequence does not use slots that are reserved for higher priorities (`Submit.spare_slots`). The
+   first waiting sequence waits for a slot, for blocks for its whole prefill, and for the watermark of free
+   blocks. A later sequence that needs fewer blocks cannot overtake it, so long prompts do not starve. If
+   decodes preempted a sequence in this step, no sequence is admitted.
 
-The results of a step are collected after later steps were planned (`engine.core` decides how many). Therefore
-`position` is ahead of the known tokens, a sequence that has ended may be sampled once more, and a preempted
-sequence is admitted again only after its results in flight are collected. Plans are executed in order, so the
-next plan may reuse a freed slot or block at once.
+The results of a step are collected after later steps were planned; `engine.core` determines how many. A
+sequence's `position` is therefore ahead of its known tokens, and an ended sequence may be sampled once more.
+A preempted sequence is admitted again only after its results in flight have been collected. Plans are
+executed in order, so a freed slot or block can be reused in the next plan.
 """
 
 from __future__ import annotations
@@ -49,19 +50,20 @@ from engine.scheduling.validation import SequenceLimits, refusal
 from engine.scheduling.waiting import WaitingQueue
 
 MIXED_TOKENS = 4096
-"""Upper bound of the default of `max_mixed_tokens`: enough to saturate the GEMMs of a large GPU, and about
-0.1 s of computation on an H200 for a model of 8 B parameters in bfloat16."""
+"""Maximum default value of `max_mixed_tokens`. This number of tokens saturates the GEMMs of a large GPU. It
+takes about 0.1 s on an H200 for a model with 8 B parameters in bfloat16."""
 
 
 class Scheduler:
-    """Plans steps and collects their results. Single-threaded; no method blocks.
+    """Plans steps and collects their results. It is single-threaded, and no method blocks.
 
-    max_num_seqs: maximum number of running sequences. max_num_batched_tokens: token budget of a step.
-    max_mixed_tokens: token budget of a step with decodes, these included; None: half of
-    max_num_batched_tokens, at most MIXED_TOKENS, since a new request waits for one running and one launched
-    step, which together are then a full step. blocks: size of the KV pool.
+    `max_num_seqs` is the maximum number of running sequences, and `blocks` the number of blocks in the KV
+    pool. `max_num_batched_tokens` is the token budget of a step. `max_mixed_tokens` is the token budget of a
+    step with decodes, including the decodes. Its default is half of `max_num_batched_tokens`, but at most
+    MIXED_TOKENS. A new request waits for one running and one launched step, and with this default the two
+    together take at most as long as one full step.
 
-    Raises ValueError if the sizes do not fit together.
+    Raises ValueError if the sizes are inconsistent.
     """
 
     def __init__(
@@ -97,10 +99,9 @@ class Scheduler:
         )
         self.pool = BlockPool(blocks, prefix_cache=prefix_cache)
         self.watermark = max(1, blocks // 100)
-        """Number of blocks that an admission leaves free for the next tokens of running sequences."""
-        # The token credit covers two steps with decodes, or one without. Further requests are better kept in
-        # the core's queue, which also considers quotas and fairness; the scheduler considers only class and
-        # arrival.
+        """Number of blocks that admissions leave free for the next tokens of running sequences."""
+        # The token credit covers two steps with decodes, or one without. Further requests wait in the core's
+        # queue, which also considers quotas and fairness. The scheduler considers only level and arrival.
         self.accounting = RequestAccounting(
             credit_seqs=max_num_seqs, credit_tokens=max(max_num_batched_tokens, 2 * max_mixed_tokens)
         )
@@ -124,7 +125,7 @@ class Scheduler:
         self._step = 0
         self._arrivals = 0
         self._arrivals_before = 0
-        """Number of arrivals when the previous step was planned."""
+        """Number of submissions that had arrived when the previous step was planned."""
 
     @property
     def running(self) -> int:
@@ -140,16 +141,16 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a sequence has not ended."""
+        """Whether there are unfinished sequences."""
         return self.accounting.has_open
 
-    # ── intake ───────────────────────────────────────────────────────────────────────────────
+    # ── submissions ──────────────────────────────────────────────────────────────────────────
 
     def add(self, origin: Hashable, submit: Submit) -> None:
-        """Queue a submission that came from channel `origin`.
+        """Queue a submission that arrived on the channel `origin`.
 
-        A submission ends exactly once: with one `Output` per sample that has a finish reason, and one
-        `Finished`. An invalid submission ends at once, with "error".
+        A submission ends exactly once, with one final `Output` per sample and one `Finished`. An invalid
+        submission ends immediately with the finish reason "error".
         """
         reason = refusal(submit, self.limits)
         if reason is None and self.accounting.find(origin, submit.handle) is not None:
@@ -168,7 +169,7 @@ class Scheduler:
                 self._waiting.push(sequence)
 
     def cancel(self, origin: Hashable, handle: int, sample: int | None = None) -> None:
-        """End a submission, or one sample of it. Unknown and ended submissions are ignored."""
+        """Cancel a submission, or one sample of it. Unknown and ended submissions are ignored."""
         submission = self.accounting.find(origin, handle)
         if submission is not None:
             self._results.cancel(
@@ -176,21 +177,21 @@ class Scheduler:
             )
 
     def cancel_origin(self, origin: Hashable) -> None:
-        """End all submissions of a closed channel. Their outputs are dropped; their final counts are still
-        reported."""
+        """Cancel all submissions of a closed channel. Their outputs are dropped, but their final counts are
+        still reported."""
         for submission in self.accounting.of_origin(origin):
             self._results.cancel(submission.sequences)
         self.accounting.forget_outputs(origin)
 
     def cancel_request(self, request_id: str) -> None:
-        """End all submissions of a request, from any channel."""
+        """Cancel all submissions of a request, on any channel."""
         for submission in self.accounting.of_request(request_id):
             self._results.cancel(submission.sequences)
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────
 
     def schedule(self) -> ScheduledStep | None:
-        """Plan the next step. Returns None if nothing can be computed before results in flight are
+        """Plan the next step. Returns None if no token can be computed before results in flight are
         collected."""
         step = ScheduledStep(StepPlan(self._step + 1, [], [], [], [], [], []), [], [])
         plan, prefills, admission = step.plan, self._prefills, self._admission
@@ -218,11 +219,13 @@ class Scheduler:
         return step
 
     def collect(self, step: ScheduledStep, tokens: StepTokens) -> None:
-        """Apply the results of a step. Steps must be collected in the order in which they were scheduled."""
+        """Process the results of a step. Steps must be collected in the order in which they were
+        scheduled."""
         self._results.collect(step, tokens)
 
     def check(self) -> None:
-        """Raise InvariantError unless slots, queue, blocks and open submissions are consistent. O(blocks)."""
+        """Raise InvariantError if slots, waiting queue, blocks and open submissions are inconsistent. Takes
+        time proportional to the number of blocks."""
         unfinished = [
             sequence
             for submission in self.accounting.all_open()

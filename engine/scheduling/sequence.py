@@ -1,4 +1,4 @@
-"""Submissions and their sequences: the scheduler's state of a request, as plain data."""
+"""The scheduler's state of requests: submissions and their sequences."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from engine.plan import SlotSetup
 from engine.scheduling.block_pool import PrefixChain
 
 REAL_TIME, BACKGROUND = 0, CLASSES - 1
-"""Waiting real-time sequences preempt running background sequences for slots."""
+"""The highest and the lowest priority class. A waiting real-time sequence preempts running background
+sequences if it needs their slots."""
 
 _NEVER = 1 << 62
 
@@ -55,25 +56,26 @@ class Tokens:
         self.length += 1
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class SharedBlocks:
-    """The leading blocks of the block tables of several samples. The pool counts one reference per block for
-    all of them together, so that starting and ending a sample takes the same time for every prompt length."""
+    """Leading blocks that several samples of a submission share. The block pool counts one reference per
+    block for all of these samples together, so the time to start or end a sample does not depend on the
+    prompt length."""
 
     blocks: list[int]
     holders: int
-    """Number of sequences whose tables begin with the blocks."""
+    """Number of sequences that begin with these blocks."""
     registered: int
-    """Number of leading blocks that were offered to the prefix cache."""
+    """Number of leading blocks that have been offered to the prefix cache."""
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
     """The tokens of one sample, and the progress of their computation.
 
-    A sequence is *waiting* (it has no slot), *running* (it has a slot and, unless it is a fork whose leader
-    is still in prefill, blocks) or *ended* (`finish_reason` is set). Positions count from 0. While steps are
-    in flight, `position` is ahead of the known tokens.
+    A sequence is *waiting* (it has no slot), *running* (it has a slot) or *ended* (`finish_reason` is set). A
+    running sequence also has blocks, unless it is a fork whose leader is still in prefill. Positions count
+    from 0. While steps are in flight, `position` is ahead of the known tokens.
     """
 
     submission: Submission
@@ -81,52 +83,55 @@ class Sequence:
     tokens: Tokens
     """Prompt and known output tokens."""
     limit: int
-    """Length (prompt and output) at which the sequence ends."""
+    """Length in tokens, including prompt and output, at which the sequence ends."""
     stops: frozenset[int]
     chain: PrefixChain
     prompt_logprobs: list[TokenLogprob | None] | None
-    """Grows from [None] to one entry per prompt token; None if not requested."""
+    """Prompt log probabilities, which grow from [None] to one entry per prompt token. None if they were not
+    requested."""
 
     slot: int = -1
-    """The sequence's slot in the device tables; -1 while it has none."""
-    table: list[int] = field(default_factory=list)
-    """The block table: ids of KV blocks."""
+    """Slot of the sequence in the device tables, or -1 if it has none."""
     shared: SharedBlocks | None = None
-    """The leading blocks of `table` that the sequence shares with other samples of the submission."""
+    """Leading blocks that are shared with other samples of the submission, or None if there are none."""
+    table: list[int] = field(default_factory=list)
+    """Block table of the sequence after the shared blocks, which contains ids of KV blocks."""
     sent_blocks: int = 0
-    """Number of `table` entries that the device's block table already has."""
+    """Number of leading blocks that have been sent to the device's block table."""
     position: int = 0
-    """The next position to compute: number of tokens whose keys and values the launched steps write."""
+    """Next position to compute. It equals the number of tokens whose keys and values are written by launched
+    steps."""
     next_allocation: int = _NEVER
-    """Position at which a decode needs a new block, because the last one is full or shared, or at which its
-    last token has been launched."""
+    """Position at which a decode needs a new block, because the last block is full or shared, or at which the
+    sequence's last token has been launched."""
     next_check: int = _NEVER
-    """Length at which a new token fills a block or reaches `limit`."""
+    """Length in tokens at which a new token fills a block or reaches `limit`."""
     registered: int = 0
-    """Number of leading blocks of `table` that were offered to the prefix cache."""
+    """Number of leading blocks that have been offered to the prefix cache."""
     finite: int = 0
-    """Number of leading positions whose keys and values are known to be finite. A non-finite value makes
-    every later value of the sequence non-finite, so one finite value proves all earlier ones."""
+    """Number of leading positions whose keys and values are known to be finite. A non-finite value makes all
+    later values of the sequence non-finite, so a finite value proves that all earlier values are finite."""
     in_flight: int = 0
-    """Number of launched chunks and samplings whose results are not collected yet."""
+    """Number of launched chunks and sampled tokens whose results have not been collected yet."""
     forks: list[Sequence] = field(default_factory=list)
     """Other samples of the submission that will sample from the end of this sequence's prefill."""
     leader: Sequence | None = None
-    """The sequence in whose `forks` this one is."""
+    """The sequence whose `forks` contain this sequence."""
     entry: QueueEntry | None = None
-    """The sequence's entry in the waiting queue."""
+    """Entry of the sequence in the waiting queue."""
 
     started: bool = False
-    """Whether the sequence was ever admitted: `cached_tokens` and `batch_size` are then final."""
+    """Whether the sequence has ever been admitted. If so, `cached_tokens` and `batch_size` are final."""
     announced: bool = False
-    """Whether the sequence's first output was sent."""
+    """Whether the sequence's first output has been sent."""
     cached_tokens: int = 0
     batch_size: int = 0
     finish_reason: FinishReason = ""
 
     @property
     def order(self) -> Order:
-        """The sort key of service: level, arrival, sample. The largest key is preempted first."""
+        """Service order of the sequence: level, arrival, sample. The sequence with the largest key is
+        preempted first."""
         return (self.submission.level, self.submission.arrival, self.sample)
 
     @property
@@ -136,6 +141,22 @@ class Sequence:
     @property
     def priority(self) -> int:
         return self.submission.submit.priority
+
+    @property
+    def shared_blocks(self) -> int:
+        """Number of leading blocks that are shared with other samples."""
+        return 0 if self.shared is None else len(self.shared.blocks)
+
+    @property
+    def block_count(self) -> int:
+        """Number of KV blocks of the sequence, including shared blocks."""
+        return self.shared_blocks + len(self.table)
+
+    def block(self, index: int) -> int:
+        """Return the id of the sequence's KV block `index`."""
+        if self.shared is not None and index < len(self.shared.blocks):
+            return self.shared.blocks[index]
+        return self.table[index - self.shared_blocks]
 
     @property
     def output_tokens(self) -> int:
@@ -148,26 +169,27 @@ class Sequence:
 
     @property
     def samples(self) -> bool:
-        """Whether the sequence generates tokens. It does not when only its prompt is scored."""
+        """Whether the sequence generates tokens. It is false if only prompt log probabilities are
+        computed."""
         return self.limit > len(self.tokens)
 
     @property
     def prefill_end(self) -> int:
-        """Number of tokens to compute before the sequence decodes. Valid only while no step of it is in
+        """Number of tokens to compute before the sequence decodes. Valid only if the sequence has no steps in
         flight."""
         return len(self.tokens) if self.samples else len(self.submission.submit.prompt_token_ids)
 
 
 @dataclass(slots=True, eq=False)
 class Submission:
-    """The samples of one `Submit`, and the counts that are reported when they have ended."""
+    """The samples of one `Submit`, and the counts that are reported when all samples have ended."""
 
     origin: Hashable
-    """The channel from which the submission came."""
+    """The channel on which the submission arrived."""
     submit: Submit
     arrival: int
     level: int
-    """`submit.level`: the order of service."""
+    """Scheduling level from `submit.level`, which determines the service order."""
     sequences: list[Sequence] = field(default_factory=list)
     unfinished: int = 0
     """Number of sequences that have not ended."""
@@ -176,10 +198,10 @@ class Submission:
     batch_size: int = 0
     preemptions: int = 0
     credited_tokens: int = 0
-    """Number of `submit.credit_tokens` that were granted back."""
+    """Number of tokens of `submit.credit_tokens` that have been granted back."""
 
     def final_counts(self) -> Finished:
-        """Return the counts to report; every sequence must have ended."""
+        """Return the final counts of the submission. All of its sequences must have ended."""
         submit = self.submit
         known = len(submit.output_token_ids)
         return Finished(
@@ -197,7 +219,7 @@ class Submission:
 
 
 def new_submission(origin: Hashable, submit: Submit, arrival: int, max_model_len: int) -> Submission:
-    """Return a submission whose sequences all wait. `submit` must have passed `validation.refusal`."""
+    """Return a submission whose sequences are all waiting. `submit` must have passed `validation.refusal`."""
     submission = Submission(origin, submit, arrival, submit.level)
     sampling = submit.sampling
     stops = frozenset() if sampling.ignore_eos else frozenset(sampling.stop_token_ids)
@@ -221,13 +243,14 @@ def new_submission(origin: Hashable, submit: Submit, arrival: int, max_model_len
 
 
 def length_limit(submit: Submit, max_model_len: int) -> int:
-    """Return the length at which a sequence ends: after `max_tokens`, or at the model's maximum length."""
+    """Return the length at which a sequence ends because of `max_tokens` or the model's maximum length."""
     wanted = len(submit.prompt_token_ids) + submit.sampling.max_tokens
     return max(min(wanted, max_model_len), submit.credit_tokens)
 
 
 def finished_on_arrival(sequence: Sequence) -> FinishReason:
-    """Return the finish reason of a sequence that has nothing to compute, or "" if it has."""
+    """Return the finish reason of a sequence that requires no computation, or "" if it requires
+    computation."""
     sampling = sequence.submission.submit.sampling
     if sequence.wants_prompt_logprobs:
         return ""
@@ -237,12 +260,13 @@ def finished_on_arrival(sequence: Sequence) -> FinishReason:
 
 
 def blocks_for(tokens: int) -> int:
-    """Return how many blocks hold the keys and values of `tokens` tokens."""
+    """Return the number of blocks needed for the keys and values of `tokens` tokens."""
     return -(-tokens // BLOCK_TOKENS)
 
 
 def setup_of(sequence: Sequence) -> SlotSetup:
-    """Return the plan's setup of a sequence and its forks. None of them has sampled yet, so they share it."""
+    """Return the setup of a sequence and its forks for the plan. One setup is enough, because none of these
+    sequences has sampled a token yet."""
     submit = sequence.submission.submit
     prompt_tokens = len(submit.prompt_token_ids)
     history = sequence.tokens[:] if submit.sampling.penalised else []
@@ -257,8 +281,8 @@ def setup_numbers(sequence: Sequence) -> int:
     """Return the size of a sequence's setup in a plan, counted in token ids."""
     sampling = sequence.submission.submit.sampling
     history = len(sequence.tokens) if sampling.penalised else 0
-    # A bias is a token id and a float of 9 bytes, which is as long as three token ids.
+    # A bias consists of a token id and a 9-byte float, and is counted as three token ids.
     bias = 3 * len(sampling.logit_bias or ())
     words = sum(map(len, sampling.bad_words)) + MAX_BAD_WORD_TOKENS * bool(sampling.bad_words)
-    allowed = len(sampling.allowed_tokens) // 5  # bytes; a token id takes about five
+    allowed = len(sampling.allowed_tokens) // 5  # size in bytes, at about five bytes per token id
     return history + bias + len(sampling.stop_token_ids) + words + allowed

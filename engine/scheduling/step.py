@@ -1,4 +1,4 @@
-"""A scheduled step: its plan, and the sequences to which its results belong."""
+"""A scheduled step, which consists of its plan and the sequences that receive its results."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from engine.scheduling.sequence import Sequence
 
 @dataclass(slots=True)
 class ScheduledChunk:
-    """A chunk of a plan: its sequence, and the positions that it covers."""
+    """A prefill chunk of a plan, with its sequence and its range of positions."""
 
     sequence: Sequence
     slot: int
     start: int
     end: int
     samples: bool
-    """Whether tokens are sampled after the chunk. Those tokens then show whether the chunk's values are
-    finite."""
+    """Whether tokens are sampled after the chunk. If so, the sampled tokens show whether the chunk's values
+    are finite."""
 
 
 @dataclass(slots=True)
 class ScheduledStep:
-    """A plan, and the sequences to which its results belong."""
+    """A plan with the sequences that receive its results."""
 
     plan: StepPlan
     sampling: list[Sequence]
-    """The sequence of each sampling slot, in the order of `StepTokens`."""
+    """Sequence of each sampling slot, in the order of `StepTokens`."""
     chunks: list[ScheduledChunk]
-    """One for each chunk of the plan."""
+    """One entry per chunk of the plan."""
     had_work: bool = False
     """Whether a sequence of this step had already arrived when the previous step was planned."""

@@ -1,4 +1,4 @@
-"""The checks that a submission passes before it is queued."""
+"""Validates submissions before they are queued."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from engine.messages import (
 from engine.scheduling.sequence import blocks_for, length_limit
 
 MAX_SAMPLES = 1024
-"""Largest `Submit.n`."""
+"""Maximum value of `Submit.n`."""
 _MAX_COUNT = 1 << 31
-"""Largest accepted count: the sum of two counts stays far below the 64 bits of messages and device tables."""
+"""Maximum accepted count. The sum of two counts is far below the 64-bit limit of messages and device
+tables."""
 _MAX_FACTOR = 1e30
-"""Largest penalty or logit bias: its product with a logit stays finite in float32."""
+"""Maximum absolute penalty or logit bias. Its product with a logit remains finite in float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceLimits:
-    """The bounds that every sequence of a replica must respect."""
+    """Limits that apply to every sequence of a replica."""
 
     max_model_len: int
     vocab_size: int
@@ -35,8 +36,8 @@ class SequenceLimits:
 
 
 def refusal(submit: Submit, limits: SequenceLimits) -> str | None:
-    """Return why a submission cannot be computed, naming the field, its value and the bound; None if it
-    can."""
+    """Return the reason why a submission cannot be computed, with the field, its value and the limit. Returns
+    None if the submission is valid."""
     sampling = submit.sampling
     prompt = len(submit.prompt_token_ids)
     if not 1 <= submit.n <= MAX_SAMPLES:
@@ -99,7 +100,7 @@ def _sampling_refusal(sampling: SamplingParams, vocab_size: int) -> str | None:
             bound = f"{-_MAX_FACTOR:g} to {_MAX_FACTOR:g}"
             return f"logit_bias of token {token} is {bias}; it must be -inf or from {bound}"
     if sampling.allowed_tokens and not _allows_any(sampling.allowed_tokens, vocab_size):
-        return f"allowed_tokens has no token id of the vocabulary, which has ids 0 to {vocab_size - 1}"
+        return f"allowed_tokens allows no token of the vocabulary, which has ids 0 to {vocab_size - 1}"
     if len(sampling.bad_words) > MAX_BAD_WORDS:
         return f"bad_words has {len(sampling.bad_words)} entries; it must have at most {MAX_BAD_WORDS}"
     for word in sampling.bad_words:
@@ -116,7 +117,7 @@ def _sampling_refusal(sampling: SamplingParams, vocab_size: int) -> str | None:
 
 
 def _allows_any(allowed_tokens: bytes, vocab_size: int) -> bool:
-    """Return whether the bit map has a token id below `vocab_size`."""
+    """Return whether the bitmap allows any token id below `vocab_size`."""
     whole, rest = divmod(vocab_size, 8)
     if any(allowed_tokens[:whole]):
         return True

@@ -1,4 +1,4 @@
-"""The queue of sequences that wait for admission."""
+"""The queue of sequences that are waiting for admission."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from engine.scheduling.sequence import QueueEntry, Sequence
 
 
 class WaitingQueue:
-    """Waiting sequences by level, and inside a level in their order of service (`Sequence.order`).
+    """Waiting sequences by level, and within a level in service order (`Sequence.order`).
 
-    A preempted sequence comes before newer sequences of its level, because it arrived earlier. Each level has
-    a binary heap. The entry of a removed sequence stays in the heap until it reaches the top, or until
-    removed entries are the majority and the heap is rebuilt.
+    A preempted sequence precedes newer sequences of its level, because it arrived earlier. Each level has a
+    binary heap. The entry of a removed sequence remains in the heap until it reaches the top, or until most
+    entries are stale and the heap is rebuilt.
     """
 
     def __init__(self) -> None:
@@ -30,23 +30,23 @@ class WaitingQueue:
         return self._lengths[level]
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Iterate over the waiting sequences in no particular order."""
+        """Iterate over the waiting sequences in an unspecified order."""
         return (entry[-1] for heap in self._heaps for entry in heap if entry[-1].entry is entry)
 
     def push(self, sequence: Sequence) -> None:
-        # The serial number breaks ties, so that sequences themselves are never compared: a stale entry of the
-        # same sequence may have an equal key.
+        # The serial number breaks ties, so that sequences are never compared. A stale entry of the same
+        # sequence may have an equal key.
         self._pushed += 1
         sequence.entry = (sequence.order, self._pushed, sequence)
         heapq.heappush(self._heaps[sequence.level], sequence.entry)
         self._lengths[sequence.level] += 1
 
     def peek(self) -> Sequence | None:
-        """Return the first waiting sequence; None if the queue is empty."""
+        """Return the first waiting sequence, or None if the queue is empty."""
         return next((first for level in range(LEVELS) if (first := self.first(level)) is not None), None)
 
     def first(self, level: int) -> Sequence | None:
-        """Return the first waiting sequence of a level; None if the level has none."""
+        """Return the first waiting sequence of a level, or None if there is none."""
         heap = self._heaps[level]
         while heap:
             entry = heap[0]
@@ -56,7 +56,7 @@ class WaitingQueue:
         return None
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a waiting sequence from any place in the queue."""
+        """Remove a waiting sequence at any position in the queue."""
         sequence.entry = None
         self._lengths[sequence.level] -= 1
         heap = self._heaps[sequence.level]

@@ -1,19 +1,20 @@
-"""`python -m engine.tune`: measure which kernel each linear of a decoder gets, and write this GPU's table.
+"""`python -m engine.tune`: measure the fastest kernel for each linear of a decoder, and write the results to
+this GPU's table.
 
     python -m engine.tune --config FOLDER              # matrices in the model's dtype
     python -m engine.tune --config FOLDER --fp8 --rows 1 8 16
     python -m engine.tune --config FOLDER --both --again --json tune.json
     python -m engine.tune --config FOLDER --both --whole-layer --tried tune.json
 
-FOLDER has a model's config.json: a checkpoint's, or a public shape's (docs/kernels.md says how to write one).
-Times our kernels and the library's inside whole layers of the decoder, in CUDA graphs, with weights that are
-not in the L2 cache. Checks each winner against the reference implementation and adds it to the table
-(kernels/tuned/<gpu>.json, or --out). Attention is left out. Existing entries of the table are kept unless
---again is given.
+FOLDER contains the model's config.json, either from a checkpoint or written for a public model shape (see
+docs/kernels.md). The tuner times our kernels and the library's kernels inside whole layers of the decoder
+without attention. It uses CUDA graphs, and weights that are not in the L2 cache. Each winner is compared with
+the reference implementation and added to the table (kernels/tuned/<gpu>.json, or --out). Existing entries are
+kept unless --again is given.
 
---whole-layer refines the table by coordinate descent over whole layers, attention included. It starts from
-the table's plans, from the rule-based plans and from the `tiles` kernel everywhere, changes one linear at a
-time, and replaces a plan if the whole layer gets 0.3 % faster.
+--whole-layer refines the table by coordinate descent over whole layers, including attention. It starts from
+the table's plans, from the rule-based plans, and from a plan that uses the `tiles` kernel for every linear.
+It changes one linear at a time, and replaces a plan if the whole layer becomes at least 0.3 % faster.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ from kernels.writable import UnwritableError, check_writable
 
 
 def main() -> int:
-    """Tune every given model. The table is written after each number of rows, so that an interrupted run
-    keeps its results."""
+    """Tune every given model. Returns 1 if a model or a file cannot be used. The table is written after each
+    measured number of rows, so that an interrupted run keeps its results."""
     arguments = _arguments()
     try:
         models = [
@@ -118,11 +119,11 @@ def _descend(
 
 
 def _compile(gpu: compiling.GpuModel, launch: Callable[[], object]) -> None:
-    """Compile the kernels that will be launched, in one process per core."""
+    """Compile the kernels that `launch` launches, in one process per CPU core."""
     began = time.perf_counter()
-    torch.set_num_threads(1)  # keeps this process free of OpenMP threads when it forks
+    torch.set_num_threads(1)  # avoids OpenMP threads, which must not exist when this process forks
     jobs = compiling.record(gpu.target, launch)
-    # Plans that the compiler rejects fail again when they are measured, and are skipped there.
+    # Plans that the compiler rejects also fail when they are measured, and are skipped there.
     failures = compiling.compile_jobs(gpu.target, jobs, compiling.default_processes())
     seconds = time.perf_counter() - began
     print(f"{len(jobs)} kernels compiled in {seconds:.0f} s, {len(failures)} failed", flush=True)
@@ -157,12 +158,12 @@ def _arguments() -> argparse.Namespace:
         "--tensor-parallel",
         type=int,
         default=1,
-        help="tune the shapes of one rank of this many (%(default)s)",
+        help="number of ranks; one rank's shapes are tuned (%(default)s)",
     )
     parser.add_argument(
-        "--again", action="store_true", help="table to add to (default: the shipped table of this GPU)"
+        "--again", action="store_true", help="remeasure entries that are already in the table"
     )
-    parser.add_argument("--out", type=Path, help="table to add to (default: the table of this repository)")
+    parser.add_argument("--out", type=Path, help="table to update (default: kernels/tuned/<gpu>.json)")
     parser.add_argument("--json", type=Path, help="write the measurements to this file")
     parser.add_argument(
         "--whole-layer", action="store_true", help="refine the table by measuring whole layers"
@@ -182,7 +183,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--tried",
         type=Path,
-        help="with --whole-layer: try the fastest plans from the --json file of a first run",
+        help="with --whole-layer: try the fastest plans from the --json file of an earlier run",
     )
     arguments = parser.parse_args()
     arguments.dtypes = [False, True] if arguments.both else [arguments.fp8]

@@ -1,10 +1,10 @@
-"""The chains of layers that the tuner times: the real decoder's layers, or copies of its output matrix, one
-after another, with plans that can be exchanged.
+"""Chains of layers that the tuner times. A chain contains copies of a decoder's layers or of its output
+matrix, and its kernel plans can be replaced.
 
-The linears to tune are found by running the decoder: each linear that requests a plan from the table is one
-of them. Each copy of a layer has its own weights, so that no weight is in the L2 cache when it is read. A
-linear is judged by the time of the whole layer, because its cost includes the kernels before and after it,
-which overlap with it (programmatic dependent launch), and the norms that are not fused into it.
+The linears to tune are found by running the decoder: they are the linears that look up a plan in the table.
+Each copy of a layer has separate weights, so that no weight is in the L2 cache when it is read. A linear's
+cost is the time that it adds to the whole layer. It therefore includes effects on the neighbouring kernels,
+which overlap with the linear (programmatic dependent launch), and the norms that are not fused into it.
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ from kernels.triton.linear_table import Product, Table
 from kernels.tune.graphs import graph_microseconds
 
 _CACHES = 8
-"""Size of the weights of a chain, in multiples of the L2 cache, so that no weight is still cached when it is
-read again."""
+"""Total size of a chain's weights as a multiple of the L2 cache size. It ensures that a weight is no longer
+cached when it is read again."""
 _CHAIN_BYTES = 5 << 30
-"""Minimum bytes of weights that one graph reads, so that the graph's start, about 10 µs, is a small part of
-its time."""
+"""Minimum number of bytes of weights that a graph reads. The start of a graph takes about 10 µs, which is
+then a small part of the measured time."""
 _VOCABULARY = 1024
-"""Vocabulary size of a decoder whose layers are timed. The embedding and the output matrix are not timed."""
+"""Vocabulary size of a decoder whose layers are timed. The embeddings and the output matrix are not timed."""
 _SEED = 1
 
 
 class LayerChain:
-    """Copies of a decoder's layers: one layer of each kind, repeated. Implements `kernels.tune.search.Chain`.
+    """A chain of copies of a decoder's layers, with one layer of each kind per copy. Implements
+    `kernels.tune.search.Chain`.
 
-    context: length of each sequence in tokens, to which layers attend; None: attention is left out, because
-    its time does not depend on the plans of the linears.
+    `context` is the number of tokens per sequence to which the layers attend. If it is None, attention is not
+    computed, because the time of attention does not depend on the linears' plans.
     """
 
     def __init__(
@@ -50,12 +51,12 @@ class LayerChain:
         self.device = device
         self.rows = 0
         self.products: list[Product] = []
-        """The linears found, beginning with those that write the residual."""
+        """Linears found in the layers. Linears that write the residual come first."""
         self._context = context
         self._ops = WatchedOps(TunedOps(gpu, attention=context is not None))
         kinds = _kinds(served)
         small = replace(served.config.with_layers(kinds), vocab_size=_VOCABULARY, tie_word_embeddings=True)
-        # One copy is built first, to learn its size in bytes.
+        # One copy is built on meta tensors first, to determine its size in bytes.
         of_one = _decoder(replace(served, config=small), self._ops, torch.device("meta"), context)
         size = _layer_bytes(of_one)
         copies = _copies(size, device)
@@ -72,9 +73,9 @@ class LayerChain:
         return len(self._layers)
 
     def set_rows(self, rows: int) -> None:
-        """Create the input and the cache for a number of sequences, and find the linears."""
+        """Create the input and the KV cache for `rows` sequences, and find the linears."""
         self.rows = rows
-        self._kv: list[KvPool] = []  # freed before the next cache is allocated
+        self._kv: list[KvPool] = []  # free the cache before allocating the next one
         self._ops.backend.forget_workspaces()
         self._decoder.layers = self._layers
         blocks = -(-(self._context or 1) // BLOCK_TOKENS)
@@ -98,19 +99,20 @@ class LayerChain:
         return self._ops.compare(lambda: self.run(self._few, rows))
 
     def use(self, table: Table, without: Product | None = None) -> None:
-        """Use the plans of `table` from now on, and leave out the operations of one linear."""
+        """Use the plans of `table` in all following runs. The operations of the linear `without` are
+        skipped."""
         self._ops.backend.use(table)
         self._ops.without = without
 
     def run(self, layers: int | None = None, rows: int | None = None) -> torch.Tensor:
-        """Run the first `rows` sequences through the first `layers` layers. Returns hidden states."""
+        """Run the first `rows` sequences through the first `layers` layers, and return the hidden states."""
         decoder = self._decoder
         decoder.layers = self._layers[:layers]
         inputs = self._inputs if rows is None else self._make_inputs(rows)
         return decoder.forward(inputs, self._kv[:layers])
 
     def run_few(self) -> torch.Tensor:
-        """Run the smallest number of layers that launches every kernel."""
+        """Run the smallest number of layers that together launch every kernel."""
         return self.run(self._few)
 
     def _make_inputs(self, rows: int) -> ForwardInput:
@@ -123,8 +125,8 @@ class LayerChain:
 
 
 class HeadChain:
-    """Copies of the final norm and the output matrix, which always has the model's dtype. Implements
-    `kernels.tune.search.Chain`."""
+    """A chain of copies of the final norm and the output matrix, which always has the model's dtype.
+    Implements `kernels.tune.search.Chain`."""
 
     def __init__(self, served: ReplicaModel, device: torch.device, gpu: GpuModel) -> None:
         self.device = device
@@ -143,7 +145,7 @@ class HeadChain:
         self.products = self._ops.find(self.run_few)
 
     def set_rows(self, rows: int) -> None:
-        """Create the input for a number of rows."""
+        """Create the input for `rows` rows."""
         self.rows = rows
         decoder = self._decoder
         shape = (rows, decoder.config.hidden_size)
@@ -161,11 +163,11 @@ class HeadChain:
         return self._ops.compare(lambda: self._decoder.logits(self._hidden[:rows]))
 
     def use(self, table: Table) -> None:
-        """Use the plans of `table` from now on."""
+        """Use the plans of `table` in all following runs."""
         self._ops.backend.use(table)
 
     def run(self) -> None:
-        """Compute the logits of every row with each copy of the matrix."""
+        """Compute the logits of all rows with each copy of the output matrix."""
         for head in self._heads:
             self._decoder.head = head
             self._decoder.logits(self._hidden, self._logits)
@@ -189,28 +191,28 @@ def _decoder(served: ReplicaModel, ops: WatchedOps, device: torch.device, contex
 
 
 def _kinds(served: ReplicaModel) -> list[int]:
-    """Return the first layer of each kind."""
+    """Return the index of the first layer of each kind."""
     config = served.config
     kinds = list(zip(config.layer_kinds, config.sliding_windows, strict=True))
     return [kinds.index(kind) for kind in dict.fromkeys(kinds)]
 
 
 def _layer_bytes(decoder: Decoder) -> int:
-    """Return the bytes of the matrices of all layers."""
+    """Return the size in bytes of the matrices in all layers."""
     targets = [piece.target for piece in decoder.weight_shards() if ".layers." in piece.name]
     return sum(one.numel() * one.element_size() for one in targets if one is not None and one.dim() == 2)
 
 
 def _randomise_gains(decoder: Decoder) -> None:
-    """Make the gains of norms differ from each other, so that a missing gain shows up as an error."""
+    """Set the norms' gains to random values, so that results are wrong if a kernel omits a gain."""
     for piece in decoder.weight_shards():
         if piece.target is not None and piece.target.dim() == 1 and "norm" in piece.name:
             piece.target.uniform_(0.5, 1.5)
 
 
 def _copies(size: int, device: torch.device) -> int:
-    """Return how many copies of `size` bytes of weights a chain has. There are at least two, so that the
-    first kernel of a layer is timed after the last kernel of another layer."""
+    """Return the number of copies in a chain. Each copy has `size` bytes of weights. There are at least two
+    copies, so that the first kernel of a layer runs after the last kernel of a different layer."""
     if device.type != "cuda":
         return 2
     return max(2, -(-_CACHES * torch.cuda.get_device_properties(device).L2_cache_size // size))

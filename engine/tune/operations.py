@@ -1,5 +1,5 @@
-"""The decoder's operations as the tuner runs them. They can use exchanged plans, record which linears request
-a plan, leave out the operations of one linear, or be compared with the reference implementation."""
+"""The decoder's operations, extended for the tuner. The tuner can replace kernel plans, record the linears
+that use a plan, skip the operations of one linear, and compare results with the reference implementation."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ from kernels.triton.linear_table import Product, Table
 
 
 class TunedOps(CudaOps):
-    """The GPU operations with an exchangeable table. Records the linears that request a plan from the table.
+    """GPU operations with a replaceable table of plans. They record the linears that look up a plan in the
+    table.
 
-    attention: whether attention is computed; for False see `attend`.
+    If `attention` is false, attention is not computed (see `attend`).
     """
 
     def __init__(self, gpu: GpuModel, attention: bool) -> None:
         super().__init__(0, pdl=gpu.pdl)
         self._attention = attention
         self.asked: list[Product] = []
-        """The linears that requested a plan, in order."""
+        """The linears of all look-ups, in order. A linear may occur several times."""
         self.use(Table())
 
     def use(self, table: Table) -> None:
-        """Use the plans of `table` from now on."""
+        """Use the plans of `table` in all following operations."""
         self.asked.clear()
         self._table = cast(Table, _NotingTable(table, self.asked))
 
     def forget_workspaces(self) -> None:
-        """Free the workspaces of attention, which depend on the number of rows."""
+        """Free the attention workspaces, because their sizes depend on the number of rows."""
         self._decode_workspaces = {}
 
     def attend(
@@ -49,15 +50,15 @@ class TunedOps(CudaOps):
         heads: int,
         *others: Any,
     ) -> torch.Tensor:
-        """Like `Ops.attend`. Without attention, runs only RoPE and the cache write, and returns the rotated
-        queries instead of the result of attention."""
+        """Compute `Ops.attend`. If attention is disabled, only apply RoPE and write the cache, and return the
+        rotated queries instead of the attention result."""
         if self._attention:
             return super().attend(qkv, positions, slots, rotation, pool, heads, *others)
         return fused.rope_cache_write(qkv, positions, slots, rotation, pool, heads, pdl=self._pdl)
 
 
 class _NotingTable:
-    """Forwards requests for plans to a table, and records the linears."""
+    """A table that records each linear whose plan is looked up, and gets the plan from another table."""
 
     def __init__(self, table: Table, asked: list[Product]) -> None:
         self._table, self._asked = table, asked
@@ -68,22 +69,20 @@ class _NotingTable:
 
 
 class WatchedOps:
-    """Forwards every operation to `TunedOps`, and can leave out the operations of one linear or compare them
-    with the reference implementation."""
+    """Wraps `TunedOps`. It can skip the operations of one linear, or compare their results with the reference
+    implementation."""
 
     def __init__(self, backend: TunedOps) -> None:
         self.backend = backend
         self.without: Product | None = None
         self.errors: list[float] | None = None
-        """The errors found for the operations of a linear; None: operations are not compared."""
+        """Relative errors of the operations that were compared, or None if operations are not compared."""
         self._results: dict[tuple[str, Product | None], Any] = {}
-        """The result that each operation of a linear returned when the linear was found, by the operation's
-        name."""
+        """Results that the linears' operations returned during `find`, by operation name and linear."""
         self._finding = False
 
     def find(self, run: Callable[[], object]) -> list[Product]:
-        """Return the linears that request a plan while `run` runs, beginning with those that write the
-        residual."""
+        """Return the linears that look up a plan during `run`. Linears that write the residual come first."""
         self.without, self._finding = None, True
         self._results.clear()
         self.backend.asked.clear()
@@ -94,7 +93,7 @@ class WatchedOps:
         return list(dict.fromkeys([*writers, *self.backend.asked]))
 
     def compare(self, run: Callable[[], object]) -> float:
-        """Return the largest error of any operation in `run`; NaN if a result contains NaN."""
+        """Return the largest relative error of any operation in `run`, or NaN if a result contains NaN."""
         self.without, self.errors = None, []
         try:
             run()
@@ -104,7 +103,7 @@ class WatchedOps:
 
     def __getattr__(self, name: str) -> Any:
         operation = getattr(self.backend, name)
-        if not callable(operation) or name == "next_norm":  # which computes nothing
+        if not callable(operation) or name == "next_norm":  # `next_norm` computes nothing
             return operation
 
         def watched(*arguments: Any, **options: Any) -> Any:
@@ -112,13 +111,12 @@ class WatchedOps:
             if self.without is not None and self.without in products:
                 streams = [one for one in arguments if isinstance(one, Residual)]
                 result = self._results[name, self.without]
-                # When left out, an operation that adds to the residual returns the residual unchanged.
+                # A skipped operation that adds to the residual returns the residual unchanged.
                 return streams[0] if isinstance(result, Residual) else result
             if self.errors is not None and products:
                 expected = _reference(name, arguments, options)
                 result = operation(*arguments, **options)
-                # Only the library's linears are followed by a separate quantisation, and their results are
-                # not compared.
+                # Only the library's linears need a separate quantisation. Their results are not compared.
                 if not isinstance(result, Fp8Activation):
                     self.errors.append(_difference(result, expected))
                 return result
@@ -132,15 +130,15 @@ class WatchedOps:
 
 
 def _reference(name: str, arguments: Sequence[Any], options: dict[str, Any]) -> Any:
-    """Return the result of the reference implementation, computed in float32. For e4m3 weights the input
-    keeps its dtype, because the kernels quantise activations from the rounded values."""
+    """Return the result of the reference implementation, computed in float32. For e4m3 weights, the input
+    keeps its dtype, because the kernels also quantise the rounded activations."""
     exact = not any(isinstance(one, Fp8Weight) for one in arguments)
     return getattr(reference, name)(*(_copied(one, exact) for one in arguments), **options)
 
 
 def _product_of(argument: Any) -> Product | None:
-    """Return the linear to which a weight argument belongs; None if the argument cannot be a linear's
-    weight."""
+    """Return the linear to which a weight belongs, or None if the argument cannot be the weight of a
+    linear."""
     weight = argument.values if isinstance(argument, Fp8Weight) else argument
     if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
         return None
@@ -148,7 +146,7 @@ def _product_of(argument: Any) -> Product | None:
 
 
 def _copied(argument: Any, exact: bool) -> Any:
-    """Return a copy of an argument that an operation may overwrite, in float32 if `exact`."""
+    """Return a copy of an argument that an operation may overwrite. If `exact`, the copy is in float32."""
     if isinstance(argument, Residual):
         return Residual(_copied(argument.values, exact).clone())
     if isinstance(argument, torch.Tensor) and argument.is_floating_point() and exact:

@@ -1,7 +1,7 @@
-"""The two searches for a model's plans, and the kernels that they launch.
+"""The tuner's two searches for a model's kernel plans, and the enumeration of the kernels that they launch.
 
-`search_linears` tries every candidate of each linear in a chain of layers without attention. `descend` starts
-from its results and tries a few candidates in whole layers, attention included.
+`search_linears` tries every candidate plan of each linear, in a chain of layers without attention. `descend`
+starts from the resulting table, and tries a few candidates in whole layers with attention.
 """
 
 from __future__ import annotations
@@ -39,21 +39,26 @@ from kernels.tune.shortlist import Tried, covering, shortlist, starts
 _CUDA = torch.device("cuda")
 _META = torch.device("meta")
 _COMPARED_LAYERS = 12
-"""Number of layers in a graph of a descent. It is small because a descent captures hundreds of graphs."""
+"""Number of layers per CUDA graph in a descent. It is small because a descent captures hundreds of graphs."""
 
 Options = dict[Product, list[GemmPlan | None]]
 
 
-# ── each linear in turn ──────────────────────────────────────────────────────────────────────────────
+# ── linears one by one ──────────────────────────────────────────────────────────────────────────────
 
 
 def search_linears(
     served: ReplicaModel, buckets: Sequence[int], known: Table, report: Report, gpu: GpuModel
 ) -> Iterator[list[Measured]]:
-    """Yield the best plans of a model's linears, a few at a time, for each number of rows that `known` lacks.
-    `report` is called with lines of progress. gpu: the name of the device."""
+    """Find the fastest plans of a model's linears for each number of rows in `buckets` that is missing from
+    `known`. Yields a few linears at a time.
+
+    Progress lines are passed to `report`. `gpu` is the GPU on which the plans are measured.
+    """
     report(f"{_kind(served)} hidden {served.config.hidden_size}")
-    report("rows: µs of a layer by the rules, the library, the winners; per linear: winner, library, plan")
+    report(
+        "rows: µs per layer with rule-based plans, library, fastest plans; per linear: µs, library's µs, plan"
+    )
     for chain in _chains(served, _CUDA, gpu):
         for rows in buckets:
             if not is_known(known, chain.products, rows):
@@ -62,7 +67,7 @@ def search_linears(
 
 
 def launch_all(models: Sequence[ReplicaModel], buckets: Sequence[int], known: Table, gpu: GpuModel) -> None:
-    """Launch every kernel that `search_linears` launches on a GPU, on meta tensors."""
+    """Launch every kernel of `search_linears` on meta tensors."""
     with torch.inference_mode():
         for served in models:
             for chain in _chains(served, _META, gpu):
@@ -87,7 +92,7 @@ def _chains(served: ReplicaModel, device: torch.device, gpu: GpuModel) -> Iterat
     layers.set_rows(1)
     yield layers
     del layers
-    if not served.fp8:  # the output matrix has the model's dtype in both cases
+    if not served.fp8:  # both dtypes share the output matrix
         yield HeadChain(served, device, gpu)
 
 
@@ -96,21 +101,21 @@ def _chains(served: ReplicaModel, device: torch.device, gpu: GpuModel) -> Iterat
 
 @dataclass(frozen=True, slots=True)
 class Descent:
-    """The candidates of a descent over whole layers."""
+    """Parameters of a descent over whole layers."""
 
     context: int
     """Length of each sequence in tokens."""
     most: int
     """Number of plans to try for each linear."""
     tried: Tried
-    """The fastest plans that `search_linears` found."""
+    """Fastest plans that `search_linears` has found."""
 
 
 def descend(
     served: ReplicaModel, buckets: Sequence[int], table: Table, chosen: Descent, report: Report, gpu: GpuModel
 ) -> Iterator[tuple[Table, dict[str, Any]]]:
-    """Yield, for each number of rows, the table with the plans found by a descent from its own plans, and the
-    measurements."""
+    """Refine the table's plans by a descent over whole layers. For each number of rows, yield the updated
+    table and the measurements."""
     layers = LayerChain(served, _CUDA, gpu, chosen.context)
     linears = LayerChain(served, _CUDA, gpu)
     for rows in buckets:
@@ -134,7 +139,7 @@ def descend(
 def launch_descents(
     models: Sequence[ReplicaModel], buckets: Sequence[int], table: Table, chosen: Descent, gpu: GpuModel
 ) -> None:
-    """Launch every kernel that `descend` launches on a GPU, on meta tensors."""
+    """Launch every kernel of `descend` on meta tensors."""
     with torch.inference_mode():
         for served in models:
             layers = LayerChain(served, _META, gpu, chosen.context)
@@ -170,7 +175,7 @@ def _plan_descent(
 def _without_wrong(
     layers: LayerChain, begun: list[Choice], options: Options, gpu: GpuModel, report: Report
 ) -> tuple[list[Choice], Options]:
-    """Remove plans that do not run or whose results are wrong. The plans of the table are kept."""
+    """Remove plans that fail to run or have incorrect results. The table's own plans are kept."""
     wrong = set()
     for product in options:
         for plan in {*options[product], *(choice[product] for choice in begun)}:
@@ -186,7 +191,7 @@ def _without_wrong(
 
 
 class _Timer:
-    """Compares layers that use different plans: implements `descent.Compare`."""
+    """Compares the times of layers with different plans. Implements `descent.Compare`."""
 
     def __init__(self, layers: LayerChain) -> None:
         self._layers, self._graphs = layers, Graphs()
@@ -213,7 +218,8 @@ class _Timer:
 
 
 def _difference(layers: LayerChain, first: Choice, second: Choice) -> float:
-    """Return ‖b − a‖ / ‖a‖ for the hidden states computed with two choices of plans."""
+    """Return the relative difference ‖b − a‖ / ‖a‖ between the hidden states a and b, computed with two
+    choices of plans."""
     hidden = []
     for choice in (first, second):
         layers.use(table_of(choice, layers.rows))
@@ -235,6 +241,6 @@ def _line(raw: dict[str, Any], kept: set[str]) -> str:
     )
 
 
-DESCENT_HEADER = """dtype rows: µs of a layer with the table → with the plans found, relative difference of
-the hidden states between the two, seconds of search; plans: form rows block_n block_k warps stages split,
-(=): as before"""
+DESCENT_HEADER = """dtype rows: µs per layer with the table's plans → with the new plans, relative difference
+of their hidden states, duration of the search in s; plans: form rows block_n block_k warps stages split,
+(=): unchanged"""

@@ -1,1 +1,1 @@
-"""The operations as Triton kernels, for GPUs. Importing a module here imports Triton."""
+"""Contains the GPU operations as Triton kernels. Importing most of its modules imports Triton."""

@@ -1,8 +1,9 @@
 # mypy: allow-untyped-defs, disable-error-code="assignment"
-"""All-gather of small messages between the GPUs of one host, and the choice of the best token over the ranks.
+"""All-gather of small messages between the GPUs of one host, and the selection of the best token over all
+ranks.
 
-Both use the push protocol of `kernels.triton.peer_arena`. They may take turns with `all_reduce_add` on the
-same arena.
+Both operations use the push protocol of `kernels.triton.peer_arena`. Their calls may alternate with calls of
+`all_reduce_add` on the same arena.
 """
 
 from __future__ import annotations
@@ -12,40 +13,51 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kernels.draws import BAD_TOKEN
-from kernels.triton.peer_arena import EMPTY, PROGRAMS, REGION_BLOCK, Arena, receive, send, signal
+from kernels.triton.peer_arena import (
+    PROGRAMS,
+    REGION_BLOCK,
+    Arena,
+    begin_call,
+    payload,
+    receive,
+    send,
+    send_to_peers,
+    signal,
+)
 
 _WARP_WORDS = 128
-"""Number of words that a warp handles: four per thread."""
+"""Number of words per warp, four per thread."""
 _MAX_WARP_PROGRAMS = 8
-"""Maximum number of programs of a single warp. Longer messages use larger items."""
+"""Maximum number of single-warp programs. Longer messages use larger items."""
 
 
 def fits(words: int, arena: Arena) -> bool:
-    """Return whether `all_gather` can take a message of `words` 32-bit words."""
+    """Return whether `all_gather` supports a message of `words` 32-bit words."""
     return 0 < words <= arena.max_words
 
 
 def best_fits(rows: int) -> bool:
-    """Return whether `best_of_ranks` can take `rows` rows."""
+    """Return whether `best_of_ranks` supports `rows` rows."""
     return 0 < rows <= PROGRAMS * _WARP_WORDS
 
 
 def all_gather(
     x: torch.Tensor, width: int, arena: Arena, *, pdl: bool = True, fence: bool = False
 ) -> torch.Tensor:
-    """Return the words of all ranks.
+    """Return the words of all ranks: [rows, world, width] int32, where rows is count / width.
 
-    x: [count] int32, contiguous, the same count on every rank. width: number of words of a row. Returns
-    [rows, world, width] int32, where rows is count / width. The value EMPTY_WORD arrives as 0, so words that
-    represent floats lose at most the sign of a zero. fence: whether this call also makes everything that a
-    rank wrote earlier in its stream, in any memory, visible to the other ranks. Raises ValueError if `fits`
-    is False. Every rank must make the same calls in the same order.
+    x: [count] int32, contiguous, with the same count on every rank. width: number of words per row.
+    fence: whether this call also makes everything that a rank wrote earlier in its stream, in any memory,
+    visible to the other ranks.
+
+    The value EMPTY_WORD arrives as 0, so words that represent floats lose at most the sign of a zero. Raises
+    ValueError if `fits` is False. Every rank must make the same calls in the same order.
     """
     count = x.numel()
     if not fits(count, arena):
         raise ValueError(
-            f"a message of {count} words does not fit an arena of {arena.max_words} words; use another "
-            "collective"
+            f"a message of {count} words does not fit into an arena of {arena.max_words} words; "
+            "use another collective"
         )
     block = _WARP_WORDS if count <= _WARP_WORDS * _MAX_WARP_PROGRAMS else REGION_BLOCK
     result = torch.empty((count // width, arena.world, width), dtype=torch.int32, device=x.device)
@@ -72,11 +84,11 @@ def all_gather(
 
 
 def best_of_ranks(values: torch.Tensor, ids: torch.Tensor, arena: Arena, *, pdl: bool = True) -> torch.Tensor:
-    """Return the id of the largest value over the ranks: [rows] int64.
+    """Return the id of the largest value over all ranks: [rows] int64.
 
-    values: [rows] float32. ids: [rows] int64 below 2³¹. Among equal values, the lowest rank's wins. The
-    result is BAD_TOKEN if a value is NaN or the largest value is infinite. Every rank must make the same
-    calls in the same order, with rows for which `best_fits` is True.
+    values: [rows] float32. ids: [rows] int64 below 2³¹. Among equal values, the id of the lowest rank wins.
+    The result is BAD_TOKEN if a value is NaN or the largest value is infinite. Every rank must make the same
+    calls in the same order, with a number of rows for which `best_fits` is True.
     """
     rows = len(values)
     result = torch.empty(rows, dtype=torch.int64, device=values.device)
@@ -120,33 +132,25 @@ def _all_gather(
     FENCE: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Program i exchanges items i, i + programs, …; an item is BLOCK consecutive words. Lanes after the
-    end of the message exchange zeros."""
+    """Exchange items i, i + programs, … in program i. An item is BLOCK consecutive words. Lanes past the end
+    of the message exchange zeros."""
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     lane = gl.arange(0, BLOCK, layout=layout)
     stop = (lane * 0).to(gl.int64) + stop_address.to(gl.int64)
-    own = gl.load(addresses + RANK)
-    if PDL:
-        signal("griddepcontrol.launch_dependents; mov.u32 $0, 0;")
-        signal("griddepcontrol.wait; mov.u32 $0, 0;")
+    call, received, sent, source_bytes = begin_call(
+        addresses, calls, lane, region_items, RANK, WORLD, REGION_BLOCK, PDL
+    )
     if FENCE:
         signal("fence.acq_rel.sys; mov.u32 $0, 0;")
-    call = gl.load(calls + program)
-    source_bytes = region_items.to(gl.int64) * (REGION_BLOCK * 4)
-    half = (program.to(gl.int64) * 2 + (call & 1)) * (WORLD * source_bytes)
-    received = lane.to(gl.int64) * 4 + own + half
-    sent = lane.to(gl.int64) * 4 + half + RANK * source_bytes
 
     item = program
     place = call * 0
     while item * BLOCK < count:
         index = item * BLOCK + lane
-        words = gl.load(x + index, mask=index < count, other=0)
-        words = gl.where(words == EMPTY, 0, words)
-        for hop in gl.static_range(1, WORLD):
-            send(sent + place.to(gl.int64) * (BLOCK * 4) + gl.load(addresses + (RANK + hop) % WORLD), words)
+        words = payload(gl.load(x + index, mask=index < count, other=0))
+        send_to_peers(addresses, sent + place.to(gl.int64) * (BLOCK * 4), words, RANK, WORLD)
         to = (index // width) * (width * WORLD) + RANK * width + index % width
         gl.store(result + to, words, mask=index < count)
         item += programs
@@ -160,7 +164,6 @@ def _all_gather(
             source = (RANK + hop) % WORLD
             at = received + source * source_bytes + place.to(gl.int64) * (BLOCK * 4)
             words = receive(at, stop)
-            send(at, words * 0 + EMPTY)
             to = (index // width) * (width * WORLD) + source * width + index % width
             gl.store(result + to, words, mask=index < count)
         item += programs
@@ -188,24 +191,18 @@ def _best_of_ranks(
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Program i exchanges the values of BLOCK rows as one item, and their ids as a second item."""
+    """Exchange the values of BLOCK rows as one item, and their ids as a second item."""
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
     program = gl.program_id(0)
     lane = gl.arange(0, BLOCK, layout=layout)
     stop = (lane * 0).to(gl.int64) + stop_address.to(gl.int64)
-    own = gl.load(addresses + RANK)
     row = program * BLOCK + lane
-    if PDL:
-        signal("griddepcontrol.launch_dependents; mov.u32 $0, 0;")
-        signal("griddepcontrol.wait; mov.u32 $0, 0;")
-    call = gl.load(calls + program)
-    source_bytes = region_items.to(gl.int64) * (REGION_BLOCK * 4)
-    half = (program.to(gl.int64) * 2 + (call & 1)) * (WORLD * source_bytes)
-    received = lane.to(gl.int64) * 4 + own + half
-    sent = lane.to(gl.int64) * 4 + half + RANK * source_bytes
+    call, received, sent, source_bytes = begin_call(
+        addresses, calls, lane, region_items, RANK, WORLD, REGION_BLOCK, PDL
+    )
 
     own_bits = gl.load(values + row, mask=row < rows, other=0.0).to(gl.int32, bitcast=True)
-    own_bits = gl.where(own_bits == EMPTY, 0, own_bits)
+    own_bits = payload(own_bits)
     own_ids = gl.load(ids + row, mask=row < rows, other=0).to(gl.int32)
     for hop in gl.static_range(1, WORLD):
         peer = sent + gl.load(addresses + (RANK + hop) % WORLD)
@@ -221,9 +218,7 @@ def _best_of_ranks(
         else:
             at = received + source * source_bytes
             bits = receive(at, stop)
-            send(at, own_bits * 0 + EMPTY)
             token = receive(at + BLOCK * 4, stop)
-            send(at + BLOCK * 4, own_bits * 0 + EMPTY)
         if source == 0:
             best_bits = bits
             best_ids = token

@@ -1,21 +1,21 @@
-"""Paged attention of one new token per sequence, with split-KV (Flash-Decoding, Dao et al. 2023).
+"""Paged attention of one new token per sequence (decode), with split-KV (Flash-Decoding, Dao et al. 2023).
 
-The KV pages of a sequence are divided into splits. Each program of the grid finds its split from the lengths
-on the device. All splits have at most the same number of pages, chosen so that the splits of the whole batch
-fit the grid (FlashInfer plans this on the host, Ye et al. 2025). The grid depends only on the number of
-sequences, so one CUDA graph serves any lengths: a short sequence is one split, and a long sequence spreads
-over many programs. A sequence with one split needs no combine. Otherwise each split writes its partial result
-to the workspace, and the program that finishes last combines them in the order of the cache. So there is no
-second kernel, and the result is deterministic.
+The KV pages of a sequence are divided into splits. Each program of the grid finds its split from the sequence
+lengths on the device. The maximum number of pages per split is chosen so that the splits of the whole batch
+fit into the grid (FlashInfer computes this plan on the host, Ye et al. 2025). The grid depends only on the
+number of sequences, so one CUDA graph supports all lengths. A short sequence is one split, and a long
+sequence is distributed over many programs. A sequence with one split needs no combine step. Otherwise, each
+split writes its partial result to the workspace, and the program that finishes last combines the results in
+cache order. Therefore no second kernel is needed, and the result is deterministic.
 
-The query heads of a KV head are the rows of one tensor-core tile (16 or more rows). FP8 tiles are converted
-to float16: on Hopper one instruction converts two values to float16, while bfloat16 takes several
-instructions.
+The query heads of a KV head are the rows of one tensor-core tile, which has at least 16 rows. FP8 tiles are
+converted to float16. On Hopper, one instruction converts two values to float16, whereas a conversion to
+bfloat16 needs several.
 
-With a `Rotation`, the input is the result of the qkv GEMM. The kernel then applies QK-norm and RoPE to the
-heads that it reads. The program of a sequence's last page writes the new key and value to the cache and adds
-their attention from registers. So no other kernel runs between the qkv GEMM and attention, and all inputs
-that do not come from the GEMM (lengths, slots, angles) are read before the GEMM has ended.
+With a `Rotation`, the input is the result of the qkv GEMM, and the kernel applies QK-norm and RoPE to the
+heads that it reads. The program of a sequence's last page writes the new key and value to the cache and
+computes their attention from registers. Therefore no other kernel runs between the qkv GEMM and attention.
+Inputs that do not depend on the GEMM (lengths, slots, angles) are read before the GEMM has ended.
 """
 
 from __future__ import annotations
@@ -33,23 +33,24 @@ from kernels.triton.attention_decode_kernel import decode_kernel
 _LOG2_E = 1.4426950408889634
 
 _MAX_AT_ONCE = 32
-"""Largest number of splits whose partial results are loaded together. The loop over them is unrolled: with
-128, which small heads would allow, the kernel takes a minute to compile."""
+"""Maximum number of splits whose partial results are loaded together. The loop over them is unrolled. With
+128 splits, which small heads would allow, the kernel takes a minute to compile."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeWorkspace:
-    """Scratch memory of `decode`. Each stream needs its own workspace; all layers of a model share it.
+    """Scratch memory of `decode`. Each stream needs its own workspace, which all layers of a model share.
 
-    A workspace is made for fixed kv_heads, group and head_dim, and for at most `sequences` sequences.
+    A workspace is allocated for fixed kv_heads, group (query heads per KV head) and head_dim, and for at most
+    `sequences` sequences.
     """
 
     partial: torch.Tensor
-    """Unnormalised attention outputs of the splits: `[items, kv_heads, group, head_dim]` float32."""
+    """Unnormalised attention results of the splits: `[items, kv_heads, group, head_dim]` float32."""
     stats: torch.Tensor
-    """Largest scores and softmax sums of the splits: `[items, kv_heads, 2, group]` float32."""
+    """Maximum scores and softmax sums of the splits: `[items, kv_heads, 2, group]` float32."""
     arrived: torch.Tensor
-    """Number of finished splits: `[sequences, kv_heads]` int32. Zero between launches."""
+    """Number of finished splits: `[sequences, kv_heads]` int32. It is zero between launches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,30 +58,30 @@ class DecodeConfig:
     """Launch parameters of the decode attention kernel."""
 
     items: int
-    """Number of programs per KV head. It bounds the total number of splits and must be at least the number of
-    sequences."""
+    """Number of programs per KV head. It must be at least the number of sequences, and it limits the total
+    number of splits."""
     stages: int
-    """Number of stages of the software pipeline over pages. Page numbers and tiles are prefetched (stages -
-    1) / 2 iterations ahead each."""
+    """Number of stages of the software pipeline over pages. Page numbers and tiles are each prefetched
+    (stages - 1) / 2 iterations ahead."""
     maxnreg: int | None = 128
-    """Register limit per thread."""
+    """Maximum number of registers per thread."""
     at_once: int = 4096
-    """Number of partial sums that the combine loads together."""
+    """Number of partial sums that the combine step loads at a time."""
     num_warps: int = 4
     least_pages: int = 1
-    """Sequences of at most this many pages are not split: reading the pages in one program is cheaper than
-    combining splits."""
+    """Sequences with at most this many pages are not split, because reading the pages in one program is
+    faster than combining splits."""
 
 
 def config_for(
     sequences: int, kv_heads: int, head_dim: int, element_size: int, multiprocessors: int
 ) -> DecodeConfig:
-    """Return the launch parameters for a number of sequences of any lengths.
+    """Return the launch parameters for a number of sequences. They do not depend on the sequence lengths.
 
-    A single sequence with a 2-byte cache runs best with one program per multiprocessor, because a launch that
-    overlaps the previous kernel is not distributed evenly; 2 to 16 sequences run best with two. FP8 needs
-    more programs to hide the conversion: with enough sequences, 96 registers per thread let five programs
-    share a multiprocessor.
+    With a 2-byte cache, a single sequence is fastest with one program per multiprocessor, because the
+    programs of a launch that overlaps the previous kernel are not distributed evenly. 2 to 16 sequences are
+    fastest with two programs per multiprocessor. FP8 needs more programs to hide the conversion. With enough
+    sequences, a limit of 96 registers per thread lets five programs share a multiprocessor.
     """
     fp8 = element_size == 1
     waves = 4 if sequences > 16 or (fp8 and sequences > 1) else 2 if fp8 or sequences > 1 else 1
@@ -92,25 +93,25 @@ def config_for(
 
 
 def splits_at_once(config: DecodeConfig, group: int, head_dim: int) -> int:
-    """Return how many splits of a sequence the combine loads together."""
+    """Return the number of splits of a sequence that the combine step loads together."""
     return min(_MAX_AT_ONCE, max(1, config.at_once // (group * head_dim)))
 
 
 def config_on(keys: torch.Tensor, sequences: int) -> DecodeConfig:
-    """Return `config_for` the device and shape of a cache `[blocks, kv_heads, 64, head_dim]`."""
+    """Return the launch parameters for a cache `[blocks, kv_heads, 64, head_dim]` on its device."""
     _, kv_heads, _, head_dim = keys.shape
     return config_for(sequences, kv_heads, head_dim, keys.element_size(), multiprocessors_of(keys.device))
 
 
 def max_items(sequences: int, kv_heads: int, multiprocessors: int) -> int:
-    """Return the largest `DecodeConfig.items` for which a workspace has room."""
+    """Return the maximum `DecodeConfig.items` that a workspace supports."""
     return sequences + 4 * multiprocessors // kv_heads
 
 
 def allocate_workspace(
     sequences: int, heads: int, kv_heads: int, head_dim: int, device: torch.device
 ) -> DecodeWorkspace:
-    """Allocate the workspace of `decode` for up to `sequences` sequences with these numbers of heads."""
+    """Allocate the workspace of `decode` for up to `sequences` sequences with the given numbers of heads."""
     items = max_items(sequences, kv_heads, multiprocessors_of(device))
     group = triton.next_power_of_2(heads // kv_heads)
     return DecodeWorkspace(
@@ -137,23 +138,22 @@ def decode(
     pdl: bool = True,
     config: DecodeConfig | None = None,
 ) -> torch.Tensor:
-    """Compute attention of one new token per sequence over its pages: `[sequences, heads, head_dim]` in q's
-    dtype.
+    """Compute the attention of one new token per sequence: `[sequences, heads, head_dim]` in q's dtype.
 
-    q: `[sequences, heads, head_dim]`, heads contiguous. With a `rotation`, q is the result of the qkv GEMM,
-    `[sequences, (heads + 2 kv_heads) × head_dim]`, and this call also writes the new keys and values to the
-    cache. Sequences must then not share the blocks that receive their new tokens. With PDL, slots, lens and
-    cos_sin are then read before the previous kernel has ended; so a kernel without PDL, such as a decoder's
-    embedding, must run between the kernel that wrote them and this one.
-    keys, values: `[blocks, kv_heads, 64, head_dim]`, contiguous, in q's dtype, or float8_e4m3fn with
-    `k_scales`, `v_scales` `[blocks, kv_heads, 64]` float32.
+    q: `[sequences, heads, head_dim]`, heads contiguous. With `rotation`, q is the result of the qkv GEMM,
+    `[sequences, (heads + 2 kv_heads) × head_dim]`. keys, values: `[blocks, kv_heads, 64, head_dim]`,
+    contiguous, in q's dtype, or float8_e4m3fn with `k_scales`, `v_scales` `[blocks, kv_heads, 64]` float32.
     block_table: `[slots, columns]` int32 or int64. slots: `[sequences]`, each sequence's row of the block
-    table.
-    lens: `[sequences]`, number of cached tokens, the new token included; 0 marks padding, whose result is
-    zeros and whose other inputs are not read. window: the token sees itself and the window - 1 tokens before
-    it.
-    config: launch parameters; None: `config_for`. The last bits of the result depend on `items`. The softmax
-    is in float32. No length is read on the host, so a CUDA graph may hold the launch.
+    table. lens: `[sequences]`, number of cached tokens, including the new token. 0 marks padding: the result
+    is zeros, and the padding's other inputs are not read. window: each token attends to itself and the window
+    - 1 tokens before it. rotation: if given, this call also writes the new keys and values to the cache.
+    Sequences must not share the blocks that receive their new tokens. With PDL, slots, lens and cos_sin are
+    read before the previous kernel has ended. Therefore a kernel without PDL, for example a decoder's
+    embedding, must run between the kernel that wrote them and this one. config: launch parameters; if None,
+    `config_for` chooses them. The last bits of the result depend on `config.items`.
+
+    The softmax is computed in float32. No length is read on the host, so the launch can be captured in a CUDA
+    graph.
     """
     blocks, kv_heads, _, head_dim = keys.shape
     sequences, heads = q.shape[0], _query_heads(q, kv_heads, head_dim, rotation)
@@ -218,15 +218,15 @@ def decode(
 
 
 def _query_heads(q: torch.Tensor, kv_heads: int, head_dim: int, rotation: Rotation | None) -> int:
-    """Return the number of query heads. Raises ValueError if the shape of q does not match kv_heads and
+    """Return the number of query heads. Raises ValueError if q's shape does not match kv_heads and
     head_dim."""
     if rotation is None:
         return q.shape[1]
     heads = q.shape[1] // head_dim - 2 * kv_heads
     if q.shape[1] % head_dim or heads < 1 or heads % kv_heads:
         raise ValueError(
-            f"q has {q.shape[1]} columns; needs (heads + 2 × {kv_heads}) × {head_dim} with heads a "
-            f"multiple of {kv_heads}"
+            f"q has {q.shape[1]} columns; expected (heads + 2 × {kv_heads}) × {head_dim}, "
+            f"where heads is a multiple of {kv_heads}"
         )
     if (rotation.q_norm is None) != (rotation.k_norm is None):
         raise ValueError("only one of q_norm and k_norm is given; give both or neither")
@@ -240,16 +240,17 @@ def _check_workspace(
     if tuple(shape) != heads:
         raise ValueError(
             f"workspace has kv_heads, group and head_dim {tuple(shape)}, but the batch has {heads}; "
-            "allocate another with allocate_workspace"
+            "create a matching workspace with allocate_workspace"
         )
     if sequences > workspace.arrived.shape[0]:
         raise ValueError(
-            f"workspace has room for {workspace.arrived.shape[0]} sequences, but the batch has {sequences}; "
-            "allocate a larger one"
+            f"workspace supports {workspace.arrived.shape[0]} sequences, but the batch has {sequences}; "
+            "allocate a larger workspace"
         )
     if not sequences <= items <= most:
         raise ValueError(
-            f"items is {items}; needs at least {sequences} (the sequences) and at most {most} (the workspace)"
+            f"items is {items}; must be at least {sequences} (number of sequences) "
+            f"and at most {most} (capacity of the workspace)"
         )
 
 
@@ -257,8 +258,8 @@ _TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bf
 
 
 def _scan_width(sequences: int) -> int:
-    """Return the width of the scan over sequences, one of a few values, because each width is a separate
-    compilation."""
+    """Return the width of the scan over sequences. Only a few widths are used, because each width is compiled
+    separately."""
     for width in (1, 16, 128, 1024):
         if sequences <= width:
             return width
@@ -266,5 +267,5 @@ def _scan_width(sequences: int) -> int:
 
 
 def multiprocessors_of(device: torch.device) -> int:
-    """Return the number of multiprocessors of a GPU, or 4 in the interpreter."""
+    """Return the number of multiprocessors of a GPU, or 4 in Triton's interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

@@ -1,5 +1,6 @@
 # mypy: allow-untyped-defs
-"""The paged decode attention kernel and its parts; `kernels.triton.attention_decode` launches it."""
+"""Contains the paged decode attention kernel and its helper functions. `kernels.triton.attention_decode`
+launches the kernel."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ from kernels.triton.new_tokens import angles, rounded, turned
 
 _LIFT = tl.constexpr(8.0)
 """With an FP8 cache, softmax weights are scaled by 2**8, so that small weights of a long sequence stay above
-float16's subnormals. The factor cancels in the final quotient."""
+float16's subnormals. The factor cancels in the final division."""
 
 
 @triton.jit
 def _pages_of(length, WINDOW: tl.constexpr):
-    """Return the first visible page of a sequence and the number of visible pages."""
+    """Return the index of a sequence's first visible page, and the number of visible pages."""
     last = (length + 63) // 64
     first = tl.maximum(length - WINDOW, 0) // 64 if WINDOW > 0 else length * 0
     return first, last - first
@@ -24,16 +25,16 @@ def _pages_of(length, WINDOW: tl.constexpr):
 
 @triton.jit
 def _spread(tile, SPREAD: tl.constexpr):
-    """Permute the columns of a `[64, n]` tile: column c moves to (c % SPREAD) × (n / SPREAD) + c / SPREAD.
-    The tensor cores give a thread groups of 8 columns that lie n / SPREAD apart; after the permutation the
-    thread loads SPREAD adjacent columns as words instead of bytes."""
+    """Permute the columns of a `[64, n]` tile: column c moves to (c % SPREAD) × (n / SPREAD) + c / SPREAD. In
+    the tensor-core layout, a thread's groups of 8 columns are n / SPREAD apart. After the permutation, the
+    thread loads SPREAD adjacent columns as words instead of single bytes."""
     n: tl.constexpr = tile.shape[1]
     return tile.reshape(tile.shape[0], n // SPREAD, SPREAD).permute(0, 2, 1).reshape(tile.shape[0], n)
 
 
 @triton.jit
 def _gather(tile, SPREAD: tl.constexpr):
-    """Apply the inverse permutation of `_spread`."""
+    """Invert the permutation of `_spread`."""
     n: tl.constexpr = tile.shape[1]
     return tile.reshape(tile.shape[0], SPREAD, n // SPREAD).permute(0, 2, 1).reshape(tile.shape[0], n)
 
@@ -48,10 +49,11 @@ def _combine(
     KV_HEADS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Combine `pieces` splits of a sequence and normalise: `[GROUP, HEAD_DIM]`. `partial` and `stats` point
-    to the first split.
+    """Combine `pieces` splits of a sequence and normalise the result: `[GROUP, HEAD_DIM]`. `partial` and
+    `stats` point to the first split.
 
-    The loop visits split by split, so that no thread waits for another; AT_ONCE loads are in flight together.
+    The loop processes one split after another, so threads need not wait for each other. AT_ONCE loads are in
+    flight at the same time.
     """
     group = tl.arange(0, GROUP)
     place = group[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
@@ -123,9 +125,9 @@ def decode_kernel(
     kv_head = tl.program_id(0) % KV_HEADS
     item = tl.program_id(0) // KV_HEADS
 
-    # Find this program's sequence and split. A split has at most `most` pages, so that all splits fit the
-    # grid. Loads bypass the L1, which may hold lengths and slots of another step, because this code may run
-    # before gdc_wait.
+    # Find this program's sequence and split. A split has at most `most` pages, so that all splits fit into
+    # the grid. The loads bypass the L1 cache. This code may run before gdc_wait, when the L1 may still
+    # contain the lengths and slots of an earlier step.
     if SCAN == 1:
         length = tl.load(lens, cache_modifier=".cg").to(tl.int32)
         row = tl.load(rows, cache_modifier=".cg").to(tl.int64)
@@ -182,7 +184,8 @@ def decode_kernel(
         total = tl.zeros([TILE_ROWS], tl.float32)
         cached = length
         if NEW:
-            # The new token is computed from registers. The cache holds only the tokens before it.
+            # Attention to the new token is computed from registers. The cache contains only the tokens before
+            # it.
             cached = length - 1
             newest = begin + each >= pages
             query = turned(own, kv_head * HEADS + tile_row, real, cos, sin, q_norm, eps, HEAD_DIM, NORM)

@@ -1,15 +1,16 @@
-"""Causal paged attention of prompt chunks (FlashAttention-2's loop, Dao 2023).
+"""Causal paged attention of prompt chunks (prefill), based on FlashAttention-2's loop (Dao 2023).
 
-A tile has 128 rows: the query heads of one KV head for as many tokens as fit. So a short chunk still fills
-the tensor cores, and tiles on the diagonal waste little work. One launch computes the tiles of all chunks of
-a pass, the longest first, from a list that the host builds once per step for all layers (`plan_tiles`). A
-tensor descriptor reads the page of a KV head as one contiguous tile. Pages that are visible to every row of a
-tile are not masked.
+A tile has 128 rows: the query heads of one KV head for as many tokens as fit. Therefore even a short chunk
+fills the tensor cores, and tiles on the diagonal waste little work. One launch computes the tiles of all
+chunks of a pass, the longest first. The host builds the list of tiles once per step for all layers
+(`plan_tiles`). A tensor descriptor reads each page of a KV head as one contiguous tile. Pages that are
+visible to every row of a tile are not masked.
 
-An FP8 cache is expanded to the model's dtype first, into a scratch pool that holds the pages of the pass
-(`plan_expansion`, `expand`). So each page is converted once, instead of once per tile of the chunk. Short
-chunks, and chunks for which the scratch pool has no room, read the FP8 pages directly and convert tiles to
-float16: on Hopper one instruction converts two values to float16, while bfloat16 takes several.
+An FP8 cache is first expanded to the model's dtype, into a scratch pool that contains the pages of the pass
+(`plan_expansion`, `expand`). Each page is then converted once, instead of once per tile of the chunk. Short
+chunks, and chunks that do not fit into the scratch pool, read the FP8 pages directly and convert them to
+float16. On Hopper, one instruction converts two values to float16, whereas a conversion to bfloat16 needs
+several.
 
 On Hopper, long prompts use another kernel, `attention_prefill_hopper`, with the same tiles (`suits_hopper`).
 """
@@ -31,14 +32,13 @@ from kernels import PAGE_TOKENS, ChunkSpan
 _LOG2_E = 1.4426950408889634
 
 _LIFT = tl.constexpr(8.0)
-"""In float16, softmax weights are scaled by 2**8, so that small weights stay above float16's
-subnormals."""
+"""Binary exponent of the factor (2**8) that multiplies float16 softmax weights. It keeps small weights above
+float16's subnormals."""
 
 _LOWEST = tl.constexpr(-1.0e30)
-"""The running maximum of a row that has seen no key yet. It is finite, so that a page without visible keys
-gives no NaN. Masked scores must be -inf and not this number: the compiler fuses `score × scale - largest`
-into one instruction that does not round the product, so the difference of equal numbers would be about
-1e20."""
+"""Initial running maximum of a row. It is finite, so a page without visible keys does not produce NaN. Masked
+scores must be -inf instead of this value: the compiler fuses `score × scale - largest` into one instruction
+that does not round the product, so the difference could be about 1e20 instead of 0."""
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -132,12 +132,12 @@ def _prefill_kernel(
         v = v_tiles.load([tile, 0])
         acc = tl.dot(weights.to(COMPUTE), v.to(COMPUTE), acc, input_precision=PRECISION)
         m = m_new
-    # Rows after the last token may have seen no key. They are NaN here and are not stored.
+    # Rows past the last token may have no visible key. They are NaN and are not stored.
     acc = acc / total[:, None]
     if REREAD:
-        # Recompute these values from the record: if they were kept in registers during the loop, the loop
-        # would have too few. The different cache modifier stops the compiler from merging these loads with
-        # the first ones.
+        # Recompute these values from the tile's record. Keeping them during the loop would leave too few
+        # registers for the loop. The different cache modifier prevents the compiler from merging these loads
+        # with the earlier ones.
         count = tl.load(record + 1, cache_modifier=".ca")
         token = (tl.load(record, cache_modifier=".ca") + row // HEADS).to(tl.int64)
         real = (row < count * HEADS)[:, None]
@@ -146,16 +146,16 @@ def _prefill_kernel(
 
 
 def tile_tokens(heads: int, kv_heads: int, tile_rows: int = 128) -> int:
-    """Return the number of tokens in a tile."""
+    """Return the number of tokens in a full tile."""
     return max(1, tile_rows // (heads // kv_heads))
 
 
 def plan_tiles(
     chunks: Sequence[ChunkSpan], heads: int, kv_heads: int, window: int | None = None, tile_rows: int = 128
 ) -> np.ndarray:
-    """Return the tiles of a pass, those with the most keys first: `[tiles, 4]` int32 with the first token's
-    index in the pass, number of tokens, first position, and slot (row of the block table). Valid for every
-    layer with this window."""
+    """Return the tiles of a pass, the tiles with the most keys first: `[tiles, 4]` int32. The columns are the
+    first token's index in the pass, the number of tokens, the first position, and the slot (row of the block
+    table). The list is valid for every layer with this attention window."""
     step = tile_tokens(heads, kv_heads, tile_rows)
     parts = [np.empty((0, 4), dtype=np.int32)]
     for chunk in chunks:
@@ -172,18 +172,18 @@ def plan_tiles(
 
 
 HOPPER_ABOVE = 1024
-"""Average number of keys per tile of a pass above which `attention_prefill_hopper` is used. On an H200 it
-saves 5 to 27 % of the time above this limit. At half the limit both kernels are equal. Below that, it takes
-5 to 22 % longer: it runs one program per multiprocessor, so no other program fills the start and end of a
-tile."""
+"""Average number of keys per tile above which a pass uses `attention_prefill_hopper`. On an H200, that kernel
+takes 5 to 27 % less time than the general kernel above the limit, the same time at half the limit, and 5 to
+22 % more time below half the limit. It runs one program per multiprocessor, so no other program can use the
+multiprocessor while a tile starts and ends."""
 
 
 def suits_hopper(
     tiles: np.ndarray, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, window: int | None
 ) -> bool:
-    """Return whether a Hopper GPU should compute `tiles` (from `plan_tiles`) with `attention_prefill_hopper`:
-    whether that kernel supports the shape, and the tiles see enough keys for it to be faster. dtype: of
-    queries, keys and values."""
+    """Return whether a Hopper GPU should compute `tiles` (from `plan_tiles`) with `attention_prefill_hopper`.
+    The kernel must support the shape, and the tiles must have enough keys for it to be faster. dtype: dtype
+    of queries, keys and values."""
     group = heads // kv_heads
     served = head_dim == 128 and 64 % group == 0 and window is None
     if not served or dtype not in (torch.bfloat16, torch.float16) or not len(tiles):
@@ -192,20 +192,20 @@ def suits_hopper(
 
 
 EXPAND_FROM = 64
-"""Smallest number of tokens in a chunk for which expanding its FP8 pages first is faster."""
+"""Minimum number of tokens in a chunk for which it is faster to expand the chunk's FP8 pages first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """How a pass reads an FP8 cache: three lists for the device, valid for every layer with this
-    window."""
+    """Describes how a pass reads an FP8 cache. The three lists are copied to the device and are valid for
+    every layer with the same attention window."""
 
     pages: np.ndarray
-    """Pages to expand: `[pages, 2]` int32 with slot and column of the block table. `expand` writes page i to
-    scratch block i."""
+    """Pages to expand, `[pages, 2]` int32. The columns are the slot and the block-table column. `expand`
+    writes page i to scratch block i."""
     expanded: np.ndarray
-    """Tiles (from `plan_tiles`) of the chunks that read the scratch pool. Their last field is not a slot but
-    the scratch block of page 0."""
+    """Tiles (from `plan_tiles`) of the chunks that read the scratch pool. Their last field is the scratch
+    block of page 0 instead of the slot."""
     direct: np.ndarray
     """Tiles (from `plan_tiles`) of the chunks that read the FP8 pool directly."""
 
@@ -218,7 +218,8 @@ def plan_expansion(
     scratch_blocks: int,
     tile_rows: int = 128,
 ) -> Expansion:
-    """Divide the chunks of a pass between the scratch pool of `scratch_blocks` blocks and the FP8 pool."""
+    """Assign each chunk of a pass to the scratch pool, which has `scratch_blocks` blocks, or to the FP8
+    pool."""
     direct, moved, pages, used = [], [], [], 0
     for chunk in chunks:
         first = 0 if window is None else max(0, chunk.context + 1 - window) // PAGE_TOKENS
@@ -282,8 +283,8 @@ def expand(
     scratch_values: torch.Tensor,
     pdl: bool = True,
 ) -> None:
-    """Convert pages of an FP8 pool, multiplied by their scales, into scratch blocks 0, 1, 2…, one per entry
-    of `pages` (`Expansion.pages` on the device).
+    """Convert pages of an FP8 pool to the queries' dtype, multiplied by their scales. Page i of `pages`
+    (`Expansion.pages` on the device) is written to scratch block i.
 
     keys, values: `[blocks, kv_heads, 64, head_dim]`, contiguous; k_scales, v_scales: `[blocks, kv_heads, 64]`
     float32; scratch_keys, scratch_values: `[scratch blocks, kv_heads, 64, head_dim]` in the queries' dtype.
@@ -319,18 +320,19 @@ class PrefillConfig:
     """Number of rows in a tile, as passed to `plan_tiles`."""
     num_warps: int
     stages: int
-    """Number of stages of the software pipeline over pages. Page numbers and tiles share the stages where a
-    block table is read."""
+    """Number of stages of the software pipeline over pages. If a block table is read, page numbers and tiles
+    share the stages."""
     maxnreg: int | None
-    """Register limit per thread; None: no limit."""
+    """Maximum number of registers per thread. None means no limit."""
 
 
 def config_for(head_dim: int, direct: bool, expanded: bool) -> PrefillConfig:
-    """Return the launch parameters. direct: the pool is FP8. expanded: the pool is the scratch pool.
+    """Return the launch parameters. direct: whether the kernel reads an FP8 pool. expanded: whether it reads
+    the scratch pool.
 
-    Two programs per multiprocessor hide each other's softmax. With 8 warps, at most 128 registers per thread
-    allow two programs, and the compiler then waits for every tensor-core product. With 4 warps the compiler
-    does not wait, but a loop with a block table or with conversion spills a little more.
+    Two programs per multiprocessor hide each other's softmax. With 8 warps, this requires at most 128
+    registers per thread, and the compiler then waits for every tensor-core product. With 4 warps the compiler
+    does not wait, but a loop with a block table or a conversion spills slightly more registers.
     """
     if head_dim > 128:
         return PrefillConfig(128, 8, 2 if expanded else 3, None)
@@ -353,16 +355,16 @@ def prefill(
     pdl: bool = True,
     config: PrefillConfig | None = None,
 ) -> torch.Tensor:
-    """Compute causal attention of chunks whose keys and values are already in the cache:
+    """Compute the causal attention of chunks whose keys and values are already in the cache:
     `[tokens, heads, head_dim]` in q's dtype. Tokens that belong to no tile keep their previous values in
     `out`.
 
     q: `[tokens, heads, head_dim]`, heads contiguous. keys, values: `[blocks, kv_heads, 64, head_dim]`,
     contiguous, in q's dtype, or float8_e4m3fn with `k_scales`, `v_scales` `[blocks, kv_heads, 64]` float32.
-    block_table: `[slots, columns]` int32 or int64, each row covering context + count of its chunk; None: keys
-    and values are the scratch pool, and tiles are `Expansion.expanded`.
-    tiles: `plan_tiles` on the device, contiguous.
-    window: a token sees itself and the window - 1 tokens before it. The softmax is in float32.
+    block_table: `[slots, columns]` int32 or int64. Each row covers the context + count tokens of its chunk.
+    If it is None, keys and values are the scratch pool, and tiles are `Expansion.expanded`. tiles:
+    `plan_tiles` on the device, contiguous. window: each token attends to itself and the window - 1 tokens
+    before it. The softmax is computed in float32.
     """
     _, heads, head_dim = q.shape
     blocks, kv_heads, _, _ = keys.shape

@@ -1,17 +1,17 @@
 # mypy: allow-untyped-defs, disable-error-code="assignment"
-"""Causal attention of prompts on Hopper, which overlaps the softmax of one block of keys with the tensor-core
-products of another.
+"""Causal prefill attention for Hopper GPUs, which overlaps the softmax of one block of keys with the
+tensor-core products of another block.
 
-This is FlashAttention-3's schedule (Shah et al. 2024) over a paged cache, written in Gluon, Triton's
-lower-level language. One producer warp loads the queries of a tile and pages of keys and values with the copy
-engine (TMA). Two consumer warpgroups compute 64 of a tile's 128 rows each. While a warpgroup computes the
-softmax weights of 128 keys, the product of the previous weights with their values runs. Keys are visited from
-last to first, so that only the first steps of a tile are masked.
+The kernel implements FlashAttention-3's schedule (Shah et al. 2024) for a paged cache. It is written in
+Gluon, Triton's lower-level language. One producer warp loads the queries of a tile, and pages of keys and
+values, with the copy engine (TMA). Two consumer warpgroups each compute 64 of a tile's 128 rows. While a
+warpgroup computes the softmax weights of 128 keys, the product of the previous weights and their values is
+still running. Keys are processed from last to first, so only the first steps of a tile need a mask.
 
-The grid has one program per multiprocessor. Each program takes several tiles, the longest first, and loads
+The grid has one program per multiprocessor. Each program computes several tiles, the longest first, and loads
 the queries and pages of its next tile while the current tile finishes. Barriers (mbarriers) in shared memory
-with alternating phases signal full and empty buffers: one pair for the queries, and one pair for each stage's
-keys and values.
+with alternating phases signal full and empty buffers. The queries have one pair of barriers. In each pipeline
+stage, keys and values have one pair each.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ from kernels import PAGE_TOKENS
 _LOG2_E = 1.4426950408889634
 
 _STAGES = 2
-"""Number of pipeline stages of keys, and of values, 32 KiB each; with the queries they take 160 KiB of shared
-memory. At least two: the kernel waits for the next keys before it releases the current values."""
+"""Number of pipeline stages for keys, and for values. A stage takes 32 KiB; queries, keys and values together
+take 160 KiB of shared memory. At least two stages are needed, because the kernel waits for the next keys
+before it releases the current values."""
 
 _LIFT = gl.constexpr(8.0)
-"""In float16, softmax weights are scaled by 2**8, so that small weights stay above float16's
-subnormals."""
+"""Binary exponent of the factor (2**8) that multiplies float16 softmax weights. It keeps small weights above
+float16's subnormals."""
 
 
 def prefill(
@@ -52,16 +53,15 @@ def prefill(
     multiprocessors: int,
     pdl: bool = True,
 ) -> torch.Tensor:
-    """Compute `attention_prefill.prefill` on a Hopper GPU, without a window and with 16-bit tensors
-    throughout. Returns `out`; tokens that belong to no tile keep their previous values.
+    """Compute `attention_prefill.prefill` on a Hopper GPU, for 16-bit tensors and without an attention
+    window. Returns `out`, in which tokens that belong to no tile keep their previous values.
 
     q: `[tokens, heads, 128]` bfloat16 or float16, heads contiguous, token stride a multiple of 16 bytes.
     keys, values: `[blocks, kv_heads, 64, 128]`, contiguous, of the same dtype; heads / kv_heads divides 64.
-    block_table: `[slots, columns]` int32 or int64, each row covering context + count of its chunk; None: keys
-    and values are the scratch pool, and tiles are `Expansion.expanded`.
-    tiles: `plan_tiles` on the device, contiguous, each with at least one token.
-    out: same shape and dtype as q. multiprocessors: number of multiprocessors of the GPU. The softmax is in
-    float32.
+    block_table: `[slots, columns]` int32 or int64. Each row covers the context + count tokens of its chunk.
+    If it is None, keys and values are the scratch pool, and tiles are `Expansion.expanded`. tiles:
+    `plan_tiles` on the device, contiguous, each with at least one token. out: same shape and dtype as q.
+    multiprocessors: number of multiprocessors of the GPU. The softmax is computed in float32.
     """
     _, heads, head_dim = q.shape
     blocks, kv_heads, _, _ = keys.shape
@@ -94,7 +94,8 @@ def prefill(
 
 
 def _shared(rank: int) -> gl.NVMMASharedLayout:
-    """Return the shared-memory layout of 128-byte rows, swizzled as the tensor cores read them."""
+    """Return the shared-memory layout for rows of 128 bytes, with the swizzling that the tensor cores
+    expect."""
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
 
 
@@ -105,15 +106,16 @@ def _signal(text: gl.constexpr):
 
 @gluon.jit
 def _item(turn):
-    """Return the work item (tile and KV head) of this program's given turn. Odd turns run through the
-    programs backwards, so that all programs get equal work. The item may be past the end of the list."""
+    """Return the index of the work item (a tile and KV head) that this program computes in the given round.
+    In odd rounds, the order of the programs is reversed to balance their work. The index may be past the end
+    of the list."""
     program, programs = gl.program_id(0), gl.num_programs(0)
     return turn * programs + gl.where(turn % 2 == 0, program, programs - 1 - program)
 
 
 @gluon.jit
 def _positions(record):
-    """Return the first and last position of a tile, and the number of blocks of 128 keys up to the last
+    """Return a tile's first position, its last position, and the number of blocks of 128 keys up to the last
     position."""
     first = gl.load(record + 2)
     last = first + gl.load(record + 1) - 1
@@ -122,8 +124,8 @@ def _positions(record):
 
 @gluon.jit
 def _fetch_block(tiles, one, two, ready, empty, phase, smem, at):
-    """Load 128 keys or values (two pages, each as two tiles of 64 dims) into a stage after it is
-    released."""
+    """Load 128 keys or values into a pipeline stage after the stage has been released. They are two pages,
+    and each page is loaded as two tiles of 64 dimensions."""
     mbarrier.wait(empty, phase ^ 1)
     mbarrier.expect(ready, 128 * 128 * 2)
     for panel in gl.static_range(2):
@@ -146,7 +148,7 @@ def _fetch(
     STAGES: gl.constexpr,
     EXPANDED: gl.constexpr,
 ):
-    """Producer warp: load the queries, keys and values of this program's tiles."""
+    """Run the producer warp, which loads the queries, keys and values of this program's tiles."""
     q_tiles, k_tiles, v_tiles = memory
     q_smem, k_smem, v_smem = shared
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
@@ -162,14 +164,14 @@ def _fetch(
         mbarrier.wait(q_empty, (turn & 1) ^ 1)
         mbarrier.expect(q_full, 128 * 128 * 2)
         for half in gl.static_range(2):
-            # Reads past the last token of the tensor return zeros.
+            # Loads past the last token of the tensor return zeros.
             at = [token + half * (64 // GROUP), kv_head * GROUP, 0]
             tma.async_copy_global_to_shared(q_tiles, at, q_full, q_smem.index(half))
         for back in range(blocks):
             stage = step % STAGES
             phase = (step // STAGES) & 1
             page = (blocks - 1 - back) * 2
-            # There is no page after the last one: repeat it, because all of its positions are masked.
+            # If there is no next page, load the last page again. All of its repeated positions are masked.
             next_page = gl.minimum(page + 1, last // 64)
             if EXPANDED:
                 one = ((row + page) * KV_HEADS + kv_head) * 64
@@ -198,7 +200,7 @@ def _masked(scores, block, position, MMA: gl.constexpr):
 
 @gluon.jit
 def _weights(scores, m, scale, LIFT: gl.constexpr):
-    """Return the new running maximum, the rescaling factor of earlier sums, and the softmax weights."""
+    """Return the new running maximum, the factor that rescales earlier sums, and the softmax weights."""
     m_new = gl.maximum(m, gl.max(scores, axis=1) * scale)
     old = gl.exp2(m - m_new)
     weights = gl.exp2(scores * scale - (m_new - LIFT)[:, None])
@@ -219,7 +221,7 @@ def _compute(
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Consumer warpgroup: compute half of each tile's rows."""
+    """Run one consumer warpgroup, which computes half of each tile's rows."""
     q_smem, k_operands, v_operands = shared
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
@@ -238,7 +240,8 @@ def _compute(
         record = tiles + item // KV_HEADS * 4
         first, _last, blocks = _positions(record)
         position = first + row // GROUP
-        # Finite, so that a block without visible keys gives no NaN; see `attention_prefill._LOWEST`.
+        # The initial maximum is finite, so a block without visible keys gives no NaN; see
+        # `attention_prefill._LOWEST`.
         m = gl.full([64], -1.0e30, gl.float32, layout=gl.SliceLayout(1, mma))
         acc = gl.zeros([64, 128], gl.float32, layout=mma)
         mbarrier.wait(q_full, turn & 1)
@@ -271,9 +274,9 @@ def _compute(
             m, old, weights = _weights(scores, m, scale, LIFT)
             total = total * old + gl.sum(weights, axis=1)
             following = gl.convert_layout(weights.to(dtype), operand)
-            # This wait for the next keys stands between the softmax and the wait for the value products. The
-            # compiler moves nothing across it; without it, the compiler would place the softmax after the
-            # value products, and nothing would overlap.
+            # This wait for the next keys must stay between the softmax and the wait for the value products.
+            # The compiler moves no instruction across it. Without it, the compiler would place the softmax
+            # after the value products, and they would not overlap.
             next_step = step + 2
             ahead = back + 1 < blocks
             mbarrier.wait(k_full.index(next_step % STAGES), (next_step // STAGES) & 1, pred=ahead)
@@ -285,7 +288,7 @@ def _compute(
             step += 1
             stage = step % STAGES
             phase = (step // STAGES) & 1
-        # All key products of this tile have ended, so its queries are no longer needed.
+        # All key products of this tile have finished, so its queries are no longer needed.
         mbarrier.arrive(q_empty, count=1)
         mbarrier.wait(v_full.index(stage), phase)
         of_values = warpgroup_mma(p, v_operands.index(stage), acc, is_async=True)
@@ -327,8 +330,8 @@ def _prefill_hopper(
         _signal("griddepcontrol.launch_dependents; mov.u32 $0, 0;")
     whole: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     q_smem = gl.allocate_shared_memory(dtype, [2, 64 // GROUP, GROUP, 128], q_tiles.layout)
-    # A stage holds two panels of 64 dims, each with two pages. Together they are 128 swizzled rows of 128
-    # dims.
+    # A stage contains two panels of 64 dimensions, and each panel contains two pages. Together they form 128
+    # swizzled rows of 128 dimensions.
     k_smem = gl.allocate_shared_memory(dtype, [STAGES * 4, 64, 64], k_tiles.layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES * 4, 64, 64], v_tiles.layout)
     k_operands = k_smem._reinterpret(dtype, [STAGES, 128, 128], whole)
@@ -339,8 +342,8 @@ def _prefill_hopper(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    # A full barrier completes when all bytes have arrived, an empty barrier when both warpgroups have
-    # arrived.
+    # A full barrier completes when all bytes have arrived. An empty barrier completes when both warpgroups
+    # have released the buffer.
     mbarrier.init(q_full, count=1)
     mbarrier.init(q_empty, count=2)
     for stage in gl.static_range(STAGES):

@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs
-"""The first and last kernel of a decode step, which read and write the device tables of running sequences.
-`place` finds the position and KV slot of each sequence's token before the forward pass; `advance` stores each
-sampled token as the sequence's next input. Both can be captured in a CUDA graph."""
+"""Contains the first and the last kernel of a decode step, which access the device tables of running
+sequences. `place` computes the position and KV slot of each sequence's token before the forward pass.
+`advance` stores each sampled token as the sequence's next input. Both can be captured in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _BLOCK = 128
 
 @dataclass(frozen=True, slots=True)
 class Decodes:
-    """The inputs of a decode pass, one token per sequence; all tensors are `[decodes]` int64. Padding entries
-    name no slot and are not written to the cache."""
+    """The inputs of a decode pass, one token per sequence. All tensors are `[decodes]` int64. Padding entries
+    belong to no sequence and are not written to the cache."""
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     kv_slots: torch.Tensor
-    """KV slot of each token: block × 64 + offset in the KV pool; -1 for padding."""
+    """KV slot of each token, block × 64 + offset in the KV pool. Padding has slot -1."""
     lens: torch.Tensor
-    """Number of tokens of each sequence, the new token included, which is also the position of the next
-    token; 0 for padding."""
+    """Number of tokens of each sequence, including the new token. It is also the position of the next token.
+    Padding has length 0."""
     slots: torch.Tensor
-    """Sequence slot of each decode in the device tables; 0 for padding."""
+    """Sequence slot of each token in the device tables. Padding has slot 0."""
 
     def first(self, count: int) -> Decodes:
         return Decodes(
@@ -55,10 +55,10 @@ def place(
     block_table: torch.Tensor,
     decodes: Decodes,
 ) -> None:
-    """Fill `decodes` for the sequences in `slots` [decodes] int64; -1 marks padding.
+    """Fill `decodes` for the sequences in `slots`.
 
-    last_tokens, lengths: [slots] int64, each slot's input token and number of cached tokens. block_table:
-    [slots, columns] int64.
+    slots: [decodes] int64; -1 marks padding. last_tokens, lengths: [slots] int64, each slot's input token and
+    number of cached tokens. block_table: [slots, columns] int64.
     """
     _place[(triton.cdiv(len(slots), _BLOCK),)](
         slots,
@@ -85,8 +85,12 @@ def advance(
     last_tokens: torch.Tensor,
     lengths: torch.Tensor,
 ) -> None:
-    """Store `token_ids` with their `positions`, [decodes] int64, as the next input of `slots` (-1: padding).
-    A bad token (negative id) becomes token 0."""
+    """Store sampled tokens and their positions as the next inputs of their sequences. A bad token (negative
+    id) is stored as token 0.
+
+    slots, token_ids, positions: [decodes] int64; slot -1 marks padding. last_tokens, lengths: [slots] int64,
+    the tables to update.
+    """
     _advance[(triton.cdiv(len(slots), _BLOCK),)](
         slots, token_ids, positions, last_tokens, lengths, len(slots), BLOCK=_BLOCK, num_warps=4
     )

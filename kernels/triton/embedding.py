@@ -1,5 +1,6 @@
 # mypy: allow-untyped-defs
-"""The embedding on one of several ranks, which holds only some rows of the embedding matrix."""
+"""Computes one rank's part of the embedding. With tensor parallelism, each rank has only some rows of the
+embedding matrix."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ _COLUMNS = 1024
 def embedding_part(
     token_ids: torch.Tensor, weight: torch.Tensor, first: int, *, pdl: bool = False
 ) -> torch.Tensor:
-    """Return the rows of `weight [rows, hidden]`, contiguous, for `token_ids [tokens]` int64: `[tokens,
-    hidden]`. The first row belongs to token `first`. Tokens outside of the rows give zeros.
+    """Return the rows of `weight [rows, hidden]` for `token_ids [tokens]` int64: `[tokens, hidden]`. `weight`
+    must be contiguous, and its first row belongs to token `first`. Tokens without a row give zeros.
 
     pdl: see `kernels.triton.fused`.
     """

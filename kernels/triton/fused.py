@@ -1,17 +1,19 @@
 # mypy: allow-untyped-defs
-"""Elementwise kernels between the GEMMs of a decoder; each makes one pass over its bytes.
+"""Contains the elementwise kernels that run between a decoder's GEMMs. Each kernel makes one pass over its
+data.
 
-The kernels are RMSNorm, QK-norm + RoPE + KV-cache write, and SiLU·mul, each with a variant that quantises its
-result to e4m3. (The GEMMs in `linear` add the residual.) `kernels.Ops` defines shapes and semantics. The
-kernels round at the same places as the reference implementations in `kernels.reference`: a normalised head
+The kernels compute RMSNorm, QK-norm + RoPE + KV-cache write, and SiLU·mul. Each has a variant that quantises
+its result to e4m3. (The GEMMs in `linear` add the residual.) `kernels.Ops` defines shapes and semantics. The
+kernels round at the same points as the reference implementations in `kernels.reference`: a normalised head
 before the rotation, silu(gate) before the multiplication, and a result before its quantisation.
 
-Quantisation uses one scale per token (or per token and head), the largest magnitude / 448, so that no value
-saturates. A row of zeros has scale 0.
+Quantisation uses one scale per token, or per token and head. A scale is the largest magnitude / 448, so no
+value saturates. A row of zeros has scale 0.
 
-Every launcher makes one launch, reads nothing on the host and can be captured in a CUDA graph. `pdl`: the
-kernel may start while the previous kernel finishes (programmatic dependent launch, Hopper and later), and
-waits before it reads anything but weights. Results with and without PDL are bit-equal.
+Each function launches one kernel, reads no device value on the host, and can be captured in a CUDA graph.
+With `pdl`, the kernel may start while the previous kernel finishes (programmatic dependent launch, Hopper and
+later). It then waits for the previous kernel before it reads any data except weights. Results with and
+without PDL are bit-identical.
 """
 
 from __future__ import annotations
@@ -24,16 +26,16 @@ from kernels import PAGE_TOKENS, KvPool, Rotation
 from kernels.limits import LARGEST_ROW
 
 FP8 = torch.float8_e4m3fn
-"""Dtype of quantised values. Tests in Triton's interpreter, which does not support e4m3, pass another dtype:
-values are then scaled but not rounded to eight bits."""
+"""Dtype of quantised values. Tests in Triton's interpreter pass another dtype, because the interpreter does
+not support e4m3. Values are then scaled but not rounded to eight bits."""
 
 
 # ── RMSNorm ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, pdl: bool = False) -> torch.Tensor:
-    """RMSNorm (Zhang and Sennrich 2019) of `x [tokens, hidden]` with gain `weight [hidden]`, in x's
-    dtype."""
+    """Return the RMSNorm (Zhang and Sennrich 2019) of `x [tokens, hidden]` with gain `weight [hidden]`, in
+    x's dtype."""
     normed = torch.empty_like(x)
     _launch_norm(x, weight, eps, normed, None, pdl)
     return normed
@@ -42,8 +44,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, pdl: bool = F
 def rms_norm_fp8(
     x: torch.Tensor, weight: torch.Tensor, eps: float, *, values: torch.dtype = FP8, pdl: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rms_norm` with a quantised result: values `[tokens, hidden]` e4m3 and scales `[tokens, 1]`
-    float32."""
+    """Compute `rms_norm` and quantise the result. Return values `[tokens, hidden]` e4m3 and scales
+    `[tokens, 1]` float32."""
     quantised, scales = _quantised(x, x.shape[1], values)
     _launch_norm(x, weight, eps, quantised, scales, pdl)
     return quantised, scales
@@ -96,7 +98,7 @@ def _norm(
     PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Normalise one token per program, keeping its row in registers."""
+    """Normalise one token per program. The token's row stays in registers."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < hidden
@@ -119,9 +121,9 @@ def _norm(
 
 @triton.jit
 def fp8_scale(largest):
-    """Return the scale of values up to `largest`, and the factor that quantises them. Divisions are rounded
-    exactly, as in the reference. The conversion to e4m3 saturates in hardware, so a result one rounding step
-    above 448 is harmless."""
+    """Return the scale for values with the largest magnitude `largest`, and the factor that quantises them.
+    Divisions are rounded exactly, as in the reference. The hardware conversion to e4m3 saturates, so a result
+    that exceeds 448 by one rounding step is harmless."""
     return tl.div_rn(largest, 448.0), tl.div_rn(448.0, tl.where(largest > 0.0, largest, 1.0))
 
 
@@ -138,8 +140,9 @@ def rope_cache_write(
     *,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """Write keys and values to the pool and return the rotated queries of `Ops.attend`,
-    `[tokens, heads, head_dim]`. A KV slot of -1 writes nothing. qkv and the pool are contiguous."""
+    """Apply QK-norm and RoPE, write keys and values to the pool, and return the rotated queries of
+    `Ops.attend`, `[tokens, heads, head_dim]`. Nothing is written for a KV slot of -1. qkv and the pool must
+    be contiguous."""
     cos_sin, q_norm, k_norm, eps = rotation.cos_sin, rotation.q_norm, rotation.k_norm, rotation.eps
     keys, values, k_scales, v_scales = pool.keys, pool.values, pool.k_scales, pool.v_scales
     tokens = qkv.shape[0]
@@ -147,7 +150,7 @@ def rope_cache_write(
     for name, tensor in (("qkv", qkv), ("keys", keys), ("values", values), ("cos_sin", cos_sin)):
         _whole(name, tensor)
     if page != PAGE_TOKENS:
-        raise ValueError(f"keys has pages of {page} tokens; the kernels need {PAGE_TOKENS}")
+        raise ValueError(f"keys has pages of {page} tokens; the kernels support only {PAGE_TOKENS}")
     if qkv.shape[1] != (heads + 2 * kv_heads) * head_dim:
         raise ValueError(
             f"qkv has {qkv.shape[1]} columns; {heads} + 2 × {kv_heads} heads of {head_dim} need "
@@ -161,8 +164,8 @@ def rope_cache_write(
     if tokens == 0:
         return queries
     both = heads + 2 * kv_heads
-    # Heads per program. 16 heads of 128 in bf16 are 4 KB, which is 16 bytes per thread for each half of the
-    # head; with few tokens, programs with fewer heads finish sooner.
+    # Number of heads per program. 16 heads of 128 bf16 values are 4 KB, or 16 bytes per thread for each half
+    # of the heads. With few tokens, programs with fewer heads finish sooner.
     group = min(8 if tokens <= 256 else 16, triton.next_power_of_2(both))
     _rope[(tokens, triton.cdiv(both, group))](
         qkv,
@@ -216,8 +219,8 @@ def _rope(
     HALF: tl.constexpr,
     PAGE: tl.constexpr,
 ):
-    """Process a group of heads of one token: queries, keys and values together, so that the row is read
-    once."""
+    """Process a group of heads of one token. A group may contain query, key and value heads, so the row is
+    read only once."""
     half: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
@@ -290,7 +293,8 @@ def _rope(
 
 
 def silu_mul(gate_up: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
-    """Return `silu(gate) × up` of `[tokens, 2 × n]`, gate first: `[tokens, n]` (SwiGLU, Shazeer 2020)."""
+    """Compute SwiGLU (Shazeer 2020) and return `silu(gate) × up`, `[tokens, n]`. gate_up: `[tokens, 2 × n]`,
+    gate first."""
     tokens, width = gate_up.shape
     out = torch.empty((tokens, width // 2), dtype=gate_up.dtype, device=gate_up.device)
     block = min(_SILU_COLUMNS, triton.next_power_of_2(width // 2))
@@ -301,7 +305,8 @@ def silu_mul(gate_up: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
 def silu_mul_fp8(
     gate_up: torch.Tensor, *, values: torch.dtype = FP8, pdl: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`silu_mul` with a quantised result: values `[tokens, n]` e4m3 and scales `[tokens, 1]` float32."""
+    """Compute `silu_mul` and quantise the result. Return values `[tokens, n]` e4m3 and scales `[tokens, 1]`
+    float32."""
     width = gate_up.shape[1] // 2
     quantised, scales = _quantised(gate_up, width, values)
     _launch_silu(gate_up, quantised, scales, _block(width, "gate_up's half"), pdl)
@@ -309,7 +314,7 @@ def silu_mul_fp8(
 
 
 _SILU_COLUMNS = 2048
-"""Number of columns per program of the SiLU·mul kernel without quantisation."""
+"""Number of columns per program of the SiLU·mul kernel if the result is not quantised."""
 
 
 def _launch_silu(
@@ -318,7 +323,7 @@ def _launch_silu(
     tokens, width = out.shape
     _whole("gate_up", gate_up)
     if gate_up.shape[1] != 2 * width:
-        raise ValueError(f"gate_up has {gate_up.shape[1]} columns; it needs gate and up of equal width")
+        raise ValueError(f"gate_up has {gate_up.shape[1]} columns; the number must be even, for gate and up")
     if tokens == 0:
         return
     _silu_mul[(tokens, triton.cdiv(width, block))](
@@ -336,8 +341,8 @@ def _launch_silu(
 
 @triton.jit
 def _silu_mul(gate_up, out, scales, width, QUANTISE: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr):
-    """Process some columns of one token; with quantisation all columns, since the scale depends on the whole
-    row."""
+    """Process some columns of one token. With quantisation, a program processes all columns, because the
+    scale depends on the whole row."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -375,7 +380,7 @@ def _block(width: int, name: str) -> int:
 
 
 def _row_warps(block: int, tokens: int) -> int:
-    """Return the number of warps per row. With few tokens, a row is spread over many threads to reduce
-    latency; with many tokens, each thread loads 16 bytes at once for bandwidth."""
+    """Return the number of warps per row. With few tokens, a row is distributed over more threads to reduce
+    latency. With many tokens, each thread processes more elements to increase bandwidth."""
     elements = 8 if tokens <= 256 else 16
     return min(max(block // (32 * elements), 1), 32)

@@ -1,25 +1,30 @@
 # mypy: allow-untyped-defs
-"""GEMMs of a decode step: up to 64 rows, where reading the weights takes nearly all of the time.
+"""Computes the GEMMs of a decode step, which have up to 64 rows. Nearly all of their time is spent reading
+the weights.
 
-`linear` and `linear_fp8` accept any number of rows. A table of measured shapes (`linear_table`) selects the
-kernel for a shape, or cuBLAS (through torch) where cuBLAS is faster; rules decide for shapes that are not in
-the table. The GEMM fuses the work on the same bytes: RMSNorm and quantisation of x as a prologue; bias,
-residual and SwiGLU as an epilogue. With one row, every program computes the norm and the quantisation itself.
-With more rows, a separate launch does, or two consecutive GEMMs share the norm (`kernels.DeferredNorm`): the
-first multiplies its result by the norm's gain and sums the squares, and the second multiplies its sums by the
-remaining factor of each token.
+`linear` and `linear_fp8` accept any number of rows. A table of measured shapes (`linear_table`) selects a
+kernel, or cuBLAS (through torch) where cuBLAS is faster. For shapes that are not in the table, rules choose
+the kernel (`linear_plans`).
 
-Rounding: x is normalised in float32 and rounded once to its dtype, as in `reference.rms_norm`. For FP8, x is
-then divided by its scale, its largest magnitude / 448, and rounded to e4m3, as in `reference.quantise_fp8`. A
-shared norm rounds x × gain once, where the reference rounds x × factor × gain once: the relative error is the
-same as long as x × gain is within the dtype's range, which float16 does not guarantee. Sums are float32. Bias
-and residual are added to the float32 sum, which is rounded once to the dtype of `out`; the reference rounds
-before it adds a residual. SwiGLU rounds gate, up and silu(gate) as the reference does. FP8 GEMMs of one row
-are exact in float32. With more rows the tensor cores sum in about 14 bits (total relative error 2e-3 to 4e-3,
-of which 1.7e-3 comes from rounding to bfloat16).
+Each GEMM is fused with the operations on its input and its result: RMSNorm and the quantisation of x are its
+prologue; bias, residual and SwiGLU are its epilogue. With one row, every program computes the norm and the
+quantisation itself. With more rows, they are a separate launch, or two consecutive GEMMs share the norm
+(`kernels.DeferredNorm`). In that case, the first GEMM multiplies its result by the norm's gain and sums the
+squares, and the second GEMM multiplies its sums by the remaining factor of each token.
 
-No function here waits for the device, and all launches can be captured in CUDA graphs. PDL (programmatic
-dependent launch) does not change any bit of a result: the order of every sum is fixed.
+Rounding:
+- x is normalised in float32 and rounded once to its dtype, as in `reference.rms_norm`. For FP8, x is then
+  divided by its scale (its largest magnitude / 448) and rounded to e4m3, as in `reference.quantise_fp8`.
+- A shared norm rounds x × gain once, whereas the reference rounds x × factor × gain once. The relative error
+  is the same if x × gain is within the dtype's range, which float16 does not guarantee.
+- Sums are computed in float32. Bias and residual are added to the float32 sum, which is rounded once to the
+  dtype of `out`. The reference rounds before it adds a residual.
+- SwiGLU rounds gate, up and silu(gate), as the reference does.
+- FP8 GEMMs of one row are exact in float32. With more rows, the tensor cores keep only about 14 bits of a
+  sum. The total relative error is then 2e-3 to 4e-3, of which 1.7e-3 comes from rounding to bfloat16.
+
+No function in this module waits for the device, and all launches can be captured in CUDA graphs. Programmatic
+dependent launch (PDL) does not change any bit of a result, because the order of every sum is fixed.
 """
 
 from __future__ import annotations
@@ -58,28 +63,27 @@ def linear(
     pdl: bool = True,
     plan: GemmPlan | None = None,
 ) -> torch.Tensor:
-    """Return `rms_norm(x) @ weight.T + bias`, then SwiGLU, then `+ residual`; each step only if its argument
-    is given.
+    """Return `rms_norm(x) @ weight.T + bias`, followed by SwiGLU and `+ residual`. Each step is applied only
+    if its argument is given.
 
-    x: `[rows, K]`, rows may be strided. weight: `[N, K]` of x's dtype, contiguous. bias: `[N]`. norm_weight:
-    `[K]`.
-    silu_mul: weight holds the gate's rows, then up's rows; the result is `silu(gate) × up`, `[rows, N / 2]`.
-    residual, out: `[rows, N]` (`N / 2` with silu_mul), rows may be strided; they may be the same tensor.
-    workspace: memory for split-K GEMMs; None allocates one for this call, at the cost of a launch.
-    table: the device's measured plans; None: only the rules. plan: replaces the table's choice.
-    pdl: weight, bias and next_gain are read before the previous kernel has ended, so that kernel must not
-    write them.
+    x: `[rows, K]`; its rows may be strided. weight: `[N, K]` in x's dtype, contiguous. bias: `[N]`.
+    norm_weight: `[K]`. silu_mul: apply SwiGLU. The weight contains the gate's rows followed by the up
+    projection's rows, and the result is `silu(gate) × up`, `[rows, N / 2]`. residual, out: `[rows, N]` (`N /
+    2` with silu_mul). Their rows may be strided, and both may be the same tensor. workspace: memory for
+    split-K GEMMs. If it is None, this call allocates one, at the cost of an extra launch. table: the device's
+    measured plans; if None, only the rules apply. plan: overrides the table's choice. pdl: use programmatic
+    dependent launch. weight, bias and next_gain are then read before the previous kernel has ended, so that
+    kernel must not write them.
 
-    A shared norm needs a plan that is `tiled`.
-    squares: the `DeferredNorm.squares` that belong to x, which is `DeferredNorm.values`; requires the norm's
-    eps and no norm_weight.
-    deferred_norm: from `allocate_deferred_norm`; it is filled from the result and next_gain `[N]`, the gain
-    of the norm that reads the result next.
+    The following arguments let two GEMMs share a norm. They require a plan whose `tiled` is true. squares:
+    `DeferredNorm.squares` of the same deferred norm whose `values` are x. Requires the norm's eps, and no
+    norm_weight. deferred_norm: from `allocate_deferred_norm`. This call fills it from the result and
+    next_gain. next_gain: `[N]`, the gain of the norm that follows.
     """
     extras = FusedOps(bias, residual, norm_weight, eps, silu_mul, squares, next_gain, deferred_norm)
     _check(x, weight, extras, out)
     if weight.dtype != x.dtype:
-        raise ValueError(f"weight is {weight.dtype} and x is {x.dtype}; they must be the same")
+        raise ValueError(f"weight is {weight.dtype} and x is {x.dtype}; their dtypes must be equal")
     rows = x.shape[0]
     plan = plan or (table or Table()).choose(rows, weight.shape[0], weight.shape[1], weight.dtype)
     if squares is not None or deferred_norm is not None:
@@ -115,12 +119,12 @@ def linear_fp8(
     pdl: bool = True,
     plan: GemmPlan | None = None,
 ) -> torch.Tensor:
-    """`linear` with e4m3 weights `[N, K]`, which have a float32 scale per row, `weight_scale [N]`, and with x
-    quantised per token.
+    """Compute `linear` with e4m3 weights `[N, K]` and x quantised per token. `weight_scale [N]` contains a
+    float32 scale for each weight row.
 
-    x: `[rows, K]` in the model's dtype, quantised here after the norm; or e4m3 with `x_scale [rows]` or
-    `[rows, 1]` float32, without norm_weight, where dtype gives the model's dtype. The result has the model's
-    dtype unless `out` has another.
+    x: `[rows, K]` in the model's dtype; it is quantised after the norm. Alternatively, x is e4m3 with float32
+    scales `x_scale`, `[rows]` or `[rows, 1]`. In that case, norm_weight must be None, and dtype is the
+    model's dtype. The result has the model's dtype unless `out` has another dtype.
     """
     extras = FusedOps(bias, residual, norm_weight, eps, silu_mul)
     _check(x, weight, extras, out)
@@ -133,7 +137,8 @@ def linear_fp8(
             f"weight needs float32 ({weight.shape[0]},)"
         )
     rows = x.shape[0]
-    # A row that is already quantised must not use the one-row kernels, which quantise x themselves.
+    # The one-row kernels cannot be used for a row that is already quantised, because they quantise x
+    # themselves.
     for_rows = rows if x_scale is None else max(rows, 2)
     plan = plan or (table or Table()).choose(for_rows, weight.shape[0], weight.shape[1], weight.dtype)
     if out is None and (plan is not None or not rows):
@@ -156,8 +161,8 @@ def linear_fp8(
 
 
 def allocate_deferred_norm(plan: GemmPlan, result: torch.Tensor) -> DeferredNorm:
-    """Allocate the deferred norm of a GEMM's `result [rows, columns]`. The GEMM must have this `plan`, must
-    not compute SwiGLU, and fills the deferred norm."""
+    """Allocate the deferred norm for a GEMM's `result [rows, columns]`. The GEMM fills it. It must use this
+    `plan` and must not compute SwiGLU."""
     rows, columns = result.shape
     parts = triton.cdiv(columns, plan.block_n)
     squares = torch.empty((parts, rows), dtype=torch.float32, device=result.device)
@@ -167,10 +172,11 @@ def allocate_deferred_norm(plan: GemmPlan, result: torch.Tensor) -> DeferredNorm
 def quantise(
     x: torch.Tensor, *, values: torch.dtype = fused.FP8, pdl: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise `x [rows, n]`, contiguous, to e4m3 with scales `[rows, 1]` float32, as
+    """Quantise `x [rows, n]`, which must be contiguous, to e4m3 with scales `[rows, 1]` float32, as
     `reference.quantise_fp8` does.
 
-    values: the dtype of the result; tests in Triton's interpreter, which does not support e4m3, pass another.
+    values: dtype of the quantised values. Tests in Triton's interpreter pass another dtype, because the
+    interpreter does not support e4m3.
     """
     rows, n = x.shape
     quantised = torch.empty((rows, n), dtype=values, device=x.device)
@@ -222,7 +228,7 @@ def _launch(
     if plan.form == "gemv":
         launch_gemv(plan, x, weight, weight_scale, extras, out, pdl)
     elif plan.form == "stream" and weight_scale is not None:
-        # Imported here because Gluon has no CPU interpreter; without a GPU this branch is never taken.
+        # Imported here because Gluon has no CPU interpreter. Without a GPU, this branch is never executed.
         from kernels.triton.linear_stream import launch_stream
 
         launch_stream(plan, x, weight, weight_scale, extras, out, pdl)
@@ -258,9 +264,10 @@ def _cublas_fp8(
     out: torch.Tensor | None,
     pdl: bool,
 ) -> torch.Tensor:
-    """Compute an FP8 GEMM with cuBLAS, with the result in the model's dtype. cuBLAS always returns bfloat16
-    here: float16 with a scale per row gives wrong results in some versions of torch on some GPUs, and sums
-    with only 14 bits are not accurate to the last bits of float16."""
+    """Compute an FP8 GEMM with cuBLAS and return the result in the model's dtype. cuBLAS always returns
+    bfloat16 here, which is converted if the model is float16. With float16 results and a scale per row, some
+    versions of torch return wrong results on some GPUs. The last bits of float16 results would be inaccurate
+    in any case, because sums have only about 14 bits."""
     as_asked = dtype == torch.bfloat16
     product = torch._scaled_mm(
         x,
@@ -319,10 +326,10 @@ def _check(x: torch.Tensor, weight: torch.Tensor, extras: FusedOps, out: torch.T
 
 
 def _check_shared(plan: GemmPlan | None, x: torch.Tensor, weight: torch.Tensor, extras: FusedOps) -> None:
-    """Raise ValueError if this GEMM cannot share a norm as requested."""
+    """Raise ValueError if this GEMM cannot share a norm with the given arguments."""
     rows, columns = x.shape[0], weight.shape[0]
     if plan is None or not plan.tiled:
-        raise ValueError(f"only GEMMs of the form dot or tiles share a norm, not {plan or 'the library'}")
+        raise ValueError(f"only plans of the form dot or tiles can share a norm, not {plan or 'the library'}")
     if extras.silu_mul and extras.deferred_norm is not None:
         raise ValueError(
             "deferred_norm and silu_mul are both given; a deferred norm needs a result without SwiGLU"
@@ -341,4 +348,6 @@ def _check_shared(plan: GemmPlan | None, x: torch.Tensor, weight: torch.Tensor, 
         wanted.append(("deferred_norm.squares", extras.deferred_norm.squares, (parts, rows)))
     for name, tensor, shape in wanted:
         if tensor is None or tensor.shape != shape or not tensor.is_contiguous():
-            raise ValueError(f"{name} is {None if tensor is None else tuple(tensor.shape)}; needs {shape}")
+            raise ValueError(
+                f"{name} is {None if tensor is None else tuple(tensor.shape)}; expected {shape}, contiguous"
+            )

@@ -1,9 +1,9 @@
-"""The rules for GEMMs of few rows without a measured entry (`linear_table`): how a GEMM is divided into
-programs, and when cuBLAS computes it.
+"""Contains the rules for GEMMs with few rows that have no measured entry in a `linear_table`. The rules
+decide how a GEMM is divided into programs, or that cuBLAS computes it.
 
-The constants are the best values on an H200 for the shapes of an 8B decoder
-(docs/performance-notes-linear.md). This module does not import Triton, so plans can be made and tested on any
-machine.
+The constants are the best values measured on an H200 for the shapes of an 8B decoder
+(docs/performance-notes-linear.md). This module does not import Triton, so plans can be created and tested on
+any machine.
 """
 
 from __future__ import annotations
@@ -16,51 +16,52 @@ import torch
 from kernels import DeferredNorm
 
 MAX_ROWS = 64
-"""Largest number of rows of a plan. Above it the GEMM is no longer limited by memory, and cuBLAS has better
-tiles. The limit is twice as high for e4m3 weights with few outputs, which cuBLAS reads at a third of the
-memory bandwidth."""
+"""Maximum number of rows for which a plan is chosen. Above it, memory bandwidth no longer limits the GEMM,
+and cuBLAS has better tiles. For e4m3 weights with few outputs the limit is twice as high, because cuBLAS
+reads those weights at a third of the memory bandwidth."""
 
 MAX_SPLIT_PROGRAMS = 180
-"""Upper limit on the number of programs of a split-K GEMM: the split doubles while there are fewer than half
-as many programs."""
+"""Upper limit on the number of programs of a split-K GEMM. The split is doubled while the number of programs
+stays below this limit."""
 
 HOPPER_SHARED = 227 << 10
-"""Bytes of shared memory available to a program on Hopper, for which these rules were made."""
+"""Bytes of shared memory available to a program on Hopper GPUs. The rules were derived on these GPUs."""
 
 _SHARED_BESIDE = 2 << 10
-"""Upper bound on the shared memory in bytes that a program uses besides its tiles."""
+"""Upper bound on the bytes of shared memory that a program uses in addition to its tiles."""
 
 WORKSPACE_SUMS, WORKSPACE_TILES = 1 << 22, 512
-"""Capacity of the split-K workspace: number of float32 partial sums, and number of tiles."""
+"""Capacity of the split-K workspace: the number of float32 partial sums, and the number of tiles."""
 
 ALIGNMENT = 64
-"""K must be a multiple of this number."""
+"""K, the inner dimension of a GEMM, must be a multiple of this number."""
 
 
 @dataclass(frozen=True, slots=True)
 class GemmPlan:
-    """How one GEMM is divided into programs."""
+    """Describes how one GEMM is divided into GPU programs."""
 
     form: Literal["gemv", "stream", "dot", "tiles"]
-    """The kernel variant. gemv: one row on the CUDA cores; dot: tiles in shared memory (both in
-    `linear_rows`). stream: one row, weights loaded directly into tensor-core registers (`linear_stream`).
-    tiles: like dot, but weight loads start before the previous kernel has ended; needs a Hopper GPU
-    (`linear_tiles`)."""
+    """The kernel variant. `gemv` computes one row on the CUDA cores, and `dot` computes several rows from
+    tiles in shared memory (both in `linear_rows`). `stream` computes one row, with weights loaded directly
+    into tensor-core registers (`linear_stream`). `tiles` is similar to `dot`, but its weight loads start
+    before the previous kernel has ended. It needs a Hopper GPU (`linear_tiles`)."""
     rows: int
-    """Number of tokens in the tile, padding included."""
+    """Number of tokens in a tile, including padding."""
     block_n: int
     """Number of weight rows per program."""
     block_k: int
-    """Number of columns (of K) per pipeline step: of a program, or of a warp in a stream."""
+    """Number of columns of K in one pipeline step: per warp for `stream`, per program for the other
+    kernels."""
     warps: int
     stages: int = 1
-    """Number of pipeline stages: steps whose weights are being loaded."""
+    """Number of pipeline stages, that is, of steps whose weights can be in flight at the same time."""
     split: int = 1
-    """Number of programs that divide K among them (split-K)."""
+    """Number of programs among which K is divided (split-K)."""
 
     @property
     def tiled(self) -> bool:
-        """Whether a program has a tile with all tokens, so that the GEMM can share a norm with another
+        """Whether each program's tile contains all tokens. Only then can the GEMM share a norm with another
         GEMM."""
         return self.form in ("dot", "tiles")
 
@@ -68,7 +69,7 @@ class GemmPlan:
 @dataclass(frozen=True, slots=True)
 class FusedOps:
     """Operations that a GEMM fuses into its prologue and epilogue. `kernels.triton.linear.linear` documents
-    the shapes."""
+    the fields."""
 
     bias: torch.Tensor | None = None
     residual: torch.Tensor | None = None
@@ -81,21 +82,23 @@ class FusedOps:
 
 
 def fits_workspace(plan: GemmPlan, n: int) -> bool:
-    """Return whether the workspace has room for the partial sums of a split-K GEMM with `n` outputs."""
+    """Return whether the workspace is large enough for the partial sums of a split-K GEMM with `n`
+    outputs."""
     tiles = -(-n // plan.block_n)
     return tiles <= WORKSPACE_TILES and tiles * plan.split * plan.block_n * plan.rows <= WORKSPACE_SUMS
 
 
 def tile_bytes(plan: GemmPlan, itemsize: int) -> int:
-    """Return the bytes of shared memory that a program's tiles take with weights of `itemsize` bytes."""
+    """Return the bytes of shared memory that a program's tiles occupy, for weights of `itemsize` bytes."""
     return plan.stages * (plan.block_n + plan.rows) * plan.block_k * itemsize
 
 
 def choose(
     rows: int, n: int, k: int, dtype: torch.dtype, shared_bytes: int = HOPPER_SHARED
 ) -> GemmPlan | None:
-    """Return the plan of `[rows, k] × [n, k]ᵀ` with weights of `dtype`, for a GPU with `shared_bytes` of
-    shared memory per program. None: cuBLAS is faster, or the kernels do not support the shape."""
+    """Return the rule-based plan of the GEMM `[rows, k] × [n, k]ᵀ` with weights of `dtype`, on a GPU with
+    `shared_bytes` of shared memory per program. Return None if cuBLAS is faster or the kernels do not support
+    the shape."""
     if dtype not in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
         return None
     most = 2 * MAX_ROWS if dtype.itemsize == 1 and n < _MANY else MAX_ROWS
@@ -110,15 +113,16 @@ def choose(
 
 
 _MANY = 16384
-"""Number of outputs from which one wave of programs is a small part of the whole GEMM."""
+"""Minimum number of outputs at which a GEMM needs many waves of programs."""
 
 
 def _gemv(n: int, k: int, dtype: torch.dtype) -> GemmPlan:
     whole = _power_of_2(k)
     if dtype.itemsize == 1:
         return GemmPlan("gemv", 1, 8, min(2048, whole), warps=4)
-    # For weights with many or long rows, a program loads 4096 columns at once. Otherwise it takes two steps,
-    # and loads the first one before the wait for the previous kernel.
+    # For weights with many or long rows, a program loads up to 4096 columns at a time. Otherwise K is divided
+    # into at least two steps, so that the first step's weights can be loaded before the wait for the previous
+    # kernel.
     block_k = 4096 if k >= 8192 or (n >= _MANY and k >= 4096) else max(256, min(2048, whole // 2))
     return GemmPlan("gemv", 1, 4, min(block_k, whole), warps=4)
 

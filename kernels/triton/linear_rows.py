@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs
-"""GEMM kernels for few rows in Triton: `gemv` for one row on the CUDA cores, `dot` for more rows on the
-tensor cores.
+"""Triton kernels for GEMMs with few rows: `gemv` for one row on the CUDA cores, and `dot` for more rows on
+the tensor cores.
 
-`gemv`: each program multiplies a few rows of the weight by one token, which the program normalises and
-quantises itself. `dot`: the weight is the 64-row side of the tensor-core instruction, and the tokens, padded
-to 16, 32 or 64, are the other side. K may be split over programs (split-K). The program that finishes a tile
+In `gemv`, each program multiplies a few weight rows by one token, which the program normalises and quantises
+itself. In `dot`, the weight is the 64-row operand of the tensor-core instruction. The tokens, padded to a
+power of two, are the other operand. K may be split over programs (split-K). The program that finishes a tile
 last adds the float32 partial sums in the order of the splits, so results do not depend on timing.
 
 `kernels.triton.linear` documents the fused operations and the rounding.
@@ -23,14 +23,14 @@ from kernels.triton.linear_plans import WORKSPACE_SUMS, WORKSPACE_TILES, FusedOp
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Memory shared by the programs of split-K GEMMs. Each stream needs one workspace. All GEMMs of a stream
-    can use the same one, because they run one after another, and a GEMM that starts early (PDL) touches the
+    """Memory shared by the programs of split-K GEMMs. Each stream needs its own workspace. All GEMMs of a
+    stream can share it, because they run one after another. A GEMM that starts early (PDL) accesses the
     workspace only after the previous kernel has ended."""
 
     partials: torch.Tensor
     """Partial sums of the splits, float32."""
     arrived: torch.Tensor
-    """Number of finished splits of each tile, int32; zero between launches."""
+    """Number of finished splits of each tile, int32. It is zero between launches."""
 
 
 def allocate_workspace(device: torch.device) -> Workspace:
@@ -40,10 +40,10 @@ def allocate_workspace(device: torch.device) -> Workspace:
 
 
 def check_workspace(plan: GemmPlan, n: int) -> None:
-    """Raise ValueError if the workspace has no room for the partial sums of a GEMM with `n` outputs."""
+    """Raise ValueError if the workspace is too small for the partial sums of a GEMM with `n` outputs."""
     if plan.split > 1 and not fits_workspace(plan, n):
         raise ValueError(
-            f"the partial sums of {plan} for {n} outputs do not fit the workspace "
+            f"the partial sums of {plan} for {n} outputs do not fit into the workspace "
             f"({WORKSPACE_SUMS} sums in {WORKSPACE_TILES} tiles)"
         )
 
@@ -60,7 +60,7 @@ def launch_gemv(
     out: torch.Tensor,
     pdl: bool,
 ) -> None:
-    """Multiply one row. With `weight_scale`, the kernel quantises x."""
+    """Launch the GEMV of one row. If `weight_scale` is given, the kernel quantises x."""
     _gemv[(triton.cdiv(weight.shape[0], plan.block_n),)](
         x,
         weight,
@@ -99,8 +99,8 @@ def launch_dot(
     out: torch.Tensor,
     pdl: bool,
 ) -> None:
-    """Multiply up to `plan.rows` rows of x, which has the weight's dtype; both have scales if that is e4m3. x
-    is already normalised, except for the factor per token if `fused` has its squares."""
+    """Launch the GEMM of up to `plan.rows` rows of x. x has the weight's dtype. If this dtype is e4m3, both
+    have scales. x is already normalised, except for the factor per token if `fused` contains its squares."""
     check_workspace(plan, weight.shape[0])
     tiles = triton.cdiv(weight.shape[0], plan.block_n)
     parts = 0 if fused.squares is None else fused.squares.shape[0]
@@ -147,13 +147,26 @@ def launch_dot(
 
 
 @triton.jit
-def _weight_rows(tile, columns, BLOCK_N: tl.constexpr, SILU: tl.constexpr):
-    """Return the weight rows of a tile as int64. With SwiGLU, gate and up of a column are adjacent."""
+def weight_rows(tile, columns, BLOCK_N: tl.constexpr, SILU: tl.constexpr):
+    """Return the weight rows of a tile as int64. With SwiGLU, the gate and up rows of a column are
+    adjacent."""
     row = tl.arange(0, BLOCK_N)
     if SILU:
         column = tl.minimum(tile * (BLOCK_N // 2) + row // 2, columns - 1)
         return (column + (row % 2) * columns).to(tl.int64)
     return tl.minimum(tile * BLOCK_N + row, columns - 1).to(tl.int64)
+
+
+@triton.jit
+def gated(acc, dtype: tl.constexpr):
+    """Return silu(gate) × up, `[n / 2, rows]` float32, for the sums `acc [n, rows]` of the rows that
+    `weight_rows` lists. The operands are rounded to `dtype` as in `reference.silu_mul`."""
+    width: tl.constexpr = acc.shape[0] // 2
+    rows: tl.constexpr = acc.shape[1]
+    gate, up = tl.split(tl.permute(tl.reshape(acc, [width, 2, rows]), 0, 2, 1))
+    gate = gate.to(dtype).to(tl.float32)
+    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    return silu * up.to(dtype).to(tl.float32)
 
 
 @triton.jit
@@ -177,15 +190,12 @@ def _finish(
     dtype: tl.constexpr = out.dtype.element_ty
     row = tl.arange(0, ROWS)
     if BIAS:
-        weight_row = _weight_rows(tile, columns, BLOCK_N, SILU)
+        weight_row = weight_rows(tile, columns, BLOCK_N, SILU)
         acc += tl.load(bias + weight_row).to(tl.float32)[:, None]
     width: tl.constexpr = BLOCK_N // 2 if SILU else BLOCK_N
     column = tile * width + tl.arange(0, width)
     if SILU:
-        gate, up = tl.split(tl.permute(tl.reshape(acc, [width, 2, ROWS]), 0, 2, 1))
-        gate = gate.to(dtype).to(tl.float32)
-        gated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-        acc = gated * up.to(dtype).to(tl.float32)
+        acc = gated(acc, dtype)
     inside = (column < columns)[:, None] & (row < rows)[None, :]
     if RESIDUAL:
         before = residual + row.to(tl.int64)[None, :] * residual_stride + column[:, None]
@@ -200,7 +210,7 @@ def _finish(
 def _write_deferred_norm(
     x, gain, tile, gained, squares, rows, columns, ROWS: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Store the deferred norm of a tile `x [BLOCK_N, ROWS]` of the result, for the next norm with
+    """Store the deferred norm of one result tile `x [BLOCK_N, ROWS]`, computed with the following norm's
     `gain [BLOCK_N]`."""
     row = tl.arange(0, ROWS)
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -213,8 +223,9 @@ def _write_deferred_norm(
 
 
 @triton.jit
-def _widen(values, FP8: tl.constexpr):
-    """Convert to float32. e4m3 converts through float16, which takes one instruction for two values."""
+def widen(values, FP8: tl.constexpr):
+    """Convert values to float32. e4m3 values are first converted to float16, because one instruction converts
+    two of them."""
     if FP8:
         values = values.to(tl.float16)
     return values.to(tl.float32)
@@ -258,11 +269,11 @@ def _dot(
     GAIN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute a tile of BLOCK_N weight rows by 1 / SPLIT of K, for all tokens."""
+    """Multiply BLOCK_N weight rows by all tokens, over 1 / SPLIT of K."""
     depth: tl.constexpr = K // SPLIT
     tile = tl.program_id(0) // SPLIT
     split = tl.program_id(0) % SPLIT
-    weight_row = _weight_rows(tile, columns, BLOCK_N, SILU)
+    weight_row = weight_rows(tile, columns, BLOCK_N, SILU)
     k = split * depth + tl.arange(0, BLOCK_K)
     row = tl.arange(0, ROWS)
     live = row < rows
@@ -351,7 +362,7 @@ def _gemv(
     """Multiply BLOCK_N weight rows by one token, over all of K. The first block of weights is loaded before
     the wait for the previous kernel."""
     tile = tl.program_id(0)
-    weight_row = _weight_rows(tile, columns, BLOCK_N, SILU)
+    weight_row = weight_rows(tile, columns, BLOCK_N, SILU)
     k = tl.arange(0, BLOCK_K)
     weights = weight + weight_row[:, None] * K + k[None, :]
     ragged: tl.constexpr = K % BLOCK_K != 0
@@ -365,7 +376,7 @@ def _gemv(
 
     inverse = 1.0
     if NORM or QUANTISE:
-        # The whole row is loaded at once: a loop over parts would need more registers, not fewer.
+        # The whole row is loaded at once. A loop over parts of the row would need more registers.
         column = tl.arange(0, WHOLE)
         row = tl.load(x + column, mask=column < K, other=0.0).to(tl.float32)
         if NORM:
@@ -379,7 +390,7 @@ def _gemv(
             scale = tl.div_rn(most, 448.0)
             factor = tl.div_rn(448.0, tl.where(most > 0.0, most, 1.0))
 
-    # Sums within the 16 bytes of a thread need no exchange between threads.
+    # First sum within the 16 bytes of each thread, which needs no exchange between threads.
     acc = tl.zeros([BLOCK_N, BLOCK_K // VECTOR], tl.float32)
     for at in tl.static_range(0, K, BLOCK_K):
         inside = at + k < K
@@ -393,8 +404,8 @@ def _gemv(
             gain = tl.load(norm_weight + at + k, mask=inside, other=0.0).to(tl.float32)
             part = (part * gain * inverse).to(x.dtype.element_ty).to(tl.float32)
         if QUANTISE:
-            part = _widen((part * factor).to(weight.dtype.element_ty), FP8)
-        products = _widen(w, FP8) * part[None, :]
+            part = widen((part * factor).to(weight.dtype.element_ty), FP8)
+        products = widen(w, FP8) * part[None, :]
         acc += tl.sum(tl.reshape(products, [BLOCK_N, BLOCK_K // VECTOR, VECTOR]), axis=2)
     total = tl.sum(acc, axis=1)
     if QUANTISE:

@@ -1,15 +1,17 @@
 # mypy: allow-untyped-defs, disable-error-code="assignment"
-# ruff: noqa: RUF005 (a kernel's tuples know + alone)
-"""GEMV of one row in Gluon, with weights loaded from memory directly into tensor-core registers.
+# ruff: noqa: RUF005 (kernel code supports only + to extend tuples)
+"""Multiplies one row by an FP8 weight (GEMV). The weights are loaded from memory directly into tensor-core
+registers.
 
-Gluon, Triton's lower-level language, lets a load have the layout of a tensor-core operand, which Triton does
-not. The 16 bytes of a thread along K are then the operand of the next products: any order of K is valid that
-is the same in both operands. So no weight passes through shared memory. Each warp computes its own part of K,
-and the float32 sums of the warps are added at the end in a fixed order. The normalised and quantised row is
-in shared memory and is broadcast to all 8 rows of the tensor-core operand.
+The kernel is written in Gluon, Triton's lower-level language. Unlike Triton, Gluon can load a tensor in the
+layout of a tensor-core operand. A thread loads 16 consecutive bytes along K and uses them directly as
+operands of the next products. Any order of K is valid if both operands use the same order, so weights do not
+pass through shared memory. Each warp computes its own part of K, and the float32 sums of the warps are added
+at the end in a fixed order. The normalised and quantised row is stored in shared memory and broadcast to all
+8 rows of the tensor-core operand.
 
-e4m3 weights are converted exactly to float16 and multiplied in float16 with float32 sums; Hopper's FP8
-products keep only about 14 bits.
+The e4m3 weights are converted to float16 without loss, and the products are summed in float32. Hopper's FP8
+tensor cores would keep only about 14 bits of a sum.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ def launch_stream(
     out: torch.Tensor,
     pdl: bool,
 ) -> None:
-    """Multiply one row. Every program normalises and quantises the row itself."""
+    """Launch the GEMV of one row. Every program normalises and quantises the row itself."""
     k = x.shape[1]
     _stream[(triton.cdiv(weight.shape[0], plan.block_n),)](
         x,
@@ -61,7 +63,8 @@ def launch_stream(
 
 @gluon.jit
 def _weight_row(tile, index, columns, BLOCK_N: gl.constexpr, SILU: gl.constexpr):
-    """Return the weight rows of a tile as int64. With SwiGLU, gate and up of a column are adjacent."""
+    """Return the weight rows of a tile as int64. With SwiGLU, the gate and up rows of a column are
+    adjacent."""
     if SILU:
         column = gl.minimum(tile * (BLOCK_N // 2) + index // 2, columns - 1)
         return (column + (index % 2) * columns).to(gl.int64)
@@ -84,8 +87,9 @@ def _prepare(
     NORM: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Normalise and quantise the row, store it in shared memory as float16, which represents every e4m3
-    value, and return its scale. Each warp reads only the part that it stored."""
+    """Normalise and quantise the input row, store it in shared memory, and return its scale. The row is
+    stored as float16, which represents every e4m3 value exactly. Each warp later reads only the part that it
+    stored."""
     layout: gl.constexpr = gl.BlockedLayout([1, STEP // 32], [1, 32], [WARPS, 1], [1, 0])
     warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, layout))
     at = warp[:, None] * STEP + gl.arange(0, STEP, layout=gl.SliceLayout(0, layout))[None, :]
@@ -106,7 +110,7 @@ def _prepare(
     if NORM:
         inverse = gl.rsqrt(gl.sum(gl.sum(squares, axis=1), axis=0) / K + eps)
         most = (most * inverse).to(dtype).to(gl.float32)
-    # Exactly rounded divisions would take more registers, and one program fewer would fit on each
+    # Exactly rounded divisions would need more registers, and one program fewer would fit on each
     # multiprocessor.
     factor = 448.0 / gl.where(most > 0.0, most, 1.0)
     for step in gl.static_range(K // stride):
@@ -140,8 +144,8 @@ def _stream(
     PDL: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Multiply BLOCK_N weight rows by one token. Each warp computes a part of K, with AHEAD steps of weights
-    in flight."""
+    """Multiply BLOCK_N weight rows by one token. Each warp computes a part of K and keeps AHEAD steps of
+    weights in flight."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     in_w: gl.constexpr = gl.DotOperandLayout(0, mma, 16)  # one load is 16 e4m3 values of a row
     in_x: gl.constexpr = gl.DotOperandLayout(1, mma, 16)
@@ -174,9 +178,10 @@ def _stream(
         eight, _ = gl.broadcast(gl.expand_dims(one, 2), gl.zeros([WARPS, STEP, 8], gl.float16, layout=in_x))
         acc = mma_v2(tiles[step].to(gl.float16), eight, acc)
 
-    # ── epilogue: the eight rows are equal, and one is stored ────────────────────
+    # ── epilogue: all eight rows are equal, and only one is stored ────────────────────
     dtype: gl.constexpr = out.dtype.element_ty
-    pairs: gl.constexpr = gl.BlockedLayout([2, 1], [8, 4], [1, WARPS], [0, 1])  # gate and up in one thread
+    # Each thread holds both gate and up.
+    pairs: gl.constexpr = gl.BlockedLayout([2, 1], [8, 4], [1, WARPS], [0, 1])
     total = gl.convert_layout(gl.sum(acc, axis=0), pairs)
     row = _weight_row(tile, gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, pairs)), columns, BLOCK_N, SILU)
     total = total * scale * gl.load(weight_scale + row)[:, None]

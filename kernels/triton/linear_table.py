@@ -1,8 +1,9 @@
-"""Tables of measured GEMMs: for each shape and number of rows, the fastest plan or the library.
+"""Reads and writes tables of GEMM measurements. For each shape and number of rows, a table contains the
+fastest plan, or states that the library (cuBLAS) is the fastest.
 
-A table belongs to one GPU. `python -m engine.tune` writes it to `kernels/tuned/<gpu>.json`. The owner of a
-device's kernels loads the table once and passes it to every GEMM. Shapes and numbers of rows without an entry
-follow the rules of `linear_plans`. This module needs neither Triton nor a device.
+A table belongs to one GPU model. `python -m engine.tune` writes it to `kernels/tuned/<gpu>.json`. The backend
+loads it once and passes it to every GEMM. For shapes and numbers of rows without an entry, the rules in
+`linear_plans` choose the plan. This module needs neither Triton nor a GPU.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ FOLDER = Path(__file__).resolve().parents[1] / "tuned"
 """Folder of the shipped tables."""
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float8_e4m3fn": torch.float8_e4m3fn}
-"""Dtypes of weights by their names in a table."""
+"""Supported weight dtypes by their names in a table."""
 
 _LIBRARY = "library"
 _FORMS = ("gemv", "stream", "dot", "tiles")
 _NUMBERS = ("rows", "block_n", "block_k", "warps", "stages", "split")
-_REMEDY = "write the table again with python -m engine.tune"
+_REMEDY = "recreate the table with python -m engine.tune"
 
 
 class TableError(ValueError):
-    """A table cannot be used: the message names the file, GEMM, number of rows, field and value."""
+    """A table cannot be used. The message contains the file, GEMM, number of rows, field and value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """The GEMM `[rows, k] × [n, k]ᵀ`, with weights of `dtype` and any number of rows."""
+    """The GEMM `[rows, k] × [n, k]ᵀ` with weights of `dtype`, for any number of rows."""
 
     dtype: torch.dtype
     n: int
@@ -49,34 +50,34 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class PlanEntry:
-    """The fastest kernel of one GEMM, for batches with up to a given number of rows."""
+    """The fastest kernel for one GEMM with up to a given number of rows."""
 
     plan: GemmPlan | None
-    """The plan; None: the library's GEMM."""
+    """The plan. None selects the library's GEMM."""
     us: float
-    """Microseconds that the GEMM adds to a decoder layer, including the launches that it requires."""
+    """Microseconds that the GEMM adds to a decoder layer, including any separate launches that it needs."""
     library_us: float
     """Microseconds that the library's GEMM adds to a decoder layer."""
     layer_us: float | None = None
-    """Microseconds of a whole decoder layer, attention included, if the layer's plans were chosen together by
-    that time; None: the plan was chosen by `us`."""
+    """Microseconds of a whole decoder layer, including attention, if the layer's plans were chosen together
+    to minimise this time. None if the plan was chosen to minimise `us`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The measured GEMMs of one GPU. `Table()` is empty and leaves every choice to the rules."""
+    """The GEMM measurements of one GPU model. An empty table, `Table()`, leaves every choice to the rules."""
 
     gpu: str = ""
     about: Mapping[str, str] = field(default_factory=dict)
     """Date and software versions of the measurement."""
     products: Mapping[Product, Mapping[int, PlanEntry]] = field(default_factory=dict)
-    """Entries by GEMM and by the largest number of rows that each entry serves, in ascending order."""
+    """Entries by GEMM and by the maximum number of rows that an entry supports, in ascending order."""
     shared_bytes: int = linear_plans.HOPPER_SHARED
     """Bytes of shared memory available to a program on the GPU; the rules respect this limit."""
 
     def choose(self, rows: int, n: int, k: int, dtype: torch.dtype) -> GemmPlan | None:
-        """Return the plan, or None for the library, as `linear_plans.choose` does. The entry with the fewest
-        sufficient rows decides; without an entry, the rules decide."""
+        """Return the plan of a GEMM, or None if the library computes it. The entry with the smallest
+        sufficient number of rows is used. If there is none, the rules apply."""
         for most, entry in self.products.get(Product(dtype, n, k), {}).items():
             if rows <= most:
                 return entry.plan
@@ -105,35 +106,33 @@ class Table:
 
 
 def table_path(gpu: str) -> Path:
-    """Return the file of a GPU's table from the driver's name of the GPU: "NVIDIA H200" →
-    `nvidia-h200.json`."""
+    """Return the path of a GPU's table. The file name is derived from the driver's name of the GPU: "NVIDIA
+    H200" becomes `nvidia-h200.json`."""
     return FOLDER / (re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") + ".json")
 
 
 def load_table(gpu: str, shared_bytes: int = linear_plans.HOPPER_SHARED) -> Table:
-    """Load the shipped table of a GPU with `shared_bytes` of shared memory per program, or return an empty
-    table if none ships. Raises TableError."""
+    """Load the shipped table of a GPU with `shared_bytes` of shared memory per program. If no table is
+    shipped for it, return an empty table. Raises TableError."""
     path = table_path(gpu)
     table = read_table(path) if path.exists() else Table(gpu)
     return replace(table, shared_bytes=shared_bytes)
 
 
 def read_table(path: Path) -> Table:
-    """Read a table from a file. Raises TableError if the file is not a table or holds a plan that no kernel
-    can run."""
+    """Read a table from a file. Raises TableError if the file is not a table or contains a plan that no
+    kernel supports."""
     try:
         values = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise TableError(f"{path}: cannot be read: {error}; {_REMEDY}") from None
     if not isinstance(values, dict) or not isinstance(values.get("products"), dict):
-        raise TableError(f"{path}: has no object `products`; {_REMEDY}")
+        raise TableError(f"{path}: has no `products` object; {_REMEDY}")
     products = {}
     for name, rows in values["products"].items():
         product = _product(path, name)
         if not isinstance(rows, dict) or not all(most.isdecimal() and int(most) > 0 for most in rows):
-            raise TableError(
-                f"{path}: {name}: is not an object with a key for each number of rows; {_REMEDY}"
-            )
+            raise TableError(f"{path}: {name}: expected an object whose keys are numbers of rows; {_REMEDY}")
         entries = {
             int(most): _entry(f"{path}: {name}: {most}", product, int(most), rows[most]) for most in rows
         }
@@ -143,9 +142,9 @@ def read_table(path: Path) -> Table:
 
 
 def problem(plan: GemmPlan, max_num_seqs: int, product: Product) -> str | None:
-    """Return why a plan cannot serve a GEMM of up to `max_num_seqs` rows, or None if it can."""
+    """Return why a plan cannot compute a GEMM with up to `max_num_seqs` rows, or None if it can."""
     if plan.form not in _FORMS:
-        return f"form is {plan.form!r}, not one of {', '.join(_FORMS)}"
+        return f"form is {plan.form!r}; expected one of {', '.join(_FORMS)}"
     for name in _NUMBERS:
         value = getattr(plan, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -172,7 +171,7 @@ def problem(plan: GemmPlan, max_num_seqs: int, product: Product) -> str | None:
     if product.k % step:
         return f"block_k is {plan.block_k}; k = {product.k} is not a multiple of {step}"
     if plan.split > 1 and not linear_plans.fits_workspace(plan, product.n):
-        return f"split is {plan.split}; its partial sums do not fit the workspace"
+        return f"split is {plan.split}; its partial sums do not fit into the workspace"
     return None
 
 
@@ -188,14 +187,15 @@ def _product(path: Path, name: str) -> Product:
     match = re.fullmatch(r"(\w+) ([1-9]\d*)x([1-9]\d*)", name)
     if match is None or match[1] not in DTYPES:
         raise TableError(
-            f"{path}: {name!r} is not a GEMM; needs DTYPE NxK, DTYPE one of {', '.join(DTYPES)}; {_REMEDY}"
+            f"{path}: {name!r} is not a GEMM; expected DTYPE NxK "
+            f"with DTYPE one of {', '.join(DTYPES)}; {_REMEDY}"
         )
     return Product(DTYPES[match[1]], int(match[2]), int(match[3]))
 
 
 def _entry(where: str, product: Product, max_num_seqs: int, values: Any) -> PlanEntry:
     if not isinstance(values, dict):
-        raise TableError(f"{where}: is {values!r}, not an object; {_REMEDY}")
+        raise TableError(f"{where}: expected an object, not {values!r}; {_REMEDY}")
     known = {"form", *_NUMBERS, "us", "library_us", "layer_us"}
     if unknown := sorted(set(values) - known):
         raise TableError(
@@ -206,7 +206,7 @@ def _entry(where: str, product: Product, max_num_seqs: int, values: Any) -> Plan
             raise TableError(f"{where}: {name} is {values.get(name)!r}, not a number; {_REMEDY}")
     plan = None
     if values.get("form") != _LIBRARY:
-        # A missing number becomes None, which `problem` reports as not an integer.
+        # A missing number becomes None, which `problem` reports as not a positive integer.
         numbers = {name: values.get(name) for name in _NUMBERS}
         plan = GemmPlan(form=values.get("form"), **numbers)  # type: ignore[arg-type]
         if (wrong := problem(plan, max_num_seqs, product)) is not None:

@@ -1,15 +1,18 @@
 # mypy: allow-untyped-defs, disable-error-code="assignment"
-# ruff: noqa: RUF005 (a kernel's lists know + alone)
-"""GEMM of few rows on Hopper in Gluon, whose weight loads start before the previous kernel has ended.
+# ruff: noqa: RUF005 (kernel code supports only + to extend lists)
+"""Computes GEMMs with few rows on Hopper GPUs, starting the weight loads before the previous kernel has
+ended.
 
-As in `linear_rows.dot`, the weight is the 64-row side of the tensor-core instruction, the tokens are the
-other side, and K may be split over programs. Here the copy engine (TMA) loads the tiles, and Gluon, Triton's
-lower-level language, controls when. Each program first requests the weights of all its stages, then waits for
-the previous kernel, and only then requests x. Programs are small, so that programs of the next GEMM fit on a
-multiprocessor together with running ones, and fill their stages while those finish.
+As in `linear_rows.dot`, the weight is the 64-row operand of the tensor-core instruction, the tokens are the
+other operand, and K may be split over programs. Here the copy engine (TMA) loads the tiles. The kernel is
+written in Gluon, Triton's lower-level language, which controls when each load starts. Each program first
+requests the weights of all its stages, then waits for the previous kernel, and only then requests x. Programs
+are small, so that programs of the next GEMM fit on a multiprocessor together with running programs. They load
+the weights of their stages while the running programs finish.
 
 Each stage has a barrier in shared memory that counts the bytes of its two tiles. With SwiGLU, half of a
-weight tile holds rows of the gate and half the same rows of up.
+weight tile contains rows of the gate, and the other half contains the corresponding rows of the up
+projection.
 """
 
 from __future__ import annotations
@@ -37,13 +40,13 @@ def launch_tiles(
     out: torch.Tensor,
     pdl: bool,
 ) -> None:
-    """Multiply up to `plan.rows` rows of x, which has the weight's dtype; both have scales if that is e4m3. x
-    is already normalised, except for the factor per token if `fused` has its squares."""
+    """Launch the GEMM of up to `plan.rows` rows of x. x has the weight's dtype. If this dtype is e4m3, both
+    have scales. x is already normalised, except for the factor per token if `fused` contains its squares."""
     n, k = weight.shape
     check_workspace(plan, n)
     size = weight.element_size()
     if x.data_ptr() % 16 or x.stride(0) * size % 16:
-        x = x.clone(memory_format=torch.contiguous_format)  # the copy engine reads 16 bytes at once
+        x = x.clone(memory_format=torch.contiguous_format)  # the copy engine needs 16-byte alignment
     tiles = triton.cdiv(n, plan.block_n)
     parts = 0 if fused.squares is None else fused.squares.shape[0]
     _tiles[(tiles * plan.split,)](
@@ -96,7 +99,8 @@ def _weight_tiles(plan: GemmPlan, weight: torch.Tensor, silu: bool) -> TensorDes
 
 
 def _shared(element_size: int, rank: int) -> gl.NVMMASharedLayout:
-    """Return the shared-memory layout of 128-byte rows, swizzled as the tensor cores read them."""
+    """Return the shared-memory layout for rows of 128 bytes, with the swizzling that the tensor cores
+    expect."""
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * element_size, rank=rank)
 
 
@@ -107,8 +111,8 @@ def _signal(text: gl.constexpr):
 
 @gluon.constexpr_function
 def _to_store(width, rows, warps):
-    """Return the layout for storing `[width, rows, 2]`: adjacent threads hold adjacent columns, and each
-    thread holds both halves."""
+    """Return the layout for storing a tensor `[width, rows, 2]`. Adjacent threads hold adjacent columns, and
+    each thread holds both halves of the last dimension."""
     vector = min(8, max(1, width * rows // (32 * warps)))
     lanes = min(32, width // vector)
     return gl.BlockedLayout([vector, 1, 2], [lanes, 32 // lanes, 1], [1, warps, 1], [2, 0, 1])
@@ -116,7 +120,8 @@ def _to_store(width, rows, warps):
 
 @gluon.constexpr_function
 def _to_add_up(rows, warps):
-    """Return the layout for summing `[parts, rows]`: adjacent threads hold adjacent rows."""
+    """Return the layout for summing a tensor `[parts, rows]` over its parts. Adjacent threads hold adjacent
+    rows."""
     lanes = min(32, rows)
     return gl.BlockedLayout([1, 1], [32 // lanes, lanes], [warps, 1], [1, 0])
 
@@ -131,7 +136,7 @@ def _fetch_weights(w_tiles, tile, k, ready, w, wanted, BLOCK_N: gl.constexpr, SI
 
 @gluon.jit
 def _gated(acc, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return silu(gate) × up of sums `[n, rows]`: `[n / 2, rows]`."""
+    """Return silu(gate) × up, `[n / 2, rows]`, for sums `[n, rows]` that contain both gate and up."""
     n: gl.constexpr = acc.shape[0]
     rows: gl.constexpr = acc.shape[1]
     both = gl.permute(gl.reshape(acc, [2, n // 2, rows]), [1, 2, 0])
@@ -177,7 +182,7 @@ def _tiles(
     PDL: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Compute a tile of BLOCK_N weight rows by 1 / SPLIT of K, for all tokens."""
+    """Multiply BLOCK_N weight rows by all tokens, over 1 / SPLIT of K."""
     values: gl.constexpr = w_tiles.dtype
     bits: gl.constexpr = values.primitive_bitwidth
     dtype: gl.constexpr = out.dtype.element_ty
@@ -223,8 +228,8 @@ def _tiles(
         gain = gl.load(next_gain + gl.minimum(column, columns - 1))
 
     if PDL:
-        # Load a tile past the last row of x, which reads zeros instead of memory: the copy engine fetches x's
-        # descriptor now, before the wait.
+        # Load a tile past the last row of x. The load returns zeros without reading memory, and makes the
+        # copy engine fetch x's descriptor before the wait.
         mbarrier.expect(described, ROWS * BLOCK_K * bits // 8)
         tma.async_copy_global_to_shared(x_tiles, [ROWS, 0], described, xs.index(0))
         mbarrier.wait(described, 0)
@@ -254,7 +259,7 @@ def _tiles(
         mbarrier.wait(ready.index(stage), phase)
         w = ws.index(stage).reshape([BLOCK_N, BLOCK_K])
         acc = warpgroup_mma(w, xs.index(stage).permute([1, 0]), acc)
-        # The stage has been read; reload it for the step that is STAGES later.
+        # This stage has been read. Reload it for step `step + STAGES`.
         more = step + STAGES < steps
         k = first_k + (step + STAGES) * BLOCK_K
         mbarrier.expect(ready.index(stage), stage_bytes, more)

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs
-"""Triton functions that take heads from the result of the qkv GEMM: QK-norm, RoPE, and conversion to the
-cache's dtype. They round at the same places as `fused.rope_cache_write`."""
+"""Triton functions that process heads from the result of the qkv GEMM: QK-norm, RoPE, and conversion to the
+cache's dtype. They round at the same points as `fused.rope_cache_write`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from kernels.triton.fused import fp8_scale
 
 @triton.jit
 def angles(line, HEAD_DIM: tl.constexpr):
-    """Return cosines and sines `[HEAD_DIM]` from a row of `kernels.rope.cos_sin_table`, with the sines of the
-    first half negated. The rotated head is `head × cos + swapped × sin`, where `swapped` is the head with its
-    halves exchanged."""
+    """Return the cosines and sines `[HEAD_DIM]` of one position from a row of `kernels.rope.cos_sin_table`.
+    The sines of the first half are negated. The rotated head is `head × cos + swapped × sin`, where `swapped`
+    is the head with its two halves exchanged."""
     half: tl.constexpr = HEAD_DIM // 2
     dim = tl.arange(0, HEAD_DIM)
     cos = tl.load(line + dim % half)
@@ -24,8 +24,8 @@ def angles(line, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def turned(row, head, mask, cos, sin, gain, eps, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
-    """Return the heads with indices `head [n]` of a token's row, normalised with `gain [HEAD_DIM]` and
-    rotated: `[n, HEAD_DIM]` float32."""
+    """Return the heads at indices `head [n]` of a token's qkv row, rotated and, with NORM, normalised with
+    `gain [HEAD_DIM]`: `[n, HEAD_DIM]` float32."""
     dim = tl.arange(0, HEAD_DIM)
     swap = (dim + HEAD_DIM // 2) % HEAD_DIM
     at = row + head[:, None] * HEAD_DIM
@@ -44,8 +44,8 @@ def turned(row, head, mask, cos, sin, gain, eps, HEAD_DIM: tl.constexpr, NORM: t
 
 @triton.jit
 def rounded(head, cache, SCALED: tl.constexpr):
-    """Return one head `[1, n]` float32 in the cache's dtype, and its scale (1.0 if the cache has no
-    scales)."""
+    """Convert one head, `[1, n]` float32, to the cache's dtype. Return the head and its scale, which is 1.0
+    if the cache has no scales."""
     scale = 1.0
     if SCALED:
         scale, inverse = fp8_scale(tl.max(tl.abs(head)))

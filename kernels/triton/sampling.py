@@ -1,31 +1,35 @@
-"""Sampling on a GPU without a sort: variants greedy, plain (temperature) and full, and the logits processors
-before them.
+"""Samples tokens on a GPU without a sort. Implements the variants greedy, plain (temperature) and full, and
+the logits processors that run before them.
 
-This module implements `kernels.draws.SamplingOps`; `kernels.sampling` is the reference implementation. Noise
-differs from the reference by at most 4e-6, and a probability mass by at most 2e-6 of the total. So draws
-differ only if two scores, or a token and the border of the nucleus, are closer than that. A NaN is treated as
-infinity.
+This module implements `kernels.draws.SamplingOps`; `kernels.sampling` is the reference implementation. The
+noise differs from the reference by at most 4e-6, and a probability mass by at most 2e-6 of the total.
+Therefore draws differ only if two scores, or a token and the boundary of the nucleus, are closer than that. A
+NaN logit is treated as infinity.
 
-Every launcher takes `pdl`, programmatic dependent launch; None uses it if the device supports it.
+Every operation has a parameter `pdl` (programmatic dependent launch). With None, PDL is used if the device
+supports it.
 
-Algorithm --------- *scan* computes for each chunk of a row its best score, that token's id and logit, its
-largest logit, its sum of exp and its second best score. Greedy and plain rows need no more: *pick* selects
-the best chunk.
+Algorithm
 
-For a full row, take the Gumbel-max draw from the whole distribution. If it survives top-k, top-p and min-p,
-it is the row's result; for top-p this happens with probability top_p or more. Otherwise the second best score
-may survive. *combine* finds both candidates. *above* reads the row once more and computes how many tokens,
-with how much mass, are more likely than each candidate. *decide* selects the candidate that is kept. So
-nearly all rows finish after two reads. For the remaining rows, *settle* searches for the border of the kept
-tokens, with several thresholds per read, and draws again among the tokens that are not yet excluded, until
-the winner is known to be kept. The noise is a function of the token, so the result is exactly the draw that
-sorting would give. (Rejection over a shrinking set of candidates is FlashInfer's method, Ye et al. 2025,
-which uses new noise in each round.)
+The kernel *scan* computes for each chunk of a row the best score, its token id and logit, the largest logit,
+the sum of exp, and the second best score. For greedy and plain rows, *pick* then selects the best chunk.
 
-A row with a small top-k needs only *decide*: *scan* stores the largest logit of each group of 128 tokens. The
-k-th largest of those selects the few groups, and then tokens, that must be compared with each other.
+For a full row, the first candidate is the Gumbel-max draw from the whole distribution. If top-k, top-p and
+min-p keep this token, it is the row's result. Top-p keeps it with a probability of at least top_p. The token
+with the second best score is the second candidate. *combine* finds both candidates. *above* reads the row
+again, and computes the number and the total mass of the tokens that are more likely than each candidate.
+*decide* selects the first candidate that is kept. Nearly all rows are finished after these two reads.
 
-The result of a row does not depend on the other rows or on their number: chunks have a fixed size, and their
+For the remaining rows, *settle* searches for the boundary between kept and excluded tokens, with several
+thresholds per read. It draws again among the tokens that are not yet excluded, until the drawn token is known
+to be kept. The noise is a function of the token, so the result is the same as with a sort. (FlashInfer, Ye et
+al. 2025, also rejects candidates from a shrinking set, but it uses new noise in each round.)
+
+For a row with a small top-k, *above* is not needed. *scan* stores the largest logit of each group of 128
+tokens. The k-th largest of these values selects the few groups, and then the few tokens, that *decide* must
+compare with each other.
+
+The result of a row does not depend on the other rows or on their number. Chunks have a fixed size, and their
 sums are added in the order of the chunks.
 """
 
@@ -42,20 +46,20 @@ from kernels.triton.sampling_search import settle_kernel
 
 _CHUNK = 4096
 _CHUNK_WARPS = 8
-"""Number of columns of one program of *scan* and *above*, and its number of warps. Both determine the order
-of sums."""
+"""Number of columns and number of warps per program of *scan* and *above*. Both determine the order of
+sums."""
 _DECIDE_WARPS = 8
 _SETTLE_TILE = 2048
 _SETTLE_WARPS = 16
 _SETTLE_STAGES = 4
 _FEW = 64
-"""Largest top-k that *decide* finishes by groups of tokens. Also the largest number of groups that it then
-reads, and half of the largest number of tokens that it then compares."""
+"""Maximum top-k for which *decide* finishes a row by groups of tokens. It then reads at most this many groups
+and compares at most twice as many tokens."""
 _GROUP = 128
-"""Number of columns in a group."""
+"""Number of logits in a group. *scan* stores the largest logit of each group."""
 _THRESHOLDS = 2
-"""Number of thresholds that *settle* tries per read. More thresholds take more registers and instructions;
-fewer take more reads."""
+"""Number of thresholds that *settle* tests per read. More thresholds need more registers and instructions;
+fewer thresholds need more reads."""
 
 
 def greedy(logits: Logits, *, pdl: bool | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,7 +94,7 @@ def full(logits: Logits, draws: Draws, *, pdl: bool | None = None) -> tuple[torc
     summaries = torch.empty((rows, 8), dtype=torch.float32, device=device)
     states = torch.empty(rows, dtype=torch.int32, device=device)
     above = torch.empty((4, rows, chunks), dtype=torch.float32, device=device)
-    # Room for _FEW groups and twice as many tokens.
+    # Each row's list has space for _FEW groups and twice as many tokens.
     group_lists = torch.empty((rows, 3 * _FEW), dtype=torch.int32, device=device)
     parameters = (draws.slots, draws.floats, draws.floats.stride(0), draws.top_k)
     combine_kernel[(rows,)](
@@ -215,7 +219,7 @@ def _nvidia(logits: Logits) -> bool:
 
 
 def _source(logits: Logits) -> tuple[tuple[object, ...], dict[str, object]]:
-    """Return the arguments and options with which the kernels read logits."""
+    """Return the kernel arguments and launch options that describe the logits."""
     if logits.values.stride(1) != 1:
         raise ValueError(
             f"logits have strides {logits.values.stride()}; the columns of a row must be contiguous"
@@ -259,8 +263,9 @@ def _scan_rows(
     pdl: bool,
     groups: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Launch *scan*. Returns [6, rows, chunks] float32: best score, its token id (int32 bits), its logit;
-    largest logit; sum of exp; second best score."""
+    """Launch *scan* and return its results for each chunk: [6, rows, chunks] float32. They are the best
+    score, its token id (int32 bits), its logit, the largest logit, the sum of exp, and the second best
+    score."""
     chunks = triton.cdiv(logits.columns, _CHUNK)
     partials = torch.empty((6, rows, chunks), dtype=torch.float32, device=logits.values.device)
     if rows == 0:

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs
-"""The sampling kernels that finish most full rows: they compute which tokens top-k, top-p and min-p keep, and
-the best score among these. `kernels.triton.sampling` explains the algorithm."""
+"""Contains the sampling kernels that finish most full rows. They determine the tokens that top-k, top-p and
+min-p keep, and the best score among these tokens. `kernels.triton.sampling` explains the algorithm."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kernels.triton.sampling_kernels import finite, gumbel, noise_key, place_of,
 
 @triton.jit
 def limits_of(row_floats, k, columns, largest, total):
-    """Return the limits of a row: it keeps tokens with fewer than `limit` more likely tokens, which hold
-    less than `target` of mass, and with a logit of at least `lowest`. Also returns whether top-k and top-p
-    apply."""
+    """Return a row's limits. A token is kept if fewer than `limit` tokens are more likely, if those tokens
+    have less than `target` of mass, and if its own logit is at least `lowest`. Also return whether top-k and
+    top-p apply."""
     top_p = tl.load(row_floats + 2)
     min_p = tl.load(row_floats + 3)
     by_count = (k > 0) & (k < columns)
@@ -51,10 +51,12 @@ def combine_kernel(
     PDL: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """Combine the chunks of a row into its summary: best score, token and logit; the same for its second best
-    score if it is known (otherwise a score of -inf); its largest logit, and its sum of exp(logit - largest).
-    Rows that this decides get their result. State: 0 finished, 1 to be counted by *above*, 2 a small
-    top-k."""
+    """Combine the chunks of a row into its summary, and finish the row if the summary is sufficient.
+
+    The summary contains the best score, its token and logit; the second best score, its token and logit; the
+    largest logit; and the sum of exp(logit - largest). The second best score is -inf if it is unknown. The
+    row's state is set to 0 (finished), 1 (*above* must count tokens) or 2 (small top-k).
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -79,7 +81,7 @@ def combine_kernel(
     best = tl.max(scores, axis=0)
     token = tl.min(tl.where(scores == best, tokens, 0x7FFFFFFF), axis=0)
     logit = tl.max(tl.where(tokens == token, logits, float("-inf")), axis=0)
-    # The best score of the other chunks is the second best of the row, unless the winner's own chunk has a
+    # The best score of the other chunks is the row's second best score, unless the winner's own chunk has a
     # better second score.
     bound = tl.max(tl.where(tokens == token, seconds, float("-inf")), axis=0)
     scores = tl.where(tokens == token, float("-inf"), scores)
@@ -128,8 +130,8 @@ def above_kernel(
     EDITED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Sum exp over a chunk's tokens that are more likely than the row's best candidate, and than its second
-    best. With a top-k, also count those tokens."""
+    """For each of the row's two candidates, sum exp(logit - largest) over the chunk's tokens that are more
+    likely than the candidate. If the row has a top-k, also count these tokens."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -194,9 +196,12 @@ def decide_kernel(
     NVIDIA: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Select the row's best or second best candidate if it is kept, and finish rows with a small top-k. For
-    the remaining rows, columns 2, 3, 4 of the summary become the logit, count and mass of the most likely
-    token that is known to be excluded (-inf if there is none)."""
+    """Select the row's best or second best candidate if it is kept, and finish rows with a small top-k.
+
+    In an unfinished row, columns 2, 3 and 4 of the summary become the starting point of *settle*: the logit
+    of a candidate, and the count and mass of the tokens that are more likely. The logit is -inf if there is
+    no candidate.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -243,12 +248,12 @@ def decide_kernel(
         next_count = tl.sum(tl.load(at_above + 3 * plane, mask=counted, other=0.0), axis=0)
         kept = (count < limit) & (mass < target)
         next_kept = (next_count < limit) & (next_mass < target)
-        # With both top-k and top-p, top-p applies to the mass that top-k keeps, which is not known yet.
+        # If both top-k and top-p apply, top-p refers to the mass that top-k keeps, which is not known yet.
         single = (by_count & by_mass) == 0
         known = single & (next_best > float("-inf"))
         take = single & (kept & (logit >= lowest))
         take_next = (take == 0) & (known & (next_kept & (next_logit >= lowest)))
-        # The summary is overwritten below: every warp must have read it first.
+        # Every warp must have read the summary before it is overwritten below.
         tl.debug_barrier()
         if take | take_next:
             tl.store(states + i, 0)
@@ -286,19 +291,19 @@ def _settle_few(
     EDITED: tl.constexpr,
     NVIDIA: tl.constexpr,
 ):
-    """Sample a row with a small top-k. Returns whether it is finished, the best score and its token.
+    """Sample a row with a small top-k. Return whether the row is finished, the best score and its token.
 
-    At least k tokens reach the k-th largest of the groups' largest logits, so top-k keeps only tokens that
-    reach it. Those tokens are collected, and each is compared with every other: how many are more likely, and
-    with how much mass. The row is not finished if ties make the lists too long (groups above FEW, tokens
-    above 2 × FEW).
+    At least k tokens reach the k-th largest of the groups' maximum logits, so top-k keeps only tokens that
+    reach this value. These tokens are collected and compared with each other, which gives the count and mass
+    of the tokens that are more likely than each of them. The row stays unfinished if ties make the lists too
+    long (more than FEW groups or 2 × FEW tokens).
     """
     group = tl.arange(0, GROUPS)
     highest = tl.load(groups + group, mask=group < row_groups, other=float("-inf"))
     ranks = rank_of(highest)
     top = rank_of(largest).to(tl.int64)
     bottom = tl.min(tl.where(group < row_groups, ranks, 0x7FFFFFFF), axis=0).to(tl.int64)
-    # With fewer than k groups, the bound is the rank of -inf.
+    # If there are fewer than k groups, the k-th largest value is -inf.
     bottom = tl.where(row_groups < k, -2139095041, bottom)
     j = tl.arange(0, 4)
     while bottom < top:
@@ -346,7 +351,7 @@ def _settle_few(
                     weight = tl.where(other >= border, tl.exp(other - largest), 0.0)
                     mass += tl.sum(tl.where(other[None, :] > logit[:, None], weight[None, :], 0.0), axis=1)
                 total = tl.sum(tl.where(kept, tl.exp(logit - largest), 0.0), axis=0)
-                # The largest token is kept for every top_p.
+                # The most likely token is kept for every top_p.
                 kept = kept & ((mass < top_p * total) | (logit >= largest))
             kept = kept & (logit >= lowest)
             token_hash = tl.load(hashes + of_entry, mask=of_entry < columns, other=0)
@@ -358,7 +363,7 @@ def _settle_few(
 
 @triton.jit
 def _entries(values, edited, at, copy, columns, tokens, start, count, EDITED: tl.constexpr):
-    """Return the logits of 16 entries of a list of columns."""
+    """Return the logits of 16 listed columns, starting with the list's entry `start`."""
     entry = start + tl.arange(0, 16)
     column = tl.load(tokens + entry, mask=entry < count, other=columns)
     return read(values, edited, at, copy, column, columns, EDITED)

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs
-"""Noise, logit loads, and the kernels *scan*, *pick* and *edit* of sampling. `kernels.triton.sampling`
-explains the algorithm."""
+"""Contains the noise functions, the logit loads, and the sampling kernels *scan*, *pick*, *edit* and
+*scatter*. `kernels.triton.sampling` explains the algorithm."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import triton.language as tl
 
 @triton.jit
 def noise_key(base, position):
-    """Return splitmix64(base + position · golden); see `kernels.sampling.noise_keys`."""
+    """Return the noise key splitmix64(base + position · 0x9E3779B97F4A7C15); see
+    `kernels.sampling.noise_keys`."""
     x = base.to(tl.uint64, bitcast=True) + position.to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15
     x += 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
@@ -29,8 +30,8 @@ def _fmix32(x):
 
 @triton.jit
 def _log2(x, NVIDIA: tl.constexpr):
-    """Return the hardware's approximate logarithm: 1 instruction instead of 25. Its error is at most 2^-22
-    (absolute near 1, relative elsewhere)."""
+    """Return the base-2 logarithm. NVIDIA's approximate hardware logarithm takes 1 instruction instead of 25.
+    Its error is at most 2^-22 (absolute near 1, relative elsewhere)."""
     if NVIDIA:
         y = tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -46,10 +47,11 @@ def gumbel(key, token_hash, NVIDIA: tl.constexpr):
     low = key.to(tl.uint32)
     high = (key >> 32).to(tl.uint32) | 1
     bits = _fmix32((token_hash.to(tl.uint32, bitcast=True) ^ low) * high) & 0x7FFFFFFF
-    # (bits + ½) / 2^31: the multiplication is exact, so this rounds as the reference does.
+    # Compute (bits + ½) / 2^31. The multiplication is exact, so the result is rounded as in the reference.
     share = bits.to(tl.int32).to(tl.float32) * 4.656612873077393e-10 + 2.3283064365386963e-10
     share = tl.minimum(share, 1.0 - 5.9604645e-8)
-    # -ln(1 - share): a polynomial where 1 - share would lose digits (Chebyshev fit, relative error 1.7e-7).
+    # Compute -ln(1 - share). For small shares, a polynomial is used, because 1 - share would lose digits
+    # (Chebyshev fit, relative error 1.7e-7).
     series = 0.14381851255893707 + share * 0.3399522006511688
     series = 0.2578205168247223 + share * series
     series = 0.3328547775745392 + share * series
@@ -64,7 +66,8 @@ def gumbel(key, token_hash, NVIDIA: tl.constexpr):
 
 @triton.jit
 def place_of(stride, index, edited_index, columns, i, INDEXED: tl.constexpr, EDITED: tl.constexpr):
-    """Return the offsets of sampling row i's logits and of its edited copy (-1 if it has none)."""
+    """Return the offset of sampling row i's logits, and the offset of its edited copy. The second offset is
+    negative if there is no copy."""
     at = i * stride
     if INDEXED:
         at = tl.load(index + i).to(tl.int64) * stride
@@ -76,8 +79,8 @@ def place_of(stride, index, edited_index, columns, i, INDEXED: tl.constexpr, EDI
 
 @triton.jit
 def read(values, edited, at, copy, column, columns, EDITED: tl.constexpr):
-    """Load logits as float32, with -inf past the last column. NaN becomes infinity, so that every maximum
-    finds it."""
+    """Load logits as float32. Columns past the last one give -inf. NaN becomes infinity, so that every
+    maximum includes it."""
     inside = column < columns
     if EDITED:
         if copy >= 0:
@@ -91,20 +94,19 @@ def read(values, edited, at, copy, column, columns, EDITED: tl.constexpr):
 
 @triton.jit
 def finite(x):
-    """Replace -inf by 0, so that differences with it are not NaN."""
+    """Replace -inf by 0, so that subtracting the result from -inf does not give NaN."""
     return tl.where(x == float("-inf"), 0.0, x)
 
 
 @triton.jit
 def flip(bits):
-    """Map the bits of a float32 to an integer with the same order as the number; the function is its own
-    inverse."""
+    """Map the bits of a float32 to an integer that sorts like the number. The function is its own inverse."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def rank_of(x):
-    """Return an integer with the same order as x; both zeros give the same integer."""
+    """Return an integer that sorts like x. Both zeros give the same integer."""
     return tl.where(x == 0.0, 0, flip(x.to(tl.int32, bitcast=True)))
 
 
@@ -140,8 +142,8 @@ def scan_kernel(
     NVIDIA: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Scan one chunk of one row. DRAW: 0 takes the largest logit, 1 adds noise, 2 also stores what narrowing
-    needs."""
+    """Scan one chunk of one row. DRAW = 0 selects the largest logit, 1 adds noise, and 2 also stores the
+    values that top-k, top-p and min-p need."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -165,7 +167,7 @@ def scan_kernel(
         if noise != 0.0:
             key = noise_key(tl.load(noise_base + table_row), tl.load(positions + i))
             score = x + noise * gumbel(key, tl.load(hashes + column, mask=column < columns, other=0), NVIDIA)
-    # Reductions over a chunk are joined where possible, because each costs one or two barriers.
+    # Reductions over a chunk are combined where possible, because each reduction costs one or two barriers.
     if DRAW == 2:
         best, largest = tl.split(tl.max(tl.join(score, x), axis=0))
     else:
@@ -204,7 +206,7 @@ def pick_kernel(
     PDL: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """Select the best score among the chunks of a row."""
+    """Select the best score among a row's chunks."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -246,7 +248,7 @@ def edit_kernel(
     PDL: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Copy a chunk of a row's logits and apply penalties, as `kernels.sampling.penalize_` does."""
+    """Copy a chunk of a row's logits, and apply penalties as `kernels.sampling.penalize_` does."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -275,7 +277,7 @@ def edit_kernel(
 
 @triton.jit(do_not_specialize=["count"])
 def scatter_kernel(edited, columns, rows, ids, values, count, BAN: tl.constexpr, PDL: tl.constexpr):
-    """Add biases at pairs of row and token id, or ban those tokens."""
+    """Add a bias to each given pair of row and token id, or ban these tokens if BAN is true."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

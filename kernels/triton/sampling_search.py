@@ -1,6 +1,7 @@
 # mypy: allow-untyped-defs
-"""The sampling kernel *settle*: it searches for the border of the kept tokens, for full rows that neither
-their candidates nor a small top-k finished. `kernels.triton.sampling` explains the algorithm."""
+"""Contains the sampling kernel *settle*, which searches for the boundary between kept and excluded tokens. It
+processes the full rows that the other kernels have not finished. `kernels.triton.sampling` explains the
+algorithm."""
 
 from __future__ import annotations
 
@@ -39,9 +40,10 @@ def settle_kernel(
     NVIDIA: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Find the border of the tokens that a remaining row keeps, and draw again.
+    """Find the boundary between kept and excluded tokens of an unfinished row, and draw again.
 
-    Invariant: tokens up to `low` are excluded, and tokens from `high` on are kept.
+    Invariant: tokens with a logit up to `low` are excluded, and tokens with a logit of at least `high` are
+    kept.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -66,7 +68,8 @@ def settle_kernel(
     at, copy = place_of(stride, index, edited_index, columns, i, INDEXED, EDITED)
     key = noise_key(tl.load(noise_base + table_row), tl.load(positions + i))
 
-    # Search for top-k's border first if top-p needs the mass above it.
+    # If both top-k and top-p apply, first search for the boundary of top-k, because top-p refers to the mass
+    # above it.
     outside = count >= limit
     low = tl.where(outside, logit, float("-inf"))
     high = tl.where(outside, largest, logit)
@@ -84,7 +87,7 @@ def settle_kernel(
     target = tl.where(both, top_p * mass_over, target)
     limit = tl.where(both, 1e9, limit)
 
-    # Derive the first bounds from the candidate: whether it was kept, and its count and mass.
+    # Derive the initial bounds from the candidate's logit, count and mass.
     low = tl.where(both, low, float("-inf"))
     survived = logit > low
     kept = survived & (count < limit) & (mass < target)
@@ -97,15 +100,16 @@ def settle_kernel(
     over = tl.where((both == 0) & (logit == float("-inf")), 1e30, over)
     best = largest
     token = tl.full((), 0, tl.int32)
-    # The search ends if the candidate is kept, which may need only the border of the small top-k.
+    # If both top-k and top-p apply, the candidate may turn out to be kept now that the boundary of top-k is
+    # known.
     done = (both & kept) & ((logit >= lowest) & (logit > float("-inf")))
     if done:
         best = tl.load(summary)
         token = tl.load(summary + 1).to(tl.int32, bitcast=True)
     step = 0
     while done == 0:
-        # Draw as soon as there are at most 1.5 times too many tokens, because such a draw is likely to be the
-        # final one.
+        # Draw as soon as the tokens above `low` are within 1.5x of the limits, because this draw will
+        # probably be accepted.
         draw = over < 1.5
         if draw:
             best, token, logit = _draw_over(
@@ -142,7 +146,8 @@ def _draw_over(
     EDITED: tl.constexpr,
     NVIDIA: tl.constexpr,
 ):
-    """Return the best score, its token and its logit among the tokens above `low` and from `lowest`."""
+    """Return the best score among the tokens with a logit above `low` and of at least `lowest`, and its token
+    and logit."""
     scores = tl.full([TILE], float("-inf"), tl.float32)
     tokens = tl.full([TILE], 0x7FFFFFFF, tl.int32)
     logits = tl.full([TILE], float("-inf"), tl.float32)
@@ -181,15 +186,15 @@ def _narrow(
     STAGES: tl.constexpr,
     EDITED: tl.constexpr,
 ):
-    """Narrow `low` and `high` with one read of the row.
+    """Narrow the range between `low` and `high` with one read of the row.
 
-    Also returns by what factor there are too many tokens above the new `low` (by count or mass, the larger),
-    0 if no token is left between `low` and `high`; and the mass above `low` (`mass_over` is the mass above
-    the old one). extra: another value to try, or `high`.
+    Also return `over`, the factor by which the tokens above the new `low` exceed the limits (by count or by
+    mass, whichever is larger). `over` is 0 if no token is left between `low` and `high`. `mass_over` is the
+    mass above `low`, before and after the call. extra: another threshold to test, or `high` for none.
     """
     j = tl.arange(0, THRESHOLDS)
-    # The first steps divide the range by value, which is fast for a model's usual logits. Later steps divide
-    # by the rank of float32 numbers, which converges for any logits.
+    # The first steps divide the range by value, which converges quickly for typical logits. Later steps
+    # divide the range by the rank of float32 numbers, which converges for all logits.
     bottom = tl.maximum(low, high - 32.0)
     threshold = bottom + (high - bottom) * ((j + 1).to(tl.float32) / (THRESHOLDS + 1))
     if step >= 8:
@@ -227,8 +232,8 @@ def _narrow(
     mass_over = tl.where(new_low > low, tl.max(tl.where(at_low, mass, 0.0), axis=0), mass_over)
     count_over = tl.max(tl.where(at_low, count, 0.0), axis=0)
 
-    # If a single value is left between `low` and `high`, the tokens above it are exactly the tokens from
-    # `high` on.
+    # If only one distinct value is left between `low` and `high`, the tokens above it are exactly the tokens
+    # at or above `high`.
     value = tl.max(between_max, axis=0)
     single = tl.min(between_min, axis=0) == value
     top_count = tl.sum(top_counts, axis=0)

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Adds the parts that other ranks have copied into this rank's memory to the residual."""
+"""Adds the partial results that other ranks have copied into this rank's memory to the residual."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ _BLOCK = 2048
 def sum_parts(
     parts: torch.Tensor, own: torch.Tensor, residual: torch.Tensor, out: torch.Tensor, rank: int
 ) -> None:
-    """Write `residual` plus the sum of all ranks' parts, in rank order and with one rounding, into `out`.
+    """Write `residual` plus the sum of all ranks' parts to `out`. The parts are added in rank order and
+    rounded once.
 
-    parts: [ranks, at least rows, hidden]. The entry of `rank` is not read: own, [rows, hidden], is used
-    instead. residual, out: [rows, hidden], contiguous, of the same dtype. `out` may be `residual`.
+    parts: [ranks, at least `rows`, hidden]. This rank's entry is not read; `own`, [rows, hidden], is used
+    instead. residual, out: [rows, hidden], contiguous, with the same dtype. `out` may be `residual`.
     """
     count = own.numel()
     _sum_parts[(triton.cdiv(count, _BLOCK),)](

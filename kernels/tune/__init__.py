@@ -1,1 +1,1 @@
-"""The search for the kernel of each linear on a GPU: candidates, timing, and the choice."""
+"""Selects the fastest kernel for each linear on a GPU: generates candidates, times them and chooses one."""

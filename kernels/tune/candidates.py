@@ -1,4 +1,4 @@
-"""The candidate plans for a linear."""
+"""Generates the candidate plans that the tuner times for a linear."""
 
 from __future__ import annotations
 
@@ -9,20 +9,24 @@ from kernels.triton.linear_plans import HOPPER_SHARED, GemmPlan, tile_bytes
 from kernels.triton.linear_table import Product, problem
 
 BUCKETS = (1, 8, 16, 32, 64, 128, 256)
-"""Numbers of rows that are measured. Each entry covers the numbers of rows up to its own."""
+"""Numbers of rows that the tuner measures. The result for an entry also applies to all numbers between the
+previous entry and this one."""
 
 _MANY = 16384
-"""Number of outputs from which one wave of programs is a small part of the whole GEMM."""
+"""Minimum number of outputs at which a GEMM needs many waves of programs."""
 
 HALF_SHARED = 112 << 10
-"""Shared memory of a `tiles` program such that two programs fit on a multiprocessor: programs of the next
-GEMM then fill their stages while those of the current one run."""
+"""Bytes of shared memory per program that let two programs of the `tiles` kernel run on one multiprocessor.
+Programs of the next GEMM can then load weights while programs of the current GEMM finish."""
 
 
 def candidates(product: Product, rows: int, hopper: bool) -> list[GemmPlan]:
-    """Return our plans for a bucket that the kernels accept. hopper: whether the GPU is a Hopper; on other
-    GPUs `tiles` kernels abort the compiler. Plans that need more shared memory than the GPU has are skipped
-    when they fail to launch."""
+    """Return the candidate plans that the kernels support for a number of rows from `BUCKETS`.
+
+    hopper: whether the GPU is a Hopper GPU. On other GPUs, `tiles` kernels crash the compiler.
+
+    A candidate may need more shared memory than the GPU has. The tuner skips it when its launch fails.
+    """
     if rows == 1:
         plans = [*_gemvs(product), *_streams(product)]
     else:
@@ -38,8 +42,9 @@ def candidates(product: Product, rows: int, hopper: bool) -> list[GemmPlan]:
 
 
 def shared_bytes(plan: GemmPlan, product: Product) -> int:
-    """Return the shared memory of a program in bytes, accurate to one or two kilobytes: for tiles and dot the
-    pipeline stages, for stream the row in float16, and for gemv nothing but the sums of the warps."""
+    """Return the approximate shared memory of a program in bytes, accurate to one or two kilobytes. The
+    `tiles` and `dot` kernels use it for pipeline stages, and `stream` uses it for the input row in float16.
+    `gemv` uses almost none."""
     if plan.form == "gemv":
         return 0
     if plan.form == "stream":
@@ -60,13 +65,14 @@ def _gemvs(product: Product) -> Iterable[GemmPlan]:
 
 def _streams(product: Product) -> Iterable[GemmPlan]:
     if product.k > 8192:
-        return  # the row in float16 and the loads in flight would not fit together
+        return  # the float16 row and the loads in flight would not both fit
     for step, warps, ahead in ((256, 4, 2), (256, 4, 3), (128, 4, 3), (128, 4, 4), (256, 8, 2), (128, 8, 2)):
         yield GemmPlan("stream", 1, 16, step, warps, stages=ahead)
 
 
 def _dots(product: Product, tile: int) -> Iterable[GemmPlan]:
-    """Tiles with columns of 128, 256 and 512 bytes; GEMMs with few outputs also with K split."""
+    """Yield `dot` plans whose weight tiles are 128, 256 or 512 bytes wide. For GEMMs with few outputs, some
+    plans also split K."""
     bytes_256 = 256 // product.dtype.itemsize
     if product.n >= _MANY:
         for stages in (3, 4, 5):
@@ -92,8 +98,8 @@ def _dots(product: Product, tile: int) -> Iterable[GemmPlan]:
 
 
 def _tiles(product: Product, tile: int) -> Iterable[GemmPlan]:
-    """Tiles of 64 weight rows by 128 or 256 bytes, and of 128 rows by 128 bytes, with as many stages as let
-    two programs share a multiprocessor."""
+    """Yield `tiles` plans whose weight tiles are 64 rows by 128 or 256 bytes, or 128 rows by 128 bytes. Each
+    plan has the largest number of stages with which two programs fit on a multiprocessor."""
     for block_n, columns in ((64, 128), (64, 256), (128, 128)):
         plan = GemmPlan("tiles", tile, block_n, columns // product.dtype.itemsize, block_n // 16)
         plan = replace(plan, stages=HALF_SHARED // shared_bytes(plan, product))

@@ -1,12 +1,12 @@
-"""Coordinate descent over the linears of a layer, by the time of the whole layer.
+"""Optimises the plans of a layer's linears by coordinate descent on the time of the whole layer.
 
-A plan that is fast alone may be slow inside a layer: with programmatic dependent launch, each linear fetches
-weights while the previous kernel finishes, so neighbouring kernels compete for a multiprocessor. Therefore
-the plans of one linear at a time are tried while the other linears keep theirs, and a plan stays if it makes
-the *layer* faster. The descent ends when a round gains next to nothing. It finds a local minimum, so it is
-run from several starting points.
+A plan that is fast on its own may be slow within a layer. With programmatic dependent launch (PDL), each
+linear loads weights while the previous kernel finishes, so neighbouring kernels compete for the
+multiprocessors. Therefore the search changes the plan of one linear at a time, and keeps the new plan only if
+the *layer* becomes faster. The search stops after a round with almost no gain. It finds a local minimum, so
+it is run from several starting points.
 
-The measurement is a parameter, so this module needs no GPU.
+The measurement function is a parameter, so this module needs no GPU.
 """
 
 from __future__ import annotations
@@ -19,27 +19,29 @@ from kernels.triton.linear_plans import GemmPlan
 from kernels.triton.linear_table import Product
 
 Choice = Mapping[Product, GemmPlan | None]
-"""The plan of each linear; None: the library's GEMM."""
+"""The plan of each linear. None selects the library's GEMM."""
 Compare = Callable[[Sequence[Choice]], list[float]]
-"""Measures choices in interleaved runs and returns the microseconds of a layer with each; infinite for a
-choice that does not run."""
+"""Function that measures choices in interleaved runs. It returns the layer's microseconds with each choice,
+or infinity for a choice that cannot run."""
 Replay = Callable[[Sequence[int]], list[float]]
-"""Runs the runners with these indices in this order, and returns the microseconds of each replay."""
+"""Function that executes the runners with the given indices, in this order, and returns the microseconds of
+each execution."""
 
 ENOUGH = 0.003
-"""Minimum relative gain. A round that gains less is the last one, and a smaller gain does not justify a new
-table."""
+"""Minimum relative gain. The search stops after a round with a smaller gain, and the current choice is kept
+if the total gain is smaller."""
 NOISE = 0.001
-"""Relative difference between medians of the same choice in interleaved runs."""
+"""Expected relative difference between two medians of the same choice in interleaved runs."""
 
 _SCREENING, _MORE = 4, 12
-"""Number of rounds for all runners, and of further rounds for those near the fastest."""
+"""Number of rounds that include all runners, and number of further rounds for the runners close to the
+fastest."""
 _NEAR = 0.015
 
 
 def race(replay: Replay, runners: int) -> list[float]:
-    """Return each runner's median time. Runs are interleaved, in reverse order every other round; after a few
-    rounds, slow runners are dropped."""
+    """Return each runner's median time. Runs are interleaved, in reverse order every other round. After the
+    first rounds, slow runners are dropped."""
     times: list[list[float]] = [[] for _ in range(runners)]
 
     def run(those: list[int], turns: int) -> None:
@@ -58,9 +60,9 @@ def race(replay: Replay, runners: int) -> list[float]:
 def descend(start: Choice, options: Mapping[Product, Sequence[GemmPlan | None]], compare: Compare) -> Choice:
     """Return the local minimum that a descent from `start` reaches.
 
-    Linears are tried in the order of `options`. A new plan stays if it beats the previous plan twice: when
-    all plans are compared, and when these two are compared alone. A linear is tried again only if the plans
-    around it have changed.
+    Linears are visited in the order of `options`. A new plan replaces the current plan only if it is faster
+    twice: in a comparison of all plans, and in a comparison of these two plans. A linear is visited again
+    only if another linear's plan has changed since.
     """
     best, judged = dict(start), dict[Product, Choice]()
     while True:
@@ -84,9 +86,9 @@ def descend(start: Choice, options: Mapping[Product, Sequence[GemmPlan | None]],
 def search(
     starts: Sequence[Choice], options: Mapping[Product, Sequence[GemmPlan | None]], compare: Compare
 ) -> tuple[Choice, float, float]:
-    """Return the fastest local minimum that descents from several starting points reach, its microseconds,
-    and those of the first starting point. The first starting point is the current choice: it is kept unless a
-    minimum is faster by more than ENOUGH."""
+    """Run a descent from each starting point. Return the fastest local minimum, its microseconds, and the
+    microseconds of the first starting point. The first starting point is the current choice. It is kept
+    unless a minimum is faster by more than ENOUGH."""
     found: list[Choice] = [starts[0]]
     for start in starts:
         minimum = descend(start, options, compare)

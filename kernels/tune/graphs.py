@@ -1,4 +1,5 @@
-"""Measures CUDA graphs, alone or interleaved. Interleaving keeps drifting clocks from favouring one graph."""
+"""Measures the run time of CUDA graphs, alone or interleaved. With interleaved runs, clock drift does not
+favour one graph."""
 
 from __future__ import annotations
 
@@ -14,22 +15,23 @@ _REPLAYS = 11
 class Graphs:
     """Captures CUDA graphs on a separate stream, and times them.
 
-    The graphs share the memory of their temporaries: they may run one after another, in any order, but never
-    at the same time, and a graph's results are overwritten by the next replay.
+    The graphs share memory for their temporaries. They may run one after another in any order, but never at
+    the same time. A replay overwrites the results of earlier replays.
     """
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
         self._pool: tuple[Any, ...] = ()
-        # A memory pool can be shared only with a graph that still exists, and this one exists until the end.
+        # A memory pool can be shared only with a graph that still exists. This graph keeps the pool alive.
         self._first = self.capture(lambda: torch.zeros(1, device="cuda"))
         self._pool = (self._first.pool(),)
 
     def capture(
         self, run: Callable[[], object], before: Callable[[], object] | None = None
     ) -> torch.cuda.CUDAGraph:
-        """Return a graph of `run`. `before` runs first, without capture: it must load every kernel and
-        allocate every workspace that `run` needs; None: `run` itself. Raises the exceptions of a launch."""
+        """Return a CUDA graph of `run`. `before` is called first, without capture; the default is `run`. It
+        must load every kernel and allocate every workspace that `run` uses. Exceptions from launches
+        propagate."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             (before or run)()
@@ -44,8 +46,8 @@ class Graphs:
         return graph
 
     def microseconds(self, graphs: Sequence[torch.cuda.CUDAGraph], order: Sequence[int]) -> list[float]:
-        """Return the microseconds of each replay, in the order of these indices. The first graph is replayed
-        once more beforehand, without being timed."""
+        """Return the microseconds of each replay. `order` contains the indices of the graphs to replay. The
+        first graph is replayed once beforehand, without being timed."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             events = [torch.cuda.Event(enable_timing=True) for _ in range(len(order) + 1)]
@@ -57,8 +59,8 @@ class Graphs:
 
 
 def graph_microseconds(run: Callable[[], object]) -> float:
-    """Return the median time of one replay of `run` in a graph."""
+    """Return the median microseconds of one replay of `run`, captured in a CUDA graph."""
     graphs = Graphs()
-    # The first timed replay is not representative either, so it is dropped.
+    # The first timed replay is not representative, so it is dropped.
     times = graphs.microseconds([graphs.capture(run)], [0] * (_REPLAYS + 1))[1:]
     return sorted(times)[len(times) // 2]

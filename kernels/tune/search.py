@@ -1,8 +1,8 @@
-"""The search for the plan of each linear: first the plans of one linear at a time while the other linears
-keep theirs, then the best plans of all linears together.
+"""Searches for the fastest plan of each linear. The search first varies one linear's plan while the other
+linears keep theirs. It then times the best plans of all linears together.
 
-The plans are timed in a chain: operations of a decoder that run one after another. The chain's class decides
-what it runs; this module only sees the linears that request a plan from the table.
+Plans are timed in a chain: a sequence of decoder operations that run one after another. The implementation of
+`Chain` defines the operations. This module handles only the linears that look up their plan in the table.
 """
 
 from __future__ import annotations
@@ -20,43 +20,43 @@ from kernels.tune.candidates import candidates
 from kernels.tune.descent import Choice
 
 MAX_ERROR = 1e-2
-"""Maximum ‖out − ref‖ / ‖ref‖ of a plan. FP8 linears with several rows reach 4e-3."""
+"""Maximum relative error ‖out − ref‖ / ‖ref‖ of a plan. FP8 linears with several rows reach 4e-3."""
 
 _FINALISTS = 3
-"""Number of plans of a linear that are timed again together with the winners of the other linears."""
+"""Number of plans per linear that are timed again together with the winners of the other linears."""
 
 _ROUNDS = 2
-"""Number of repetitions of the final measurements."""
+"""Number of repetitions of each final measurement. The minimum is used."""
 
 _NOISE = 0.002
-"""Relative difference between two measurements of the same plan."""
+"""Expected relative difference between two measurements of the same plan."""
 
 Report = Callable[[str], None]
 Microseconds = Callable[[GemmPlan | None], float]
 Timed = list[tuple[GemmPlan | None, float]]
-"""Plans (None: the library's GEMM) with their microseconds, the fastest first."""
+"""Plans and their microseconds, the fastest first. The plan None is the library's GEMM."""
 
 
 class Chain(Protocol):
-    """Operations that are timed together, for a number of rows that the caller sets."""
+    """A sequence of operations that are timed together. The caller sets the number of rows."""
 
     rows: int
     products: list[Product]
-    """The linears that request a plan from the table, beginning with those that write the residual."""
+    """The linears that look up their plan in the table. Linears that write the residual are listed first."""
 
     def microseconds(self, table: Table, without: Product | None = None) -> float:
-        """Return the time of one layer with the plans of `table`, or without the operations of one linear.
-        Raises the exceptions of a launch."""
+        """Return the microseconds of one layer with the plans of `table`. If `without` is given, that
+        linear's operations are omitted. Exceptions from launches propagate."""
 
     def error(self, table: Table, rows: int) -> float:
-        """Return the largest ‖out − ref‖ / ‖ref‖ of any operation on `rows` rows with the plans of `table`,
-        where ref is the result of the reference implementation. NaN if a result contains NaN. Raises the
-        exceptions of a launch."""
+        """Return the largest relative error ‖out − ref‖ / ‖ref‖ of any operation on `rows` rows with the
+        plans of `table`. ref is the result of the reference implementation. Returns NaN if a result contains
+        NaN. Exceptions from launches propagate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The result of the search for one linear and number of rows."""
+    """The result of the search for one linear and one number of rows."""
 
     product: Product
     rows: int
@@ -65,8 +65,8 @@ class Measured:
 
 
 def search(chain: Chain, known: Table, report: Report, hopper: bool) -> list[Measured]:
-    """Return the best plans of those linears of a chain for which `known` has no entry. `report` is called
-    with lines of progress."""
+    """Return the best plans for the chain's linears that have no entry in `known`. Progress lines are passed
+    to `report`."""
     rows = chain.rows
     rules = rule_plans(chain.products, rows)
     # Known entries are kept, so a shape that two models share is measured once.
@@ -98,8 +98,8 @@ def search(chain: Chain, known: Table, report: Report, hopper: bool) -> list[Mea
 def measure_entries(
     chain: Chain, plans: Choice, products: Iterable[Product]
 ) -> dict[Product, tuple[PlanEntry, float]]:
-    """Return, for each of `products`, its table entry (the time that it adds to a layer with `plans`) and the
-    time of the layer without it."""
+    """Return the table entry of each linear in `products`, and the layer's microseconds without that linear.
+    An entry contains the microseconds that the linear adds to a layer with `plans`."""
     found = {}
     layer_us = _least(chain, plans)
     for product in products:
@@ -110,8 +110,8 @@ def measure_entries(
 
 
 def is_right(chain: Chain, product: Product, plan: GemmPlan | None, hopper: bool) -> bool:
-    """Return whether a plan computes the same as the reference implementation, for its maximum number of rows
-    and for fewer. The library's plan is not checked. Raises the exceptions of a launch."""
+    """Return whether a plan's results match the reference implementation, for the chain's number of rows and
+    for about half of it. The library's GEMM is not checked. Exceptions from launches propagate."""
     if plan is None:
         return True
     table = check_table(chain, product, plan, hopper)
@@ -119,25 +119,25 @@ def is_right(chain: Chain, product: Product, plan: GemmPlan | None, hopper: bool
 
 
 def check_table(chain: Chain, product: Product, plan: GemmPlan | None, hopper: bool) -> Table:
-    """Return the table with which a plan is checked. The neighbouring linears have plans that share norms, so
-    that a shared norm is checked too."""
+    """Return a table for checking one plan. The other linears get plans that share norms, so that shared
+    norms are checked too."""
     others = {one: _sharing_plan(one, chain.rows, hopper) for one in chain.products}
     return table_of({**others, product: plan}, chain.rows)
 
 
 def rule_plans(products: Iterable[Product], rows: int) -> dict[Product, GemmPlan | None]:
-    """Return the plans of linears for which the table has no entry."""
+    """Return the rule-based plan of each linear, which applies if the table has no entry."""
     return {one: linear_plans.choose(rows, one.n, one.k, one.dtype) for one in products}
 
 
 def tried_plans(product: Product, rows: int, hopper: bool) -> list[GemmPlan | None]:
-    """Return the plans that `search` tries: the library, the rule-based plan, and the candidates."""
+    """Return the plans that `search` tries: the library's GEMM, the rule-based plan and the candidates."""
     rule = linear_plans.choose(rows, product.n, product.k, product.dtype)
     return list(dict.fromkeys([None, rule, *candidates(product, rows, hopper)]))
 
 
 def table_of(plans: Mapping[Product, GemmPlan | None], rows: int) -> Table:
-    """Return a table with these plans for up to `rows` rows."""
+    """Return a table that contains these plans for up to `rows` rows."""
     table = Table()
     for product, plan in plans.items():
         table = table.with_entry(product, rows, PlanEntry(plan, 0.0, 0.0))
@@ -145,17 +145,18 @@ def table_of(plans: Mapping[Product, GemmPlan | None], rows: int) -> Table:
 
 
 def is_known(known: Table, products: Iterable[Product], rows: int) -> bool:
-    """Return whether a table has an entry for exactly these rows of every linear."""
+    """Return whether a table has an entry with exactly this number of rows for every linear."""
     return all(rows in known.products.get(product, {}) for product in products)
 
 
 def plan_text(plan: GemmPlan | None) -> str:
-    """Return a plan as text: form, rows, block_n, block_k, warps, stages and split."""
+    """Return a plan as text, with the fields form, rows, block_n, block_k, warps, stages and split."""
     return "library" if plan is None else " ".join(str(getattr(plan, one.name)) for one in fields(plan))
 
 
 def _sharing_plan(product: Product, rows: int, hopper: bool) -> GemmPlan | None:
-    """Return a plan that can share a norm with another linear; None if no such plan runs."""
+    """Return a plan that can share a norm with another linear, or None if there is no such plan for this
+    GPU."""
     rule = linear_plans.choose(max(rows, 8), product.n, product.k, product.dtype)
     if rule is not None and rule.tiled:
         return rule
@@ -171,8 +172,8 @@ def _least(chain: Chain, plans: Choice, without: Product | None = None) -> float
 
 
 def _time(plans: Sequence[GemmPlan | None], us: Microseconds, rounds: int = 1) -> Timed:
-    """Return the minimum time of each plan over several rounds. Plans that do not launch on this GPU are left
-    out; the library must launch."""
+    """Return each plan's minimum time over several rounds. Plans that fail to launch on this GPU are omitted.
+    The library's GEMM must launch, so its errors propagate."""
     timed: dict[GemmPlan | None, float] = {}
     for plan in [plan for _ in range(rounds) for plan in plans]:
         try:
@@ -184,7 +185,7 @@ def _time(plans: Sequence[GemmPlan | None], us: Microseconds, rounds: int = 1) -
 
 
 def _prefer(plan: GemmPlan | None, timed: Timed) -> GemmPlan | None:
-    """Return the fastest plan, or `plan` if the difference is within the measurement noise, so that a table
+    """Return the fastest plan, or `plan` if the difference is within the measurement noise. Therefore a table
     changes only for a real gain."""
     return plan if dict(timed).get(plan, math.inf) <= timed[0][1] * (1 + _NOISE) else timed[0][0]
 

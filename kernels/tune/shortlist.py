@@ -1,4 +1,4 @@
-"""Selects the few plans of each linear that a descent over whole layers tries."""
+"""Selects a few plans per linear for the search over whole layers (`kernels.tune.descent`)."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ Tried = Mapping[tuple[str, int], Sequence[GemmPlan | None]]
 """The plans that a search tried, the fastest first, by linear (as text) and number of rows."""
 
 _PROGRAMS = 200
-"""The `tiles` plans that won on an H200 had 128 to 256 programs: one or two per multiprocessor."""
+"""Target number of programs of a `tiles` plan. The fastest `tiles` plans on an H200 had 128 to 256 programs,
+one or two per multiprocessor."""
 _LIBRARY_FROM = 32
-"""Number of rows from which the library may be fastest."""
+"""Minimum number of rows for which the library's GEMM may be the fastest."""
 
 
 def read_tried(path: Path) -> Tried:
-    """Read the plans that were tried from a file written by `python -m engine.tune --json`. Raises ValueError
-    if the file has another format."""
+    """Read the tried plans from a file written by `python -m engine.tune --json`. Raises ValueError if the
+    file has another format."""
     try:
         return {
             (one["shape"], one["rows"]): [_parse(text) for text in one["tried_layer_us"]]
             for one in json.loads(path.read_text())
         }
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: not a file of python -m engine.tune --json: {error!r}") from None
+        raise ValueError(f"{path}: not written by python -m engine.tune --json: {error!r}") from None
 
 
 def starts(shipped: Choice, rows: int, hopper: bool) -> list[Choice]:
-    """Return the starting points of a descent: the shipped table's plans, the rule-based plans, and plans of
-    the form `tiles` for every linear."""
+    """Return the starting points of a descent: the shipped table's plans, the rule-based plans, and `tiles`
+    plans for every linear."""
     tiles = {one: next(iter(_tiles(one, rows, hopper)), plan) for one, plan in shipped.items()}
     found: list[Choice] = []
     for one in (shipped, rule_plans(shipped, rows), tiles):
@@ -49,15 +50,17 @@ def starts(shipped: Choice, rows: int, hopper: bool) -> list[Choice]:
 def shortlist(
     product: Product, rows: int, hopper: bool, known: Iterable[GemmPlan | None], tried: Tried, most: int
 ) -> list[GemmPlan | None]:
-    """Return `known` and further plans, `most` in total. The further plans are those that a search found
-    fastest. If the search did not try this linear, they are `tiles` plans that fill the GPU about once, and
-    the plans most similar to the first known one."""
+    """Return `known` and further plans, at most `most` in total.
+
+    If a search has tried this linear, its fastest plans are added. Otherwise, it adds `tiles` plans with
+    about one wave of programs, and the plans most similar to a known plan.
+    """
     known, tiles = list(known), _tiles(product, rows, hopper)
     others = [one for one in candidates(product, rows, hopper) if one.form != "tiles"]
     if (str(product), rows) in tried:
         usable = {*tiles, *others, None}
         ranked = [plan for plan in tried[str(product), rows] if plan in usable]
-        # Candidates that the search did not try come first.
+        # Candidates that the search has not tried are listed first.
         new = [plan for plan in tiles if plan not in ranked]
         return _some([*known, *new[:2], *ranked], most)
     like = next((plan for plan in known if plan is not None and plan.form != "tiles"), None)
@@ -69,8 +72,8 @@ def shortlist(
 
 
 def covering(options: Mapping[Product, Sequence[GemmPlan | None]]) -> Iterator[Choice]:
-    """Yield choices that together launch every kernel that any choice launches. The kernel of a linear
-    depends on its own plan, and on the shared norm that the previous linear leaves to it."""
+    """Yield choices that together launch every kernel that any choice can launch. A linear's kernel depends
+    on its own plan and on the shared norm that the previous linear may compute."""
     left = {product: _sharers(plans) for product, plans in options.items()}
     for block_n in dict.fromkeys(block_n for sharers in left.values() for block_n in sharers):
         others = {one: sharers.get(block_n, options[one][0]) for one, sharers in left.items()}
@@ -80,8 +83,8 @@ def covering(options: Mapping[Product, Sequence[GemmPlan | None]]) -> Iterator[C
 
 
 def _sharers(plans: Iterable[GemmPlan | None]) -> dict[int | None, GemmPlan | None]:
-    """Return one plan for each state in which some plans may leave a shared norm: sums of squares over
-    `block_n` outputs, or no norm (None)."""
+    """Return one plan for each kind of shared norm that the plans produce. The key is the number of outputs
+    per partial sum of squares (`block_n`), or None for no shared norm."""
     return {plan.block_n if plan is not None and plan.tiled else None: plan for plan in plans}
 
 
@@ -90,9 +93,9 @@ def _some(plans: Iterable[GemmPlan | None], most: int) -> list[GemmPlan | None]:
 
 
 def _tiles(product: Product, rows: int, hopper: bool) -> list[GemmPlan]:
-    """Return the candidates of the form `tiles`: those with the smallest tile first, and among these the ones
-    that fill the GPU best. For one row, tiles of 8 rows are included, because they can share norms with
-    neighbouring linears, which plans for one row cannot."""
+    """Return the `tiles` candidates, ordered by tile size and then by how well they fill the GPU. For one
+    row, they include plans with tiles of 8 rows, which can share norms with neighbouring linears, unlike
+    one-row plans."""
 
     def order(plan: GemmPlan) -> tuple[int, float, int, int]:
         programs = -(-product.n // plan.block_n) * plan.split
@@ -107,7 +110,7 @@ def _differences(plan: GemmPlan, other: GemmPlan) -> int:
 
 
 def _parse(text: str) -> GemmPlan | None:
-    """Parse the result of `search.plan_text`."""
+    """Parse the text that `search.plan_text` returns."""
     if text == "library":
         return None
     form, *numbers = text.split()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from engine.generate import LocalEngine
@@ -15,7 +16,7 @@ from tests.demo_model.asking import DEMO, END, questions
 BEGIN = 0
 """The demo model's begin token."""
 WINDOW = 1024
-"""Number of tokens of held-out text that are scored together after a begin token, as in the model card."""
+"""Number of held-out tokens that are scored together after a begin token, as in the model card."""
 MOST_ANSWER_TOKENS = 100
 UNQUANTISED = "unquantised"
 
@@ -24,7 +25,7 @@ _Item = TypeVar("_Item")
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A quantised variant of the model, and the quality loss that it may have."""
+    """A quantised variant of the model and its maximum quality loss."""
 
     name: str
     weights: str
@@ -40,7 +41,7 @@ FORMS = (
     Form("FP8 weights and KV", "fp8", "fp8", 0.008),
 )
 LEAST_KEPT = 0.97
-"""Minimum fraction of the answers that were right unquantised and must stay right."""
+"""Minimum fraction of the unquantised model's correct answers that the variant must also answer correctly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +53,18 @@ class Score:
     form: str
     perplexity: float
     perplexity_change: float
-    """Relative to the unquantised model's."""
+    """Change relative to the unquantised model's perplexity."""
     change_error: float
-    """Standard error of that change, over windows of text."""
+    """Standard error of `perplexity_change`, over windows of text."""
     most_perplexity_change: float
     token_change: float
-    """Mean magnitude of the change of a held-out token's log probability, in nats."""
+    """Mean absolute change of a held-out token's log probability, in nats."""
     held_out_tokens: int
     right: int
     """Number of the `asked` answers that begin with the expected sentence."""
     asked: int
     kept: float
-    """Fraction of the answers that were right unquantised and are still right."""
+    """Fraction of the unquantised model's correct answers that are still correct."""
     same: int
     """Number of answers that are identical to the unquantised model's."""
 
@@ -87,15 +88,17 @@ def measure(
     asked: int | None = None,
     windows: int | None = None,
     forms: Iterable[Form] = FORMS,
+    model: Path = DEMO,
     progress: Callable[[str], None] = lambda line: None,
 ) -> list[Score]:
-    """Return the scores of `forms`, the unquantised one first. `asked` and `windows` limit the number of
-    questions and windows of held-out text, which are selected at even intervals; None uses all."""
+    """Return the scores of `forms`, of which the first must be unquantised. `asked` and `windows` limit the
+    numbers of questions and of windows of held-out text, which are selected at even intervals. None uses all.
+    `model` is the folder of a model with the demo model's tokenizer."""
     first: _Run | None = None
     scores = []
     for form in forms:
         progress(f"{device} {dtype}: {form.name}")
-        run = _run(device, dtype, form, asked, windows)
+        run = _run(model, device, dtype, form, asked, windows)
         first = first or run
         scores.append(_score(device, dtype, form, run, first))
     return scores
@@ -112,7 +115,7 @@ def held_out_windows() -> list[list[int]]:
     return [[BEGIN, *ids[index * WINDOW : (index + 1) * WINDOW]] for index in range(count)]
 
 
-def _run(device: str, dtype: str, form: Form, asked: int | None, windows: int | None) -> _Run:
+def _run(model: Path, device: str, dtype: str, form: Form, asked: int | None, windows: int | None) -> _Run:
     from tokenizers import Tokenizer
 
     prompts, expected = questions()
@@ -120,7 +123,7 @@ def _run(device: str, dtype: str, form: Form, asked: int | None, windows: int | 
     engine = LocalEngine(
         ReplicaSpec(
             replica="quality-0",
-            model_path=str(DEMO),
+            model_path=str(model),
             device=device,
             dtype=dtype,
             quantization=form.weights,

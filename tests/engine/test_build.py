@@ -49,17 +49,37 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "rope_scaling": None, "head_dim": 128},
 }
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "rope_scaling": None,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 192,
+        "mlp_only_layers": [0],
+    },
+    "olmoe": {"architectures": ["OlmoeForCausalLM"], "rope_scaling": None, "num_experts": 16},
+}
 
 
 def folder_of(tmp_path: Path, family: str, **changes: Any) -> Path:
-    config = SMALL | {"model_type": family} | FAMILIES[family] | changes
+    config = SMALL | {"model_type": family} | (FAMILIES | MIXTURES)[family] | changes
     (tmp_path / "config.json").write_text(json.dumps(config))
     return tmp_path
 
 
 @pytest.mark.parametrize(
     ("family", "fp8", "kv_fp8", "ranks"),
-    [("llama", 0, 0, 1), ("llama", 1, 1, 1), ("qwen2", 0, 1, 1), ("qwen3", 1, 0, 1), ("llama", 0, 1, 2)],
+    [
+        ("llama", 0, 0, 1),
+        ("llama", 1, 1, 1),
+        ("qwen2", 0, 1, 1),
+        ("qwen3", 1, 0, 1),
+        ("llama", 0, 1, 2),
+        ("qwen2_moe", 1, 0, 1),
+        ("olmoe", 0, 0, 2),
+    ],
 )
 def test_warm_up_launches_and_a_build_compiles_every_kernel_that_serving_launches(
     tmp_path: Path, family: str, fp8: int, kv_fp8: int, ranks: int
@@ -70,12 +90,14 @@ def test_warm_up_launches_and_a_build_compiles_every_kernel_that_serving_launche
     assert "NOT LOADED" not in done.stdout
     built, loaded, served, long = (int(word) for word in done.stdout.split() if word.isdecimal())
     assert built >= loaded >= served > 30
-    assert long == (FAMILIES[family].get("head_dim") == 128)  # the kernel that exists only for Hopper GPUs
+    assert long == (
+        (FAMILIES | MIXTURES)[family].get("head_dim") == 128
+    )  # one kernel exists only for Hopper GPUs
 
 
 def test_the_collectives_of_every_rank_are_enumerated(tmp_path: Path) -> None:
-    """The kernels differ between ranks: sums with and without a norm, gathers of two sizes, and the choice of
-    a token. Passes in halves also launch a barrier, and a sum whose kernel is the same on all ranks."""
+    """Ranks use different kernels: sums with and without a norm, gathers of two sizes, and the choice of a
+    token. Passes in halves also launch a barrier, and a sum whose kernel is the same on all ranks."""
     folder = folder_of(tmp_path, "llama")
     printed = compiled("tests.engine.launches_of_halves", folder, 2, "whole", "halves").stdout
     whole, halves = ([int(count) for count in line.split()] for line in printed.splitlines())
@@ -84,7 +106,8 @@ def test_the_collectives_of_every_rank_are_enumerated(tmp_path: Path) -> None:
 
 
 def test_kernels_are_built_and_tuned_without_dependent_launch_before_hopper(tmp_path: Path) -> None:
-    """Older instruction sets do not support dependent launch, so kernels that use it would not compile."""
+    """Before Hopper, GPUs do not support programmatic dependent launch, so kernels that use it would not
+    compile."""
     done = compiled("tests.engine.launches_before_hopper", folder_of(tmp_path, "llama"))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -145,6 +168,16 @@ UNSERVED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"intermediate_size": 65552},
         {"fp8": True},
         f"intermediate_size is 65552; FP8 .* at most 65536{SERVE_UNQUANTISED}",
+    ),
+    (
+        MIXTURES["olmoe"] | {"model_type": "olmoe", "num_experts": 513},
+        {},
+        f"num_experts is 513; .* support at most 512{SERVE}",
+    ),
+    (
+        MIXTURES["olmoe"] | {"model_type": "olmoe", "num_experts": 64, "num_experts_per_tok": 33},
+        {},
+        f"num_experts_per_tok is 33; .* support at most 32{SERVE}",
     ),
 ]
 
@@ -255,7 +288,7 @@ def test_a_missing_gpu_is_reported_with_a_remedy(
         (
             ["--cache", "FILE"],
             1,
-            "the cache is FILE, which cannot be written (File exists): name another folder",
+            "the cache folder FILE is not writable (File exists): choose another folder",
         ),
     ],
 )
@@ -347,5 +380,5 @@ def test_the_compiling_process_is_told_how_the_model_is_served(
 def test_a_build_that_fails_is_logged_and_not_raised(caplog: pytest.LogCaptureFixture) -> None:
     failing = KernelBuild(subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"]))
     failing.wait()
-    assert "could not be compiled before the start (exit code 3)" in caplog.text
+    assert "compiling the kernels in advance failed (exit code 3)" in caplog.text
     assert not failing.running

@@ -1,6 +1,6 @@
-"""Prints, as JSON, the kernels that the commands for compiling, loading and tuning find, first in the
-unchanged product, and then after a new kind of layer with its own operation and kernel is added. Runs in a
-separate process, like `tests.engine.launches_of_serving`: `python -m tests.engine.toy_layer FOLDER`.
+"""Prints, as JSON, the kernels that the commands for compiling, loading and tuning find: first in the
+unchanged product, and then with an additional kind of layer that has a separate operation and kernel. Runs in
+a separate process, like `tests.engine.launches_of_serving`: `python -m tests.engine.toy_layer FOLDER`.
 
 A developer would write one class and one operation (`ToyLayer`, `gated_add`), and add the kind's name to the
 family. Nothing else in the product changes.
@@ -23,8 +23,8 @@ import triton.language as tl
 from engine import build, families, kernel_build
 from engine.config import ModelConfig, Shard
 from engine.launch_enumeration import MetaReplica
+from engine.model.kinds import LAYER_KINDS
 from engine.model.layers import (
-    LAYER_KINDS,
     Layer,
     LayerInput,
     LayerRun,
@@ -46,7 +46,7 @@ SEQUENCES, STEP_TOKENS = 8, 64
 
 
 class ToyLayer(Layer):
-    """A dense layer followed by a gate: a linear computes a gate value, which scales every number of the
+    """A dense layer followed by a gate. A linear computes one gate value per token, which scales the token's
     residual."""
 
     def __init__(self, config: ModelConfig, shard: Shard, factory: ParameterFactory, index: int) -> None:
@@ -101,7 +101,7 @@ def main() -> None:
             operation = gated_add if kind is CudaOps else reference_gated_add
             stack.enter_context(mock.patch.object(kind, "gated_add", operation, create=True))
         stack.enter_context(mock.patch.dict(LAYER_KINDS, toy=ToyLayer))
-        family = replace(families._FAMILIES["llama"], layer_kind="toy")
+        family = replace(families._FAMILIES["llama"], layer_kinds=lambda fields, layers: ("toy",) * layers)
         stack.enter_context(mock.patch.dict(families._FAMILIES, llama=family))
         print(json.dumps({"without": without, "with": found(folder, folder / "with")}))
 
@@ -113,7 +113,8 @@ def found(folder: Path, out: Path) -> dict[str, list[str]]:
 
 
 def replica_model(folder: Path) -> ReplicaModel:
-    """Return the model with few slots and small steps. Larger steps have the same kinds of layers."""
+    """Return the replica's model with few slots and small steps. Larger steps have the same kinds of
+    layers."""
     return build.read_served(folder, max_num_seqs=SEQUENCES, max_num_batched_tokens=STEP_TOKENS)
 
 

@@ -30,7 +30,7 @@ BODIES = [
 
 @pytest.fixture
 def front(front: Harness) -> Iterator[Harness]:
-    """The shared front, with a tenant that only this test uses, because idempotency keys belong to a
+    """The shared front, with a tenant that no other test uses, because idempotency keys belong to a
     tenant."""
     tenant = f"tenant-{uuid.uuid4()}"
     front.identify(
@@ -213,8 +213,8 @@ def test_answers_are_kept_within_bounds_on_time_and_memory(front: Harness) -> No
 
 
 def test_only_the_answer_of_a_run_is_kept(front: Harness) -> None:
-    """A prompt may be a thousand times as long as its answer. It is not counted against the memory limit for
-    answers."""
+    """The prompt may be a thousand times as long as the answer. It does not count towards the memory limit
+    for answers."""
     with connect(front) as sock:
         send(sock, "one", chat(stream=True))
         read_answer(sock)
@@ -264,7 +264,7 @@ def test_a_connection_moves_to_the_front_that_has_the_run(front: Harness, tcp: b
         # The beginning of the next request may be read together with this one, and then moves too.
         sock.sendall(again + again[:50])
         front.wait_for(lambda: len(front.moved) == 1)
-        # The other front does not know the run or has dropped it, so the request runs here.
+        # The other front has no record of the run, so the request runs here.
         front.claims = lambda claim: Claimed(claim.scope, False)
         moved = front.give_back()
         sock.sendall(again[50:])
@@ -272,7 +272,7 @@ def test_a_connection_moves_to_the_front_that_has_the_run(front: Harness, tcp: b
         buffer = bytearray()
         answer = read_answer(sock, buffer)
         assert (answer.status, text(answer)) == (200, front.text())
-        # The connection stays in the front that currently has it.
+        # The connection stays in the front that holds it now.
         assert "idempotent-replayed" in read_answer(sock, buffer).headers
     assert len(front.admits) == 1 and not front.rejected
     if tcp:

@@ -1,5 +1,5 @@
-"""Tests that the memory of request heads is limited over all connections, and that the tenant holding the
-most memory is the first to lose a request."""
+"""Tests that the memory of request heads is limited over all connections, and that the tenant that uses the
+most memory loses a request first."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UNFINISHED = b"GET /tenant HTTP/1.1\r\nHost: x\r\nX-Filling: " + b"x" * HEAD_BYT
 
 
 async def tenant(request: Request) -> PlainTextResponse:
-    """Assign the connection to the tenant that the request names."""
+    """Assign the connection to the tenant named in the request."""
     assert request.scope["state"]["connection"].authenticate(request.headers["x-tenant"])
     return PlainTextResponse("known")
 
@@ -52,7 +52,7 @@ class Client:
         assert b"known" in await asyncio.get_running_loop().sock_recv(self.sock, 1 << 16)
 
     def received(self) -> bytes | None:
-        """Return the bytes that have arrived: b"" at the end of the connection, or None if nothing has
+        """Return the bytes that have arrived: b"" after the end of the connection, or None if nothing has
         arrived."""
         try:
             return self.sock.recv(1 << 16)
@@ -147,12 +147,15 @@ def test_bytes_that_are_read_ahead_count_towards_the_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def use(server: HttpServer, path: Path) -> None:
-        clients = [Client(path) for _ in range(60)]
+        clients = []
+        while len(clients) < 180:
+            clients.append(Client(path))
+            await asyncio.sleep(0)  # The server accepts the connection.
         for one in clients:
             await one.send(b"GET /wait HTTP/1.1\r\nHost: x\r\n\r\n")
         for one in clients:
             await one.send(b"GET /wait HTTP/1.1\r\nHost: x\r\n\r\n" * 2000)
-        await until(lambda: server.request_memory.refused > 0 and server.connections < 60)
+        await until(lambda: server.request_memory.refused > 0 and server.connections < 180)
         assert any(one.received() is None for one in clients)
 
     serve(tmp_path, monkeypatch, use)

@@ -17,10 +17,12 @@ from starlette.routing import Route
 
 from appliance.background import TimeBudgets
 from appliance.http import HttpServer
+from appliance.http.connection import LARGE_READ_BYTES
+from appliance.http.request_memory import HeadHolder, RequestMemory
 from appliance.http.turns import BURST_S, MAX_SHARE, MAX_TURNS_PER_PASS, TURN_S, Source, Turns
 
 GREEDY = 200
-"""Number of connections of the client that sends requests without pausing."""
+"""Number of connections of the greedy client, which sends requests without pausing."""
 
 
 ONE = Source("one", "one")
@@ -208,10 +210,43 @@ def test_a_new_connection_is_answered_before_many_requests_of_other_connections(
         sent = len(answered)
         writer.write(b"GET /modest HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         assert (await reader.read()).endswith(b"done")
-        # The loop needs a few iterations until the request has been read, and then one turn.
+        # Reading the request takes the loop a few iterations, and serving it takes one turn.
         assert answered.index("/modest") - sent < GREEDY // 2
         for _, other in [*greedy, (reader, writer)]:
             other.close()
+        await server.stop(0.1)
+
+    run(main)
+
+
+def test_large_heads_that_arrive_at_the_same_time_are_read_by_turns(tmp_path: Path) -> None:
+    unfinished = b"GET / HTTP/1.1\r\nHost: x\r\nFilling: " + b"x" * 60_000
+    held: dict[object, int] = {}
+
+    class Recorder(RequestMemory):
+        def hold(self, connection: HeadHolder, size: int) -> None:
+            held[connection] = size
+
+    async def main() -> None:
+        server = HttpServer(Starlette())
+        server.request_memory = Recorder()
+        listening = socket.socket(socket.AF_UNIX)
+        listening.bind(str(tmp_path / "s"))
+        listening.listen(1000)
+        await server.listen(listening)
+        opened = [await asyncio.open_unix_connection(str(tmp_path / "s")) for _ in range(GREEDY)]
+        while server.connections < GREEDY:
+            await asyncio.sleep(0)
+        for _, writer in opened:
+            writer.write(unfinished)
+        largest = before = 0
+        while before < GREEDY * len(unfinished):
+            await asyncio.sleep(0)
+            total = sum(held.values())
+            largest, before = max(largest, total - before), total
+        assert largest <= (GREEDY + MAX_TURNS_PER_PASS) * LARGE_READ_BYTES
+        for _, writer in opened:
+            writer.close()
         await server.stop(0.1)
 
     run(main)

@@ -1,4 +1,4 @@
-"""Tests that a request with an Idempotency-Key is run, and its answer kept, by one front at a time."""
+"""Tests that only one front at a time runs a request with an Idempotency-Key and keeps its answer."""
 
 from __future__ import annotations
 

@@ -22,12 +22,14 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from kernels.draws import Logits
-from kernels.triton import attention_decode, decode_step, fused, linear, sampling
+from kernels.triton import attention_decode, decode_step, experts_many, fused, linear, sampling
 from kernels.triton.embedding import embedding_part
 from kernels.triton.linear_plans import GemmPlan
 from tests.kernels import decode_cases
 from tests.kernels import test_triton_attention_prefill as prefill_cases
 from tests.kernels import test_triton_attention_prefill_hopper as hopper_cases
+from tests.kernels import test_triton_experts as experts_cases
+from tests.kernels import test_triton_experts_route as route_cases
 from tests.kernels import test_triton_fused as fused_cases
 from tests.kernels import test_triton_linear as linear_cases
 from tests.kernels import test_triton_sampling as sampling_cases
@@ -41,8 +43,8 @@ HOPPER = ON_GPU and torch.cuda.get_device_capability() == (9, 0)
 
 
 def decode() -> None:
-    """Decode sequences with one and several splits, with and without a window, with padding, and in
-    FP8."""
+    """Run decode attention on sequences with one and several splits, with and without a window, with padding,
+    and in FP8."""
     for lens, window in (([1, 64, 65, 0, 130, 700], None), ([300], None), ([200, 127], 100), ([0], None)):
         case = decode_cases.make(lens, 6, 2, 64, window, dtype=DTYPE, device=DEVICE.type)
         config = attention_decode.config_for(len(lens), 2, 64, case.keys.element_size(), 8)
@@ -57,8 +59,8 @@ def decode() -> None:
 
 
 def prefill() -> None:
-    """Prefill chunks whose context crosses block borders, with and without a window; FP8 pages are read
-    directly and expanded."""
+    """Run prefill attention on chunks whose context crosses block boundaries, with and without a window. FP8
+    pages are read directly and expanded."""
     chunks = [(0, 65), (200, 33), (0, 1), (127, 130)]
     for window in (None, 100):
         case = prefill_cases.make(chunks, 6, 2, 64, window, dtype=DTYPE, device=DEVICE.type)
@@ -70,8 +72,8 @@ def prefill() -> None:
 
 
 def prefill_hopper() -> None:
-    """Prefill on Hopper with chunks whose context crosses block boundaries and boundaries of 128 keys, and
-    with more tiles than programs, both from pages and from the scratch pool."""
+    """Run Hopper's prefill attention on chunks whose context crosses block boundaries and boundaries of 128
+    keys, with more tiles than programs, both from pages and from the scratch pool."""
     if not HOPPER:
         return
     for chunks, heads, kv_heads in (("several chunks", 4, 2), ("across blocks of keys", 3, 3)):
@@ -126,9 +128,28 @@ def multiply() -> None:
     _finite(*linear.quantise(case.x, values=E4M3 if ON_GPU else torch.float32, pdl=ON_GPU))
 
 
+def mix() -> None:
+    """Run the routers and every kernel of experts, in the model's dtype and in FP8, with sizes that are not
+    multiples of a tile, with experts that no or every token chooses, and with several blocks to sort."""
+    values = E4M3 if ON_GPU else None
+    for case in route_cases.CASES[:2]:
+        made = route_cases.Case(*case, DTYPE)
+        for way in ("few", "many"):
+            for quantised in {None, values}:
+                routed = made.run(way, normalised=True, values=quantised, pdl=ON_GPU)
+                _finite(routed.normed, routed.weights)
+    for *shape, kind in (experts_cases.FEW[0], experts_cases.LATE[2]):
+        for quantised in {None, values}:
+            layer = experts_cases.Case(*shape, DTYPE, kind, quantised)
+            for plan in (experts_cases.GEMV, experts_cases.DOT):
+                layer.check_few(plan, plan, pdl=ON_GPU)
+            layer.check_many(experts_cases.GROUPED, experts_cases.GROUPED, programs=3, pdl=ON_GPU)
+    _finite(experts_many.sort(experts_cases.choices("odd", 50, 500, 3), 500, pdl=ON_GPU).order)
+
+
 def ship(dtype: torch.dtype) -> None:
     """Run every shipped plan for weights of type `dtype` with all fused operations. The interpreter ignores
-    stages and warps, so one plan per form is enough there."""
+    stages and warps, so it runs only one plan per form."""
     plans = [one for one in shipped_plans() if one.dtype == dtype]
     if not ON_GPU:
         plans = list(
@@ -144,7 +165,7 @@ def ship(dtype: torch.dtype) -> None:
 
 def sample() -> None:
     """Sample rows of every variant over two and a half chunks, with and without logits processors, and with
-    ties that make searches long."""
+    ties that make the searches long."""
     params = sampling_cases.MIXED
     draws = sampling_cases._draws(params)
     for step in (0.0, 0.5) if ON_GPU else (0.5,):
@@ -184,11 +205,11 @@ def embed() -> None:
 
 
 def exchange() -> None:
-    """Run the collectives over peer memory on one GPU, which acts as each rank in rotation. All words of the
-    rank's arena have arrived before each call, so no call has to wait."""
+    """Run the collectives over peer memory on one GPU, which acts as each rank in rotation. Before each call,
+    all words of the rank's arena have already arrived, so no call has to wait."""
     if not HOPPER:
         return
-    # Imported here because Gluon has no CPU interpreter.
+    # Import these modules here, because Gluon has no CPU interpreter.
     from kernels.triton import all_gather, all_reduce, all_reduce_norm
     from kernels.triton.peer_arena import PROGRAMS, Arena, arena_words
     from kernels.triton.sum_parts import sum_parts
@@ -242,6 +263,7 @@ GROUPS: dict[str, Callable[[], None]] = {
     "prefill_hopper": prefill_hopper,
     "fuse": fuse,
     "multiply": multiply,
+    "mix": mix,
     "ship_bf16": partial(ship, torch.bfloat16),
     "ship_fp8": partial(ship, E4M3),
     "sample": sample,

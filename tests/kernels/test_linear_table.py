@@ -1,4 +1,4 @@
-"""Tests of how a GEMM's kernel is selected: a table's entries, rules for shapes without entries, and invalid
+"""Tests of the selection of a GEMM's kernel: a table's entries, rules for shapes without entries, and invalid
 tables."""
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def test_unknown_shapes_and_dtypes_follow_the_rules(table: Table) -> None:
 
 @pytest.mark.parametrize("capability", [80, 86, 89, 90, 120])
 def test_the_rules_respect_a_gpus_shared_memory(capability: int) -> None:
-    """With less shared memory, plans have fewer stages; on Hopper no plan changes."""
+    """GPUs with less shared memory use plans with fewer stages. On Hopper, no plan changes."""
     has = compiling.GpuModel.of("Voodoo 2", capability).shared_bytes
     table = linear_table.load_table("Voodoo 2", has)
     fewer = 0
@@ -85,7 +85,7 @@ def good() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"form": "spiral"}, "form is 'spiral', not one of gemv, stream, dot"),
+        ({"form": "spiral"}, "form is 'spiral'; expected one of gemv, stream, dot"),
         ({"block_k": 0}, "block_k is 0, not a positive integer"),
         ({"block_k": None}, "block_k is None, not a positive integer"),
         ({"warps": "4"}, "warps is '4', not a positive integer"),
@@ -93,7 +93,7 @@ def good() -> dict[str, Any]:
         ({"rows": 8}, "rows is 8; the entry needs at least 16"),
         ({"block_k": 4096}, "block_k is 4096; k = 4096 is not a multiple of 8192"),
         ({"form": "gemv"}, "rows is 16; gemv needs 1"),
-        ({"split": 32, "rows": 64}, "split is 32; its partial sums do not fit the workspace"),
+        ({"split": 32, "rows": 64}, "split is 32; its partial sums do not fit into the workspace"),
         ({"us": "fast"}, "us is 'fast', not a number"),
         ({"layer_us": None}, "layer_us is None, not a number"),
         ({"speed": 1}, "unknown field speed"),
@@ -115,10 +115,10 @@ def test_an_entry_that_no_kernel_can_run_is_reported(
     ("text", "message"),
     [
         ("{", "cannot be read"),
-        ("[]", "has no object `products`"),
+        ("[]", "has no `products` object"),
         ('{"products": {"int8 4x4": {}}}', "'int8 4x4' is not a GEMM"),
-        ('{"products": {"bfloat16 4096x4096": {"some": {}}}}', "a key for each number of rows"),
-        ('{"products": {"bfloat16 4096x4096": {"1": 3}}}', "is 3, not an object"),
+        ('{"products": {"bfloat16 4096x4096": {"some": {}}}}', "an object whose keys are numbers of rows"),
+        ('{"products": {"bfloat16 4096x4096": {"1": 3}}}', "expected an object, not 3"),
     ],
 )
 def test_an_invalid_table_file_is_reported(tmp_path: Path, text: str, message: str) -> None:

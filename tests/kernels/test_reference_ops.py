@@ -9,7 +9,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kernels import PAGE_TOKENS, AttentionInput, KvPool, Ops, Rotation, reference, select_backend
+from kernels import (
+    PAGE_TOKENS,
+    AttentionInput,
+    Experts,
+    Fp8Weight,
+    KvPool,
+    Ops,
+    Residual,
+    Rotation,
+    reference,
+    select_backend,
+)
 from kernels.rope import cos_sin_table, default_frequencies
 
 OPS = select_backend("cpu")
@@ -89,6 +100,99 @@ def test_silu_mul_gates_the_second_half_with_the_first() -> None:
     gate_up = _random(7, 24)
     gate, up = gate_up.double().split(12, dim=1)
     _close(OPS.silu_mul(gate_up.clone()), gate / (1 + (-gate).exp()) * up)
+
+
+HIDDEN, WIDTH = 24, 10
+
+
+def _experts(router: torch.Tensor, top_k: int, normalised: bool) -> Experts:
+    count = len(router)
+    gate_up = _random(count, 2 * WIDTH, HIDDEN, seed=5) * HIDDEN**-0.5
+    down = _random(count, HIDDEN, WIDTH, seed=6) * WIDTH**-0.5
+    return Experts(router, gate_up, down, top_k, normalised)
+
+
+def _mixture(x: torch.Tensor, experts: Experts) -> tuple[list[list[int]], torch.Tensor]:
+    """Return the experts that each token chooses, and the sum of their results, token by token."""
+    assert isinstance(experts.gate_up, torch.Tensor) and isinstance(experts.down, torch.Tensor)
+    chosen, results = [], []
+    for token in x.double():
+        logits = experts.router.double() @ token
+        best = sorted(range(len(logits)), key=lambda index: (-logits[index], index))[: experts.top_k]
+        weights = (logits - logits.max()).exp()
+        weights /= weights[best].sum() if experts.normalised else weights.sum()
+        result = torch.zeros(HIDDEN, dtype=torch.float64)
+        for index in best:
+            gate, up = (experts.gate_up[index].double() @ token).split(WIDTH)
+            result += weights[index] * (experts.down[index].double() @ (gate / (1 + (-gate).exp()) * up))
+        chosen.append(best)
+        results.append(result)
+    return chosen, torch.stack(results)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 17, 130])
+@pytest.mark.parametrize("normalised", [False, True])
+@pytest.mark.parametrize(
+    ("router", "top_k"),
+    [
+        (_random(8, HIDDEN, seed=3), 1),
+        (_random(8, HIDDEN, seed=3), 3),
+        (_random(8, HIDDEN, seed=3), 8),
+        (_random(128, HIDDEN, seed=3), 8),
+        (torch.zeros(8, HIDDEN), 3),
+    ],
+    ids=["one each", "three each", "all", "128", "all tied"],
+)
+def test_experts_are_chosen_by_logit_and_added_by_weight(
+    router: torch.Tensor, top_k: int, normalised: bool, tokens: int
+) -> None:
+    experts = _experts(router, top_k, normalised)
+    x, gain, residual = _random(tokens, HIDDEN), _random(HIDDEN, seed=1), _random(tokens, HIDDEN, seed=2)
+    chosen, expected = _mixture(reference.rms_norm(x, gain, EPS), experts)
+    found = OPS.norm_experts(Residual(x), gain, EPS, experts)
+    assert found.chosen.tolist() == chosen
+    assert found.weights.dtype == torch.float32
+    _close(OPS.experts_sum(found, experts), expected)
+    added = OPS.experts_add(found, experts, Residual(residual.clone()), None).values
+    _close(added, residual.double() + expected)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 4, 7])
+def test_of_tied_experts_the_first_ones_are_chosen(top_k: int) -> None:
+    # Sums of small integers are exact, so equal rows of the router give equal logits.
+    x = torch.randint(-3, 4, (50, HIDDEN), generator=torch.Generator().manual_seed(1)).float()
+    router = (
+        torch.randint(-3, 4, (3, HIDDEN), generator=torch.Generator().manual_seed(2)).float().repeat(3, 1)
+    )
+    chosen, _ = reference.route(x, router, top_k, normalised=True)
+    assert chosen.tolist() == _mixture(x, _experts(router, top_k, normalised=True))[0]
+
+
+def test_every_token_may_choose_the_same_experts_and_leave_the_others() -> None:
+    experts = _experts(torch.zeros(8, HIDDEN), 3, normalised=True)
+    found = OPS.norm_experts(Residual(_random(33, HIDDEN)), torch.ones(HIDDEN), EPS, experts)
+    assert found.chosen.tolist() == [[0, 1, 2]] * 33
+    _close(found.weights, torch.full((33, 3), 1 / 3, dtype=torch.float64))
+
+
+def _expanded(weight: Fp8Weight) -> torch.Tensor:
+    return weight.values.float() * weight.scales.unsqueeze(-1)
+
+
+def _fp8(weight: torch.Tensor) -> Fp8Weight:
+    values, scales = reference.quantise_fp8(weight)
+    return Fp8Weight(values, scales.squeeze(-1))
+
+
+def test_fp8_experts_round_both_sides_of_each_product() -> None:
+    experts = _experts(_random(8, HIDDEN, seed=3), 3, normalised=True)
+    assert isinstance(experts.gate_up, torch.Tensor)
+    x = _random(40, HIDDEN)
+    chosen = torch.arange(40) % 8
+    found = reference.experts_linear(x, chosen, _fp8(experts.gate_up))
+    rows, row_scales = reference.quantise_fp8(x)
+    matrices = _expanded(_fp8(experts.gate_up)).double()[chosen]
+    _close(found, ((rows.double() * row_scales).unsqueeze(1) @ matrices.mT).squeeze(1))
 
 
 @pytest.mark.parametrize("normed", [False, True])
@@ -182,7 +286,7 @@ def test_decodes_attend_to_their_own_pages(lens: list[int], window: int | None) 
 
 
 def test_non_finite_values_of_one_sequence_do_not_reach_another() -> None:
-    """After the end of a sequence, its block table names blocks of other sequences."""
+    """Past the end of a sequence, the entries of its block table are blocks of other sequences."""
     keys, values = _pool(2, 8, 10)
     tables = torch.tensor([[1, 9, 9], [2, 3, 4]])
     rows, lens = torch.tensor([0, 1]), torch.tensor([60, 190])

@@ -1,8 +1,8 @@
-"""The authentication matrix: every route of the fronts and of the admin API, taken from their own route
-tables, with permitted and denied callers, on every socket and in every spelling.
+"""The authentication matrix: it tests every route of the fronts and of the admin API, taken from their route
+tables. Each route is requested by permitted and denied callers, on every socket and in every spelling.
 
-A new route fails `test_every_route_has_a_rule` until its permitted callers are listed here, and cannot even
-be built without a scope (`appliance.scopes`).
+A new route fails `test_every_route_has_a_rule` until its permitted callers are listed here, and it cannot be
+built without a scope (`appliance.scopes`).
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ SERVERS = {
     "appliance/admin/server.py",
     "appliance/monitoring/metrics/server.py",
 }
-"""All HTTP servers, each of which must be in the matrix."""
+"""All files that create an HTTP server. The matrix must cover each of them."""
 
 METHODS = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE", "TRACE", "PROPFIND")
 NOWHERE = ("/", "/nothing", "/v1", "/v1/", "/docs", "/redoc", "/metrics", "/health", "/admin", "/status", "*")
@@ -124,7 +124,7 @@ def concrete(path: str) -> str:
 
 
 def spellings(path: str) -> list[str]:
-    """Return other ways to write a path, some of which some servers treat as equal."""
+    """Return other spellings of a path, some of which some servers treat as equal."""
     first, _, rest = path[1:].partition("/")
     escaped = "/" + "".join(f"%{ord(letter):02x}" for letter in first) + ("/" + rest if rest else "")
     return [
@@ -152,17 +152,17 @@ def spellings(path: str) -> list[str]:
 
 
 class Caller(NamedTuple):
-    """A caller, with the socket and the credentials it uses."""
+    """A caller, and the socket and credentials that it uses."""
 
     name: str
     address: Any
     headers: list[list[str]]
     user: int | None = None
-    """The uid and gid to use; without them, the request is sent by the test's own process."""
+    """The uid and gid that send the request. If None, the test's own process sends it."""
 
 
 class Matrix(NamedTuple):
-    """A running service, and all callers that may send requests to it."""
+    """A running service, and all callers that the tests use."""
 
     running: Service
     callers: dict[str, list[Caller]]
@@ -350,7 +350,7 @@ def test_the_running_processes_have_the_routes_of_the_tables(box: Matrix) -> Non
 
 
 def test_nobody_else_serves_http() -> None:
-    """Any code that creates an `HttpServer`, or another server, must be added to this matrix."""
+    """If new code creates an `HttpServer` or another server, the matrix must be extended."""
     serving = set()
     for path in sorted((ROOT / "appliance").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -408,7 +408,7 @@ def test_on_the_fronts_no_spelling_and_no_method_gets_round_the_gate(box: Matrix
         status, body = askers.ask(caller, method, path)
         asked = unquote(path.removeprefix("http://box").partition("?")[0].partition("#")[0])
         if status == 400 and "invalid_http" in body:
-            sound = True  # refused before the caller's identity is checked
+            sound = True  # refused before the caller is identified
         elif asked.rstrip("/") in open_paths:
             sound = status in (200, 405)
         else:
@@ -444,7 +444,7 @@ def test_on_the_admin_socket_each_route_is_open_to_those_who_may_and_to_nobody_e
                     found.append(f"{caller.name}: {route.method} {route.path}: {status} {body[:100]}")
     print(f"{asked} requests over {len(admin_table())} routes")
     assert not found, holes(found)
-    # None of the requests has changed anything.
+    # None of the requests may have changed anything.
     with AdminClient(box.running.run_dir) as admin:
         assert len(admin.tenants()) == 4
 
@@ -454,8 +454,8 @@ def expected_of_admin(route: Route, who: str, status: int) -> bool:
         return status in (401, 403)
     if who == "read" and route.wanted == "admin":
         return status == 403
-    # The requests of permitted callers contain no valid action parameters, so a 400 shows that they reached
-    # the route.
+    # The requests of permitted callers have no valid action parameters, so a 400 shows that they reached the
+    # route.
     return status == (200 if route.method == "GET" else 400)
 
 
@@ -514,7 +514,7 @@ def test_the_admin_api_is_on_no_other_socket(box: Matrix) -> None:
 
 
 def test_what_an_operator_decides_holds_for_the_next_connection(box: Matrix) -> None:
-    """No waiting is needed, because a front receives the change before any later connection."""
+    """The test need not wait, because a front receives the change before it accepts a later connection."""
     address = box.callers["inference"][0].address
 
     def status(key: str) -> int:

@@ -1,5 +1,5 @@
-"""Tests of retries with an Idempotency-Key over two real fronts: one run, whichever front the retry
-reaches."""
+"""Tests of retries with an Idempotency-Key over two real fronts. There is only one run, whichever front
+receives the retry."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def running() -> Iterator[Service]:
 
 
 def post(running: Service, key: str, **changes: Any) -> httpx.Response:
-    """Send a request on a new connection, which the core gives to the next front."""
+    """Send a request on a new connection, which the core assigns to the next front."""
     with running.http() as client:
         return client.post("/v1/completions", json=ASK | changes, headers={"Idempotency-Key": key})
 
 
 def rows_of(running: Service, *request_ids: str) -> list[dict[str, Any]]:
-    """Return the requests' rows once all have ended."""
+    """Wait until all requests have ended, and return their rows."""
 
     def found() -> list[dict[str, Any]] | None:
         rows = {row["request_id"]: row for row in running.rows() if row["state"] == "ended"}

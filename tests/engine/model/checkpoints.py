@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,10 @@ MODELS: dict[str, tuple[Any, Any]] = {
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "qwen2_moe": (transformers.Qwen2MoeConfig, transformers.Qwen2MoeForCausalLM),
+    "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+    "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
+    "olmoe": (transformers.OlmoeConfig, transformers.OlmoeForCausalLM),
 }
 
 SMALL = {
@@ -32,10 +37,20 @@ SMALL = {
     "pad_token_id": None,
 }
 
+EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
+QWEN3_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "head_dim": 32}
+QWEN2_EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 80,
+}
+OLMOE_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 4}
+
 
 @dataclass
 class Case:
-    """A checkpoint to create: a family, and the fields that differ from SMALL."""
+    """A checkpoint to create: its model family, and the config fields that differ from SMALL."""
 
     name: str
     family: str
@@ -44,6 +59,8 @@ class Case:
     edit: Callable[[dict[str, Any]], None] | None = None
     """Modifies config.json after it was saved."""
     max_model_len: int | None = None
+    fused_experts: bool = False
+    """Whether all experts of a layer are stored in one tensor."""
 
 
 def make(case: Case, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
@@ -59,8 +76,8 @@ def make(case: Case, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
             elif name.endswith("bias"):
                 parameter.normal_(std=0.3)
             else:
-                parameter.normal_(std=1.2 * parameter.shape[1] ** -0.5)
-    model.save_pretrained(folder, max_shard_size=case.shard_size)
+                parameter.normal_(std=1.2 * parameter.shape[-1] ** -0.5)
+    model.save_pretrained(folder, max_shard_size=case.shard_size, save_original_format=not case.fused_experts)
     if case.edit is not None:
         path = folder / "config.json"
         values = json.loads(path.read_text())
@@ -80,6 +97,7 @@ def oracle(folder: Path) -> Any:
 # ── FP8 ──────────────────────────────────────────────────────────────────────────────────────────
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+MIXTRAL_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "w1", "w2", "w3")
 _LARGEST = 448.0
 
 
@@ -91,14 +109,14 @@ class Fp8:
     per_channel: bool = False
     method: str = "compressed-tensors"
     quantised: tuple[str, ...] = PROJECTIONS
-    """Matrices to quantise: those whose names contain one of these strings."""
+    """Substrings of the names of the matrices to quantise."""
     scale_dtype: torch.dtype = torch.float32
     flat_scales: bool = False
     """Whether scales have the shapes [] and [out] instead of [1] and [out, 1]."""
     static: bool = False
-    """Whether static scales of activations and cache are stored too."""
+    """Whether static scales of activations and of the KV cache are stored too."""
     scales_apart: bool = False
-    """Whether weights are in one file and scales in another."""
+    """Whether weights and scales are in separate files."""
 
 
 def quantise(folder: Path, how: Fp8) -> dict[str, torch.Tensor]:
@@ -116,7 +134,7 @@ def quantise(folder: Path, how: Fp8) -> dict[str, torch.Tensor]:
             continue
         largest = meant[name].abs().amax(dim=1, keepdim=True) if how.per_channel else meant[name].abs().max()
         scale = (largest / _LARGEST).to(how.scale_dtype)
-        # The scale may have been rounded down, so values may exceed the range of e4m3.
+        # The scale may have been rounded down, so quotients may exceed the range of e4m3.
         quotient = (meant[name] / scale.float()).clamp(-_LARGEST, _LARGEST)
         tensors[name] = quotient.to(torch.float8_e4m3fn)
         meant[name] = tensors[name].float() * scale.float()
@@ -151,21 +169,32 @@ def _described(how: Fp8) -> dict[str, Any]:
 
 
 def quantised_oracle(folder: Path, meant: dict[str, torch.Tensor]) -> Any:
-    """Return a quantised checkpoint as a transformers model with the intended weights, in which the input of
-    each linear layer is rounded to e4m3 with a scale per token, as the engine does."""
-    config = transformers.AutoConfig.from_pretrained(folder)
-    del config.quantization_config
-    model = transformers.AutoModelForCausalLM.from_config(
-        config, attn_implementation="eager", dtype=torch.float32
-    )
-    model.load_state_dict(meant)
+    """Return a quantised checkpoint as a transformers model with the intended weights. The input of each
+    linear layer is rounded to e4m3 with one scale per token, as in the engine."""
+    unquantised = folder / "unquantised"
+    unquantised.mkdir()
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (unquantised / "config.json").write_text(json.dumps(config))
+    save_file(meant, unquantised / "model.safetensors")
+    model = oracle(unquantised)
 
-    def rounded(module: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-        (x,) = inputs
+    def rounded(x: torch.Tensor) -> torch.Tensor:
         largest = x.abs().amax(dim=-1, keepdim=True)
-        return ((x * (_LARGEST / largest)).to(torch.float8_e4m3fn).float() * (largest / _LARGEST),)
+        return (x * (_LARGEST / largest)).to(torch.float8_e4m3fn).float() * (largest / _LARGEST)
+
+    def experts(module: Any, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for row, (token, of_token) in enumerate(zip(rounded(x), chosen.tolist(), strict=True)):
+            for expert, weight in zip(of_token, weights[row], strict=True):
+                gate, up = (module.gate_up_proj[expert] @ token).chunk(2)
+                activated = torch.nn.functional.silu(gate) * up
+                out[row] += weight * (module.down_proj[expert] @ rounded(activated))
+        return out
 
     for name, module in model.named_modules():
         if name.endswith(PROJECTIONS):
-            module.register_forward_pre_hook(rounded)
-    return model.eval()
+            module.register_forward_pre_hook(lambda module, inputs: (rounded(inputs[0]),))
+        if name.endswith("mlp.experts"):
+            module.forward = types.MethodType(experts, module)
+    return model

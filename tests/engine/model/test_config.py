@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from engine.config import CheckpointError, ModelConfig, RopeConfig, UnsupportedError
+from engine.config import CheckpointError, ExpertsConfig, ModelConfig, RopeConfig, UnsupportedError
 from engine.families import read_config
 
 LLAMA: dict[str, Any] = {
@@ -29,6 +29,10 @@ LLAMA: dict[str, Any] = {
 QWEN2 = {**LLAMA, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
 QWEN3 = {**LLAMA, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
 MISTRAL = {**LLAMA, "model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+QWEN2_MOE = {**LLAMA, "model_type": "qwen2_moe", "architectures": ["Qwen2MoeForCausalLM"]}
+QWEN3_MOE = {**LLAMA, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
+OLMOE = {**LLAMA, "model_type": "olmoe", "architectures": ["OlmoeForCausalLM"]}
 
 
 def _compressed(**changes: Any) -> dict[str, Any]:
@@ -70,6 +74,17 @@ def test_fields_missing_from_an_old_llama_config_have_their_defaults(tmp_path: P
         (MISTRAL, (4096,) * 4),
         (MISTRAL | {"sliding_window": None}, (None,) * 4),
         (MISTRAL | {"sliding_window": 9}, (9,) * 4),
+        (MIXTRAL, (None,) * 4),
+        (MIXTRAL | {"sliding_window": 9}, (9,) * 4),
+        (OLMOE | {"sliding_window": 9}, (None,) * 4),
+        (QWEN3_MOE | {"sliding_window": 9}, (None,) * 4),
+        (QWEN3_MOE | {"use_sliding_window": True, "sliding_window": 9}, (9,) * 4),
+        (QWEN2_MOE | {"sliding_window": 0}, (None,) * 4),
+        (QWEN2_MOE | {"use_sliding_window": True, "sliding_window": 9}, (9, None, 9, None)),
+        (
+            QWEN2_MOE | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+            (9, None, None, None),
+        ),
         (QWEN2 | {"sliding_window": 9}, (None,) * 4),
         (QWEN2 | {"use_sliding_window": True, "sliding_window": 9}, (None,) * 4),
         (
@@ -100,6 +115,52 @@ def test_families_differ_in_biases_and_norms(tmp_path: Path) -> None:
     assert (qwen3.qkv_bias, qwen3.o_bias, qwen3.qk_norm, qwen3.head_dim) == (False, False, True, 128)
     biased = _read(tmp_path, LLAMA | {"attention_bias": True, "mlp_bias": True})
     assert (biased.qkv_bias, biased.o_bias, biased.mlp_bias) == (True, True, True)
+
+
+@pytest.mark.parametrize(
+    ("values", "experts"),
+    [
+        (LLAMA | {"num_experts": 8}, None),
+        (QWEN3_MOE, ExpertsConfig(128, 8, 768, False)),
+        (QWEN3_MOE | {"num_experts": 16, "norm_topk_prob": True}, ExpertsConfig(16, 8, 768, True)),
+        (QWEN3_MOE | {"num_local_experts": 16}, ExpertsConfig(16, 8, 768, False)),
+        (QWEN2_MOE, ExpertsConfig(60, 4, 1408, False, 5632)),
+        (MIXTRAL, ExpertsConfig(8, 2, 96, True)),
+        (OLMOE | {"num_experts_per_tok": 3}, ExpertsConfig(64, 3, 96, False)),
+    ],
+)
+def test_experts_are_those_of_each_family(
+    values: dict[str, Any], experts: ExpertsConfig | None, tmp_path: Path
+) -> None:
+    config = _read(tmp_path, values)
+    assert config.experts == experts
+    assert config.layer_kinds == ("dense" if experts is None else "experts",) * 4
+    assert config.qk_norm_all_heads == (config.model_type == "olmoe")
+    assert config.rms_norm_eps == (1e-5 if config.model_type in ("mixtral", "olmoe") else 1e-6)
+    assert config.rope.theta == (1e6 if config.model_type == "mixtral" else 1e4)
+
+
+@pytest.mark.parametrize("family", [QWEN2_MOE, QWEN3_MOE])
+def test_some_layers_of_a_qwen_model_with_experts_are_dense(family: dict[str, Any], tmp_path: Path) -> None:
+    def kinds(**changes: Any) -> str:
+        return "".join(kind[0] for kind in _read(tmp_path, family | changes).layer_kinds)
+
+    assert kinds(mlp_only_layers=[0, 3]) == "deed"
+    assert kinds(decoder_sparse_step=2) == "dede"
+    assert kinds(decoder_sparse_step=3, mlp_only_layers=[2]) == "dddd"
+
+
+def test_the_width_of_every_expert_must_divide_by_the_ranks(tmp_path: Path) -> None:
+    family = QWEN2_MOE | {"num_key_value_heads": 8, "intermediate_size": 97, "moe_intermediate_size": 36}
+    with pytest.raises(UnsupportedError, match="does not divide experts of 36; this model supports 1, 2, 4"):
+        _read(tmp_path, family).check_parallel(8)
+    with pytest.raises(UnsupportedError, match=r"not divide an MLP of 97 and experts of 36; .* supports 1$"):
+        _read(tmp_path, family | {"mlp_only_layers": [1]}).check_parallel(8)
+    shared = family | {"shared_expert_intermediate_size": 30}
+    with pytest.raises(
+        UnsupportedError, match=r"not divide experts of 36 and a shared expert of 30; .* 1, 2$"
+    ):
+        _read(tmp_path, shared).check_parallel(8)
 
 
 def test_rope_and_dtype_are_read_from_configs_of_both_versions(tmp_path: Path) -> None:
@@ -151,8 +212,8 @@ def test_lengths_follow_from_the_scaling(
         (_compressed(), True),
         (_compressed(strategy="tensor"), True),
         (_compressed(symmetric=True, dynamic=False, observer="minmax"), True),
-        # Only the checkpoint's cache is quantised, which is ignored because the dtype of our cache comes from
-        # the settings.
+        # Only the checkpoint's KV cache is quantised. The loader ignores that, because the settings determine
+        # the dtype of the KV cache.
         ({"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {}}, False),
     ],
 )
@@ -164,10 +225,10 @@ def test_fp8_matrices_are_detected_from_the_config(
 
 NAN = float("nan")
 REFUSED = [
-    ({"model_type": "gpt2"}, "model_type is 'gpt2'; supported are llama (LlamaForCausalLM), mistral ("),
-    ({"model_type": None}, "model_type is None; supported are llama"),
+    ({"model_type": "gpt2"}, "model_type is 'gpt2'; supported values: llama (LlamaForCausalLM), mistral ("),
+    ({"model_type": None}, "model_type is None; supported values: llama"),
     ({"architectures": ["LlamaForSequenceClassification"]}, "architectures is ['LlamaForSequenceClass"),
-    ({"architectures": 5}, "architectures is 5; supported are llama"),
+    ({"architectures": 5}, "architectures is 5; supported values: llama"),
     ({"hidden_size": None}, "hidden_size is missing; the model needs it"),
     ({"hidden_size": "64"}, "hidden_size is '64'; an integer of at least 1 is needed"),
     ({"num_hidden_layers": 0}, "num_hidden_layers is 0; an integer of at least 1"),
@@ -178,8 +239,8 @@ REFUSED = [
     ({"rms_norm_eps": NAN}, "rms_norm_eps is nan; a number above 0 is needed"),
     ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only silu is supported"),
     ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1; true or false is needed"),
-    ({"torch_dtype": "float64"}, "torch_dtype is 'float64'; supported are float32, bfloat16, float16"),
-    ({"dtype": ["float32"]}, "dtype is ['float32']; supported are float32"),
+    ({"torch_dtype": "float64"}, "torch_dtype is 'float64'; supported values: float32, bfloat16, float16"),
+    ({"dtype": ["float32"]}, "dtype is ['float32']; supported values: float32"),
     (
         {"quantization_config": ["fp8"]},
         "quantization_config is ['fp8']; an object with quant_method is needed",
@@ -214,9 +275,9 @@ REFUSED = [
     ),
     (
         {"rope_scaling": {"type": "longrope"}},
-        "rope_scaling.type is 'longrope'; supported are default, linear",
+        "rope_scaling.type is 'longrope'; supported values: default, linear",
     ),
-    ({"rope_scaling": {"type": ["yarn"]}}, "rope_scaling.type is ['yarn']; supported are"),
+    ({"rope_scaling": {"type": ["yarn"]}}, "rope_scaling.type is ['yarn']; supported values:"),
     ({"rope_scaling": [1]}, "rope_scaling is [1]; one set of parameters for all layers is needed"),
     ({"rope_scaling": {"full_attention": {}}}, "one set of parameters for all layers"),
     ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
@@ -243,6 +304,25 @@ def test_a_bad_field_is_refused_by_name(change: dict[str, Any], message: str, tm
     with pytest.raises(CheckpointError) as caught:
         _read(tmp_path, LLAMA | change)
     assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: ")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (MIXTRAL | {"num_experts_per_tok": 9}, "num_experts_per_tok is 9; there are 8 experts"),
+        (QWEN3_MOE | {"num_experts": 0}, "num_experts is 0; an integer of at least 1 is needed"),
+        (QWEN2_MOE | {"norm_topk_prob": "yes"}, "norm_topk_prob is 'yes'; true or false is needed"),
+        (QWEN3_MOE | {"mlp_only_layers": [[1]]}, "mlp_only_layers is [[1]]; a list of layers is needed"),
+        (QWEN3_MOE | {"mlp_only_layers": 1}, "mlp_only_layers is 1; a list of layers is needed"),
+        (OLMOE | {"clip_qkv": 8.0}, "clip_qkv is 8.0; only null is supported"),
+    ],
+)
+def test_a_bad_field_of_experts_is_refused_by_name(
+    values: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        _read(tmp_path, values)
     assert message in str(caught.value)
 
 
@@ -284,9 +364,9 @@ def test_a_number_of_ranks_that_does_not_divide_is_refused_and_valid_numbers_are
         config.check_parallel(3)
     assert str(caught.value) == (
         "tensor_parallel_size is 3, which does not divide 8 attention heads and 2 KV heads; "
-        "this model can use 1, 2, 4, 8"
+        "this model supports 1, 2, 4, 8"
     )
-    with pytest.raises(UnsupportedError, match="does not divide an MLP of 90; this model can use 1, 2"):
+    with pytest.raises(UnsupportedError, match="does not divide an MLP of 90; this model supports 1, 2"):
         _read(tmp_path, LLAMA | {"intermediate_size": 90}).check_parallel(4)
     with pytest.raises(UnsupportedError, match="it must be at least 1"):
         config.check_parallel(0)

@@ -1,5 +1,5 @@
-"""Tests that FP8 checkpoints of every format load with the intended values, and that malformed ones are
-refused by name."""
+"""Tests that FP8 checkpoints of every format load with the intended values, and that an error names each
+malformed tensor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,20 @@ from engine.parallel import single
 from kernels import Fp8Weight, Weight, select_backend
 from kernels.reference import quantise_fp8
 
-from .checkpoints import PROJECTIONS, Case, Fp8, make, oracle, quantise, quantised_oracle
+from .checkpoints import (
+    EXPERTS,
+    MIXTRAL_PROJECTIONS,
+    OLMOE_EXPERTS,
+    PROJECTIONS,
+    QWEN2_EXPERTS,
+    QWEN3_EXPERTS,
+    Case,
+    Fp8,
+    make,
+    oracle,
+    quantise,
+    quantised_oracle,
+)
 from .driver import Driver, teacher_forced
 
 LLAMA = Case("llama", "llama", {"attention_bias": True})
@@ -106,6 +119,27 @@ def test_a_quantised_checkpoint_gives_the_logits_of_transformers(how: Fp8, tmp_p
             first = {"k_proj": 64, "v_proj": 96, "up_proj": 96}.get(part, 0)
             rows = _dense(weight)[first : first + len(meant[name])]
             assert torch.equal(rows, meant[name]), f"{name} differs from the checkpoint"
+    assert _equal(decoder, quantised_oracle(tmp_path, meant)) >= EQUAL
+
+
+MIXTURES = [
+    (Case("qwen3 moe", "qwen3_moe", {**QWEN3_EXPERTS, "norm_topk_prob": True}), FORMS[1]),
+    (Case("qwen2 moe", "qwen2_moe", QWEN2_EXPERTS), FORMS[6]),
+    (Case("mixtral", "mixtral", EXPERTS), Fp8("w", per_channel=True, quantised=MIXTRAL_PROJECTIONS)),
+    (Case("olmoe, only up_proj quantised", "olmoe", OLMOE_EXPERTS), Fp8("up", quantised=("up_proj",))),
+]
+
+
+@pytest.mark.parametrize(("case", "how"), MIXTURES, ids=lambda value: value.name)
+def test_quantised_experts_give_the_logits_of_transformers(case: Case, how: Fp8, tmp_path: Path) -> None:
+    meant = quantise(make(case, tmp_path), how)
+    decoder = _load(tmp_path)
+    for name in meant:
+        if name.endswith(("_proj.weight", "w1.weight", "w2.weight", "w3.weight")) and not any(
+            part in name for part in how.quantised
+        ):
+            values, scales = quantise_fp8(meant[name])
+            meant[name] = values.float() * scales
     assert _equal(decoder, quantised_oracle(tmp_path, meant)) >= EQUAL
 
 
@@ -250,8 +284,7 @@ def test_a_negative_or_non_finite_scale_is_refused(number: float, tmp_path: Path
     _refused(
         tmp_path,
         lambda tensors: tensors[SCALE].flatten().__setitem__(95, number),
-        f"{{file}}: tensor {SCALE} is not finite or negative in places, which scales must not be; download "
-        "it again",
+        f"{{file}}: tensor {SCALE} is invalid: scales must be finite and not negative; download it again",
     )
 
 

@@ -1,4 +1,4 @@
-"""Tests that the loader reads the model's tensors and refuses everything else by name."""
+"""Tests that the loader reads the model's tensors, and that an error names any tensor that it refuses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from engine.parallel import single
 from kernels import select_backend
 from kernels.reference import quantise_fp8
 
-from .checkpoints import Case, make
+from .checkpoints import EXPERTS, QWEN2_EXPERTS, Case, make
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -43,7 +43,7 @@ def sharded(tmp_path: Path) -> Path:
 
 @dataclass(frozen=True)
 class PlaceOfRank:
-    """A rank of a group without collectives."""
+    """The place of a rank in a group without collectives."""
 
     size: int
     rank: int
@@ -199,6 +199,40 @@ def test_shards_cover_every_parameter_exactly_once(folder: Path) -> None:
         assert (whole == 1).all()
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+def test_shards_cover_every_parameter_of_experts_exactly_once(fp8: bool, tmp_path: Path) -> None:
+    folder = make(Case("experts", "qwen2_moe", QWEN2_EXPERTS), tmp_path)
+    decoder = _decoder(folder, fp8=fp8)
+    filled = [each for piece in decoder.weight_shards() for each in (piece.target, piece.scales)]
+    for part in filled:
+        if part is not None:
+            part.copy_(torch.zeros(part.shape))
+    for part in filled:
+        if part is not None:
+            part.copy_(part.float() + 1)
+    mixture = decoder.layers[0].mlp
+    for weight in (mixture.experts.gate_up, mixture.experts.down, mixture.shared.gate_up.weight):
+        for whole in (weight.values, weight.scales) if fp8 else (weight,):
+            assert (whole.float() == 1).all()
+    assert (mixture.experts.router == 1).all() and (mixture.shared_gate == 1).all()
+
+
+def test_fused_experts_of_another_shape_are_refused(tmp_path: Path) -> None:
+    folder = make(Case("experts", "mixtral", EXPERTS, fused_experts=True), tmp_path)
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    _rewrite(folder, lambda tensors: tensors.update({name: tensors[name][:, :, :32].contiguous()}))
+    part = "model.layers.1.mlp.experts.0.gate_proj.weight"
+    _refused(folder, f"{folder / SINGLE}: {part} has shape [96, 32], config.json needs [96, 64]")
+    _rewrite(folder, lambda tensors: tensors.update({name: tensors[name][:7].contiguous()}))
+    _refused(folder, "model.layers.1.mlp.experts.7.gate_proj.weight", "missing")
+
+
+def test_a_missing_matrix_of_an_expert_is_named(tmp_path: Path) -> None:
+    folder = make(Case("experts", "mixtral", EXPERTS), tmp_path)
+    _rewrite(folder, lambda tensors: tensors.pop("model.layers.1.block_sparse_moe.experts.3.w2.weight"))
+    _refused(folder, "tensor model.layers.1.mlp.experts.3.down_proj.weight is missing")
+
+
 def test_rotary_frequencies_and_the_copy_of_a_tied_matrix_are_ignored(tmp_path: Path) -> None:
     folder = make(Case("tied", "llama", {"tie_word_embeddings": True}), tmp_path)
 
@@ -283,7 +317,7 @@ def test_a_shard_without_its_tensor_is_named(sharded: Path) -> None:
     shard = sorted(sharded.glob("*.safetensors"))[0]
     name = sorted(load_file(shard))[0]
     _rewrite(sharded, lambda tensors: tensors.__delitem__(name), shard.name)
-    _refused(sharded, f"{shard}: has no tensor {name}, but {INDEX} lists it")
+    _refused(sharded, f"{shard}: contains no tensor {name}, but {INDEX} lists it")
 
 
 @pytest.mark.parametrize(
@@ -375,4 +409,4 @@ def test_ranks_that_exchange_columns_read_every_byte_once(
     tensors = tensors_of(sharded)
     check_weights((*pieces[0], *pieces[1]), tensors)
     norms = sum(tensor.nbytes for name, tensor in tensors.items() if tensor.dim() == 1)
-    assert sum(read) == sum(tensor.nbytes for tensor in tensors.values()) + norms, "each rank needs all norms"
+    assert sum(read) == sum(tensor.nbytes for tensor in tensors.values()) + norms, "each rank reads all norms"

@@ -15,10 +15,10 @@ from engine.model.loader import load
 from engine.parallel import single
 from kernels import select_backend
 
-from .checkpoints import Case, make, oracle
+from .checkpoints import EXPERTS, OLMOE_EXPERTS, QWEN2_EXPERTS, QWEN3_EXPERTS, Case, make, oracle
 from .driver import Driver, greedy, teacher_forced
 
-TOLERANCE = 1e-4
+TOLERANCE = 2e-5
 LENGTHS = [1, 2, 63, 64, 65, 127, 128, 129, 190, 300]
 CHUNKS = [7, 64, 100]
 DECODES = 6
@@ -33,6 +33,10 @@ def _in_the_words_of_version_4(values: dict[str, Any]) -> None:
     values["rope_theta"] = rope.pop("rope_theta")
     values["rope_scaling"] = {"type": rope.pop("rope_type"), **rope}
     values["torch_dtype"] = values.pop("dtype")
+
+
+def _as_published(values: dict[str, Any]) -> None:
+    values["num_experts"] = values.pop("num_local_experts")
 
 
 CASES = [
@@ -115,6 +119,52 @@ CASES = [
         "qwen3, tied, with biases",
         "qwen3",
         {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True},
+    ),
+    Case("mixtral", "mixtral", EXPERTS),
+    Case("mixtral, fused experts, in shards", "mixtral", EXPERTS, shard_size="100KB", fused_experts=True),
+    Case(
+        "mixtral, a window, one expert per token",
+        "mixtral",
+        {**EXPERTS, "sliding_window": 50, "num_experts_per_tok": 1},
+    ),
+    Case("qwen3 moe, normalised", "qwen3_moe", {**QWEN3_EXPERTS, "norm_topk_prob": True}),
+    Case(
+        "qwen3 moe, fused experts, a dense layer",
+        "qwen3_moe",
+        {**QWEN3_EXPERTS, "mlp_only_layers": [1]},
+        fused_experts=True,
+    ),
+    Case(
+        "qwen3 moe, every other layer dense, as published",
+        "qwen3_moe",
+        {**QWEN3_EXPERTS, "decoder_sparse_step": 2, "attention_bias": True},
+        edit=_as_published,
+    ),
+    Case(
+        "qwen3 moe, windows, every expert chosen",
+        "qwen3_moe",
+        {**QWEN3_EXPERTS, "use_sliding_window": True, "sliding_window": 70, "num_experts_per_tok": 8},
+    ),
+    Case("qwen2 moe", "qwen2_moe", QWEN2_EXPERTS, shard_size="100KB"),
+    Case(
+        "qwen2 moe, normalised, windows, no biases",
+        "qwen2_moe",
+        {
+            **QWEN2_EXPERTS,
+            "norm_topk_prob": True,
+            "qkv_bias": False,
+            "use_sliding_window": True,
+            "sliding_window": 70,
+            "max_window_layers": 2,
+        },
+        edit=lambda values: values.pop("layer_types"),
+    ),
+    Case("qwen2 moe, the first layer dense", "qwen2_moe", {**QWEN2_EXPERTS, "mlp_only_layers": [0]}),
+    Case("olmoe", "olmoe", OLMOE_EXPERTS),
+    Case(
+        "olmoe, normalised, with biases",
+        "olmoe",
+        {**OLMOE_EXPERTS, "norm_topk_prob": True, "attention_bias": True, "num_key_value_heads": 4},
     ),
 ]
 

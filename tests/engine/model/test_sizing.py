@@ -14,7 +14,7 @@ from engine.families import read_config
 from engine.model.decoder import TORCH_DTYPES, Decoder
 from kernels import select_backend
 
-from .checkpoints import SMALL, Case, make, oracle
+from .checkpoints import EXPERTS, OLMOE_EXPERTS, QWEN2_EXPERTS, QWEN3_EXPERTS, SMALL, Case, make, oracle
 
 CASES = [
     Case("llama", "llama"),
@@ -24,6 +24,10 @@ CASES = [
     Case("mistral", "mistral", {"head_dim": 24}),
     Case("qwen2", "qwen2"),
     Case("qwen3", "qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    Case("qwen3 moe", "qwen3_moe", {**QWEN3_EXPERTS, "mlp_only_layers": [1]}),
+    Case("qwen2 moe", "qwen2_moe", QWEN2_EXPERTS),
+    Case("mixtral", "mixtral", EXPERTS),
+    Case("olmoe", "olmoe", {**OLMOE_EXPERTS, "num_key_value_heads": 4}),
 ]
 STEP: dict[str, Any] = {
     "max_num_seqs": 16,
@@ -74,7 +78,7 @@ def test_weights_and_blocks_are_exact(
     assert any(each.dtype == torch.float8_e4m3fn for each in held) == fp8
     assert predicted.weight_bytes == sum(each.nbytes for each in held)
     pools = decoder.allocate_kv(5)
-    # Copies and clears of blocks cover all tensors of the cache.
+    # `tensors()`, which copies and clears of blocks use, must list all tensors of the cache.
     assert predicted.kv_bytes == sum(each.nbytes for pool in pools for each in pool.tensors())
     assert (pools[0].keys.dtype == torch.float8_e4m3fn) == kv_fp8
     assert pools[0].keys.shape == decoder.kv_shape(5)
@@ -82,7 +86,7 @@ def test_weights_and_blocks_are_exact(
 
 
 def test_a_known_model_has_its_known_size(tmp_path: Path) -> None:
-    """Checks Llama 3.1 8B: 8,030,261,248 parameters; 128 KiB of bfloat16 KV per token."""
+    """Checks the sizes of Llama 3.1 8B: 8,030,261,248 parameters, and 128 KiB of bfloat16 KV per token."""
     big = {
         "hidden_size": 4096,
         "num_hidden_layers": 32,
@@ -97,5 +101,6 @@ def test_a_known_model_has_its_known_size(tmp_path: Path) -> None:
     assert sizing.kv_bytes_per_block(config, "bfloat16", 1) == 64 * 128 * 1024
     assert sizing.kv_bytes_per_block(config, "bfloat16", 8) == 64 * 16 * 1024
     assert sizing.kv_bytes_per_block(config, "bfloat16", 16) == 64 * 16 * 1024
-    # One byte per element, and 4 bytes per token and head for each layer's key and value: 33/64 of bfloat16.
+    # Each element takes one byte, and each head of a token takes 4 bytes for a scale, in every layer's keys
+    # and values. That is 33/64 of bfloat16.
     assert sizing.kv_bytes_per_block(config, "fp8", 1) == 64 * 66 * 1024

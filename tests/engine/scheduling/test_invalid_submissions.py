@@ -1,4 +1,4 @@
-"""Tests that invalid submissions and sizes are refused by name."""
+"""Tests that invalid submissions and sizes are refused, and that the error names the value."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from tests.engine.scheduling.simulated_runner import VOCAB
         ([1], {"frequency_penalty": -3e38}, "frequency_penalty is -3e+38"),
         ([1], {"repetition_penalty": 1e-44}, "repetition_penalty is 1e-44"),
         ([1], {"logit_bias": {1: float("inf")}}, "logit_bias of token 1 is inf"),
-        ([1], {"allowed_tokens": b"\0\0"}, "allowed_tokens has no token id"),
+        ([1], {"allowed_tokens": b"\0\0"}, "allowed_tokens allows no token"),
         (
             [1],
             {"allowed_tokens": bytes(VOCAB // 8) + bytes([1 << VOCAB % 8])},
-            "allowed_tokens has no token id",
+            "allowed_tokens allows no token",
         ),
         ([1], {"bad_words": ((1, 99),)}, "bad_words contains 99"),
         ([1], {"bad_words": ((1,), ())}, "bad_words has an entry of 0 tokens"),
@@ -120,8 +120,7 @@ def test_blocks_written_by_a_step_in_flight_are_zeroed_when_reallocated(overlap:
     engine.scheduler.cancel(FRONT, cancelled.handle)
     engine.submit(400, max_tokens=1)
     plans = [engine.step() for _ in range(4)]
-    # The 100 tokens of the cancelled prompt need zeroing. The sequence that ended normally leaves nothing to
-    # zero.
+    # The cancelled prompt's 100 tokens need zeroing. The sequence that ended normally needs none.
     assert [len(plan.clears) for plan in plans if plan] == [cleared, 0, 0, 0]
     engine.drain()
 

@@ -1,0 +1,134 @@
+"""The layer with a mixture of experts instead of an MLP.
+
+Every rank has the whole router, and a slice of every expert, as with a dense MLP. All ranks therefore choose
+the same experts, and their results are summed only once per layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.config import ModelConfig, Shard
+from engine.model.layers import (
+    Layer,
+    Linear,
+    Mlp,
+    ParameterFactory,
+    WeightShard,
+    add_sum,
+    values_and_scales,
+)
+from engine.parallel import Ranks
+from kernels import Activation, ExpertActivation, Experts, Fp8Activation, Ops, Residual
+from kernels.reference import expert_weight
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureActivation:
+    """The activations of the routed experts and of the shared expert: the input of `MixtureDown`."""
+
+    routed: ExpertActivation
+    shared: Activation | None
+    """Activations of the shared expert, multiplied by its gate; None if the model has no shared expert."""
+
+
+class MixtureDown:
+    """Computes the down-projections of all experts, and their sum. Implements
+    `engine.model.layers.Summand`."""
+
+    def __init__(self, ops: Ops, experts: Experts, shared: Linear | None) -> None:
+        self.ops = ops
+        self.experts = experts
+        self.shared = shared
+
+    def __call__(self, x: MixtureActivation) -> torch.Tensor:
+        total = self.ops.experts_sum(x.routed, self.experts)
+        if self.shared is not None and x.shared is not None:
+            total += self.shared(x.shared)
+        return total
+
+    def add_to(
+        self,
+        residual: Residual,
+        x: MixtureActivation,
+        next_gain: torch.Tensor | None,
+        eps: float,
+        ranks: Ranks,
+    ) -> Residual:
+        if ranks.size > 1:
+            one = expert_weight(self.experts.down, 0)
+            return add_sum(self.ops, residual, self(x), one, next_gain, eps, ranks)
+        if self.shared is not None and x.shared is not None:
+            residual = self.ops.linear_add(x.shared, self.shared.weight, None, residual, None)
+        return self.ops.experts_add(x.routed, self.experts, residual, next_gain)
+
+
+class Mixture:
+    """The router, the routed experts, and the shared expert if the model has one. Implements
+    `engine.model.layers.FeedForward`."""
+
+    def __init__(self, config: ModelConfig, shard: Shard, factory: ParameterFactory) -> None:
+        assert config.experts is not None
+        self.config = config.experts
+        self.ops = factory.ops
+        hidden, count = config.hidden_size, self.config.count
+        self.part = shard.part(self.config.intermediate_size)
+        self.start = shard.rank * self.part
+        self.experts = Experts(
+            router=factory.empty(count, hidden),
+            gate_up=factory.matrix(count, 2 * self.part, hidden),
+            down=factory.matrix(count, hidden, self.part),
+            top_k=self.config.top_k,
+            normalised=self.config.normalised,
+        )
+        self.shared, self.shared_gate = None, None
+        if self.config.shared_intermediate_size is not None:
+            self.shared = Mlp(config, shard, factory, self.config.shared_intermediate_size)
+            self.shared_gate = factory.empty(1, hidden)
+        self.down = MixtureDown(self.ops, self.experts, None if self.shared is None else self.shared.down)
+
+    def activate(self, x: Residual, norm_weight: torch.Tensor, eps: float) -> MixtureActivation:
+        routed = self.ops.norm_experts(x, norm_weight, eps, self.experts)
+        if self.shared is None or self.shared_gate is None:
+            return MixtureActivation(routed, None)
+        gate = self.ops.norm_linear(Residual(x.values), norm_weight, eps, self.shared_gate, None).sigmoid()
+        shared = self.shared.activate(x, norm_weight, eps)
+        # Apply the gate to the input of the down-projection, because scaling a linear's input scales its
+        # result.
+        if isinstance(shared, Fp8Activation):
+            return MixtureActivation(routed, Fp8Activation(shared.values, shared.scales * gate, shared.dtype))
+        return MixtureActivation(routed, shared * gate)
+
+    def weight_shards(self, prefix: str) -> list[WeightShard]:
+        router, width = self.experts.router, self.config.intermediate_size
+        count, hidden = router.shape
+        weight_shards = [WeightShard(f"{prefix}.gate.weight", (count, hidden), router)]
+        for expert in range(count):
+            gate_up, scales = values_and_scales(expert_weight(self.experts.gate_up, expert))
+            for index, part in enumerate(("gate_proj", "up_proj")):
+                rows = slice(index * self.part, (index + 1) * self.part)
+                name = f"{prefix}.experts.{expert}.{part}.weight"
+                of_rows = None if scales is None else scales[rows]
+                shape = (width, hidden)
+                weight_shards.append(WeightShard(name, shape, gate_up[rows], 0, self.start, of_rows))
+            down, scales = values_and_scales(expert_weight(self.experts.down, expert))
+            name = f"{prefix}.experts.{expert}.down_proj.weight"
+            weight_shards.append(WeightShard(name, (hidden, width), down, 1, self.start, scales))
+        if self.shared is not None:
+            weight_shards += self.shared.weight_shards(f"{prefix}.shared_expert")
+            weight_shards.append(
+                WeightShard(f"{prefix}.shared_expert_gate.weight", (1, hidden), self.shared_gate)
+            )
+        return weight_shards
+
+    def pack(self) -> None:
+        if self.shared is not None:
+            self.shared.pack()
+
+
+class ExpertsLayer(Layer):
+    """The layer with experts, which consists of norm, attention, norm and mixture of experts."""
+
+    feed_forward_type = Mixture

@@ -1,0 +1,10 @@
+"""The kinds of layers of a decoder."""
+
+from __future__ import annotations
+
+from engine.config import DENSE, EXPERTS
+from engine.model.experts import ExpertsLayer
+from engine.model.layers import Layer
+
+LAYER_KINDS: dict[str, type[Layer]] = {DENSE: Layer, EXPERTS: ExpertsLayer}
+"""The class for each kind of layer. The keys are the possible values in `ModelConfig.layer_kinds`."""

@@ -1,0 +1,147 @@
+"""Launches the kernels of mixture-of-experts layers. The number of tokens determines the kernels.
+
+`activate` and `weighted_sum` are the two halves of a layer, as `kernels.Ops` defines them. For few tokens,
+there are three launches: router, up and down. With FP8 weights, a fourth launch quantises the activations,
+unless `down` quantises them itself. For many tokens, there are more launches, because the tokens are first
+sorted by expert. No function here waits for the device. All launches can be captured in CUDA graphs, because
+their number and sizes depend only on the number of tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kernels import ExpertActivation, Experts, Fp8Weight, Weight
+from kernels.triton import experts_few, experts_many, experts_route, linear
+from kernels.triton.attention_decode import multiprocessors_of
+from kernels.triton.experts_many import Sorted
+from kernels.triton.experts_plans import ExpertsPlan, LayerPlans, choose
+from kernels.triton.linear_plans import HOPPER_SHARED
+from kernels.triton.linear_rows import Workspace
+
+MAX_ROUTE_TOKENS = 16
+"""Maximum number of tokens for which one launch computes the norm and chooses the experts. This launch reads
+the router's matrix once per token."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenValues:
+    """The form of `ExpertActivation.values` that these kernels use."""
+
+    values: torch.Tensor
+    """`silu(gate) × up`: [tokens × top_k, intermediate], in the order of the choices or of `by_expert`."""
+    scales: torch.Tensor | None
+    """Scales of quantised values: [tokens × top_k, 1] float32; None if the values are not quantised."""
+    by_expert: Sorted | None
+    """The choices sorted by expert, if the values are in that order. None if the values are in the order of
+    the choices."""
+    plan: ExpertsPlan
+    """The plan of `down`."""
+
+
+def activate(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    experts: Experts,
+    *,
+    workspace: Workspace,
+    shared_bytes: int = HOPPER_SHARED,
+    plans: LayerPlans | None = None,
+    pdl: bool = True,
+) -> ExpertActivation:
+    """Normalise `x [tokens, hidden]`, choose the experts of each token and compute their activations
+    (`kernels.Ops.norm_experts`).
+
+    workspace: the stream's workspace. shared_bytes: bytes of shared memory available to one program. plans:
+    if given, they replace the plans that the rules choose.
+    """
+    weight, scale = _parts(experts.gate_up)
+    count, rows, hidden = weight.shape
+    plans = plans or choose(
+        len(x), experts.top_k, count, hidden, rows // 2, weight.dtype, shared_bytes=shared_bytes
+    )
+    dtype = x.dtype
+    values = None if scale is None else weight.dtype
+    router = (x.contiguous(), norm_weight, eps, experts.router, experts.top_k)
+    options: dict[str, Any] = {"normalised": experts.normalised, "values": values, "pdl": pdl}
+    if len(x) <= MAX_ROUTE_TOKENS:
+        routed = experts_route.route(*router, workspace=workspace, **options)
+    else:
+        routed = experts_route.route_many(*router, **options)
+    by_expert = None
+    if plans.grouped:
+        by_expert = experts_many.sort(routed.chosen, count, pdl=pdl)
+        activations = experts_many.up(
+            routed.normed,
+            routed.scales,
+            by_expert,
+            experts.top_k,
+            weight,
+            scale,
+            plans.up,
+            multiprocessors_of(x.device),
+            dtype=dtype,
+            pdl=pdl,
+        )
+    else:
+        activations = experts_few.up(
+            routed.normed, routed.scales, routed.chosen, weight, scale, plans.up, dtype=dtype, pdl=pdl
+        )
+    scales = None
+    if scale is not None and plans.down.form != "gemv":
+        activations, scales = linear.quantise(activations, values=weight.dtype, pdl=pdl)
+    return ExpertActivation(
+        routed.chosen, routed.weights, ChosenValues(activations, scales, by_expert, plans.down)
+    )
+
+
+def weighted_sum(
+    x: ExpertActivation,
+    experts: Experts,
+    *,
+    workspace: Workspace,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    pdl: bool = True,
+) -> torch.Tensor:
+    """Return each token's sum of `weight × down(activation)` over its chosen experts, plus the residual:
+    `[tokens, hidden]` in the router's dtype (`kernels.Ops.experts_sum` and `experts_add`). The result is
+    written to `out` if given, which may be the residual. x: the result of `activate`."""
+    weight, scale = _parts(experts.down)
+    chosen: ChosenValues = x.values
+    dtype = experts.router.dtype
+    if chosen.by_expert is None:
+        return experts_few.down(
+            chosen.values,
+            chosen.scales,
+            x.chosen,
+            x.weights,
+            weight,
+            scale,
+            chosen.plan,
+            workspace=workspace,
+            residual=residual,
+            out=out,
+            dtype=dtype,
+            pdl=pdl,
+        )
+    results = experts_many.down(
+        chosen.values,
+        chosen.scales,
+        chosen.by_expert,
+        weight,
+        scale,
+        chosen.plan,
+        multiprocessors_of(weight.device),
+        dtype=dtype,
+        pdl=pdl,
+    )
+    return experts_many.combine(results, x.weights, residual=residual, out=out, pdl=pdl)
+
+
+def _parts(weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return (weight.values, weight.scales) if isinstance(weight, Fp8Weight) else (weight, None)

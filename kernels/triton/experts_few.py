@@ -1,0 +1,512 @@
+# mypy: allow-untyped-defs
+"""Computes the experts of few tokens. The GEMMs are divided into programs by outputs, without sorting tokens
+by expert.
+
+`up` computes SwiGLU for the experts that each token has chosen. `down` computes the weighted sum of the
+experts' results, plus the residual. Each function makes one launch of one of two variants:
+
+- `gemv`: a program multiplies weight rows of one chosen expert by one token on the CUDA cores. An expert that
+  several tokens have chosen is read once for each of these tokens.
+- `dot`: a program multiplies weight rows of one expert by all tokens on the tensor cores, and keeps the
+  results of the tokens that have chosen the expert. Therefore each chosen expert is read only once. The
+  weight is the 64-row operand of the tensor-core instruction. In `down`, the program that finishes a tile
+  last adds the weighted results of each token in the order of its choices, so results do not depend on
+  timing.
+
+Rounding: sums are computed in float32. SwiGLU rounds as the reference does. `down` multiplies the float32
+sums by the routing weights, adds the products and the residual in float32, and rounds once. The reference
+also rounds the result of each expert. With FP8 weights, the input of `up` is quantised. The input of `down`
+is quantised for `dot`, while `gemv` quantises each expert's activations itself.
+
+Programmatic dependent launch (PDL): `up` waits for the previous kernel before it reads the chosen experts,
+and lets the next kernel start only after this wait. When `down` starts, the router's results are therefore
+complete. `down` reads the chosen experts and its first weights before it waits for `up`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.triton.experts_plans import ExpertsPlan
+from kernels.triton.linear_rows import Workspace, gated, weight_rows, widen
+
+
+def up(
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    chosen: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor | None,
+    plan: ExpertsPlan,
+    *,
+    dtype: torch.dtype | None = None,
+    pdl: bool = True,
+) -> torch.Tensor:
+    """Return `silu(gate) × up` of the chosen experts: `[tokens × top_k, intermediate]` in the model's dtype.
+
+    x: `[tokens, hidden]` of the weight's dtype, contiguous and normalised. chosen: `[tokens, top_k]` int32; a
+    token's experts are distinct. weight: `[experts, 2 × intermediate, hidden]`. x_scale: `[tokens, 1]`, and
+    weight_scale: `[experts, 2 × intermediate]`, both float32: the scales if x and weight are quantised. In
+    that case, dtype is the model's dtype.
+    """
+    tokens, hidden = x.shape
+    top_k = chosen.shape[1]
+    experts, columns = weight.shape[0], weight.shape[1] // 2
+    _check(x, x_scale, chosen, weight, weight_scale, tokens)
+    out = torch.empty((tokens * top_k, columns), dtype=dtype or x.dtype, device=x.device)
+    if not tokens:
+        return out
+    tiles = triton.cdiv(2 * columns, plan.block_n)
+    shape = {
+        "COLUMNS": columns,
+        "K": hidden,
+        "TOP_K": top_k,
+        "BLOCK_N": plan.block_n,
+        "BLOCK_K": plan.block_k,
+        "SCALED": weight_scale is not None,
+        "PDL": pdl,
+        "num_warps": plan.warps,
+        "launch_pdl": pdl,
+    }
+    arguments = (x, x_scale, chosen, weight, weight_scale, out)
+    if plan.form == "gemv":
+        _up_gemv[(tokens * top_k * tiles,)](*arguments, VECTOR=16 // weight.element_size(), **shape)
+        return out
+    by_pair, slots = _slots(tokens, top_k, experts)
+    _up_dot[(slots * tiles,)](
+        *arguments,
+        tokens,
+        ROWS=plan.rows,
+        TOP_K_BLOCK=triton.next_power_of_2(top_k),
+        BY_PAIR=by_pair,
+        num_stages=plan.stages,
+        **shape,
+    )
+    return out
+
+
+def down(
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor | None,
+    plan: ExpertsPlan,
+    *,
+    workspace: Workspace,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    pdl: bool = True,
+) -> torch.Tensor:
+    """Return each token's sum of `routing weight × down(x)` over its chosen experts, plus the residual:
+    `[tokens, hidden]` in the model's dtype. The result is written to `out` if given, which may be the
+    residual.
+
+    x: `[tokens × top_k, intermediate]`, the result of `up`. For `dot` with FP8 weights, it must be quantised,
+    with `x_scale [tokens × top_k, 1]`. chosen: `[tokens, top_k]` int32. weights: `[tokens, top_k]` float32.
+    weight: `[experts, hidden, intermediate]`. dtype: the model's dtype, if x has another dtype. pdl: use
+    programmatic dependent launch. `chosen` is then read before the previous kernel has ended (see the module
+    docstring).
+    """
+    tokens, top_k = chosen.shape
+    experts, columns, intermediate = weight.shape
+    _check(x, x_scale, chosen, weight, weight_scale, tokens * top_k)
+    out = torch.empty((tokens, columns), dtype=dtype or x.dtype, device=x.device) if out is None else out
+    for name, tensor in (("out", out), ("residual", residual)):
+        if tensor is not None and (tensor.shape != (tokens, columns) or not tensor.is_contiguous()):
+            raise ValueError(f"{name} is {tuple(tensor.shape)}; needs {(tokens, columns)}, contiguous")
+    if not tokens:
+        return out
+    tiles = triton.cdiv(columns, plan.block_n)
+    shape = {
+        "COLUMNS": columns,
+        "K": intermediate,
+        "TOP_K": top_k,
+        "TOP_K_BLOCK": triton.next_power_of_2(top_k),
+        "BLOCK_N": plan.block_n,
+        "BLOCK_K": plan.block_k,
+        "SCALED": weight_scale is not None,
+        "RESIDUAL": residual is not None,
+        "PDL": pdl,
+        "num_warps": plan.warps,
+        "launch_pdl": pdl,
+    }
+    if plan.form == "gemv":
+        _down_gemv[(tokens * tiles,)](
+            x,
+            chosen,
+            weights,
+            weight,
+            weight_scale,
+            residual,
+            out,
+            WHOLE=triton.next_power_of_2(intermediate),
+            VECTOR=16 // weight.element_size(),
+            **shape,
+        )
+        return out
+    if tiles > len(workspace.arrived):
+        raise ValueError(f"{columns} outputs are {tiles} tiles; the workspace has {len(workspace.arrived)}")
+    by_pair, slots = _slots(tokens, top_k, experts)
+    partials = torch.empty((tokens * top_k, columns), dtype=torch.float32, device=x.device)
+    _down_dot[(slots * tiles,)](
+        x,
+        x_scale,
+        chosen,
+        weights,
+        weight,
+        weight_scale,
+        residual,
+        out,
+        partials,
+        workspace.arrived,
+        tokens,
+        ROWS=plan.rows,
+        BY_PAIR=by_pair,
+        num_stages=plan.stages,
+        **shape,
+    )
+    return out
+
+
+def _slots(tokens: int, top_k: int, experts: int) -> tuple[bool, int]:
+    """Return whether `dot` has a group of programs for each choice of a token (True) or for each expert
+    (False), and the number of groups."""
+    pairs = tokens * top_k
+    return pairs < experts, min(pairs, experts)
+
+
+def _check(
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    chosen: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor | None,
+    rows: int,
+) -> None:
+    """Raise ValueError if shapes, dtypes or strides do not match. rows: expected rows of x."""
+    if x.shape != (rows, weight.shape[2]):
+        raise ValueError(f"x is {tuple(x.shape)}; {tuple(weight.shape)} needs {(rows, weight.shape[2])}")
+    if chosen.dtype != torch.int32:
+        raise ValueError(f"chosen is {chosen.dtype}; needs int32")
+    for name, tensor in (("x", x), ("chosen", chosen), ("weight", weight)):
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} has strides {tensor.stride()}; make it contiguous")
+    if weight_scale is not None and weight_scale.shape != weight.shape[:2]:
+        raise ValueError(f"weight_scale is {tuple(weight_scale.shape)}; needs {tuple(weight.shape[:2])}")
+    if x_scale is not None and x_scale.numel() != rows:
+        raise ValueError(f"x_scale is {tuple(x_scale.shape)}; needs {(rows, 1)}")
+
+
+# ── parts of the kernels ─────────────────────────────────────────────────────────────────────────────
+
+
+@triton.jit
+def _load_weights(at, inside, RAGGED: tl.constexpr):
+    """Load a tile of weights. If K is not a multiple of the tile's width (RAGGED), `inside` masks the
+    columns."""
+    if RAGGED:
+        return tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first")
+    return tl.load(at, eviction_policy="evict_first")
+
+
+@triton.jit
+def _takers(
+    chosen,
+    slot,
+    tokens,
+    TOP_K: tl.constexpr,
+    TOP_K_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    BY_PAIR: tl.constexpr,
+):
+    """Return a program's expert, whether the program has work, and for each of ROWS tokens, whether the token
+    has chosen the expert and the index of this choice among all choices.
+
+    With BY_PAIR, `slot` is the index of a choice. If several choices are the same expert, only the programs
+    of the first of these choices have work. Without BY_PAIR, `slot` is the expert."""
+    token = tl.arange(0, ROWS)
+    turn = tl.arange(0, TOP_K_BLOCK)
+    pair = token[:, None] * TOP_K + turn[None, :]
+    there = (token < tokens)[:, None] & (turn < TOP_K)[None, :]
+    ids = tl.load(chosen + pair, mask=there, other=-1, cache_modifier=".cg")
+    expert = slot
+    if BY_PAIR:
+        expert = tl.load(chosen + slot, cache_modifier=".cg")
+    same = ids == expert
+    if BY_PAIR:
+        first = tl.min(tl.min(tl.where(same, pair, ROWS * TOP_K), axis=1), axis=0)
+        live = first == slot
+    else:
+        live = tl.max(tl.max(same.to(tl.int32), axis=1), axis=0) > 0
+    takes = tl.max(same.to(tl.int32), axis=1) > 0
+    return expert.to(tl.int64), live, takes, tl.sum(tl.where(same, pair, 0), axis=1)
+
+
+@triton.jit
+def _multiply(
+    weights,
+    xs,
+    takes,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Return the products `[BLOCK_N, ROWS]` of weight rows and tokens, summed over all of K."""
+    k = tl.arange(0, BLOCK_K)
+    acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
+    for at in tl.range(0, K, BLOCK_K):
+        if K % BLOCK_K:
+            inside = (at + k < K)[None, :]
+            w = _load_weights(weights + at, inside, True)
+            part = tl.load(xs + at, mask=takes[:, None] & inside, other=0.0)
+        else:
+            w = _load_weights(weights + at, None, False)
+            part = tl.load(xs + at, mask=takes[:, None], other=0.0)
+        acc = tl.dot(w, tl.trans(part), acc, input_precision="ieee")
+    return acc
+
+
+# ── kernels ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+@triton.jit
+def _up_gemv(
+    x,
+    x_scale,
+    chosen,
+    weight,
+    weight_scale,
+    out,
+    COLUMNS: tl.constexpr,
+    K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    VECTOR: tl.constexpr,
+    SCALED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Multiply BLOCK_N weight rows of one chosen expert by the token that has chosen it. With SCALED, x is
+    quantised."""
+    tiles: tl.constexpr = (2 * COLUMNS + BLOCK_N - 1) // BLOCK_N
+    ragged: tl.constexpr = K % BLOCK_K != 0
+    pair = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
+    weight_row = weight_rows(tile, COLUMNS, BLOCK_N, True)
+    k = tl.arange(0, BLOCK_K)
+    if PDL:
+        # In this order: the next kernel reads the chosen experts before it waits.
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    expert = tl.load(chosen + pair).to(tl.int64)
+    token = pair // TOP_K
+    weights = weight + expert * (2 * COLUMNS * K) + weight_row[:, None] * K + k[None, :]
+    xs = x + token.to(tl.int64) * K + k
+    if SCALED:
+        scale = tl.load(x_scale + token) * tl.load(weight_scale + expert * (2 * COLUMNS) + weight_row)
+    acc = tl.zeros([BLOCK_N, BLOCK_K // VECTOR], tl.float32)
+    for at in tl.static_range(0, K, BLOCK_K):
+        inside = at + k < K
+        w = _load_weights(weights + at, inside[None, :], ragged)
+        part = tl.load(xs + at, mask=inside, other=0.0)
+        products = widen(w, SCALED) * widen(part, SCALED)[None, :]
+        # First sum within the 16 bytes of each thread, which needs no exchange between threads.
+        acc += tl.sum(tl.reshape(products, [BLOCK_N, BLOCK_K // VECTOR, VECTOR]), axis=2)
+    total = tl.sum(acc, axis=1)
+    if SCALED:
+        total = total * scale
+    column = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)[:, None]
+    result = gated(total[:, None], out.dtype.element_ty).to(out.dtype.element_ty)
+    tl.store(out + pair.to(tl.int64) * COLUMNS + column, result, mask=column < COLUMNS)
+
+
+@triton.jit
+def _down_gemv(
+    x,
+    chosen,
+    weights,
+    weight,
+    weight_scale,
+    residual,
+    out,
+    COLUMNS: tl.constexpr,
+    K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOP_K_BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WHOLE: tl.constexpr,
+    VECTOR: tl.constexpr,
+    SCALED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """For each expert that one token has chosen, multiply BLOCK_N of its weight rows by its activations. With
+    SCALED, the program quantises the activations."""
+    tiles: tl.constexpr = (COLUMNS + BLOCK_N - 1) // BLOCK_N
+    ragged: tl.constexpr = K % BLOCK_K != 0
+    token = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
+    weight_row = weight_rows(tile, COLUMNS, BLOCK_N, False)
+    turn = tl.arange(0, TOP_K_BLOCK)
+    k = tl.arange(0, BLOCK_K)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    # Padding repeats the last choice with a routing weight of zero.
+    pair = token * TOP_K + tl.minimum(turn, TOP_K - 1)
+    expert = tl.load(chosen + pair, cache_modifier=".cg").to(tl.int64)
+    rows = expert[None, :] * COLUMNS + weight_row[:, None]
+    tile_weights = weight + rows[:, :, None] * K + k[None, None, :]
+    w = _load_weights(tile_weights, (k < K)[None, None, :], ragged)
+    share = tl.load(weights + pair, mask=turn < TOP_K, other=0.0, cache_modifier=".cg")
+    if SCALED:
+        of_row = tl.load(weight_scale + rows)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    values = x + pair.to(tl.int64)[:, None] * K
+    if SCALED:
+        column = tl.arange(0, WHOLE)
+        whole = tl.load(values + column[None, :], mask=(column < K)[None, :], other=0.0).to(tl.float32)
+        most = tl.max(tl.abs(whole), axis=1)
+        factor = tl.div_rn(tl.full([TOP_K_BLOCK], 448.0, tl.float32), tl.where(most > 0.0, most, 1.0))
+        scale = tl.div_rn(most, tl.full([TOP_K_BLOCK], 448.0, tl.float32))
+    parts: tl.constexpr = [BLOCK_N, TOP_K_BLOCK, BLOCK_K // VECTOR, VECTOR]
+    acc = tl.zeros([BLOCK_N, TOP_K_BLOCK, BLOCK_K // VECTOR], tl.float32)
+    for at in tl.static_range(0, K, BLOCK_K):
+        inside = at + k < K
+        if at > 0:
+            w = _load_weights(tile_weights + at, inside[None, None, :], ragged)
+        part = tl.load(values + at + k[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
+        if SCALED:
+            part = widen((part * factor[:, None]).to(weight.dtype.element_ty), SCALED)
+        products = widen(w, SCALED) * part[None, :, :]
+        acc += tl.sum(tl.reshape(products, parts), axis=3)
+    total = tl.sum(acc, axis=2)
+    if SCALED:
+        total = total * scale[None, :] * of_row
+    result = tl.sum(total * share[None, :], axis=1)
+    column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    at = token.to(tl.int64) * COLUMNS + column
+    if RESIDUAL:
+        result += tl.load(residual + at, mask=column < COLUMNS, other=0.0).to(tl.float32)
+    tl.store(out + at, result.to(out.dtype.element_ty), mask=column < COLUMNS)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _up_dot(
+    x,
+    x_scale,
+    chosen,
+    weight,
+    weight_scale,
+    out,
+    tokens,
+    COLUMNS: tl.constexpr,
+    K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOP_K_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BY_PAIR: tl.constexpr,
+    SCALED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Multiply BLOCK_N weight rows of one expert by all tokens that have chosen it."""
+    tiles: tl.constexpr = (2 * COLUMNS + BLOCK_N - 1) // BLOCK_N
+    slot = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
+    weight_row = weight_rows(tile, COLUMNS, BLOCK_N, True)
+    k = tl.arange(0, BLOCK_K)
+    if PDL:
+        # In this order: the next kernel reads the chosen experts before it waits.
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    expert, live, takes, pair = _takers(chosen, slot, tokens, TOP_K, TOP_K_BLOCK, ROWS, BY_PAIR)
+    if live:
+        weights = weight + expert * (2 * COLUMNS * K) + weight_row[:, None] * K + k[None, :]
+        row = tl.arange(0, ROWS)
+        xs = x + row[:, None] * K + k[None, :]
+        acc = _multiply(weights, xs, takes, K, ROWS, BLOCK_N, BLOCK_K)
+        if SCALED:
+            of_token = tl.load(x_scale + row, mask=takes, other=0.0)
+            of_row = tl.load(weight_scale + expert * (2 * COLUMNS) + weight_row)
+            acc = acc * of_token[None, :] * of_row[:, None]
+        column = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        result = gated(acc, out.dtype.element_ty).to(out.dtype.element_ty)
+        to = out + pair.to(tl.int64)[None, :] * COLUMNS + column[:, None]
+        tl.store(to, result, mask=(column < COLUMNS)[:, None] & takes[None, :])
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _down_dot(
+    x,
+    x_scale,
+    chosen,
+    weights,
+    weight,
+    weight_scale,
+    residual,
+    out,
+    partials,
+    arrived,
+    tokens,
+    COLUMNS: tl.constexpr,
+    K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOP_K_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BY_PAIR: tl.constexpr,
+    SCALED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Multiply BLOCK_N weight rows of one expert by the activations of all tokens that have chosen it. The
+    program that finishes a tile last adds the results of each token."""
+    tiles: tl.constexpr = (COLUMNS + BLOCK_N - 1) // BLOCK_N
+    slot = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
+    weight_row = weight_rows(tile, COLUMNS, BLOCK_N, False)
+    k = tl.arange(0, BLOCK_K)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    expert, live, takes, pair = _takers(chosen, slot, tokens, TOP_K, TOP_K_BLOCK, ROWS, BY_PAIR)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if live:
+        weights_at = weight + expert * (COLUMNS * K) + weight_row[:, None] * K + k[None, :]
+        xs = x + pair.to(tl.int64)[:, None] * K + k[None, :]
+        acc = _multiply(weights_at, xs, takes, K, ROWS, BLOCK_N, BLOCK_K)
+        if SCALED:
+            of_pair = tl.load(x_scale + pair, mask=takes, other=0.0)
+            of_row = tl.load(weight_scale + expert * COLUMNS + weight_row)
+            acc = acc * of_pair[None, :] * of_row[:, None]
+        acc = acc * tl.load(weights + pair, mask=takes, other=0.0)[None, :]
+        column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        to = partials + pair.to(tl.int64)[None, :] * COLUMNS + column[:, None]
+        tl.store(to, acc, mask=(column < COLUMNS)[:, None] & takes[None, :])
+
+    # All threads must have stored their results before one thread increments the counter.
+    tl.debug_barrier()
+    programs = tl.num_programs(0) // tiles
+    if tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu") == programs - 1:
+        tl.store(arrived + tile, 0)
+        token = tl.arange(0, ROWS)
+        column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        inside = (token < tokens)[:, None] & (column < COLUMNS)[None, :]
+        at = token[:, None] * COLUMNS + column[None, :]
+        total = tl.zeros([ROWS, BLOCK_N], tl.float32)
+        for turn in tl.static_range(TOP_K):
+            result = partials + (token * TOP_K + turn)[:, None] * COLUMNS + column[None, :]
+            total += tl.load(result, mask=inside, other=0.0, cache_modifier=".cg")
+        if RESIDUAL:
+            total += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)

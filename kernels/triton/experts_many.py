@@ -1,0 +1,381 @@
+# mypy: allow-untyped-defs
+"""Computes the experts of many tokens. The choices are sorted by expert on the device, and each GEMM is one
+launch for the tokens of all experts.
+
+`sort` is a stable counting sort. One launch counts the choices of each expert in each block of tokens. A
+second launch adds the counts of all blocks and writes each choice to its position. `up` reads the tokens in
+the sorted order and computes SwiGLU. `down` writes its results in the original order of the choices.
+`combine` multiplies the results by their routing weights, and adds each token's results, in the order of its
+choices, and the residual. No kernel uses atomic additions, so results do not depend on timing.
+
+The GEMMs have a fixed number of programs, which read each expert's number of tokens on the device and compute
+the tiles one after another. No launch depends on the routing, so all launches can be captured in a CUDA
+graph. The weight is the 64-row operand of the tensor-core instruction, so small tiles suffice for experts
+with few tokens.
+
+Results are rounded as in the reference, except that the residual is added to the float32 sum before the sum
+is rounded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.triton.experts_plans import ExpertsPlan
+from kernels.triton.linear_rows import gated, weight_rows
+
+_ONE_HOT = 8192
+"""Number of elements in the one-hot table (tokens × experts) of one `sort` program."""
+
+_COMBINED_COLUMNS = 1024
+"""Number of columns per program of `combine`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sorted:
+    """The choices of all tokens, sorted by expert and then by token. Choice `i` of a token has the number
+    token × top_k + i."""
+
+    order: torch.Tensor
+    """Numbers of the choices: [tokens × top_k] int32."""
+    begins: torch.Tensor
+    """Each expert's first position in `order`, followed by the number of choices: [experts + 1] int32."""
+
+
+def sort(chosen: torch.Tensor, experts: int, *, pdl: bool = True) -> Sorted:
+    """Sort the choices `chosen [tokens, top_k]` int32 by expert. `chosen` must be contiguous, and each
+    token's experts must be distinct."""
+    tokens, top_k = chosen.shape
+    device = chosen.device
+    order = torch.empty(tokens * top_k, dtype=torch.int32, device=device)
+    begins = torch.empty(experts + 1, dtype=torch.int32, device=device)
+    every = triton.next_power_of_2(experts)
+    block = max(1, _ONE_HOT // every)
+    blocks = max(1, triton.cdiv(tokens, block))
+    counts = torch.empty((blocks, every), dtype=torch.int32, device=device)
+    shape = {"TOP_K": top_k, "BLOCK": block, "ALL": every, "PDL": pdl, "num_warps": 8, "launch_pdl": pdl}
+    if blocks > 1:
+        _count[(blocks,)](chosen, counts, tokens, **shape)
+    _place[(blocks,)](
+        chosen, counts, order, begins, tokens, EXPERTS=experts, ONE_BLOCK=blocks == 1, SUMMED=32, **shape
+    )
+    return Sorted(order, begins)
+
+
+def up(
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    by_expert: Sorted,
+    top_k: int,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor | None,
+    plan: ExpertsPlan,
+    multiprocessors: int,
+    *,
+    dtype: torch.dtype | None = None,
+    pdl: bool = True,
+) -> torch.Tensor:
+    """Return `silu(gate) × up` of the choices in the order of `by_expert`: `[tokens × top_k, intermediate]`
+    in the model's dtype.
+
+    x, x_scale, weight, weight_scale, dtype: as in `experts_few.up`. multiprocessors: number of the device's
+    multiprocessors.
+    """
+    columns = weight.shape[1] // 2
+    out = torch.empty((len(x) * top_k, columns), dtype=dtype or x.dtype, device=x.device)
+    _launch(x, x_scale, by_expert, weight, weight_scale, out, plan, multiprocessors, pdl, top_k)
+    return out
+
+
+def down(
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    by_expert: Sorted,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor | None,
+    plan: ExpertsPlan,
+    multiprocessors: int,
+    *,
+    dtype: torch.dtype | None = None,
+    pdl: bool = True,
+) -> torch.Tensor:
+    """Return `down(x)` in the order of the choices: `[tokens × top_k, hidden]` in the model's dtype.
+
+    x: `[tokens × top_k, intermediate]` in the order of `by_expert`, in the weight's dtype; if it is
+    quantised, x_scale is `[tokens × top_k, 1]`. weight: `[experts, hidden, intermediate]`; weight_scale:
+    `[experts, hidden]`.
+    """
+    out = torch.empty((len(x), weight.shape[1]), dtype=dtype or x.dtype, device=x.device)
+    _launch(x, x_scale, by_expert, weight, weight_scale, out, plan, multiprocessors, pdl, None)
+    return out
+
+
+def combine(
+    results: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    pdl: bool = True,
+) -> torch.Tensor:
+    """Return the sum of each token's `results [tokens × top_k, hidden]` times its routing `weights [tokens,
+    top_k]` float32, plus the residual: `[tokens, hidden]` in the dtype of `results`. The sum is written to
+    `out` if given, which may be the residual."""
+    tokens, top_k = weights.shape
+    hidden = results.shape[1]
+    out = torch.empty((tokens, hidden), dtype=results.dtype, device=results.device) if out is None else out
+    for name, tensor in (("out", out), ("residual", residual)):
+        if tensor is not None and (tensor.shape != (tokens, hidden) or not tensor.is_contiguous()):
+            raise ValueError(f"{name} is {tuple(tensor.shape)}; needs {(tokens, hidden)}, contiguous")
+    if tokens:
+        block = min(_COMBINED_COLUMNS, triton.next_power_of_2(hidden))
+        _combine[(tokens, triton.cdiv(hidden, block))](
+            results,
+            weights,
+            residual,
+            out,
+            hidden,
+            TOP_K=top_k,
+            BLOCK=block,
+            RESIDUAL=residual is not None,
+            PDL=pdl,
+            num_warps=max(1, block // 256),
+            launch_pdl=pdl,
+        )
+    return out
+
+
+def _launch(
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    by_expert: Sorted,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor | None,
+    out: torch.Tensor,
+    plan: ExpertsPlan,
+    multiprocessors: int,
+    pdl: bool,
+    top_k: int | None,
+) -> None:
+    """Launch `_grouped` for `up`, or for `down` if top_k is None."""
+    experts, n, k = weight.shape
+    if x.shape[1] != k or not x.is_contiguous() or not weight.is_contiguous():
+        raise ValueError(
+            f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}; their last dimensions must be equal, "
+            "and both contiguous"
+        )
+    if len(by_expert.begins) != experts + 1 or len(by_expert.order) != len(out):
+        raise ValueError(
+            f"the choices are {len(by_expert.order)} of {len(by_expert.begins) - 1} experts; "
+            f"needs {len(out)} of {experts}"
+        )
+    if not len(x):
+        return
+    _grouped[(plan.programs * multiprocessors,)](
+        x,
+        x_scale,
+        by_expert.order,
+        by_expert.begins,
+        weight,
+        weight_scale,
+        out,
+        EXPERTS=experts,
+        COLUMNS=out.shape[1],
+        N=n,
+        K=k,
+        TOP_K=top_k or 1,
+        UP=top_k is not None,
+        ROWS=plan.rows,
+        BLOCK_N=plan.block_n,
+        BLOCK_K=plan.block_k,
+        ALL=triton.next_power_of_2(experts),
+        SCALED=weight_scale is not None,
+        PDL=pdl,
+        num_warps=plan.warps,
+        num_stages=plan.stages,
+        maxnreg=plan.max_registers,
+        launch_pdl=pdl,
+    )
+
+
+# ── kernels ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+@triton.jit
+def _one_hot(chosen, tokens, TOP_K: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr):
+    """Return two tables for the experts and the tokens of a block, `[ALL, BLOCK]` int32: whether the token
+    has chosen the expert (0 or 1), and the number of this choice."""
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    index = tl.arange(0, ALL)
+    taken = tl.zeros([ALL, BLOCK], tl.int32)
+    choice = tl.zeros([ALL, BLOCK], tl.int32)
+    for turn in tl.static_range(TOP_K):
+        number = token * TOP_K + turn
+        expert = tl.load(chosen + number, mask=token < tokens, other=-1)
+        this = index[:, None] == expert[None, :]
+        taken = tl.where(this, 1, taken)
+        choice = tl.where(this, number[None, :], choice)
+    return taken, choice
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _count(
+    chosen, counts, tokens, TOP_K: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr, PDL: tl.constexpr
+):
+    """Count the choices of each expert in a block of tokens."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    taken, _ = _one_hot(chosen, tokens, TOP_K, BLOCK, ALL)
+    tl.store(counts + tl.program_id(0) * ALL + tl.arange(0, ALL), tl.sum(taken, axis=1))
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _place(
+    chosen,
+    counts,
+    order,
+    begins,
+    tokens,
+    EXPERTS: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
+    SUMMED: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALL: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Write the choices of a block of tokens to their sorted positions. Every program adds up the counts of
+    all blocks, SUMMED blocks at a time."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    index = tl.arange(0, ALL)
+    taken, choice = _one_hot(chosen, tokens, TOP_K, BLOCK, ALL)
+    if ONE_BLOCK:
+        totals = tl.sum(taken, axis=1)
+        earlier = tl.zeros([ALL], tl.int32)
+    else:
+        totals = tl.zeros([ALL], tl.int32)
+        earlier = tl.zeros([ALL], tl.int32)
+        blocks = tl.num_programs(0)
+        for first in tl.range(0, blocks, SUMMED):
+            block = first + tl.arange(0, SUMMED)
+            count = tl.load(
+                counts + block[:, None] * ALL + index[None, :], mask=(block < blocks)[:, None], other=0
+            )
+            totals += tl.sum(count, axis=0)
+            earlier += tl.sum(tl.where((block < tl.program_id(0))[:, None], count, 0), axis=0)
+    ends = tl.cumsum(totals, axis=0)
+    if tl.program_id(0) == 0:
+        tl.store(begins, 0)
+        tl.store(begins + 1 + index, ends, mask=index < EXPERTS)
+    place = (ends - totals + earlier)[:, None] + tl.cumsum(taken, axis=1) - taken
+    tl.store(order + place, choice, mask=taken > 0)
+
+
+@triton.jit
+def _grouped(
+    x,
+    x_scale,
+    order,
+    begins,
+    weight,
+    weight_scale,
+    out,
+    EXPERTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    UP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ALL: tl.constexpr,
+    SCALED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Compute tiles of BLOCK_N weight rows by ROWS choices of one expert. With UP, x has one row per token,
+    and the result is SwiGLU in the sorted order. Otherwise, x has one row per choice in the sorted order, and
+    results are written in the original order of the choices."""
+    dtype: tl.constexpr = out.dtype.element_ty
+    width: tl.constexpr = BLOCK_N // 2 if UP else BLOCK_N
+    across: tl.constexpr = (COLUMNS + width - 1) // width
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    index = tl.arange(0, ALL)
+    begin = tl.load(begins + index, mask=index < EXPERTS, other=0)
+    end = tl.load(begins + 1 + index, mask=index < EXPERTS, other=0)
+    groups = (end - begin + ROWS - 1) // ROWS
+    group_ends = tl.cumsum(groups, axis=0)
+    k = tl.arange(0, BLOCK_K)
+    for number in tl.range(tl.program_id(0), tl.sum(groups, axis=0) * across, tl.num_programs(0)):
+        group = number // across
+        tile = number % across
+        expert = tl.sum((group_ends <= group).to(tl.int32), axis=0)
+        this = index == expert
+        last = tl.sum(tl.where(this, end, 0), axis=0) - 1
+        first = tl.sum(tl.where(this, begin - (group_ends - groups) * ROWS, 0), axis=0) + group * ROWS
+        place = first + tl.arange(0, ROWS)
+        # Rows past the expert's last choice repeat that choice, and their results are not stored.
+        choice = tl.load(order + tl.minimum(place, last))
+        source = choice // TOP_K if UP else tl.minimum(place, last)
+        weight_row = weight_rows(tile, COLUMNS, BLOCK_N, UP) + expert.to(tl.int64) * N
+        ws = weight + weight_row[:, None] * K + k[None, :]
+        xs = x + source.to(tl.int64)[:, None] * K + k[None, :]
+        acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
+        for at in tl.range(0, K, BLOCK_K):
+            if K % BLOCK_K:
+                inside = (at + k < K)[None, :]
+                w = tl.load(ws + at, mask=inside, other=0.0)
+                part = tl.load(xs + at, mask=inside, other=0.0)
+            else:
+                w = tl.load(ws + at)
+                part = tl.load(xs + at)
+            acc = tl.dot(w, tl.trans(part), acc, input_precision="ieee")
+        if SCALED:
+            acc = acc * tl.load(x_scale + source)[None, :] * tl.load(weight_scale + weight_row)[:, None]
+        column = tile * width + tl.arange(0, width)
+        if UP:
+            result = gated(acc, dtype).to(dtype)
+            to = place
+        else:
+            result = acc.to(dtype)
+            to = choice
+        inside = (column < COLUMNS)[:, None] & (place <= last)[None, :]
+        tl.store(out + to.to(tl.int64)[None, :] * COLUMNS + column[:, None], result, mask=inside)
+
+
+@triton.jit
+def _combine(
+    results,
+    weights,
+    residual,
+    out,
+    hidden,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Add the results of one token in the order of its choices, for BLOCK columns."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < hidden
+    total = tl.zeros([BLOCK], tl.float32)
+    for turn in tl.static_range(TOP_K):
+        choice = token * TOP_K + turn
+        result = tl.load(results + choice * hidden + column, mask=inside, other=0.0)
+        total += result.to(tl.float32) * tl.load(weights + choice)
+    if RESIDUAL:
+        total += tl.load(residual + token * hidden + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * hidden + column, total.to(out.dtype.element_ty), mask=inside)

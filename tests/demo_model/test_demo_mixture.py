@@ -1,0 +1,64 @@
+"""Tests of the mixture of experts that is made from the demo model. `scripts/quality --model` measures a
+trained one."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from engine.messages import SamplingParams
+from tests.demo_model.asking import DEMO, END, engine, questions
+
+ROOT = Path(__file__).resolve().parents[2]
+SEED = 1
+
+
+@pytest.fixture
+def mixture(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    yield importlib.import_module("demo_model.mixture")
+    for name in [name for name in sys.modules if name.split(".")[0] == "demo_model"]:
+        del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def dense() -> LlamaForCausalLM:
+    return LlamaForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
+
+
+def _answers(model: Path, weights: str) -> list[list[int]]:
+    started = engine("cpu", "float32", weights=weights, model=model)
+    prompts = questions()[0][:8]
+    samples = started.generate(prompts, SamplingParams(max_tokens=40, stop_token_ids=(END,)))
+    started.close()
+    return [sample.token_ids for (sample,) in samples]
+
+
+def test_experts_that_are_copies_give_the_answers_of_the_demo_model(
+    mixture: Any, dense: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    """Whichever experts a token chooses, its weights add up to one."""
+    mixture.export(mixture.upcycle(dense, 0.0, SEED), DEMO, tmp_path)
+    for weights in ("auto", "fp8"):
+        assert _answers(tmp_path, weights) == _answers(DEMO, weights)
+
+
+def test_training_changes_only_experts_and_routers(
+    mixture: Any, dense: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("CHAT_ROWS", 2), ("TEXT_ROWS", 1), ("TEXT_LENGTH", 32)):
+        monkeypatch.setattr(mixture, name, value)
+    monkeypatch.setattr(mixture, "_text", lambda tokenizer: torch.arange(200) % 100 + 10)
+    student = mixture.upcycle(dense, mixture.NOISE, SEED)
+    before = {name: value.clone() for name, value in student.state_dict().items()}
+    divergences = mixture.train(student, dense, DEMO, 2, SEED)
+    assert all(0 < divergence < 10 for divergence in divergences)
+    changed = {name for name, value in student.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed == {name for name in before if ".mlp." in name}

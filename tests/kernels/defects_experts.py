@@ -1,0 +1,206 @@
+"""Defects of the kernels of mixture-of-experts layers; see `defects`."""
+
+from __future__ import annotations
+
+from tests.kernels.defect import Defect
+
+_EXPERTS_ROUTE = [
+    Defect(
+        "the mean of the router's norm includes padding",
+        "experts_route.py",
+        "mean = tl.sum(row * row, axis=0) / HIDDEN",
+        "mean = tl.sum(row * row, axis=0) / BLOCK",
+        "highest or accurate",
+    ),
+    Defect(
+        "of tied experts the last one is chosen",
+        "experts_route.py",
+        "before = higher | (same & (other[None, :] < index[:, None]))",
+        "before = higher | (same & (other[None, :] > index[:, None]))",
+        "highest or tied or accurate",
+    ),
+    Defect(
+        "the weights of some experts add up over all experts",
+        "experts_route.py",
+        "counted = best if NORMALISED else index < EXPERTS",
+        "counted = index < EXPERTS",
+        "highest or accurate",
+    ),
+    Defect(
+        "the counters of the router are not reset",
+        "experts_route.py",
+        "tl.store(arrived + token, 0)",
+        "tl.store(arrived + token, 1)",
+        "highest or bit",
+    ),
+    Defect(
+        "every program of a token computes the first experts",
+        "experts_route.py",
+        "of_expert = tl.minimum(expert, EXPERTS - 1)[:, None] * HIDDEN + column[None, :]",
+        "of_expert = tl.arange(0, BLOCK_E)[:, None] * HIDDEN + column[None, :]",
+        "highest or accurate",
+    ),
+    Defect(
+        "experts that do not exist are chosen",
+        "experts_route.py",
+        "left = tl.where((index < EXPERTS)[None, :], left, gone)",
+        "left = tl.where((index < ALL)[None, :], left, gone)",
+        "highest or accurate",
+    ),
+    Defect(
+        "a chosen expert is chosen again",
+        "experts_route.py",
+        "left = tl.where(index[None, :] == best[:, None], gone, left)",
+        "left = tl.where(index[None, :] < best[:, None], gone, left)",
+        "highest or accurate",
+    ),
+]
+
+_EXPERTS_FEW = [
+    Defect(
+        "up: every choice reads the first expert's weights",
+        "experts_few.py",
+        "expert = tl.load(chosen + pair).to(tl.int64)",
+        "expert = tl.load(chosen + pair).to(tl.int64) * 0",
+        "few",
+    ),
+    Defect(
+        "up: a choice reads the token of its number",
+        "experts_few.py",
+        "token = pair // TOP_K",
+        "token = pair // (TOP_K + 1)",
+        "few",
+    ),
+    Defect(
+        "down: choices past the last one count",
+        "experts_few.py",
+        "share = tl.load(weights + pair, mask=turn < TOP_K, other=0.0",
+        "share = tl.load(weights + pair, mask=turn < TOP_K + 1, other=0.0",
+        "few",
+    ),
+    Defect(
+        "down: the residual is missing",
+        "experts_few.py",
+        "result += tl.load(residual + at, mask=column < COLUMNS, other=0.0).to(tl.float32)",
+        "result += tl.load(residual + at, mask=column < COLUMNS, other=0.0).to(tl.float32) * 0.0",
+        "few",
+    ),
+    Defect(
+        "down: large activations saturate",
+        "experts_few.py",
+        "most = tl.max(tl.abs(whole), axis=1)",
+        "most = tl.max(tl.abs(whole), axis=1) * 0.25",
+        "few",
+        interpreted=False,  # quantised values do not saturate there
+    ),
+    Defect(
+        "dot: only the first choice of all is computed",
+        "experts_few.py",
+        "first = tl.min(tl.min(tl.where(same, pair, ROWS * TOP_K), axis=1), axis=0)",
+        "first = tl.min(tl.min(tl.where(same, pair, 0), axis=1), axis=0)",
+        "few",
+    ),
+    Defect(
+        "dot: the last choice of each token is left out",
+        "experts_few.py",
+        "there = (token < tokens)[:, None] & (turn < TOP_K)[None, :]",
+        "there = (token < tokens)[:, None] & (turn < TOP_K - 1)[None, :]",
+        "few",
+    ),
+    Defect(
+        "up, dot: a result is stored in the first choice of its token",
+        "experts_few.py",
+        "to = out + pair.to(tl.int64)[None, :] * COLUMNS + column[:, None]",
+        "to = out + (pair // TOP_K * TOP_K).to(tl.int64)[None, :] * COLUMNS + column[:, None]",
+        "few",
+    ),
+    Defect(
+        "down, dot: results are not weighted",
+        "experts_few.py",
+        "acc = acc * tl.load(weights + pair, mask=takes, other=0.0)[None, :]",
+        "acc = acc * 1.0",
+        "few",
+    ),
+    Defect(
+        "down, dot: the counters of tiles are not reset",
+        "experts_few.py",
+        "tl.store(arrived + tile, 0)",
+        "tl.store(arrived + tile, 1)",
+        "few or bit",
+    ),
+    Defect(
+        "down, dot: the last program does not wait for the others",
+        "experts_few.py",
+        'scope="gpu") == programs - 1:',
+        'scope="gpu") == 0:',
+        "few",
+    ),
+]
+
+_EXPERTS_MANY = [
+    Defect(
+        "the sort: a block counts each expert once",
+        "experts_many.py",
+        "tl.store(counts + tl.program_id(0) * ALL + tl.arange(0, ALL), tl.sum(taken, axis=1))",
+        "tl.store(counts + tl.program_id(0) * ALL + tl.arange(0, ALL), tl.max(taken, axis=1))",
+        "sorted or many",
+    ),
+    Defect(
+        "the sort: a block does not leave space for earlier blocks",
+        "experts_many.py",
+        "earlier += tl.sum(tl.where((block < tl.program_id(0))[:, None], count, 0), axis=0)",
+        "earlier += tl.sum(tl.where((block < 0)[:, None], count, 0), axis=0)",
+        "sorted or many",
+    ),
+    Defect(
+        "the sort: every expert begins at zero",
+        "experts_many.py",
+        "place = (ends - totals + earlier)[:, None]",
+        "place = (ends * 0 + earlier)[:, None]",
+        "sorted or many",
+    ),
+    Defect(
+        "grouped: an expert's second tile is its first",
+        "experts_many.py",
+        "tl.where(this, begin - (group_ends - groups) * ROWS, 0), axis=0) + group * ROWS",
+        "tl.where(this, begin, 0), axis=0)",
+        "many",
+    ),
+    Defect(
+        "grouped: an expert that ends a tile has the next tile",
+        "experts_many.py",
+        "expert = tl.sum((group_ends <= group).to(tl.int32), axis=0)",
+        "expert = tl.sum((group_ends < group).to(tl.int32), axis=0)",
+        "many",
+    ),
+    Defect(
+        "grouped: the last choice of an expert is not stored",
+        "experts_many.py",
+        "inside = (column < COLUMNS)[:, None] & (place <= last)[None, :]",
+        "inside = (column < COLUMNS)[:, None] & (place < last)[None, :]",
+        "many",
+    ),
+    Defect(
+        "grouped: up reads the row of the choice",
+        "experts_many.py",
+        "source = choice // TOP_K if UP else tl.minimum(place, last)",
+        "source = choice // 1 if UP else tl.minimum(place, last)",
+        "many",
+    ),
+    Defect(
+        "grouped: the weights' scales are missing",
+        "experts_many.py",
+        "acc = acc * tl.load(x_scale + source)[None, :] * tl.load(weight_scale + weight_row)[:, None]",
+        "acc = acc * tl.load(x_scale + source)[None, :]",
+        "many",
+    ),
+    Defect(
+        "the sum: every choice has the first one's weight",
+        "experts_many.py",
+        "total += result.to(tl.float32) * tl.load(weights + choice)",
+        "total += result.to(tl.float32) * tl.load(weights + token * TOP_K)",
+        "many",
+    ),
+]
+
+EXPERTS = [*_EXPERTS_ROUTE, *_EXPERTS_FEW, *_EXPERTS_MANY]

@@ -1,0 +1,45 @@
+"""Compiles the kernels of experts for Hopper and prints, as JSON, the order of their loads and of their
+launch control. Runs in a separate process, like `launches_of_serving`."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import torch
+
+from kernels import Experts, compiling
+from kernels.triton import experts
+from kernels.triton.experts_plans import choose
+from kernels.triton.linear_rows import allocate_workspace
+
+GPU = compiling.GpuModel.of("NVIDIA H200", 90)
+EVENTS = re.compile(r"griddepcontrol\.\w+|ld\.global|cp\.async\.c[ag]|wgmma\.mma_async")
+
+
+def launch(tokens: int) -> None:
+    """Run a layer of Qwen3-30B-A3B's shape."""
+
+    def bf16(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+    layer = Experts(bf16(128, 2048), bf16(128, 1536, 2048), bf16(128, 2048, 768), 8, normalised=True)
+    options = {"workspace": allocate_workspace(torch.device("meta"))}
+    plans = choose(tokens, 8, 128, 2048, 768, torch.bfloat16)
+    activation = experts.activate(bf16(tokens, 2048), bf16(2048), 1e-5, layer, plans=plans, **options)
+    experts.weighted_sum(activation, layer, residual=bf16(tokens, 2048), **options)
+
+
+if __name__ == "__main__":
+    found = {}
+    for tokens in (1, 8, 2048):
+        for job in compiling.record(GPU.target, lambda: launch(tokens)):  # noqa: B023
+            name = job.name.split(".")[-1]
+            if not re.match("_(up|down|grouped)", name):
+                continue
+            with compiling._offline(GPU.target):
+                kernel = job.function.preload(job.specialisation)
+                job.function.device_caches.clear()
+            ptx = re.sub(r"//.*", "", kernel.asm["ptx"])
+            found.setdefault(name, []).append(EVENTS.findall(ptx))
+    print(json.dumps(found))
