@@ -7,10 +7,13 @@ from contextlib import closing
 from pathlib import Path
 
 from store import audit
-from store.audit import AuditRow
+from store.audit import Actor, AuditRow
+from store.control import ControlStore
 from store.database import reading
 from store.heads import read_key
 from store.schemas import CONTROL
+
+ROOT = Actor("uid:0", "box")
 
 
 def read_audit(path: Path, after: int = 0) -> list[AuditRow]:
@@ -41,3 +44,19 @@ def rewrite(folder: Path, seq: int) -> None:
         connection.execute("COMMIT")
     line = read_key(folder / "audit.key").sign_head(newest, audit.utc_now()).line
     (folder / "audit.heads").write_text(line + "\n")
+
+
+def announced(control: ControlStore, action: str, **params: object) -> Actor:
+    """Record the intent of an action, and return the actor with which to conclude it."""
+    acting, recorded = control.trail.intend(ROOT, action, params)
+    recorded.result(60)
+    return acting
+
+
+def fill(folder: Path) -> None:
+    """Create a database whose audit trail has a few rows."""
+    control = ControlStore(folder / "control.db")
+    control.start()
+    for number in range(5):
+        control.create_tenant(actor=ROOT, name=f"t{number}", changes={}).result(60)
+    control.close()
