@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from appliance.protocol import LimitUsage
-from tests.system.bursts import Bursts, Findings, Got, Round, check_round, check_rows, tiny_service
+from tests.system.burst_client import Got
+from tests.system.bursts import Bursts, Findings, Round, check_round, check_rows, tiny_service
 
 
 @pytest.mark.system
