@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -55,9 +56,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def build(model: Path) -> Iterator[Build]:
-    """Creates engines over one random model, and closes them."""
+@contextmanager
+def engines_of(model: Path, **form: str) -> Iterator[Build]:
+    """Yield a function that creates engines over the model. The engines are closed at the end."""
     engines: list[LocalEngine] = []
 
     def make(**changes: object) -> LocalEngine:
@@ -66,6 +67,7 @@ def build(model: Path) -> Iterator[Build]:
             "max_num_batched_tokens": 512,
             "max_model_len": 320,
             "kv_blocks": 64,
+            **form,
             **changes,
         }
         spec = ReplicaSpec(
@@ -74,9 +76,17 @@ def build(model: Path) -> Iterator[Build]:
         engines.append(LocalEngine(spec))
         return engines[-1]
 
-    yield make
-    for engine in engines:
-        engine.close()
+    try:
+        yield make
+    finally:
+        for engine in engines:
+            engine.close()
+
+
+@pytest.fixture
+def build(model: Path) -> Iterator[Build]:
+    with engines_of(model) as make:
+        yield make
 
 
 class Alone:
