@@ -27,11 +27,11 @@ class FrontStats(msgspec.Struct, frozen=True, kw_only=True):
 
     connections: int = 0
     busy_connections: int = 0
-    """Number of connections of known clients (local users, or clients with a valid key) whose request is
-    being answered."""
+    """Number of connections of authenticated clients (local users, or clients with a valid key) whose request
+    is being answered."""
     max_connections: int = 0
-    """Maximum number of connections of known clients: the configured limit, or fewer if file descriptors are
-    scarce."""
+    """Maximum number of connections of authenticated clients: the configured limit, or fewer if file
+    descriptors are scarce."""
     unauthenticated_connections: int = 0
     """Number of connections that have not yet sent a request with a valid key."""
     refused_connections: int = 0

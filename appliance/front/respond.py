@@ -28,7 +28,7 @@ class GenerationResponse(Response):
     def __init__(
         self, state: AppState, context: RequestContext, task: GenerationTask, comments: bool = True
     ) -> None:
-        """`comments` says whether to write comments while a stream is silent. A keyed run gets none."""
+        """`comments` is True if comments are written while a stream is silent. A keyed run gets none."""
         super().__init__()
         self._comments = comments
         self.generation = Generation(state, context, task)

@@ -17,8 +17,8 @@ class Occupant(Protocol):
 
 class Pool:
     """Connections that share a limit. Connections without a complete request are `waiting`, in the order in
-    which they began to wait. If no place is free for a new connection, a waiting connection is closed: of the
-    source with the most waiting connections, the one that has waited longest.
+    which they began to wait. If no place is free for a new connection, a waiting connection is closed. It
+    belongs to the source with the most waiting connections, and has waited longest among them.
 
     A connection may belong to a tenant. One tenant's connections take at most `max_per_tenant` places.
     """
