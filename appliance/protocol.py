@@ -384,8 +384,9 @@ class LimitUsage(msgspec.Struct, kw_only=True):
     """A tenant's or key's usage of one limit."""
 
     limit: str
-    """"requests_per_minute", "tokens_per_minute", "tokens_per_day", "concurrent_requests", "queued_requests",
-    or "kv_share": tokens in the KV cache of the model in which the share is greatest."""
+    """One of "requests_per_minute", "tokens_per_minute", "tokens_per_day", "concurrent_requests",
+    "queued_requests" and "kv_share". For "kv_share", the amounts are tokens in the KV cache of the model in
+    which the share is greatest."""
     capacity: int
     """Capacity of the limit: the amount that refills within `burst_s` seconds for a per-minute limit, or
     within a day for a per-day limit."""
