@@ -381,7 +381,7 @@ class Rejected(LoggedFields, tag="rejected", frozen=True, kw_only=True):
     """Log record of a request that the front refused (4xx) although its caller is authenticated. If refusing
     the request took much work, the work is charged against the caller's rate limits.
 
-    Requests from unauthenticated callers are only counted, so that a flood of them cannot fill the disk.
+    Requests from unauthenticated callers are only counted, so that a flood of requests cannot fill the disk.
     """
 
     status: int
