@@ -1,12 +1,12 @@
-"""Background tasks of the event loop, the delay before a process is restarted, and budgets of processing
-time."""
+"""Background tasks and timers of the event loop, the delay before a process is restarted, and budgets of
+processing time."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -39,6 +39,24 @@ class Background:
         with contextlib.suppress(asyncio.CancelledError):
             if task.exception() is not None:
                 log.error("a background task failed with an unexpected error", exc_info=task.exception())
+
+
+class Timer:
+    """Calls a function once, after a delay."""
+
+    def __init__(self) -> None:
+        self._handle: asyncio.TimerHandle | None = None
+
+    def start(self, delay_s: float, late: Callable[[], object]) -> None:
+        """Call `late` after the delay, unless `start` or `stop` is called first."""
+        self.stop()
+        self._handle = asyncio.get_running_loop().call_later(delay_s, late)
+
+    def stop(self) -> None:
+        """Cancel the call, if one is due."""
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
 
 
 class Backoff:

@@ -204,7 +204,7 @@ class Claimed(msgspec.Struct, tag="claimed", frozen=True):
     """Whether another front runs the request or keeps its answer. In that case, send the connection to that
     front (`HandOver`). Otherwise run the request."""
     retry_of: str = ""
-    """Request id of an earlier run whose answer has been lost."""
+    """Request id of an earlier run whose answer is no longer kept."""
 
 
 class RateLimits(msgspec.Struct, array_like=True, frozen=True):
@@ -312,7 +312,7 @@ class Admit(LoggedFields, tag="admit", frozen=True, kw_only=True):
     asked_class: str = ""
     """Class that the client requested, or "" for the default."""
     retry_of: str = ""
-    """Request id of an earlier run with the same `Idempotency-Key` whose answer has been lost."""
+    """Request id of an earlier run with the same `Idempotency-Key` whose answer is no longer kept."""
     deadline_ms: float | None = None
     """Time limit for the whole answer, measured from `arrived_at`, or None for no deadline."""
 
@@ -330,11 +330,6 @@ class Release(msgspec.Struct, tag="release", frozen=True):
     """The front no longer keeps an answer for this scope, so the next request with the same key will run."""
 
     scope: bytes
-    request_id: str
-    """Request id of the run."""
-    void: bool
-    """Whether the run failed, was given up, or was dropped early. If so, the next request is a retry that
-    runs from the beginning."""
 
 
 class HandOver(msgspec.Struct, tag="hand_over", frozen=True):
@@ -410,8 +405,6 @@ class Retried(LoggedFields, tag="retried", frozen=True, kw_only=True):
     request_class: int
     status: int
     finish_reason: str
-    error: str
-    ttft_ms: float | None
     e2e_ms: float
 
 

@@ -70,9 +70,10 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_cla
     retry: Literal["joined", "repeated", "anew"] | None = None
     """How a retry with a known `Idempotency-Key` was answered; None if the request is not a retry.
 
-    - "joined": from a run in progress.
+    - "joined": at the end of a run that was in progress.
     - "repeated": from the stored response of a finished run.
-    - "anew": by running the request again, because the response of the first run was lost."""
+    - "anew": by running the request again, because the response of the first run was
+      not kept."""
     retry_of: str | None = None
     """Id of the request whose run answered the retry."""
     user: str | None = None

@@ -75,19 +75,12 @@ class AppState:
         """Log a request that the front itself has refused."""
         self.to_core(
             Rejected(
-                request_id=context.request_id,
-                identity=context.identity,
-                peer=context.peer,
-                endpoint=context.endpoint,
-                model=context.model,
-                stream=context.stream,
+                **context.logged_fields(),
                 status=error.status,
                 error=error.message[:500],
                 prompt_tokens=context.prompt_tokens,
                 work_tokens=context.work_tokens,
-                arrived_at=context.arrived_at,
                 e2e_ms=context.elapsed_ms(),
-                user=context.user,
             )
         )
 

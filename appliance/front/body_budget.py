@@ -72,13 +72,6 @@ class BodyReservation:
             self._budget.reserve(self._tenant, size - self._bytes)
             self._bytes = size
 
-    def moved(self) -> BodyReservation:
-        """Move the bytes to a new reservation and return it. This reservation is then empty, and the caller
-        may release it."""
-        other = BodyReservation(self._budget, self._tenant)
-        other._bytes, self._bytes = self._bytes, 0
-        return other
-
     def release(self) -> None:
         """Release all bytes. Further calls have no effect."""
         if self._bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from appliance.front.request_context import ResponseSink
+from appliance.http import Connection
 
 HEAD_DELAY_S = 0.5
 """Maximum time in seconds for which a stream's headers wait for the first token. A request that is refused
@@ -23,7 +23,7 @@ async def happens_within(event: asyncio.Event, timeout_s: float | None) -> bool:
     return True
 
 
-async def send_comments(client: ResponseSink, until: asyncio.Event, interval_s: float) -> None:
+async def send_comments(client: Connection, until: asyncio.Event, interval_s: float) -> None:
     """Write a comment whenever nothing has been written for `interval_s` seconds, until the event is set. The
     response head must already have been written."""
     silent_since = time.monotonic()

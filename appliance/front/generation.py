@@ -84,6 +84,8 @@ class Generation:
         """Whether the request has been submitted to a replica."""
         self.on_progress: Callable[[Sample], None] | None = None
         """Called after a sample has processed an output."""
+        self.on_disconnect: Callable[[], None] | None = None
+        """Called when the client disconnects, if the request does not end with it."""
         self.on_end: Callable[[], None] | None = None
         self.headers: dict[str, str] = {}
         """Headers of the answer that report the caller's rate limits."""
@@ -117,16 +119,18 @@ class Generation:
         """Request admission from the core."""
         self.state.active[self.context.request_id] = self
         self.context.admitted = True
-        self.context.connection.on_lost = self._client_disconnected
+        on_lost = self.on_disconnect or self.client_disconnected
+        self.context.connection.on_lost = on_lost
         unpaid = self.context.encoded_tokens
         if self.context.connection.lost:
-            self._client_disconnected()
-        else:
+            on_lost()
+        if not self.left:
             self._ask()
             unpaid -= self.task.prompt_tokens
         self.state.charge(self.context, unpaid)
 
-    def _client_disconnected(self) -> None:
+    def client_disconnected(self) -> None:
+        """End the request, because no client is waiting for it."""
         self.left = True
         self._drop()
         self._end()
@@ -280,23 +284,16 @@ class Generation:
         self._submitted = False
         self.state.to_core(
             Admit(
-                request_id=context.request_id,
+                **context.logged_fields(),
                 attempt=self._attempt,
-                identity=context.identity,
-                peer=context.peer,
-                endpoint=context.endpoint,
-                model=context.model,
-                stream=context.stream,
                 submissions=len(running) if again else len(task.prompts),
                 num_seqs=len(running),
                 prompt_tokens=prompt_tokens,
                 max_tokens=sum(sample.prompt.max_tokens for sample in running) - emitted,
                 may_lower=task.may_lower,
-                arrived_at=context.arrived_at,
                 asked_class=task.asked_class,
                 deadline_ms=context.deadline_ms,
                 retry_of=context.retry_of,
-                user=context.user,
             )
         )
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from appliance.front.errors import ApiError, unauthorized
-from appliance.http import Peer, bearer
+from appliance.http import Peer, bearer, drop_frames
 from appliance.messages import Identities, Identity
 
 KEY_PREFIX = b"ak-"
@@ -72,12 +73,17 @@ class IdentityTable:
             )
         return identity
 
-    def tenant_of(self, headers: Sequence[tuple[bytes, bytes]], peer: Peer) -> str:
-        """Return the tenant of a request, or an empty string if it has no valid identity."""
+    def tenant_of(self, headers: Sequence[tuple[bytes, bytes]], state: dict[str, Any]) -> str:
+        """Identify the caller of a request, and store the identity, or the error, in the request's state.
+        Return the tenant, or an empty string if the request has no valid identity."""
         try:
-            return self.identify(headers, peer).tenant
-        except ApiError:
+            identity = self.identify(headers, state["peer"])
+        except ApiError as error:
+            drop_frames(error)
+            state["caller"] = error
             return ""
+        state["caller"] = identity
+        return identity.tenant
 
     def knows(self, peer: Peer) -> bool:
         """Return whether the peer needs no key because it is a local user that the service knows."""

@@ -169,7 +169,6 @@ class FrontProcess:
 
     async def _stop(self, grace_s: float) -> None:
         state = self._state
-        state.retries.stop()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + grace_s
         stopping = asyncio.create_task(self._server.stop(grace_s + _ERROR_EVENT_GRACE_S))
@@ -217,7 +216,7 @@ class FrontProcess:
                 tokens=state.tokens,
                 unauthenticated=state.denials.total,
                 cpu_seconds=usage.ru_utime + usage.ru_stime,
-                kept_answers=len(state.retries),
+                kept_answers=len(state.retries.runs),
                 kept_bytes=state.retries.kept_bytes,
                 dropped_texts=state.keeper.dropped,
                 problems=state.catalog.problems,

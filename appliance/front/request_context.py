@@ -5,37 +5,19 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
 from starlette.requests import Request
 
 from appliance.front.body_budget import BodyReservation
+from appliance.http import Connection
 from appliance.http.headers import header
-from appliance.messages import Identity
+from appliance.messages import Identity, LoggedFields
 
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:@+/=-]{1,64}")
 _MAX_ECHOED_BYTES = 1024
-
-
-class ResponseSink(Protocol):
-    """Receives a response: either a connection (`appliance.http.Connection`), or a run that several clients
-    follow (`KeyedRun`)."""
-
-    on_writable: Callable[[], None] | None
-    on_lost: Callable[[], None] | None
-    last_chunk_at: float
-    """When `write_chunk` was last called, in seconds of the monotonic clock, or 0 before the first call."""
-
-    @property
-    def writable(self) -> bool: ...
-    @property
-    def lost(self) -> bool: ...
-    def write_chunk(self, data: bytes) -> None: ...
-    def release(self) -> None: ...
-    def abort(self) -> None: ...
-    def cut_off(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -47,7 +29,7 @@ class RequestContext:
     identity: Identity
     peer: str
     endpoint: str
-    connection: ResponseSink
+    connection: Connection
     body: BodyReservation
     """Memory reserved for the request's body."""
     asked_class: str = ""
@@ -69,10 +51,14 @@ class RequestContext:
     """Whether `Admit` was sent. If it was, the request ends with `Settle` or `Refused`, never with
     `Rejected`."""
     retry_of: str = ""
-    """Request id of an earlier run with the same `Idempotency-Key`, if that run's answer is lost."""
+    """Request id of an earlier run with the same `Idempotency-Key` whose answer is no longer kept."""
     arrived_at: float = field(default_factory=time.time)
     """When the request arrived, in unix seconds."""
     started: float = field(default_factory=time.monotonic)
+
+    def logged_fields(self) -> dict[str, Any]:
+        """Return the fields of `LoggedFields`."""
+        return {name: getattr(self, name) for name in LoggedFields.__struct_fields__}
 
     def elapsed_ms(self, until: float | None = None) -> float:
         """Return the number of milliseconds since the request head was read."""

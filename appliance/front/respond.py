@@ -25,12 +25,8 @@ _STREAM_HEADERS = [
 class GenerationResponse(Response):
     """The response to a generation request. The request is always settled at its end, even after an error."""
 
-    def __init__(
-        self, state: AppState, context: RequestContext, task: GenerationTask, comments: bool = True
-    ) -> None:
-        """`comments` is True if comments are written while a stream is silent. A keyed run gets none."""
+    def __init__(self, state: AppState, context: RequestContext, task: GenerationTask) -> None:
         super().__init__()
-        self._comments = comments
         self.generation = Generation(state, context, task)
         self.status = 500
         """Final status of the request. It may differ from the 200 in the response head of a stream."""
@@ -105,7 +101,7 @@ class GenerationResponse(Response):
         try:
             await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS + headers})
             stream.open()
-            if self._comments and interval_s:
+            if interval_s:
                 await send_comments(self._context.connection, stream.done, interval_s)
             await stream.done.wait()
             await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -192,9 +192,7 @@ class _Api:
             # Free the body's bytes. Otherwise up to 2 MB would stay in memory until the prompt is encoded.
             data.clear()
             return GenerationResponse(state, context, await make_task(state, found, context, body))
-        return await answer(
-            state, request, context, key, data, lambda: make_task(state, found, context, body)
-        )
+        return await answer(state, request, key, data, lambda: make_task(state, found, context, body))
 
 
 def _route(

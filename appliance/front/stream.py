@@ -109,6 +109,7 @@ class EventStream:
             log.exception(
                 "request %s: creating the stream's events failed", self.generation.context.request_id
             )
+            self.generation.client_disconnected()
             self._connection.abort()
 
     def _flush(self) -> None:

@@ -109,7 +109,7 @@ class FrontPool:
         self._note = note
         self._on_availability = on_availability
         self._module = module
-        self._claims = Claims(time.monotonic, lambda: settings().idempotency.keep_s)
+        self._claims = Claims()
         self._by_name: dict[str, Front] = {}
         """Fronts with a running process, by process name."""
         self._replicas: dict[str, _Endpoint] = {}
@@ -285,11 +285,11 @@ class FrontPool:
         if isinstance(message, Claim):
             front.send(self._claims.claim(front.name, message))
         else:
-            self._claims.release(front.name, message)
+            self._claims.release(message)
 
     def front_hands_over(self, front: Front, message: HandOver, descriptors: tuple[int, int]) -> None:
         connection = ClientConnection(message.kind, message.peer, has_request=True)
-        owner = self._by_name.get(self._claims.owner(message.scope) or "")
+        owner = self._by_name.get(self._claims.owner(message.scope))
         if owner is not None:
             owner.give(connection, *descriptors)
         else:

@@ -33,8 +33,8 @@ class HttpServer:
     or one of the connection's requests had a valid key) and one for all other clients. The second pool is
     small, its time limits are short, and it never takes places from the first.
 
-    `tenant_of` returns a request's tenant, based on its headers, or an empty string if the request has no
-    valid identity. Tenants take turns (`Turns`).
+    `tenant_of` returns a request's tenant, based on its headers and its state, or an empty string if the
+    request has no valid identity. It may add to the state. Tenants take turns (`Turns`).
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class HttpServer:
         limits: Limits | None = None,
         *,
         known: Callable[[Peer], bool] = lambda peer: True,
-        tenant_of: Callable[[Sequence[tuple[bytes, bytes]], Peer], str] = lambda headers, peer: "",
+        tenant_of: Callable[[Sequence[tuple[bytes, bytes]], dict[str, Any]], str] = lambda headers, state: "",
         write_timeout_s: float = WRITE_TIMEOUT_S,
     ) -> None:
         self.known_pool = Pool()

@@ -258,11 +258,10 @@ def retried_row(retried: Retried, version: str | None, now: float) -> RequestRow
         finished_at=now,
         version=version,
         request_class=f"P{retried.request_class}",
-        ttft_ms=retried.ttft_ms,
+        ttft_ms=retried.e2e_ms,
         e2e_ms=retried.e2e_ms,
         finish_reason=retried.finish_reason,
         status=retried.status,
-        error=retried.error or None,
         retry=retried.retry,
         retry_of=retried.retry_of,
     )

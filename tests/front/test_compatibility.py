@@ -3,7 +3,6 @@ comments in silent streams."""
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import pytest
 
 from appliance.messages import Admitted, Limits, Refused
 from tests.front.harness import KEY, MODEL, Harness
-from tests.front.raw import ask, chat, connect, events, read_answer, request
+from tests.front.raw import ask, chat, connect, read_answer, request
 
 CHAT = "/v1/chat/completions"
 ORIGIN = "https://chat.example.com"
@@ -203,18 +202,6 @@ def test_a_stream_that_is_silent_after_its_first_token_gets_comments(
         read_until(sock, b": waiting")
         front.replica.hold = False
         read_until(sock, b"data:")
-
-
-def test_the_answer_to_a_retry_contains_no_comments(front: Harness, configured: Any) -> None:
-    configured(stream_comment_interval_s=0.05)
-    key = {"Idempotency-Key": "again"}
-    with connect(front) as sock:
-        data = waiting(front, sock, b": waiting", **key)
-        front.send(Admitted(front.admits[0].request_id, 0, front.replica.name, "salt", 1))
-        data += read_until(sock, b"[DONE]")
-    again = ask(front, "POST", CHAT, json.dumps(chat(stream=True)).encode(), key)
-    assert again.headers["idempotent-replayed"] == "true"
-    assert b"waiting" not in again.body and events(again)[-1] == "[DONE]"
 
 
 def test_openais_client_ignores_comments(front: Harness, configured: Any, client: openai.OpenAI) -> None:

@@ -167,7 +167,7 @@ def test_tenants_take_turns_from_the_first_request_of_a_connection(tmp_path: Pat
     async def main() -> None:
         server = HttpServer(
             Starlette(routes=[Route("/", work)]),
-            tenant_of=lambda headers, peer: dict(headers)[b"tenant"].decode(),
+            tenant_of=lambda headers, state: dict(headers)[b"tenant"].decode(),
         )
         listening = socket.socket(socket.AF_UNIX)
         listening.bind(str(tmp_path / "s"))
