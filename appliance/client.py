@@ -86,7 +86,7 @@ class AdminClient:
         return self._call("GET", "/requests", list[InFlight])
 
     def keys(self) -> list[Key]:
-        """Return all keys, including revoked ones."""
+        """Return all keys, including revoked keys."""
         return self._call("GET", "/keys", list[Key])
 
     def tenants(self) -> list[Tenant]:

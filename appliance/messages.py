@@ -34,11 +34,9 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The tenant to which a request is billed, and the request's rights: the tenant's rights, restricted by
-    the key.
-
-    The core looks up the rights by `tenant` and `key_id`. A front uses its copy only to refuse requests
-    early.
+    """Identifies the tenant that is billed for a request, and contains the request's rights: the tenant's
+    rights, restricted by the key. The core looks up the rights by `tenant` and `key_id`. A front uses its
+    copy only to refuse requests early.
     """
 
     tenant: str
@@ -64,8 +62,8 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Identities(msgspec.Struct, tag="identities", frozen=True, kw_only=True):
-    """The table with which a front authenticates callers: either the whole table (if `whole` is set), which
-    replaces the previous table, or the changes since the previous message."""
+    """The table that a front uses to authenticate callers. If `whole` is set, the table replaces the previous
+    table. Otherwise it contains the changes since the previous message."""
 
     keys: dict[str, Identity | None] = {}
     """Identities by SHA-256 (hex) of the bearer key. None means that the key is no longer valid."""
@@ -239,9 +237,9 @@ class Admitted(msgspec.Struct, tag="admitted", frozen=True):
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
-    """The request is refused, either before it runs or before it continues. If the first attempt is refused,
-    the core has already closed the request's row in the log, and no `Settle` follows. If a later attempt is
-    refused, `Settle` follows, because the client may have received part of the answer."""
+    """The request is refused before it runs or before it continues. If the first attempt is refused, the core
+    has already closed the request's row in the log, and no `Settle` follows. If a later attempt is refused,
+    `Settle` follows, because the client may have received part of the answer."""
 
     request_id: str
     attempt: int
@@ -293,7 +291,7 @@ class LoggedFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Admit(LoggedFields, tag="admit", frozen=True, kw_only=True):
-    """Asks for permission to run a request. The reply has the same attempt number. It is one `Admitted`, sent
+    """Requests permission to run a request. The reply has the same attempt number. It is one `Admitted`, sent
     when it is the request's turn, or one `Refused`. There is no reply if the front withdraws the request with
     `Settle` first."""
 
@@ -312,7 +310,7 @@ class Admit(LoggedFields, tag="admit", frozen=True, kw_only=True):
     may_lower: bool = False
     """Whether the core may lower the limit (`Admitted.most_tokens`) because the client set none."""
     asked_class: str = ""
-    """Class that the client asked for, or "" for the default."""
+    """Class that the client requested, or "" for the default."""
     retry_of: str = ""
     """Request id of an earlier run with the same `Idempotency-Key` whose answer is no longer kept."""
     deadline_ms: float | None = None
@@ -375,10 +373,10 @@ class Settle(msgspec.Struct, tag="settle", frozen=True, kw_only=True):
 
 
 class Rejected(LoggedFields, tag="rejected", frozen=True, kw_only=True):
-    """Log record of a request that the front refused (4xx) although its caller is known. If refusing the
-    request took much work, the work is charged against the caller's rate limits.
+    """Log record of a request that the front refused (4xx) although its caller is authenticated. If refusing
+    the request took much work, the work is charged against the caller's rate limits.
 
-    Requests from unknown callers are only counted, so that a flood of them cannot fill the disk.
+    Requests from unauthenticated callers are only counted, so that a flood of requests cannot fill the disk.
     """
 
     status: int
@@ -390,8 +388,8 @@ class Rejected(LoggedFields, tag="rejected", frozen=True, kw_only=True):
 
 
 class Worked(msgspec.Struct, tag="worked", frozen=True):
-    """Tokens that a front encoded or decoded outside any request, such as those that `truncate_prompt_tokens`
-    removed. They are charged against the caller's token limits."""
+    """Tokens that a front encoded or decoded outside any request, such as the tokens that
+    `truncate_prompt_tokens` removed. They are charged against the caller's token limits."""
 
     identity: Identity
     tokens: int

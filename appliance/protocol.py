@@ -27,11 +27,11 @@ class FrontStats(msgspec.Struct, frozen=True, kw_only=True):
 
     connections: int = 0
     busy_connections: int = 0
-    """Number of connections of known clients (local users, or clients with a valid key) whose request is
-    being answered."""
+    """Number of connections of authenticated clients (local users, or clients with a valid key) whose request
+    is being answered."""
     max_connections: int = 0
-    """Maximum number of connections of known clients: the configured limit, or fewer if file descriptors are
-    scarce."""
+    """Maximum number of connections of authenticated clients: the configured limit, or fewer if file
+    descriptors are scarce."""
     unauthenticated_connections: int = 0
     """Number of connections that have not yet sent a request with a valid key."""
     refused_connections: int = 0
@@ -384,8 +384,9 @@ class LimitUsage(msgspec.Struct, kw_only=True):
     """A tenant's or key's usage of one limit."""
 
     limit: str
-    """"requests_per_minute", "tokens_per_minute", "tokens_per_day", "concurrent_requests", "queued_requests",
-    or "kv_share": tokens in the KV cache of the model in which the share is greatest."""
+    """One of "requests_per_minute", "tokens_per_minute", "tokens_per_day", "concurrent_requests",
+    "queued_requests" and "kv_share". For "kv_share", the amounts are tokens in the KV cache of the model in
+    which the share is greatest."""
     capacity: int
     """Capacity of the limit: the amount that refills within `burst_s` seconds for a per-minute limit, or
     within a day for a per-day limit."""

@@ -78,8 +78,8 @@ class RunDirLock:
 
 
 def last_holder(run_dir: Path) -> LockHolder | None:
-    """Return the process that holds the directory or last held it. The result also tells clients which state
-    directory belongs to the service. The directory must be trusted (`appliance.ownership`)."""
+    """Return the process that holds the directory or last held it. The result also contains the service's
+    state directory. The directory must be trusted (`appliance.ownership`)."""
     try:
         descriptor = os.open(run_dir / _LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:

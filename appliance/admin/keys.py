@@ -26,7 +26,7 @@ class KeyAdmin:
     cancel: CancelRequests
 
     def list(self) -> list[Key]:
-        """Return all keys, including revoked and expired ones, oldest first."""
+        """Return all keys, oldest first. Revoked and expired keys are included."""
         return [self._shown(record) for record in self.control.list_keys()]
 
     async def create(self, actor: Actor, asked: CreateKey) -> Effect:

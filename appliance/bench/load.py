@@ -77,8 +77,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         return min(self.concurrency, self.requests) or self.requests
 
     def numbers(self, worker: int, workers: int) -> list[int]:
-        """Return the numbers of the requests that this worker sends. Streams are dealt out to the workers in
-        turn, so a worker gets every `workers`-th stream."""
+        """Return the numbers of the requests that this worker sends. A worker gets every `workers`-th
+        stream."""
         return [number for number in range(self.requests) if number % self.streams % workers == worker]
 
     def body(self, number: int) -> bytes:

@@ -65,7 +65,7 @@ def poisson_arrivals(requests: int, duration_s: float, seed: str) -> tuple[float
     """Return the times of `requests` Poisson arrivals within `duration_s`, sorted.
 
     For a fixed number of requests, Poisson arrivals are independent and uniformly distributed. A random
-    number would change the rate: by 10 % (one standard deviation) for 100 requests.
+    number of requests would change the rate: by 10 % (one standard deviation) for 100 requests.
     """
     draw = random.Random(f"{seed}/arrivals")
     return tuple(sorted(draw.uniform(0.0, duration_s) for _ in range(requests)))

@@ -49,7 +49,7 @@ _COLUMNS = (
     Column("E2E ms", right=True),
     Column("ERROR", flexible=True, drop=3),
 )
-# Set minimum column widths, so that lines printed later line up with the first ones.
+# Set minimum column widths, so that lines printed later are aligned with the first lines.
 _ROOM = (
     "00-00 00:00:00",
     "req-" + "0" * 24,

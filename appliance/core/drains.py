@@ -33,7 +33,7 @@ STOPPING = "the service is stopping"
 
 
 class FrontConfiguration(Protocol):
-    """Tells the fronts which models are ready."""
+    """Sends the fronts the models' readiness."""
 
     def publish_configuration(self) -> None:
         """Send configuration changes to the fronts."""

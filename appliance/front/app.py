@@ -37,8 +37,8 @@ _MAX_CHARS_SHOWN = 100
 
 
 def build_app(state: AppState) -> tuple[Starlette, ASGIApp]:
-    """Return two applications. The first contains the routes, and tests read its route table. The second is
-    the one to serve: it authenticates each caller and then calls the first."""
+    """Return two applications: the routed application, whose route table tests read, and the application to
+    serve, which authenticates each caller and then calls the routed application."""
 
     async def refuse(request: Request, error: Exception) -> Response:
         return _refuse(state, request, error)

@@ -116,7 +116,7 @@ class Generation:
     # ── events from the client ──
 
     def start(self) -> None:
-        """Ask the core for admission."""
+        """Request admission from the core."""
         self.state.active[self.context.request_id] = self
         self.context.admitted = True
         on_lost = self.on_disconnect or self.client_disconnected
@@ -414,8 +414,8 @@ class Generation:
 
     @property
     def answers(self) -> list[Sample]:
-        """The samples to include in the answer, in order. For each prompt, these are all samples or only the
-        best ones."""
+        """The samples to include in the answer, in order. For each prompt, these are all its samples or only
+        its best samples."""
         task = self.task
         if task.samples == task.n:
             return self.samples

@@ -34,7 +34,7 @@ MAX_REQUEST_CHARS = 4 << 20
 """Maximum number of characters kept for one request. Only the length is kept of texts beyond this limit."""
 
 _BEYOND_CHARS = 1024
-"""Number of characters beyond the kept ones that are also searched for secrets, because a secret may extend
+"""Number of characters after the kept part that are also searched for secrets, because a secret may extend
 across the cut."""
 _PAUSE_S = 0.0001
 """Length of the pauses in which the event loop's thread can acquire the interpreter lock. A pause of 0 s

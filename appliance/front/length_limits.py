@@ -34,8 +34,7 @@ class LengthLimit(NamedTuple):
         return self.tokens - self.answer_tokens if self.tokens else None
 
     def exceeded(self, param: str, tokens: int | None) -> ApiError:
-        """Return the 400 for a prompt of this length. Pass None if it is only known that the prompt is too
-        long."""
+        """Return the 400 for a prompt of this length. Pass None if the exact length is unknown."""
         count = f"more than {self.max_prompt_tokens}" if tokens is None else str(tokens)
         return ApiError(
             400,

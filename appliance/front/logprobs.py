@@ -144,7 +144,7 @@ def _with_ranks(tokenizer: Tokenizer, known: TokenLogprob, alternatives: int) ->
     return {
         str(token_id): {
             "logprob": _finite(value),
-            # The rank is only known for the most likely tokens.
+            # The engine reports ranks only for the most likely tokens.
             "rank": ranks.get(token_id),
             "decoded_token": tokenizer.token_text(token_id),
         }

@@ -64,8 +64,8 @@ class Sample:
         """The text so far, if the log policy keeps it."""
         self.entries: list[LogprobEntry] | None = [] if wants_logprobs else None
         self.delivered = 0
-        """Number of tokens that the answer uses, including end tokens. After a stop string, this is the
-        number of tokens up to the one that completed the stop string."""
+        """Number of tokens that the answer uses, including end tokens. Tokens after the token that completed
+        a stop string are not counted."""
         self.cumulative_logprob = 0.0
         """Sum of the log probabilities of the delivered tokens that the engine has reported."""
         self.counted = 0

@@ -25,7 +25,7 @@ MAX_HELD_OUTPUTS = 65_536
 """Maximum number of outputs held for a client that does not read. Each output has one or a few tokens. Above
 this limit, the request is ended."""
 MAX_HELD_LOGPROB_OUTPUTS = 4_096
-"""Maximum number of held outputs with log probabilities, each of which may take a kilobyte."""
+"""Maximum number of held outputs with log probabilities. Each of these outputs may take a kilobyte."""
 
 _MAX_COST = 2048
 """Maximum cost of one flush, where each event, each log probability and every 512 characters of echoed text
@@ -213,7 +213,8 @@ class EventStream:
         self._waiting.append(sample)
 
     def _begin(self, sample: Sample, events: list[bytes]) -> bool:
-        """Append the events that precede a sample's text. Return False if more such events are to follow."""
+        """Append the events that precede a sample's text. Return False if more of these events are to
+        follow."""
         is_first = sample.index not in self._echoed
         prompt_ids = b""
         if self._task.return_token_ids and is_first and not (self._task.chat and sample.index):

@@ -47,9 +47,9 @@ log = logging.getLogger(__name__)
 _MAX_UNREAD_BYTES = 64 << 10
 """A front with more unread bytes than this in its control channel temporarily gets no further connections."""
 _MAX_UNTAKEN = 24
-"""A front that has not yet taken this many of its connections temporarily gets no further ones. The number is
-lower than the number of descriptors that a front keeps free (`RESERVED_DESCRIPTORS`). It is also at most an
-eighth of this process's descriptor limit, because this process keeps a duplicate of each connection's
+"""A front that has not yet taken this many of its connections temporarily gets no further connections. The
+number is lower than the number of descriptors that a front keeps free (`RESERVED_DESCRIPTORS`). It is also at
+most an eighth of this process's descriptor limit, because this process keeps a duplicate of each connection's
 descriptor, and the kernel counts descriptors in a channel against the same limit."""
 _QUIET_S = 3.0
 """A front that sends nothing for this long temporarily gets no further connections. Fronts report twice a
@@ -144,7 +144,7 @@ class Front:
         self.restarts = 0
         self.last_error = ""
         self.max_connections = 0
-        """Maximum number of connections of known clients according to the settings."""
+        """Maximum number of connections of authenticated clients, according to the settings."""
         self._events = events
         self.hang_timeout_s = hang_timeout_s
         self.load_timeout_s = load_timeout_s

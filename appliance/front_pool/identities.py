@@ -1,4 +1,5 @@
-"""The identity table with which fronts authenticate callers, derived from tenants, keys and settings.
+"""Derives the table of identities from tenants, keys and settings. Fronts use the table to authenticate
+callers.
 
 The table is derived again only when policies or settings change. Fronts then receive only the differences.
 The rights of a request always come from the core's own table (`IdentityRegistry.of`), never from the front.

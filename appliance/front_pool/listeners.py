@@ -151,7 +151,7 @@ def _tcp_connection(peer: tuple[object, ...]) -> ClientConnection:
 
 
 class Listeners:
-    """All sockets of the API: those opened by the service manager and those opened by the service."""
+    """All sockets of the API, whether opened by the service manager or by the service."""
 
     def __init__(
         self,

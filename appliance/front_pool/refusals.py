@@ -1,4 +1,4 @@
-"""Decides when to tell an operator that a front is refusing clients: at most once a minute for each
+"""Decides when to report to operators that a front is refusing clients: at most once a minute for each
 reason."""
 
 from __future__ import annotations

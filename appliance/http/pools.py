@@ -17,8 +17,8 @@ class Occupant(Protocol):
 
 class Pool:
     """Connections that share a limit. Connections without a complete request are `waiting`, in the order in
-    which they began to wait. If no place is free for a new connection, a waiting connection is closed: of the
-    source with the most waiting connections, the one that has waited longest.
+    which they began to wait. If no place is free for a new connection, a waiting connection is closed. It
+    belongs to the source with the most waiting connections, and has waited longest among them.
 
     A connection may belong to a tenant. One tenant's connections take at most `max_per_tenant` places.
     """
@@ -109,8 +109,8 @@ class Pool:
         return next((one for one, source in self._waiting.items() if by_source[source] == most), None)
 
     def _make_room(self, tenant: str) -> bool:
-        """While the tenant holds all the places that it may have, close its connections that have waited
-        longest. Return False if none of its connections is waiting."""
+        """While the tenant has the maximum number of places, close its connections that have waited longest.
+        Return False if none of its connections is waiting."""
         while tenant and self._by_tenant[tenant] >= self.max_per_tenant:
             members = self._members
             oldest = next((one for one in self._waiting if members[one] == tenant), None)

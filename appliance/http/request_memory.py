@@ -18,7 +18,7 @@ class HeadHolder(Protocol):
 
     @property
     def owner(self) -> tuple[bool, str]:
-        """Whether the client is known, and its tenant."""
+        """Whether the client is authenticated, and its tenant."""
         ...
 
     def give_up_request(self) -> None:
@@ -41,7 +41,7 @@ def of_largest_owner(sizes: Mapping[C, int]) -> list[C]:
 class RequestMemory:
     """Counts the memory that connections hold. When the total exceeds the bound, the largest requests of the
     tenant that holds the most memory are refused: one request, plus one for every 64 requests that the tenant
-    has. All clients that are not yet known count as one tenant."""
+    has. All unauthenticated clients count as one tenant."""
 
     def __init__(self) -> None:
         self.refused = 0

@@ -129,8 +129,8 @@ class HttpServer:
         self._listening.append(server)
 
     async def stop(self, grace_s: float) -> None:
-        """Stop accepting connections, close idle ones, wait up to `grace_s` seconds for the responses in
-        progress, then close the rest."""
+        """Stop accepting connections, close idle connections, wait up to `grace_s` seconds for the responses
+        in progress, then close the remaining connections."""
         self._stopping = True
         for server in self._listening:
             server.close()
@@ -155,8 +155,8 @@ class HttpServer:
         if known and self.known_pool.add(connection):
             connection.pool, connection.authenticated = self.known_pool, True
         elif self.unknown_pool.add(connection, source=peer.source):
-            # The pool of known clients is full. In the pool of unknown clients, a known client is answered
-            # with 503.
+            # The pool of authenticated clients is full, so answer this authenticated client with 503 from the
+            # pool of unauthenticated clients.
             connection.pool = self.unknown_pool
         else:
             self.refused += 1
@@ -165,8 +165,8 @@ class HttpServer:
         return True
 
     def promote(self, connection: Connection, tenant: str) -> bool:
-        """Move a connection whose request has a valid identity to the pool of known clients and assign it to
-        the identity's tenant. Return False if no place is free."""
+        """Move a connection whose request has a valid identity to the pool of authenticated clients and
+        assign it to the identity's tenant. Return False if no place is free."""
         former = connection.pool
         if former is self.known_pool:
             if self.known_pool.assign(connection, tenant):
@@ -189,7 +189,7 @@ class HttpServer:
 
     def congested(self, connection: Connection) -> None:
         """Record that this connection's client has stopped reading its response, and enforce the memory limit
-        on all such responses."""
+        on all responses that are not being read."""
         self._congested[connection] = None
         unsent = {one: one.transport.get_write_buffer_size() for one in self._congested}
         total = sum(unsent.values())

@@ -39,7 +39,7 @@ class Source(NamedTuple):
 
 def source_of_request(tenant: str, peer: Peer) -> Source:
     """Return the source of a request. `tenant` is empty if the request has no valid identity. In that case
-    each local user has its own budget, but all TCP clients share one budget, because anybody can have many
+    each local user has its own budget, but all TCP clients share one budget, because one client can use many
     addresses."""
     if tenant:
         return Source(f"tenant {tenant}", f"tenant {tenant}")

@@ -109,8 +109,8 @@ def fit(model: ModelSettings, gpus: list[DetectedGpu], available_bytes: int) -> 
 
 
 def why_not_beside(model: ModelSettings, chosen: Sequence[int] = ()) -> str:
-    """Return why a replica with these settings cannot run beside the running replicas, or an empty string if
-    it can.
+    """Return why a replica with these settings cannot run in addition to the running replicas, or an empty
+    string if it can.
 
     `chosen` holds the numbers of the GPUs that the replica would use; if empty, the first GPUs are used. On a
     GPU, the replica must have as much memory as if no other replica used the GPU. Otherwise its cache would

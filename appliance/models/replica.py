@@ -77,7 +77,7 @@ class StepTotals:
         self.decode, self.mixed = StepTotal(), StepTotal()
 
     def add(self, report: Report) -> None:
-        """Add the steps that a report counts: those since the previous report."""
+        """Add the steps that a report counts, which are the steps since the previous report."""
         self.decode.add(report.decode_steps, report.step_ms, report.idle_us)
         self.mixed.add(report.mixed_steps, report.mixed_step_ms, report.mixed_idle_us)
 
@@ -385,7 +385,7 @@ class Replica:
 
 
 def _fields(source: msgspec.Struct | None, kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return those fields of `kind` that `ReplicaStatus` also has. Empty if `source` is None."""
+    """Return the fields of `kind` that `ReplicaStatus` also has. Empty if `source` is None."""
     if source is None:
         return {}
     names = set(kind.__struct_fields__) & set(ReplicaStatus.__struct_fields__)

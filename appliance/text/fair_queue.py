@@ -35,7 +35,7 @@ class TooMuchWorkError(Exception):
 
 
 class TenantQueue(Generic[Item]):
-    """Serves tenants in turn, and each tenant's items in order of arrival. Not thread-safe."""
+    """Serves tenants in rotation, and each tenant's items in order of arrival. Not thread-safe."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[str, deque[Item]] = OrderedDict()

@@ -37,9 +37,12 @@ class StopSet:
             )
         self.strings = tuple(strings)
         self.children: list[dict[str, int]] = [{}]
-        self.depth = [0]  # Length of the suffix that each state represents.
-        self.match = [-1]  # Index of the longest stop string that ends in each state, or -1.
-        self.fallback = [0]  # For each state, the state of the next shorter suffix.
+        self.depth = [0]
+        """Length of the suffix that each state represents."""
+        self.match = [-1]
+        """Index of the longest stop string that ends in each state, or -1."""
+        self.fallback = [0]
+        """For each state, the state that represents the next shorter suffix."""
         for index, string in enumerate(self.strings):
             if not string:
                 raise StopStringsError(f"string {index} is empty; each string needs at least one character")

@@ -65,8 +65,8 @@ class _Job:
 class TemplateProcess:
     """One model's chat templates: `default`, and further ones by name. Belongs to one event loop.
 
-    The process renders one conversation at a time, serving the tenants in turn. It is started by `compile` or
-    by the first conversation, and restarted after it was killed.
+    The process renders one conversation at a time, serving the tenants in turn. The process is started by
+    `compile` or by the first conversation, and is restarted after it has been killed.
     """
 
     def __init__(

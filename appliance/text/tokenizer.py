@@ -86,9 +86,9 @@ class Tokenizer:
         """Encode the texts incrementally, yielding between steps (`appliance.text.fair_queue`), and return
         each text's token ids.
 
-        `add_special_tokens` adds BOS, or whatever the model's post-processor adds. Pass False for rendered
-        chats, because the template writes BOS. Raises `LoneSurrogateError`, and `TooManyTokensError` as soon
-        as a text has more than `max_tokens`.
+        `add_special_tokens` adds BOS, or the other tokens that the model's post-processor adds. Pass False
+        for rendered chats, because the template writes BOS. Raises `LoneSurrogateError`, and
+        `TooManyTokensError` as soon as a text has more than `max_tokens`.
         """
         return self._encoder.steps(texts, add_special_tokens, max_tokens, self.longest_token_bytes)
 
@@ -113,7 +113,7 @@ class Tokenizer:
         )
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of `token_ids`, which equals the text that a stream of these tokens emits.
+        """Return the text of `token_ids`. A stream of these tokens emits the same text.
 
         The result equals transformers' decode, except for a run of ByteFallback tokens that is not valid
         UTF-8: here only the invalid bytes become U+FFFD, but in transformers all bytes of the run do. Ids
@@ -189,7 +189,7 @@ class Tokenizer:
 
 
 def _add_declared_tokens(backend: tokenizers.Tokenizer, files: TokenizerFiles, path: Path) -> None:
-    """Add tokens that only `tokenizer_config.json` declares, and mark special ones."""
+    """Add tokens that only `tokenizer_config.json` declares, and mark special tokens."""
     present = backend.get_added_tokens_decoder()
     for token_id, token in sorted(files.added.items()):
         known = present.get(token_id)

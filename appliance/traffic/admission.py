@@ -96,9 +96,9 @@ def refusal(
 
 
 def hopeless(request: Request, model: ModelTraffic, now: float) -> Refusal | None:
-    """Return the reason why a waiting request cannot meet its deadline even if it starts immediately and
-    steps take no longer than now; None if it can. Its deadline may be a promise, which is not broken because
-    steps are expected to take longer."""
+    """Return a refusal if a waiting request cannot meet its deadline even if it starts immediately and steps
+    stay as short as now; None otherwise. Longer steps are not assumed, because the deadline may have been
+    promised, and an expected slowdown must not break a promise."""
     if request.deadline_at is None:
         return None
     run_s = 0.0

@@ -55,7 +55,7 @@ class AdmissionPauses:
         return self._held.pop(request.request_id, None) is not None
 
     def held(self, model: str | None = None) -> list[Request]:
-        """Return the held requests in order of arrival: those for `model`, or all if it is None."""
+        """Return the held requests for `model`, or for all models if it is None, in order of arrival."""
         return [request for request in self._held.values() if model in (None, request.first.model)]
 
     def released(self) -> list[tuple[Request, AdmissionPause | None]]:

@@ -49,7 +49,8 @@ class CreditAccount:
         self.version = version
         """The version of the files that the replica loaded; empty if not known yet."""
         self.slots = 0
-        """Number of slots: the sequences that the replica can run at once."""
+        """Number of slots, which is the maximum number of sequences that the replica runs at the same
+        time."""
         self.tokens = 0
         """Number of prompt tokens in two mixed steps, or in one full step if that number is greater."""
         self._spent_seqs = [0] * LEVELS

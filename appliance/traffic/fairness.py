@@ -165,8 +165,8 @@ class FairQueue(Generic[Item]):
         return 2 if ticket.prompt_tokens <= self._max_prompt_tokens else 1
 
     def set_urgent(self, max_samples: int, max_prompt_tokens: int) -> None:
-        """Set which requests of light tenants are urgent: those with at most `max_samples` samples. The
-        highest urgency also requires at most `max_prompt_tokens` prompt tokens."""
+        """Set the limits for urgent requests of light tenants. They may have at most `max_samples` samples.
+        The highest urgency also requires at most `max_prompt_tokens` prompt tokens."""
         if (max_samples, max_prompt_tokens) != (self._max_samples, self._max_prompt_tokens):
             self._max_samples, self._max_prompt_tokens = max_samples, max_prompt_tokens
             for line in self._lines.values():

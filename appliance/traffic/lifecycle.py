@@ -247,8 +247,8 @@ class RequestLifecycle:
         if request.admit.attempt == 0:
             request.settled = own_settle(request, why.status, "error", why.message, self._unix())
             self.end_if_complete(request)
-        # After the first attempt, the client may have read part of the answer, and the front reports how
-        # much.
+        # After the first attempt, the client may have received part of the answer. The front reports the
+        # number of delivered tokens.
 
     def end_without_front(self, request: Request) -> None:
         """Settle a request on behalf of its front, which has ended."""

@@ -185,8 +185,8 @@ class ModelTraffic:
 
     def next_turn(self, now: float) -> Turn | None:
         """Return the next request to dispatch; None if there is none. A request is chosen only if a replica
-        has credit for its level. During the search, tenants that have reached their limits are held and
-        requests of such keys are parked."""
+        has credit for its level. During the search, tenants that have reached their limits are held, and
+        requests whose keys have reached their limits are parked."""
         levels = self.open_levels()
         if not levels:
             return None

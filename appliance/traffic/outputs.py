@@ -88,8 +88,8 @@ class OutputLengths:
 
 
 def expected_tokens(lengths: OutputLengths, of_all: OutputLengths, most: float) -> float:
-    """Return the expected length of an answer with this token limit, based on its tenant's answers if enough
-    are known, otherwise on all answers."""
+    """Return the expected length of an answer with this token limit. It is based on the tenant's answers if
+    enough of them have ended, otherwise on all answers."""
     known = lengths if lengths.known else of_all
     return known.expected(most) if known.known else min(most, UNKNOWN_TOKENS)
 

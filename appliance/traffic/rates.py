@@ -141,7 +141,7 @@ class ReplicaRates:
             self._learn_decode(decode_steps, decode_s, report.running)
         if learn_mixed and (computed or mixed_s):
             # Additional time of mixed steps compared with decode-only steps. A report contains the token
-            # counts of planned steps and the times of completed ones, so a step's numbers may be split over
+            # counts of planned steps and the times of completed steps, so a step's numbers may be split over
             # two reports.
             extra_s = mixed_s - mixed_steps * self.decode_s(report.running)
             self._prompts.add(max(extra_s, 0.1 * mixed_s), computed, _keep(mixed_s))

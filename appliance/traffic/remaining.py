@@ -77,7 +77,7 @@ class Outstanding:
 
     def remaining(self, forecast: Forecast, now: float) -> Remaining:
         """Return the remaining work of all requests at `now`. The running requests are assumed to end before
-        all replicas together serve the waiting ones."""
+        all replicas together serve the waiting requests."""
         tokens = seconds = 0.0
         for request in self._begun.values():
             seqs = max(1, request.admit.num_seqs)

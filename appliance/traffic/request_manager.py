@@ -129,7 +129,7 @@ class RequestManager:
                 self._lifecycle.queue(request, model)
 
     def abort(self, request_id: str, message: str) -> bool:
-        """Tell a request's front to end it. Returns False if the request is not in flight or is already
+        """Make a request's front end the request. Returns False if the request is not in flight or is already
         ending."""
         request = self.state.in_flight.get(request_id)
         if request is None or request.settled is not None:
@@ -138,8 +138,8 @@ class RequestManager:
         return True
 
     def abort_all(self, message: str, model: str | None = None) -> int:
-        """Abort every request in flight that is not held: those for `model`, or all if it is None. Returns
-        the number of aborted requests."""
+        """Abort every request in flight that is not held, for `model` or, if it is None, for all models.
+        Returns the number of aborted requests."""
         return sum(
             [self.abort(request.request_id, message) for request in list(self.state.unfinished(model))]
         )
@@ -243,8 +243,8 @@ class RequestManager:
         self.state.broken_fronts.discard(front)
 
     def admit(self, front: str, admit: Admit) -> None:
-        """Handle a front's request for admission, either the first attempt or the next one after a replica
-        was lost."""
+        """Handle a front's request for admission. It is the first attempt, or the next attempt after a
+        replica was lost."""
         state = self.state
         known = state.in_flight.get(admit.request_id)
         if known is not None:

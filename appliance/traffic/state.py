@@ -61,7 +61,8 @@ class TrafficState:
         return next(self.unfinished(model), None) is None
 
     def remaining(self, model: str | None = None) -> Remaining:
-        """Return the remaining work of the unfinished requests: those for `model`, or all if it is None."""
+        """Return the remaining work of the unfinished requests for `model`, or for all models if it is
+        None."""
         now, total = self.clock(), Remaining()
         for name, traffic in self.models.items():
             if model in (None, name):
@@ -69,7 +70,7 @@ class TrafficState:
         return total
 
     def held(self, model: str | None = None) -> int:
-        """Return the number of held requests: those for `model`, or all if it is None."""
+        """Return the number of held requests for `model`, or for all models if it is None."""
         return len(self.pauses) if model is None else len(self.pauses.held(model))
 
     def accounts_of(self, request_id: str) -> list[CreditAccount]:

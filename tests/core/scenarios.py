@@ -128,7 +128,8 @@ shapes."""
 EVENTS = ("steady", "cold", "surge", "mix", "death")
 REPLICAS = 2
 MET, MET_IN_EACH_EVENT = 0.99, 0.95
-"""Least fraction of promised deadlines to meet: of each mix over all events, and in each event of a mix."""
+"""Minimum fractions of promised deadlines to meet: by each mix over all events, and by each mix in each
+event."""
 
 
 def deadlines(*, mix: str, event: str, seconds: float, load: float = 3.0, seed: int = 0) -> Figures:
@@ -223,8 +224,8 @@ def _was_in_flight(one: Asked, at: float) -> bool:
 
 
 def _met_in_all(runs: list[Figures]) -> tuple[int, float]:
-    """Return how many requests were admitted in these runs, without those in flight at a replica's death, and
-    the fraction of them that met their deadlines."""
+    """Return the number of admitted requests in these runs, and the fraction of them that met their
+    deadlines. Requests in flight at a replica's death are excluded."""
     admitted = [one["admitted"] - one["in_flight_at_a_death"] for one in runs]
     met = sum(one["met_but_those_at_a_death"] * count for one, count in zip(runs, admitted, strict=True))
     return sum(admitted), met / max(1, sum(admitted))

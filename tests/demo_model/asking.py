@@ -17,7 +17,7 @@ END = 6
 def engine(
     device: str, dtype: str, kv_cache_dtype: str = "auto", weights: str = "auto", model: Path = DEMO
 ) -> LocalEngine:
-    """Start an engine. model: the folder of the demo model, or of a model with the same tokenizer."""
+    """Start an engine. `model` is the folder of the demo model or of a model with the same tokenizer."""
     return LocalEngine(
         ReplicaSpec(
             replica=f"{device}-0",

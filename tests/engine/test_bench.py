@@ -123,7 +123,8 @@ def test_the_limits_of_the_70b_shape_on_four_gpus_are_close_to_hand_computed_val
 @pytest.mark.parametrize(
     ("shape", "total", "active"),
     [
-        # Published: 30.5 billion parameters, 3.3 active with embeddings; 235 and 22; 46.7 and 12.9.
+        # Published parameters in billions, total and active (with embeddings): 30.5 and 3.3; 235 and 22; 46.7
+        # and 12.9.
         ("qwen3-30b-a3b", 30.53e9, 3.35e9),
         ("qwen3-235b-a22b", 235.1e9, 22.2e9),
         ("mixtral-8x7b", 46.70e9, 12.88e9),
@@ -141,13 +142,15 @@ def test_shapes_with_experts_have_their_published_sizes(
 @pytest.mark.parametrize(
     ("workload", "bf16", "fp8"),
     [
-        # 2.73 G parameters of the layers, 0.31 G of the output matrix, 49 MB of cache.
+        # A step reads 2.73 G parameters of the layers, 0.31 G of the output matrix, and 49 MB of cache.
         ("b1_decode", 685, 1_250),
-        # 51.6 of 128 experts for 8 tokens, which have 4.72 M parameters in each of 48 layers.
+        # 8 tokens choose 51.6 of 128 experts on average. Each expert has 4.72 M parameters in each of 48
+        # layers.
         ("b8_decode", 1_300, 2_530),
-        # 126 experts for 64 tokens.
+        # 64 tokens choose 126 experts on average.
         ("b64_decode", 4_110, 8_080),
-        # 5.46 GFLOP per token at 700 and 1,320 TFLOP/s, and 1.6 GFLOP of attention at 700 in both cases.
+        # The linears need 5.46 GFLOP per token, at 700 TFLOP/s in bf16 or 1,320 TFLOP/s in FP8. Attention
+        # needs 1.6 GFLOP at 700 TFLOP/s in both cases.
         ("prefill", 99_000, 155_000),
     ],
 )

@@ -129,8 +129,9 @@ def multiply() -> None:
 
 
 def mix() -> None:
-    """Run the routers and every kernel of experts, in the model's dtype and in FP8, with sizes that are not
-    multiples of a tile, with experts that no or every token chooses, and with several blocks to sort."""
+    """Run the routers and every kernel of experts, in the model's dtype and in FP8. Sizes are not multiples
+    of a tile, some experts are chosen by no token and some by every token, and there are several blocks to
+    sort."""
     values = E4M3 if ON_GPU else None
     for case in route_cases.CASES[:2]:
         made = route_cases.Case(*case, DTYPE)

@@ -113,7 +113,7 @@ def _experts(router: torch.Tensor, top_k: int, normalised: bool) -> Experts:
 
 
 def _mixture(x: torch.Tensor, experts: Experts) -> tuple[list[list[int]], torch.Tensor]:
-    """Return the experts that each token chooses, and the sum of their results, token by token."""
+    """Return each token's chosen experts and the sum of their results, computed token by token."""
     assert isinstance(experts.gate_up, torch.Tensor) and isinstance(experts.down, torch.Tensor)
     chosen, results = [], []
     for token in x.double():

@@ -23,7 +23,7 @@ class Metric(NamedTuple):
     no value. If `labels` is not empty, it returns a mapping from a label value, or a tuple of label values,
     to the value."""
     labels: tuple[str, ...] = ()
-    """Labels in addition to those of the group."""
+    """Labels in addition to the group's labels."""
     bounds: tuple[float, ...] = ()
     """Bucket bounds of a histogram."""
 

@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--slots", type=int, default=256)
     options = parser.parse_args()
-    # A replica does the same before its first request.
+    # Run a small submission first, as a replica does before its first request.
     measure(prompt=100, samples=2, slots=4)
     settle_garbage()
     intake_ms, costs = measure(prompt=options.prompt, samples=options.samples, slots=options.slots)

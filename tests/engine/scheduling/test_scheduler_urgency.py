@@ -198,8 +198,8 @@ def test_blocks_that_samples_share_count_once_among_those_that_preemption_would_
     background = engine.submit(3 * BLOCK_TOKENS - 40, max_tokens=30, n=2, priority=3)
     while len(engine.outputs) < 6:
         engine.step()
-    # The two samples hold four blocks: two shared ones, and one each. Two more are free, of which the
-    # watermark keeps one, so seven blocks cannot be had.
+    # The two samples hold four blocks: two shared blocks and one each. The watermark reserves one of the two
+    # free blocks. Preemption could therefore not free enough for seven blocks.
     assert engine.scheduler.pool.available == 2
     large = engine.submit(7 * BLOCK_TOKENS - 10, max_tokens=2, priority=0)
     engine.drain()
