@@ -17,8 +17,8 @@ An arena can be reused without a barrier for two reasons:
   part only after the first call has finished, and the first call has restored the reserved value.
 
 If a peer stopped, the other ranks would poll forever. Therefore the poll loop also reads a word that the host
-can set. Once this word is set, all calls return without waiting, their results are undefined, and the group
-of ranks must be recreated.
+can set. Once this word is set, calls return soon, their results are undefined, and the group of ranks must be
+recreated.
 """
 
 from __future__ import annotations
