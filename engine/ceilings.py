@@ -29,9 +29,9 @@ _H200 = Ceilings(bytes_per_s=4355e9, gemm_per_s=700e12, fp8_gemm_per_s=1320e12, 
 
 CEILINGS: dict[str, Ceilings] = {
     "NVIDIA H200": _H200,
-    # These rates are estimates. The memory bandwidth is the data sheet's 3.35 TB/s, scaled by the fraction of
-    # the data sheet's 4.8 TB/s that an H200 reaches. The compute rates are those of an H200, because both
-    # GPUs have the same multiprocessors and the same compute rates in their data sheets.
+    # These rates are estimates. An H200 reaches a certain fraction of its data sheet's bandwidth (4.8 TB/s).
+    # The same fraction of this GPU's data sheet value (3.35 TB/s) is assumed. The compute rates are copied
+    # from the H200, because both data sheets list the same multiprocessors and compute rates.
     "NVIDIA H100 80GB HBM3": replace(_H200, bytes_per_s=3.35e12 * _H200.bytes_per_s / 4.8e12),
 }
 """Peak rates by device name. docs/performance.md describes how they were measured."""
@@ -49,8 +49,8 @@ def ceilings(device: str) -> Ceilings | None:
 
 
 def layer_parameters(config: ModelConfig) -> int:
-    """Return the number of the layers' parameters that one token is multiplied by. Embeddings, the output
-    matrix and the experts that the token does not choose are excluded."""
+    """Return the number of parameters in the layers that one token uses. Embeddings, the output matrix and
+    the experts that the token does not choose are excluded."""
     matrices = 1 if config.tie_word_embeddings else 2
     every = parameters(config) - matrices * config.vocab_size * config.hidden_size
     if config.experts is None:
@@ -59,7 +59,7 @@ def layer_parameters(config: ModelConfig) -> int:
 
 
 def read_parameters(config: ModelConfig, tokens: int) -> float:
-    """Return the number of the layers' parameters that a pass of `tokens` tokens reads. In a mixture of
+    """Return the number of parameters in the layers that a pass of `tokens` tokens reads. In a mixture of
     experts, it reads only the experts that at least one token chooses (`expected_experts`)."""
     if config.experts is None:
         return layer_parameters(config)
@@ -99,7 +99,7 @@ def least_times(config: ModelConfig, device: str, weights: str, ranks: int) -> L
     rates = ceilings(device)
     if rates is None:
         return LeastTimes()
-    matrices = layer_parameters(config)  # also the parameters that a step of one token reads
+    matrices = layer_parameters(config)  # a decode step of one token reads exactly these parameters
     weight_bytes = 1 if weights == FP8 else DTYPE_BYTES[weights]
     head_bytes = 2 * config.vocab_size * config.hidden_size
     return LeastTimes(

@@ -1,5 +1,5 @@
-"""The configuration of a model, and its division among ranks. This module does not load torch, because
-`engine.sizing` imports it.
+"""Defines the configuration of a model, and how the model is divided among ranks. This module does not load
+torch, because `engine.sizing` imports it.
 
 All supported families use the same decoder: pre-norm, rotary embedding, grouped-query attention, and an MLP
 gated by SiLU or a mixture of such MLPs. `engine.families` reads a checkpoint's `config.json` into a
@@ -44,9 +44,9 @@ class RopeConfig:
     """Rotary position embedding, and its scaling beyond the trained length.
 
     In transformers, `dynamic` (NTK-aware) scaling uses a base that grows with the longest sequence so far, so
-    an answer depends on earlier requests. This engine uses the base of the configured maximum length. Up to
-    `max_position_embeddings`, the base is unscaled and equals that of transformers at every length. With a
-    larger `max_model_len`, all positions use the base that transformers uses at exactly that length.
+    an answer depends on earlier requests. This engine instead derives one base from `max_model_len`. If
+    `max_model_len` is at most `max_position_embeddings`, the base is unscaled, as in transformers. Otherwise,
+    all positions use the base that transformers uses for a sequence of exactly `max_model_len` tokens.
     """
 
     theta: float
@@ -79,8 +79,8 @@ class ExpertsConfig:
     normalised: bool
     """Whether the weights of the chosen experts are normalised to add up to one (see `kernels.Experts`)."""
     shared_intermediate_size: int | None = None
-    """Width of the shared expert (Qwen2-MoE), which every token uses, and whose result is multiplied by the
-    sigmoid of a separate gate; None if the model has no shared expert."""
+    """Width of the shared expert (Qwen2-MoE), or None if the model has none. Every token uses the shared
+    expert, and its result is multiplied by the sigmoid of a separate gate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +97,11 @@ class Shard:
     first_kv_head: int
     intermediate: int
     vocab: int
-    """Number of rows of the embedding and of the output matrix, including padding. It is equal on every
-    rank."""
+    """Number of rows of the embedding and of the output matrix on this rank, including padding. It is the
+    same on every rank."""
     vocab_real: int
-    """Number of rows that belong to real tokens. Only the last ranks have fewer than `vocab`."""
+    """Number of rows that belong to tokens of the vocabulary. It is less than `vocab` only on the last ranks,
+    which have padding."""
     first_vocab: int
 
     def part(self, width: int) -> int:

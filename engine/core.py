@@ -1,8 +1,8 @@
 """The step loop of rank 0. Each iteration schedules and launches a step, collects the tokens of an earlier
 step, and returns outputs.
 
-This module does not load torch, because the device code is passed in as a `StepRunner`. An exception raised
-by the runner ends the replica's process, and the service then starts a new replica.
+This module does not load torch, because the device code is passed in as a `StepRunner`. If the runner raises
+an exception, the replica's process exits, and the service starts a new replica.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class StepTiming:
     idle_us: float
     """Time, in microseconds, that the device was idle before the step although sequences were waiting. It is
     0 if every sequence of the step arrived after the previous step was planned, because the device may have
-    had no work until then."""
+    been idle for lack of work."""
     plan_us: float = 0.0
     """Time, in microseconds, that the step loop spent sending the plan to the other ranks, including
     waits."""
@@ -127,7 +127,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has work: unfinished sequences, steps in flight, or outputs to return."""
+        """Whether `step` has work to do: unfinished sequences, steps in flight, or outputs to return."""
         return bool(self._in_flight) or self.scheduler.has_work or self.scheduler.accounting.has_news
 
     def step(self) -> StepResult:
@@ -137,8 +137,8 @@ class EngineCore:
         """
         scheduled = self.scheduler.schedule()
         if scheduled is not None:
-            # The duration is measured from the start of the launch, because the device starts with the first
-            # kernel, while the host needs 15 to 20 ms to launch all kernels of a step with prompts.
+            # Measure the duration from the start of the launch. The device starts with the first kernel,
+            # while the host needs 15 to 20 ms to launch all kernels of a step with prompts.
             began = time.perf_counter()
             plan_us = self._send(scheduled.plan)
             launched = self._runner.launch(scheduled.plan)

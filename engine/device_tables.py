@@ -1,9 +1,9 @@
 """The device tables of one rank, which turn a `StepPlan` into the device input of a step (`StepBatch`).
 
-Each running sequence owns one slot of the tables. Values that the device itself updates (lengths, last
-tokens, penalty counts) are stored in the tables. The host computes its own copy of the lengths from the
-plans, so it knows all tensor shapes without reading from the device. The tables depend only on the plans and
-their order, not on time or rank. Equal plans therefore produce equal tables on all ranks.
+Each running sequence owns one slot of the tables. The tables contain the values that the device itself
+updates: lengths, last tokens and penalty counts. The host also computes the lengths from the plans, so it can
+determine all tensor shapes without reading from the device. The tables depend only on the plans and their
+order, not on time or rank. Equal plans therefore produce equal tables on all ranks.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class SlotTables:
         self.device = device
         self._padding = padding
         self.sampling = SamplingTables(max_num_seqs, vocab_size, device)
-        # `np.full` writes every page, so that no step waits until the kernel provides pages.
+        # `np.full` writes to every page, so that no later step causes page faults.
         self._blocks_host = np.full((max_num_seqs, max_blocks_per_slot), 0, dtype=np.int64)
         on_host = torch.from_numpy(self._blocks_host)
         self._shared = device.type == "cpu"
@@ -118,8 +118,8 @@ class SlotTables:
             self._lengths_host[[slot for setup in plan.setups for slot, _ in setup.members]] = 0
             self.sampling.set_up(plan.setups)
         if plan.blocks:
-            # If an entry occurs twice, the last value is used, as in NumPy. The order of device writes to
-            # duplicate indices is undefined, so all duplicates are sent with the last value.
+            # If an entry occurs twice, the last value must be used. The order of device writes to duplicate
+            # indices is undefined, so all duplicates are sent with the last value.
             changes = np.array(plan.blocks, dtype=np.int64).T.copy()
             slots, indices, blocks = changes
             self._blocks_host[slots, indices] = blocks
@@ -273,10 +273,9 @@ class SlotTables:
         return StepBatch(forward, sampling, indices, sampled, prompts)
 
     def advance(self, batch: SamplingBatch, token_ids: torch.Tensor) -> None:
-        """Store the sampled `token_ids` ([sampling slots] int64) as the next input of their slots.
-
-        BAD_TOKEN is replaced by token 0, because the next step is launched before the host detects the
-        failure.
+        """Store the sampled `token_ids` ([sampling slots] int64) as the next input of their slots. BAD_TOKEN
+        is stored as token 0, because it is not a valid input, and the next step is launched before the host
+        detects the failure.
         """
         token_ids = token_ids.clamp(min=0)
         self.lengths[batch.slots] = batch.positions

@@ -1,8 +1,8 @@
 """Starts and stops the processes of one replica. The core imports this module, so it does not load torch.
 
 Every rank is a new Python interpreter (`python -m engine.replica`), not a fork. The launcher monitors each
-rank by a pidfd. If one rank dies, the other ranks exit or are killed by the launcher. Otherwise, they would
-wait forever in a collective operation.
+rank by a pidfd. If one rank exits, the other ranks exit or are killed by the launcher, because they could
+otherwise wait forever in a collective operation.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from engine.wire import Channel, socketpair
 
 _EXIT_GRACE_S = 0.5
 """Time limit, in seconds, for a rank to exit after it has closed its channel, or after another rank has
-exited. A rank that exceeds the limit is killed. Within this time, the rank must abort the GPU kernels that
-wait for the lost rank."""
+exited. A rank that exceeds the limit is killed. The limit includes the time to abort GPU kernels that wait
+for the lost rank."""
 _STOP_CHECK_S = 1.0
 """Interval, in seconds, at which the launcher checks for ranks that are stopped (SIGSTOP). A rank that is
 stopped at two consecutive checks is killed, because its peers wait for it."""
@@ -222,7 +222,7 @@ class ReplicaGroup:
 
     def _closed(self, rank: _Rank) -> None:
         """Kill a rank that has closed its channel but does not exit within the grace period. The rank is not
-        killed earlier, because its own exit status explains the failure better than the closed channel."""
+        killed earlier, because its exit status explains the failure better than the closed channel."""
 
         def give_up() -> None:
             if rank.returncode is None:
@@ -242,8 +242,8 @@ class ReplicaGroup:
         if not self._reason:
             reason += memory_kill_note(rank.returncode, self._memory_kills)
         self._first_exit = self._first_exit or reason
-        # A rank that loses a peer also exits, and on a busy machine its exit may be noticed before that of
-        # the peer. Only a rank that was killed by a signal is certain to be the cause.
+        # A rank that loses a peer also exits, and on a busy machine its exit may be detected before the
+        # peer's exit. Therefore only a rank that was killed by a signal is certain to be the cause.
         if rank.returncode < 0:
             self._reason = self._reason or reason
         asyncio.get_running_loop().call_later(_EXIT_GRACE_S, self.kill, self._first_exit)

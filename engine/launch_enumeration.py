@@ -2,8 +2,8 @@
 no data and compute nothing.
 
 `kernels.compiling.record` records each launch. This module uses the same decoder, tables, graph code and
-sampler as serving. Warm-up launches every kernel that serving launches, so no separate list of each layer's
-operations is needed.
+sampler as serving. Warm-up launches every kernel that serving launches, so no separate list of operations has
+to be maintained.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from kernels.triton.peer_arena import PROGRAMS, Arena
 
 _META = torch.device("meta")
 _MAX_MODEL_LEN = 4096
-"""Assumed maximum sequence length in tokens. Longer sequences launch no additional kernels, because the
-largest length that affects a launch is `kernels.triton.attention_prefill.HOPPER_ABOVE`."""
+"""Assumed maximum sequence length in tokens. Longer sequences launch no additional kernels: above
+`kernels.triton.attention_prefill.HOPPER_ABOVE`, the length does not affect the choice of kernel."""
 _KV_BLOCKS = 64
 """Assumed number of KV blocks. It does not affect the compiled kernels."""
 _MULTIPROCESSORS = 132
@@ -224,9 +224,9 @@ def _sizes(most: int) -> list[int]:
 
 
 def _different_ranks(served: ReplicaModel) -> list[int]:
-    """Return a subset of the ranks that launches all kernels of the replica. Ranks differ only in their
-    vocabulary shard and in rank 0's biases: for linears that are summed over the ranks, only rank 0 adds the
-    bias."""
+    """Return a subset of the ranks that together launch all kernels of the replica. Ranks differ only in
+    their vocabulary shard and in their biases: if a linear's results are summed over the ranks, only rank 0
+    adds the bias."""
     size, found = served.tensor_parallel_size, dict[tuple[object, ...], int]()
     for rank in range(size):
         shard = served.config.shard(size, rank)

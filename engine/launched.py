@@ -21,13 +21,14 @@ class StepResults:
 
     sampled: SampledStep
     logprob_rows: list[tuple[int, int]]
-    """(index in the list of sampling slots, k) for each row of `sampled.logprobs`."""
+    """For each row of `sampled.logprobs`: its index in the list of sampling slots, and the number k of
+    requested alternatives."""
     prompts: list[tuple[PromptSlice, list[torch.Tensor]]]
     """Prompt slices with log probabilities: results of `Sampler.token_logprobs`, in one or more parts per
     slice."""
     finite: list[tuple[int, torch.Tensor]]
-    """For each chunk without sampling, its slot, and whether the hidden state of its last token is finite.
-    Checking the last token is sufficient, because it depends on all earlier tokens."""
+    """For each chunk that does not sample: its slot, and whether the hidden state of its last token is
+    finite. Checking the last token is sufficient, because it depends on all earlier tokens."""
 
 
 LOSS_CHECK_S = 0.1
@@ -62,8 +63,8 @@ class StreamStep:
     `engine.core.LaunchedStep`.
 
     `previous_ended` is the event at the end of the previous step, or None for the first step. The gap between
-    the two steps includes the time that the host takes to prepare this step's input. `check` raises an
-    exception if the results are invalid because a peer was lost.
+    the two steps includes the time for preparing this step's input on the host. `check` raises an exception
+    if the results are invalid because a peer was lost.
     """
 
     def __init__(

@@ -33,8 +33,8 @@ from engine.wire import Channel
 HEARTBEAT_S = 0.5
 """Interval, in seconds, between reports while no step runs."""
 REPORT_S = 0.1
-"""Maximum interval, in seconds, between reports while steps run. Inference gateways treat cache statistics
-older than 200 ms as a sign of saturation."""
+"""Maximum interval, in seconds, between reports while steps run. Inference gateways treat a replica as
+saturated if its cache statistics are older than 200 ms."""
 
 
 class LeaderLoop:

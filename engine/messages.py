@@ -161,11 +161,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: bool = False
     """Whether to ignore `stop_token_ids`. Ignored stop tokens neither end the sequence nor are suppressed."""
     logprobs: int | None = None
-    """Number of most likely tokens whose log probabilities are returned, in addition to that of the sampled
-    token. None disables log probabilities."""
+    """Number of most likely tokens whose log probabilities are returned in addition to the sampled token's
+    log probability. None disables log probabilities."""
     prompt_logprobs: int | None = None
-    """Number of most likely tokens whose log probabilities are returned for every prompt token except the
-    first, in addition to that of the prompt token. None disables log probabilities."""
+    """For every prompt token except the first: number of most likely tokens whose log probabilities are
+    returned in addition to the prompt token's log probability. None disables log probabilities."""
 
     @property
     def penalised(self) -> bool:
@@ -199,8 +199,8 @@ class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True, omit_defau
     """Urgency within the priority class. 2: urgent, and all prompts of the request fit into one step. 1:
     urgent, with longer prompts. 0: not urgent."""
     spare_slots: int = 0
-    """Number of slots that must remain free when a sample of this submission starts. They are reserved for
-    submissions with higher priority."""
+    """Number of slots reserved for submissions with higher priority. A sample of this submission starts only
+    if at least this many slots remain free."""
 
     @property
     def level(self) -> int:
@@ -270,9 +270,9 @@ class StepFrame(msgspec.Struct, tag="step", array_like=True):
 
 
 class Start(msgspec.Struct, tag="start", frozen=True):
-    """First message from the core to each rank, which starts as rank number `rank`. With it, rank 0 receives
-    the file descriptors of the plan channels to the other ranks, in rank order. Every other rank receives the
-    descriptor of its plan channel."""
+    """First message from the core to each rank, which starts as rank number `rank`. For rank 0, the message
+    carries the file descriptors of the plan channels to the other ranks, in rank order. For every other rank,
+    it carries the descriptor of that rank's plan channel."""
 
     spec: ReplicaSpec
     rank: int
@@ -311,7 +311,8 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
 
 class Fatal(msgspec.Struct, tag="fatal", frozen=True):
     """Last message from a rank to the core, with the reason why the rank exits. The kind "checkpoint" means
-    that the files or the configuration are invalid. The core then waits longer before it retries."""
+    that the files or the configuration are invalid; the core then waits longer before it restarts the
+    replica."""
 
     kind: Literal["checkpoint", "memory", "device", "internal"]
     message: str
@@ -329,7 +330,7 @@ class Finished(msgspec.Struct, array_like=True, frozen=True):
     """Number of generated tokens of all samples, excluding the tokens in `Submit.output_token_ids`."""
     preemptions: int
     batch_size: int
-    """Number of sequences in the step that started the submission."""
+    """Batch size (number of sequences) of the step that started the submission."""
     finish_reason: list[FinishReason]
     """One finish reason per sample."""
     credit_tokens: int
@@ -344,7 +345,7 @@ class EngineGauges(msgspec.Struct, frozen=True, kw_only=True):
     credit_seqs: int
     credit_tokens: int
     returned_seqs: tuple[int, ...] = (0,) * LEVELS
-    """Number of ended samples per level. The sum equals `credit_seqs` minus the initial credit."""
+    """Number of finished samples per level. The sum equals `credit_seqs` minus the initial credit."""
     returned_tokens: tuple[int, ...] = (0,) * LEVELS
     """Number of prompt tokens per level that were computed or dropped. The sum equals `credit_tokens` minus
     the initial credit."""

@@ -41,9 +41,8 @@ class DistinctExperts:
 
 def count_experts(engine: LocalEngine, workload: EngineWorkload) -> DistinctExperts | None:
     """Run as many short sequences as the workload decodes at a time, and count their experts. Returns None if
-    the model has no experts, or if no step decodes all sequences. Also returns None if there are several
-    ranks, because the counted steps do not use CUDA graphs and the other ranks would not take part in
-    them."""
+    the model has no experts, or if no step decodes all sequences. Also returns None with several ranks: the
+    counted steps do not use CUDA graphs, so the other ranks would not take part in them."""
     experts = engine.runner.config.experts
     if experts is None or workload.output_tokens == 1 or engine.info.tensor_parallel_size > 1:
         return None
@@ -74,7 +73,7 @@ def _watched(decoder: Decoder, tokens: int) -> Iterator[list[int]]:
 
     def watched(inputs: ForwardInput, kv: Any) -> Any:
         attention = inputs.attention
-        # A step with padding has at least as many slots as tokens.
+        # A padded step has at least as many slots as tokens.
         watch.decoding = not attention.chunks and attention.tiles is None and len(attention.slots) >= tokens
         return forward(inputs, kv)
 

@@ -73,8 +73,8 @@ def started(
 
 @contextmanager
 def closed_at_end(engine: LocalEngine) -> Iterator[LocalEngine]:
-    """Close the engine at the end of the context. If the body raises RankLost, the exception is raised again
-    with the cause of the loss, if it is known."""
+    """Close the engine at the end of the context. If the body raises RankLost, raise it again, with the cause
+    of the loss if it is known."""
     try:
         yield engine
     except RankLost as error:

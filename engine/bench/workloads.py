@@ -16,8 +16,8 @@ from engine.messages import SamplingParams
 @dataclass(frozen=True, slots=True)
 class EngineWorkload:
     """A workload that sends `requests` prompts of random tokens, either all at the same time or one after
-    another. Each request generates `output_tokens` tokens, ignores end-of-sequence tokens, and has no hit in
-    the prefix cache."""
+    another. Each request generates exactly `output_tokens` tokens, because end-of-sequence tokens are
+    ignored. No request has a hit in the prefix cache."""
 
     requests: int
     prompt_tokens: int

@@ -36,8 +36,8 @@ class LayerInput:
     attention_plan: Any
     """Result of `Ops.plan_attention` for the forward pass."""
     kept: torch.Tensor | None = None
-    """Indices of the tokens whose results are needed: [rows] int64, as in `attention_plan`. For all other
-    tokens, the layer computes only keys and values. None means that all results are needed."""
+    """Indices of the tokens whose results are needed: [rows] int64, the same tokens as in `attention_plan`.
+    For all other tokens, the layer computes only keys and values. None means that all results are needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +216,8 @@ class Addition:
 
 
 LayerRun = Generator[Addition, Residual, Residual]
-"""Type of a layer's `run`, which yields additions, receives their results, and returns the residual."""
+"""Type of a layer's `run`: a generator that yields additions, receives their results, and returns the
+residual."""
 
 
 class Attention:
@@ -356,7 +357,7 @@ class Layer:
     """The dense layer, which consists of norm, attention, norm and MLP."""
 
     feed_forward_type: type[FeedForward] = Mlp
-    """The class of the half after attention."""
+    """Class of the layer's second half, which follows attention."""
 
     def __init__(self, config: ModelConfig, shard: Shard, factory: ParameterFactory, index: int) -> None:
         self.eps = config.rms_norm_eps
@@ -369,8 +370,9 @@ class Layer:
     def run(
         self, residual: Residual, inputs: LayerInput, kv: KvPool, next_gain: torch.Tensor | None
     ) -> LayerRun:
-        """Run the layer: yield each addition to the residual, receive its result from the caller, and return
-        the final residual. The keys and values of the pass are written to `kv`. May overwrite `residual`.
+        """Run the layer as a generator: yield each addition to the residual, receive the new residual from
+        the caller, and return the final residual. The keys and values of the pass are written to `kv`. May
+        overwrite `residual`.
 
         `next_gain` is the gain of the norm that is applied to the result, or None after the last layer.
         """

@@ -63,7 +63,8 @@ class StagingBuffer:
         return buffer
 
     def mark_used(self) -> None:
-        """Mark the device copy as reusable after all work launched so far on the current stream."""
+        """Record that the device copy may be overwritten once all work launched so far on the current stream
+        has finished."""
         if self._copy_stream is not None:
             self._used.record(torch.cuda.current_stream(self._copy_stream.device))
 
@@ -88,7 +89,7 @@ class StagingRing:
         copy_stream = None
         if device.type == "cuda":
             copy_stream = torch.cuda.Stream(device)
-            # Earlier work may still use the memory that the parameters now occupy.
+            # Wait for earlier work, which may still use the memory that the parameters now occupy.
             copy_stream.wait_stream(torch.cuda.current_stream(device))
         self.buffers = [StagingBuffer(part, copy_stream) for part in host.split(buffer_bytes)]
 

@@ -65,7 +65,7 @@ class WeightFile:
                 count = os.preadv(self._direct, [into[: buffer_bytes(first, nbytes)]], first - skipped)
                 if count >= skipped + nbytes:
                     return
-            # The direct read failed or was incomplete. A read through the page cache either succeeds or
+            # The direct read failed or was incomplete. Retry through the page cache, which either succeeds or
             # raises the actual error.
         done = 0
         while done < nbytes:
@@ -78,8 +78,8 @@ class WeightFile:
         """Return whether the range is in the page cache, or None if this is unknown. One page in each half of
         the range is probed.
 
-        Probing an uncached page loads it, so the pages are chosen at random. Otherwise, the next start would
-        find exactly the probed pages in the cache. Two pages are probed, because a fast disk may load the
+        Probing an uncached page loads it into the cache. The pages are therefore chosen at random, so that
+        the next start does not probe the same pages. Two pages are probed, because a fast disk may load the
         first page during the probe.
         """
         half = (nbytes + 1) // 2

@@ -26,9 +26,9 @@ from kernels.triton.peer_arena import (
 )
 
 _WARP_WORDS = 128
-"""Number of words per warp, four per thread."""
+"""Number of 32-bit words per warp (four per thread)."""
 _MAX_WARP_PROGRAMS = 8
-"""Maximum number of single-warp programs. Longer messages use larger items."""
+"""Maximum number of single-warp programs. Messages that would need more programs use larger items."""
 
 
 def fits(words: int, arena: Arena) -> bool:
@@ -47,11 +47,9 @@ def all_gather(
     """Return the words of all ranks: [rows, world, width] int32, where rows is count / width.
 
     x: [count] int32, contiguous, with the same count on every rank. width: number of words per row.
-    fence: whether this call also makes everything that a rank wrote earlier in its stream, in any memory,
-    visible to the other ranks.
-
-    The value EMPTY_WORD arrives as 0, so words that represent floats lose at most the sign of a zero. Raises
-    ValueError if `fits` is False. Every rank must make the same calls in the same order.
+    fence: whether this call also makes all earlier memory writes of each rank's stream visible to the other
+    ranks. The value EMPTY_WORD is received as 0, so words that represent floats lose at most the sign of a
+    zero. Raises ValueError if `fits` is False. Every rank must make the same calls in the same order.
     """
     count = x.numel()
     if not fits(count, arena):
@@ -86,7 +84,7 @@ def all_gather(
 def best_of_ranks(values: torch.Tensor, ids: torch.Tensor, arena: Arena, *, pdl: bool = True) -> torch.Tensor:
     """Return the id of the largest value over all ranks: [rows] int64.
 
-    values: [rows] float32. ids: [rows] int64 below 2³¹. Among equal values, the id of the lowest rank wins.
+    values: [rows] float32. ids: [rows] int64 below 2³¹. Among equal values, the lowest rank's id is returned.
     The result is BAD_TOKEN if a value is NaN or the largest value is infinite. Every rank must make the same
     calls in the same order, with a number of rows for which `best_fits` is True.
     """
@@ -191,7 +189,8 @@ def _best_of_ranks(
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Exchange the values of BLOCK rows as one item, and their ids as a second item."""
+    """Exchange the values of BLOCK rows as one item and their ids as a second item, and select the best id of
+    each row."""
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
     program = gl.program_id(0)
     lane = gl.arange(0, BLOCK, layout=layout)

@@ -59,8 +59,8 @@ def all_reduce_add(
     sum replaces `residual`.
 
     x, residual: [rows, hidden] bfloat16 or float16, contiguous. `residual` must be equal on all ranks.
-    two_shot: each item is summed by one rank, which sends the result to the other ranks. This moves less data
-    than one-shot, in which every rank sends all items to all other ranks, but it waits twice.
+    two_shot: one rank sums each item and sends the result to the other ranks. In one-shot mode, every rank
+    instead sends all items to all other ranks. Two-shot mode moves less data but waits twice.
     gain: [hidden], gain of the RMSNorm that follows. If it is given, the call also computes `scaled` and
     `squares`.
     scaled: [rows, hidden], residual × gain.
@@ -116,19 +116,19 @@ def squares_parts(hidden: int) -> int:
 
 @gluon.jit
 def low_half(words, FLOAT: gl.constexpr):
-    """Return the first number of each word, in float32."""
+    """Unpack the lower 16-bit value of each packed 32-bit word, as float32."""
     return (words & 0xFFFF).to(gl.int16).to(FLOAT, bitcast=True).to(gl.float32)
 
 
 @gluon.jit
 def high_half(words, FLOAT: gl.constexpr):
-    """Return the second number of each word, in float32."""
+    """Unpack the upper 16-bit value of each packed 32-bit word, as float32."""
     return (words >> 16).to(gl.int16).to(FLOAT, bitcast=True).to(gl.float32)
 
 
 @gluon.jit
 def _pack(low, high, FLOAT: gl.constexpr):
-    """Round two float32 tensors to 16-bit numbers and pack them into words."""
+    """Round two float32 tensors to 16-bit numbers and pack each pair into a 32-bit word."""
     first = low.to(FLOAT).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
     return (high.to(FLOAT).to(gl.int16, bitcast=True).to(gl.int32) << 16) | first
 
@@ -145,7 +145,7 @@ def receive_sum(
     FLOAT: gl.constexpr,
     ADD: gl.constexpr,
 ):
-    """Receive an item from every peer, and add all parts in rank order. With ADD, also add `residual`.
+    """Receive an item from every peer, and add all parts in rank order. If ADD is set, also add `residual`.
     Returns the rounded sums.
 
     received: address of rank 0's item. stride: number of bytes from one rank's item to the next rank's item.
@@ -177,8 +177,8 @@ def _finish(
     FLOAT: gl.constexpr,
     NORM: gl.constexpr,
 ):
-    """Store an item of the new residual. With NORM, also store the scaled values and the sum of squares of a
-    deferred norm."""
+    """Store an item of the new residual. If NORM is set, also store the scaled values and the sum of squares
+    of a deferred norm."""
     gl.store(residual + item * BLOCK + lane, words)
     if NORM:
         weights = gl.load(gain + (item % PARTS) * BLOCK + lane)

@@ -36,9 +36,9 @@ def all_reduce_norm_fp8(
     *,
     pdl: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add the sum of `x` over all ranks to `residual`, in place and with one rounding, and return the
-    quantised RMSNorm of the result: values `[rows, hidden]` e4m3 and scales `[rows, 1]` float32. Results are
-    rounded as in `fused.rms_norm_fp8`.
+    """Add the sum of `x` over all ranks to `residual`, in place and with one rounding. Return the quantised
+    RMSNorm of the result: values `[rows, hidden]` e4m3 and scales `[rows, 1]` float32. Results are rounded as
+    in `fused.rms_norm_fp8`.
 
     x, residual: [rows, hidden] bfloat16 or float16, contiguous. `residual` must be equal on all ranks. gain:
     [hidden]. Raises ValueError if `fits` is False. Every rank must make the same calls in the same order.

@@ -5,18 +5,19 @@ that send and receive its words.
 The protocol pushes data, as NCCL's LL and TensorRT-LLM's Lamport kernels do. Every rank owns an *arena*:
 device memory that all ranks have mapped. A rank writes its part of a message into its peers' arenas, and
 polls its own arena until its peers' parts have arrived. A 32-bit word that has not arrived contains a
-reserved value. One store therefore transfers both data and flag, and no barrier or fence is needed.
+reserved value. A single store therefore transfers the data and also signals its arrival, so no barrier or
+fence is needed.
 
 An arena can be reused without a barrier for two reasons:
-- Each program (CUDA block) of a grid has its own region, which no other program accesses, and counts its
-  calls in device memory. The parity of the count selects one of the region's two halves, so replays of a CUDA
-  graph need no input from the host. All ranks must launch the same grids in the same order.
+- Each program (CUDA block) of a grid has a separate region of the arena, and counts its calls in device
+  memory. The parity of the count selects one of the region's two halves, so replays of a CUDA graph need no
+  input from the host. All ranks must launch the same grids in the same order.
 - The thread that reads a word immediately writes the reserved value back. A peer writes that word again only
-  two calls later, after it has received this rank's part of the call in between. This rank sends that part
-  only after the first call, which restored the reserved value, has ended.
+  two calls later. Before that, it must receive this rank's part of the call in between. This rank sends that
+  part only after the first call has finished, and the first call has restored the reserved value.
 
 If a peer stopped, the other ranks would poll forever. Therefore the poll loop also reads a word that the host
-can set. Once it is set, results are undefined, every later call returns soon, and the group of ranks must be
+can set. Once this word is set, calls return soon, their results are undefined, and the group of ranks must be
 recreated.
 """
 
@@ -37,7 +38,7 @@ PROGRAMS = 528
 waits for programs on other GPUs. An H100 or H200 supports four of them per multiprocessor."""
 
 REGION_BLOCK = 512
-"""Maximum number of 32-bit words in an item, the unit in which a program sends data."""
+"""Maximum number of 32-bit words in an item. A program sends one item at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class Arena:
     addresses: torch.Tensor
     """Start address of each rank's arena: [world] int64 on the device."""
     calls: torch.Tensor
-    """Number of calls in which each program of the grid has participated: [PROGRAMS] int32 on the device."""
+    """Number of calls in which each program has participated: [PROGRAMS] int32 on the device."""
     stop_address: int
     """Address of an int32 word on the host or device. A value other than 0 ends all polling."""
     items: int
@@ -93,8 +94,8 @@ setp.eq.u32 missing, stop, 0;
 @missing bra again;
 done:
 }""")
-"""Polls four words at a time, because each thread owns four consecutive words. Every 1,024th poll also reads
-the host's stop word."""
+"""Assembly code that polls four words at a time, because each thread owns four consecutive words. Every
+1,024th poll also reads the host's stop word."""
 
 _PUSH = gl.constexpr("""{
 st.relaxed.sys.global.v4.b32 [$4], {$8, $9, $10, $11};

@@ -9,11 +9,11 @@ from kernels.triton.linear_plans import HOPPER_SHARED, GemmPlan, tile_bytes
 from kernels.triton.linear_table import Product, problem
 
 BUCKETS = (1, 8, 16, 32, 64, 128, 256)
-"""Numbers of rows that the tuner measures. The result for an entry also applies to all numbers between the
-previous entry and this one."""
+"""Numbers of rows that the tuner measures. The result for each number also applies to all smaller numbers
+down to the previous entry."""
 
 _MANY = 16384
-"""Minimum number of outputs at which a GEMM needs many waves of programs."""
+"""Number of outputs from which a GEMM is assumed to need many waves of programs."""
 
 HALF_SHARED = 112 << 10
 """Bytes of shared memory per program that let two programs of the `tiles` kernel run on one multiprocessor.

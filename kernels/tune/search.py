@@ -1,5 +1,5 @@
-"""Searches for the fastest plan of each linear. The search first varies one linear's plan while the other
-linears keep theirs. It then times the best plans of all linears together.
+"""Searches for the fastest plan of each linear. The search first varies the plan of one linear at a time. It
+then times the best plans of all linears together.
 
 Plans are timed in a chain: a sequence of decoder operations that run one after another. The implementation of
 `Chain` defines the operations. This module handles only the linears that look up their plan in the table.
@@ -98,8 +98,8 @@ def search(chain: Chain, known: Table, report: Report, hopper: bool) -> list[Mea
 def measure_entries(
     chain: Chain, plans: Choice, products: Iterable[Product]
 ) -> dict[Product, tuple[PlanEntry, float]]:
-    """Return the table entry of each linear in `products`, and the layer's microseconds without that linear.
-    An entry contains the microseconds that the linear adds to a layer with `plans`."""
+    """For each linear in `products`, return its table entry and the layer's microseconds without that linear.
+    The entry contains the microseconds that the linear adds to a layer with `plans`."""
     found = {}
     layer_us = _least(chain, plans)
     for product in products:
@@ -119,8 +119,8 @@ def is_right(chain: Chain, product: Product, plan: GemmPlan | None, hopper: bool
 
 
 def check_table(chain: Chain, product: Product, plan: GemmPlan | None, hopper: bool) -> Table:
-    """Return a table for checking one plan. The other linears get plans that share norms, so that shared
-    norms are checked too."""
+    """Return a table for checking one plan. It contains norm-sharing plans for the other linears, so that
+    shared norms are checked too."""
     others = {one: _sharing_plan(one, chain.rows, hopper) for one in chain.products}
     return table_of({**others, product: plan}, chain.rows)
 
@@ -185,7 +185,7 @@ def _time(plans: Sequence[GemmPlan | None], us: Microseconds, rounds: int = 1) -
 
 
 def _prefer(plan: GemmPlan | None, timed: Timed) -> GemmPlan | None:
-    """Return the fastest plan, or `plan` if the difference is within the measurement noise. Therefore a table
+    """Return the fastest plan, or `plan` if the difference is within the measurement noise, so that a table
     changes only for a real gain."""
     return plan if dict(timed).get(plan, math.inf) <= timed[0][1] * (1 + _NOISE) else timed[0][0]
 
