@@ -18,7 +18,7 @@ from engine.wire import MAX_BACKLOG_BYTES, MAX_FRAME_BYTES, Channel, encode_fram
 
 PLAN_TIMEOUT_S = 30.0
 """Maximum time, in seconds, that a peer may leave plans unread. A peer does not read while it launches a
-step, and a launch can take as long as a step with a long prompt."""
+step, and a launch can take as long as the computation of a long prompt."""
 
 MAX_PLAN_BYTES = MAX_BACKLOG_BYTES
 """Maximum size of a plan's frame in bytes. It may exceed the limit for fronts, because both ends are ranks of
@@ -43,10 +43,11 @@ def largest_plan_bytes(
 ) -> int:
     """Return an upper bound on the size of a plan's frame in bytes.
 
-    The lists in the setups are limited by `engine.scheduling.admission.MAX_SETUP_NUMBERS`, or belong to a
-    single sequence. The lists of that sequence, except for its output, arrived in one frame from a front.
-    Apart from the setups, a plan contains at most every slot with its complete block table, the tokens of one
-    step, and every block in `clears`. For 1024 slots of 131,072 tokens, the bound is about 100 MB.
+    The lists in the setups are limited by `engine.scheduling.admission.MAX_SETUP_NUMBERS`, unless a step
+    contains a single setup. In that case, they are limited by the size of the front's frame in which they
+    arrived, plus the sequence's output. Apart from the setups, a plan contains at most every slot with its
+    complete block table, the tokens of one step, and every block in `clears`. For 1024 slots of 131,072
+    tokens, the bound is about 100 MB.
     """
     setups = MAX_FRAME_BYTES + _NUMBER_BYTES * max_model_len
     table = -(-max_model_len // BLOCK_TOKENS) * _ENTRY_BYTES

@@ -1,8 +1,8 @@
 """The process of one rank: `python -m engine.replica --channel FD`.
 
 Rank 0 plans the steps and communicates with the fronts and the core. The other ranks execute its plans. A
-rank exits immediately if the core or another rank ends, or if a step fails. A replica therefore never runs
-with only some of its ranks.
+rank exits immediately if the core or another rank exits, or if a step fails. A replica therefore never
+continues with only some of its ranks.
 """
 
 from __future__ import annotations
@@ -109,11 +109,12 @@ def _serve(
 
 
 def _watch_peers(rank: int, peers: list[socket.socket], ranks: Ranks) -> None:
-    """Exit when a peer ends. Rank 0 watches all other ranks, and the other ranks watch rank 0."""
+    """Exit when a peer exits. Rank 0 watches all other ranks, and the other ranks watch rank 0."""
 
     def leave(name: str) -> None:
         ranks.abandon(f"{name} has ended")
-        # The main thread raises RankLost or returns, unless it is blocked in a collective or idle.
+        # Normally, the main thread now raises RankLost or returns. It does not if it is idle or blocked in a
+        # collective.
         time.sleep(LOSS_GRACE_S)
         log.error("%s has ended; this rank exits", name)
         logging.shutdown()
@@ -185,8 +186,8 @@ def _await_start(control: Channel[RankInbound]) -> Start:
     while True:
         selector.select()
         messages = control.read()
-        # A second read detects a core that ended after it sent Start. If the core ends later, the operating
-        # system kills this process (`_die_with_parent`).
+        # Read again to detect whether the core has exited since it sent Start. If the core exits later, the
+        # operating system kills this process (`_die_with_parent`).
         messages += control.read()
         if control.violation:
             log.error("the core sent an invalid message: %s", control.violation)
@@ -203,8 +204,8 @@ def _die_with_parent() -> None:
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        # The parent ended before prctl took effect. A parent that ended before `os.getppid` was called is
-        # detected by the closed channel.
+        # The parent exited before prctl took effect. If it exited before `os.getppid` was called, the closed
+        # channel reveals this.
         os._exit(0)
 
 

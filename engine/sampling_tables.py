@@ -80,8 +80,8 @@ class SamplingMetadata:
 
 @dataclass(slots=True)
 class _CachedMetadata:
-    """Cached metadata of a list of slots. It is valid until the next setup, or until a slot reaches its
-    `min_tokens`."""
+    """Cached metadata of a list of slots. The metadata is valid until the next setup, or until a slot reaches
+    its `min_tokens`."""
 
     epoch: int
     slots: list[int]
@@ -95,8 +95,8 @@ class SamplingTables:
 
     Penalty counts take 4 bytes per vocabulary entry for each slot with penalties. The number of count rows is
     rounded up to a power of two. A row stays in use until the next setup of its slot. Allowed tokens take 1
-    byte per vocabulary entry for each submission that restricts its tokens, and, in a step with such
-    submissions, for each processed slot.
+    byte per vocabulary entry for each submission that restricts its tokens. A step with such submissions
+    needs the same amount for each processed slot.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
@@ -118,8 +118,8 @@ class SamplingTables:
         """Bad words of each slot: their prefixes [words, MAX_BAD_WORD_TOKENS - 1] and their last tokens
         [words]."""
         self._recent = torch.full((max_num_seqs, _PREFIX), _NONE, dtype=torch.int32, device=device)
-        """The last output tokens of slots with bad words. They are updated on the device, because a step may
-        be launched before the host has read the previous step's tokens."""
+        """Most recent output tokens of slots with bad words. The device updates them, because a step may be
+        launched before the host has read the previous step's tokens."""
         self._variant = np.zeros(max_num_seqs, dtype=np.int8)
         self._processed = np.zeros(max_num_seqs, dtype=bool)
         """Whether each slot has penalties, biases, allowed tokens or bad words."""

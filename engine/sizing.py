@@ -105,13 +105,13 @@ def predict(
     blocks: int | None,
     on_gpu: bool,
 ) -> Sizing:
-    """Predict the memory of rank 0, which needs the most memory, because only rank 0 has the biases of
-    all-reduced linear layers.
+    """Predict the memory of rank 0. It needs the most memory, because only rank 0 has the biases of
+    all-reduced linears.
 
-    `dtype` is the model's dtype, a key of engine.config.DTYPE_BYTES. `weights` and `kv_cache_dtype` are also
-    keys of it, or "fp8". `max_num_seqs` is the maximum number of running sequences. `max_num_batched_tokens`
-    is the token budget of a step. `blocks` is the size of the KV pool, or None if it is not yet known. Raises
-    UnsupportedError if the model cannot be split across the ranks.
+    `dtype` is the model's dtype, a key of `engine.config.DTYPE_BYTES`. `weights` and `kv_cache_dtype` are
+    keys of the same mapping, or "fp8". `max_num_seqs` is the maximum number of running sequences.
+    `max_num_batched_tokens` is the token budget of a step. `blocks` is the size of the KV pool, or None if it
+    is not yet known. Raises UnsupportedError if the model cannot be split across the ranks.
     """
     shard = config.shard(tensor_parallel_size, 0)
     return Sizing(
@@ -244,8 +244,8 @@ def _workspace_on_gpu(
 
     The buffers contain two sets of logits (one is used by the CUDA graphs) and processed logits in float32.
     They also contain penalty counts for every slot, and exclusions for every slot and for every processed
-    slot of a step. The result includes the expansion of an FP8 cache, the CUDA graphs, and the memory of CUDA
-    itself.
+    slot of a step. The result also includes the buffer for expanding an FP8 cache, the CUDA graphs, and the
+    memory of CUDA itself.
     """
     width = DTYPE_BYTES[dtype]
     logits = max_num_seqs * shard.vocab * (2 * width + 10)

@@ -12,8 +12,8 @@ MIN_CPU_FLOPS, MIN_GPU_FLOPS = 1e9, 1e12
 """A rate, in operations per second, that every device reaches. It is assumed until the first step of a kind
 has been measured."""
 _KEEP = 0.8
-"""Weight of earlier measurements relative to the latest step. With this value, mainly the last five steps
-count."""
+"""Weight of earlier measurements relative to the latest step. With this value, the average depends mainly on
+the last five steps."""
 
 
 class _Speed:

@@ -55,8 +55,8 @@ def largest_steps(max_model_len: int, max_num_seqs: int, max_num_batched_tokens:
     longest = max(1, max_model_len - 1)
     deep = _prompts(max_num_seqs, max_num_batched_tokens, longest)
     deep[0] = Chunk(0, max(0, longest - len(deep[0].token_ids)), deep[0].token_ids, rows)
-    # Decodes share the pool, so their total length is about the length of the longest sequence or the token
-    # budget of a step.
+    # Decodes share the KV pool, so limit their total length to about the longest sequence or the token budget
+    # of a step.
     together = max(max_model_len, max_num_batched_tokens)
     length = max(1, min(max_model_len - 2, together // max_num_seqs))
     chunks = [Chunk(row, length - 1, [0], [row]) for row in rows]

@@ -2,8 +2,8 @@
 stream socketpairs.
 
 A step loop polls a `Channel` with `read`. On an event loop, `listen` registers callbacks. Only `drain`
-blocks. End of file means that the peer has exited or closed its end. A frame consists of a 4-byte
-little-endian length and one struct in msgpack. File descriptors are sent with the first byte of their frame
+blocks. End of file means that the peer has exited or closed its end. A frame consists of its length (4 bytes,
+little-endian) and one struct in msgpack. File descriptors are sent with the first byte of their frame
 (`SCM_RIGHTS`), so they arrive in the order of the frames.
 """
 
@@ -32,7 +32,7 @@ _MAX_READS = 16
 _MAX_FDS = 64
 
 MAX_FRAME_BYTES = 64 << 20
-"""Default maximum size of a frame in bytes. A longer frame is a protocol violation, upon which the channel is
+"""Default maximum size of a frame in bytes. A longer frame violates the protocol, and the channel is then
 closed."""
 MAX_BACKLOG_BYTES = 256 << 20
 """Maximum number of unsent bytes. If the peer leaves more bytes unread, the channel is closed to limit memory

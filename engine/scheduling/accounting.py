@@ -32,8 +32,8 @@ class RequestAccounting:
     credits.
 
     Credits are running totals (see `Report`). Each finished sample grants one sequence credit. Each token of
-    a submission's `credit_tokens` is granted back once, either when the first sample has computed it or when
-    the submission ends.
+    a submission's `credit_tokens` is granted back once: when the first sample has computed it, or at the
+    latest when the submission has ended.
     """
 
     def __init__(self, credit_seqs: int, credit_tokens: int) -> None:

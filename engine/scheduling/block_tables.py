@@ -2,7 +2,7 @@
 have been sent to the device.
 
 A block belongs to only one sequence, with two exceptions: blocks found in the prefix cache, and blocks shared
-with forks (`SharedBlocks` for full blocks). If the last block of a shared prompt is only partly filled, it is
+with forks (full blocks as `SharedBlocks`). If the last block of a shared prompt is only partly filled, it is
 copied before any sequence writes to it. Full blocks are offered to the prefix cache once their values are
 known to be finite.
 """
@@ -108,8 +108,8 @@ class BlockTables:
     def release(self, sequence: Sequence) -> None:
         """Free a sequence's blocks.
 
-        Steps in flight may still write to these blocks, but all later plans run after those steps. The blocks
-        that they may write are marked, because the written values may not be finite.
+        Steps in flight may still write to these blocks, but all later plans run after those steps. Blocks
+        that steps in flight may write to are marked, because the written values may not be finite.
         """
         if sequence.finite < sequence.position:
             for index in range(sequence.finite // BLOCK_TOKENS, blocks_for(sequence.position)):

@@ -71,8 +71,7 @@ class ResultCollector:
         self._release(sequence, finish)
 
     def cancel(self, sequences: list[Sequence]) -> None:
-        """End sequences of one submission with the finish reason "cancelled". Sequences that have already
-        ended are skipped."""
+        """Cancel sequences of one submission. Sequences that have already ended are skipped."""
         # Forks end before their leader, so that the leader's prefill is not passed from one fork to the next.
         for sequence in reversed(sequences):
             if not sequence.finish_reason:

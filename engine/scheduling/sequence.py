@@ -18,8 +18,8 @@ from engine.plan import SlotSetup
 from engine.scheduling.block_pool import PrefixChain
 
 REAL_TIME, BACKGROUND = 0, CLASSES - 1
-"""The highest and the lowest priority class. A waiting real-time sequence preempts running background
-sequences if it needs their slots."""
+"""The highest and the lowest priority class. A waiting real-time sequence that needs a slot preempts running
+background sequences."""
 
 _NEVER = 1 << 62
 
@@ -95,15 +95,15 @@ class Sequence:
     shared: SharedBlocks | None = None
     """Leading blocks that are shared with other samples of the submission, or None if there are none."""
     table: list[int] = field(default_factory=list)
-    """Block table of the sequence after the shared blocks, which contains ids of KV blocks."""
+    """Ids of the sequence's KV blocks after the shared blocks."""
     sent_blocks: int = 0
     """Number of leading blocks that have been sent to the device's block table."""
     position: int = 0
     """Next position to compute. It equals the number of tokens whose keys and values are written by launched
     steps."""
     next_allocation: int = _NEVER
-    """Position at which a decode needs a new block, because the last block is full or shared, or at which the
-    sequence's last token has been launched."""
+    """Next position that requires work: a decode at this position needs a new block because the last block is
+    full or shared, or the sequence's last token has been launched."""
     next_check: int = _NEVER
     """Length in tokens at which a new token fills a block or reaches `limit`."""
     registered: int = 0
@@ -265,8 +265,8 @@ def blocks_for(tokens: int) -> int:
 
 
 def setup_of(sequence: Sequence) -> SlotSetup:
-    """Return the setup of a sequence and its forks for the plan. One setup is enough, because none of these
-    sequences has sampled a token yet."""
+    """Return the plan's setup for a sequence and its forks. One setup is enough, because a sequence with
+    forks has not sampled a token yet."""
     submit = sequence.submission.submit
     prompt_tokens = len(submit.prompt_token_ids)
     history = sequence.tokens[:] if submit.sampling.penalised else []

@@ -3,8 +3,9 @@ matrix, and its kernel plans can be replaced.
 
 The linears to tune are found by running the decoder: they are the linears that look up a plan in the table.
 Each copy of a layer has separate weights, so that no weight is in the L2 cache when it is read. A linear's
-cost is the time that it adds to the whole layer. It therefore includes effects on the neighbouring kernels,
-which overlap with the linear (programmatic dependent launch), and the norms that are not fused into it.
+cost is the time that it adds to the whole layer. The cost therefore includes the linear's effects on
+neighbouring kernels, which overlap with it (programmatic dependent launch), and the time of norms that are
+not fused into it.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ _CACHES = 8
 """Total size of a chain's weights as a multiple of the L2 cache size. It ensures that a weight is no longer
 cached when it is read again."""
 _CHAIN_BYTES = 5 << 30
-"""Minimum number of bytes of weights that a graph reads. The start of a graph takes about 10 µs, which is
-then a small part of the measured time."""
+"""Minimum number of bytes of weights that a graph reads. It makes the start of a graph (about 10 µs) a small
+part of the measured time."""
 _VOCABULARY = 1024
 """Vocabulary size of a decoder whose layers are timed. The embeddings and the output matrix are not timed."""
 _SEED = 1

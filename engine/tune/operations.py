@@ -58,7 +58,7 @@ class TunedOps(CudaOps):
 
 
 class _NotingTable:
-    """A table that records each linear whose plan is looked up, and gets the plan from another table."""
+    """Wraps a table of plans, and records each linear whose plan is looked up."""
 
     def __init__(self, table: Table, asked: list[Product]) -> None:
         self._table, self._asked = table, asked
