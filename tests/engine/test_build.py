@@ -118,7 +118,7 @@ def test_kernels_are_built_and_tuned_without_dependent_launch_before_hopper(tmp_
 
 
 def test_a_checkpoint_that_kernels_cannot_serve_is_named_with_its_field(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"config.json: hidden_size is 'x'; an integer of at least 1"):
+    with pytest.raises(CheckpointError, match=r"config.json: hidden_size is 'x'; it must be an integer"):
         read_served(folder_of(tmp_path, "llama", hidden_size="x"))
     with pytest.raises(
         UnsupportedError, match=r"config.json: dtype is float32; GPU kernels support bfloat16, fl.*"
