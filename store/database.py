@@ -70,11 +70,9 @@ class WritableDatabase:
             raise
 
     def displaced(self) -> str:
-        """Return a message if an open file was deleted or replaced on disk; empty if none was.
-
-        No data is lost yet, because the connection keeps the original file open, but new commits are written
-        to a file that no longer has a name.
-        """
+        """Return a message if a file of the open database was deleted or replaced on disk; empty otherwise.
+        No data is lost yet, because the connection keeps the original file open. New commits are written to
+        this file, which no longer has a name."""
         for path, found in self._identities().items():
             known = self._files[path]
             if known is None:
@@ -86,8 +84,9 @@ class WritableDatabase:
         return ""
 
     def write_back(self, progress: Callable[[], None]) -> str:
-        """Write the content of the displaced file back to the path and continue with the new file. A foreign
-        file at the path is renamed. Returns its new name; empty if there was none.
+        """Write the content of the deleted or replaced file back to its path, and continue with the new file.
+        If the path contains a foreign file, the foreign file is renamed. Returns its new name, or an empty
+        string if there was none.
 
         `progress` is called every few pages. Raises a `StoreError` if the disk refuses the content, which
         then remains in the open file.
@@ -124,8 +123,8 @@ class WritableDatabase:
         _sync(copy)
 
     def _move_aside(self) -> str:
-        """Rename a foreign file at the path, and return its new name. Also remove the displaced file's log
-        files, because SQLite would otherwise apply them to the file that is written back."""
+        """Rename a foreign file at the path, and return its new name. Also remove the original database's
+        -wal and -shm files, because SQLite would otherwise apply them to the file that is written back."""
         known, found = self._files[self.path], _identity(self.path)
         foreign = found is not None and found != known
         aside = self.path.with_name(f"{self.path.name}.replaced-{datetime.now(UTC):%Y%m%dT%H%M%SZ}")
@@ -203,9 +202,9 @@ def open_readonly(path: Path, schema: Schema | None = None) -> sqlite3.Connectio
     try:
         connection = _open_and_touch(path, "mode=ro")
     except sqlite3.Error as error:
-        # The file may be in WAL mode without -wal and -shm (a copy, for example), in a folder where this
-        # process cannot create these files. In that case the file is complete and no process is writing it,
-        # so open it as immutable.
+        # A database in WAL mode may lack its -wal and -shm files (a copy, for example) and be in a folder
+        # where this process cannot create them. In that case the database file is complete and no process is
+        # writing to it, so open it as immutable.
         wal = path.with_name(path.name + "-wal")
         stopped = not wal.exists() or wal.stat().st_size == 0
         if primary_code(error) not in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY) or not stopped:
@@ -296,7 +295,7 @@ def _open_and_touch(path: Path, how: str) -> sqlite3.Connection:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Return the device and inode; None if there is no file."""
+    """Return the file's device and inode; None if the file does not exist."""
     try:
         found = path.stat()
     except OSError:

@@ -25,7 +25,7 @@ _FIRST_BYTE = b"{"
 
 
 class Trailer(NamedTuple):
-    """The last line of an export. `content` is the signed text."""
+    """The last line of an export. `content` is the text that the signature covers."""
 
     head: Head
     rows: int

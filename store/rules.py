@@ -66,7 +66,7 @@ def allows(field: Declared, value: Any) -> bool:
 
 
 def wrong(name: str, value: object, remedy: str) -> ValueError:
-    """Return the error for a field whose value cannot be used."""
+    """Return the error for a field whose value is not allowed."""
     shown = list(value[:3]) if isinstance(value, tuple) else value
     return ValueError(f"{name} is {shown!r}: {remedy}")
 
