@@ -24,7 +24,7 @@ Danger = Literal["none", "confirm", "typed"]
 """Required confirmation: none, yes or no, or typing the target's name."""
 TargetKind = Literal["service", "model", "tenant", "key", "peer", "request"]
 Visibility = Literal["shown", "internal"]
-"""Whether operators can choose the action, or only a command performs it as one of its steps."""
+"""Whether operators can choose the action. Otherwise, only a command performs it, as one of its steps."""
 
 
 def _changes(record: type[msgspec.Struct]) -> Any:

@@ -29,11 +29,12 @@ class UntrustedError(Exception):
 
 def trusted_directory(path: Path, option: str, service: frozenset[int] = frozenset()) -> frozenset[int]:
     """Return the users who are trusted to answer in this directory: root, the caller, and the service's user.
+    If the directory does not exist, return root and the caller, because no process can listen there. `option`
+    is the command-line option for choosing a different directory. `service` contains users who are trusted
+    because of another directory of the service.
 
-    `option` is the command-line option for choosing a different directory. `service` holds users who are
-    trusted because of another directory of the service. Raises UntrustedError for a symbolic link, for a
-    directory that other users can write to, and for an owner who is not trusted. No process can listen in a
-    directory that does not exist, so in that case root and the caller are trusted.
+    Raises UntrustedError for a symbolic link, for a directory that other users can write to, and for an owner
+    who is not trusted.
     """
     uids = _given_uids() | service
     try:

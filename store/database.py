@@ -336,7 +336,7 @@ def _create(path: Path, mode: int = 0o640) -> int:
 
 def _lock(path: Path) -> int:
     """Acquire the writer's lock and return its file descriptor. The lock is released when the descriptor is
-    closed or the process ends.
+    closed or the process exits.
 
     The lock is on a separate file, because opening and closing the database file would drop SQLite's own
     POSIX locks on it.

@@ -116,7 +116,7 @@ class RequestLog:
         """Log an admitted request. Never blocks; returns False if the row was dropped (counted in the
         writer's state).
 
-        Raises `ValueError` for a row that has already ended.
+        Raises `ValueError` for a row that has `finished_at`.
         """
         if row.finished_at is not None:
             raise ValueError(

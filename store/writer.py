@@ -183,7 +183,7 @@ class Writer:
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Commit the waiting operations, leave the file complete and readable without write permission, and
-        end the thread.
+        stop the thread.
 
         Operations that the disk still refuses after `timeout_s` are lost, counted and logged. A second call
         does nothing.

@@ -45,7 +45,8 @@ class Backend(NamedTuple):
     act: Callable[[Actor, msgspec.Struct], Awaitable[msgspec.Struct]]
     """Performs the action that the parameters belong to. Raises ActionError."""
     record_denied: Callable[[Actor, Action, str], None]
-    """Records in the audit trail that a caller lacked the scope for an action, and the reason."""
+    """Adds an audit row for an action that was denied because the caller lacked the required scope. The row
+    contains the reason."""
 
 
 def admin_app(backend: Backend, authenticator: Authenticator) -> tuple[Starlette, App]:

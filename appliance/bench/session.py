@@ -27,8 +27,8 @@ from appliance.bench.workloads import Shape, Workload
 REQUEST_TIMEOUT_S = 600.0
 _MAX_WARM_UP = 8
 _SETTLE_S = 60.0
-"""Minimum time limit for a trial's open requests to end. The limit is the trial's duration if that is
-longer."""
+"""Minimum time that the server has for the open requests of a stopped trial before the search is given up. If
+a trial's duration is longer, that duration is used."""
 
 
 class Show(Protocol):
@@ -117,7 +117,8 @@ class Session:
 
     def search(self, shape: Shape, first_rate: float, duration_s: float) -> tuple[Search, Result | None]:
         """Search for the highest rate that the server sustains within the limits, in trials of `duration_s`.
-        Returns the search and, as a result, its best trial. Raises BenchError."""
+        Returns the search, and the result of its best trial (None if no rate was sustained). Raises
+        BenchError."""
         self._warm_up(shape, _MAX_WARM_UP)
         is_settled = True
 

@@ -109,7 +109,7 @@ class Families:
 
 
 def outcome(row: RequestRow) -> str:
-    """Return how a request ended: "ok", "cancelled", "refused", "rejected" or "failed"."""
+    """Return the outcome of a request: "ok", "cancelled", "refused", "rejected" or "failed"."""
     status = row.status or 500
     if status < 400:
         # A stream's status code is sent before the stream can fail.
