@@ -163,7 +163,7 @@ class AdminClient:
                 + (
                     ""
                     if body is None
-                    else "; whether the action was performed is shown by: appliance audit list"
+                    else "; to see whether the action was performed, run: appliance audit list"
                 )
             ) from error
         finally:

@@ -27,8 +27,8 @@ class FrontStats(msgspec.Struct, frozen=True, kw_only=True):
 
     connections: int = 0
     busy_connections: int = 0
-    """Number of connections of known clients on which a request is being answered. Known clients are local
-    users and clients with a valid key."""
+    """Number of connections of authenticated clients on which a request is being answered. Authenticated
+    clients are local users and clients with a valid key."""
     max_connections: int = 0
     """Maximum number of connections of authenticated clients: the configured limit, or fewer if file
     descriptors are scarce."""

@@ -259,8 +259,8 @@ def examine(path: Path, recorded: Iterable[Recorded] = (), key: SigningKey | Non
     signed, replaced, forged = _by_signature(known, key, since)
     verdict = checked(signed)
     problems = [
-        f"the head of row {one.head.seq} in {one.source} does not carry this service's signature: it "
-        "was signed with another key, or forged"
+        f"the head of row {one.head.seq} in {one.source} is not signed by this service: it was signed "
+        "with another key, or it was forged"
         for one in forged
     ]
     notes = []

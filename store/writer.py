@@ -440,7 +440,7 @@ class Writer:
             self._retry_s = min(self._retry_s * 2, _LAST_RETRY_S)
             waiting = len(self._queue)
         if news:
-            log.error("%s; %d rows are waiting in memory, and writing is retried", message, waiting)
+            log.error("%s; %d rows are waiting in memory, and writing will be retried", message, waiting)
 
     def _give_up_the_rest(self) -> None:
         with self._condition:

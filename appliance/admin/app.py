@@ -79,7 +79,7 @@ def admin_app(backend: Backend, authenticator: Authenticator) -> tuple[Starlette
             "/requests",
             backend.in_flight,
             list[InFlight],
-            "List the requests that have not ended, oldest first",
+            "List the unfinished requests, oldest first",
         ),
         _shown("/keys", backend.keys, list[Key], "List all keys, without their secrets"),
         _shown("/tenants", backend.tenants, list[Tenant], "List all tenants"),

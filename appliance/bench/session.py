@@ -149,8 +149,8 @@ class Session:
         run = self._run("settling", shape, 1, concurrency=1, timeout_s=limit_s)
         if "timeout" in run.failures:
             raise UnsettledError(
-                f"the search ended early, because the server still did not respond {limit_s:g} s after "
-                "a trial was stopped; it may be continuing requests whose clients have disconnected. "
+                f"the search ended early, because the server did not respond within {limit_s:g} s after "
+                "a trial was stopped; it may still be processing requests whose clients have disconnected. "
                 "Start at a lower --rate"
             )
 

@@ -104,7 +104,7 @@ def _gpus(report: GpuReport) -> Iterator[Finding]:
             "backend can be used",
         )
     elif not report.gpus:
-        yield _finding("devices", "GPU", "ok", "no NVIDIA GPU found: the CPU backend is used")
+        yield _finding("devices", "GPU", "ok", "no NVIDIA GPU found: using the CPU backend")
     for gpu in report.gpus:
         yield _finding(
             "devices",
@@ -119,7 +119,7 @@ def _gpus(report: GpuReport) -> Iterator[Finding]:
             "devices",
             "torch",
             "problem",
-            f"torch {torch} is built without CUDA, so no GPU is used",
+            f"torch {torch} was built without CUDA, so it cannot use a GPU",
             "install the CUDA build of torch (https://pytorch.org/get-started/locally)",
         )
 
