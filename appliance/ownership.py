@@ -2,9 +2,9 @@
 behind a socket.
 
 Clients check both before they send a key, a prompt or a command, because any user can create a directory in
-/tmp. Three users are trusted: root, the caller, and the service's user. The service's user is the one that
-$APPLIANCE_SERVICE_USER names, or the owner of a run directory that only root or the caller can have created
-at that path (as systemd does with /run/appliance).
+/tmp. Three users are trusted: root, the caller, and the service's user. $APPLIANCE_SERVICE_USER names the
+service's user. The owner of a run directory is also accepted as the service's user if only root or the caller
+can have created the directory at its path. For example, systemd, which runs as root, creates /run/appliance.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class ContentLog:
     @property
     def dropped(self) -> int:
         """Number of requests whose contents were dropped because too many texts were waiting or the database
-        cannot store them."""
+        could not store them."""
         return self._dropped
 
     def keep(self, contents: Iterable[Content]) -> bool:

@@ -169,7 +169,8 @@ class WritableDatabase:
 
     def _leave_wal(self) -> None:
         self.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-        # The busy timeout does not apply to this switch, so retry until no reader has the file open.
+        # The busy timeout does not apply when the journal mode changes, so retry until no reader has the file
+        # open.
         deadline = time.monotonic() + _LEAVE_WAL_TIMEOUT_S
         while True:
             try:
@@ -326,8 +327,8 @@ def _check_writable(path: Path) -> None:
 
 
 def _create(path: Path, mode: int = 0o640) -> int:
-    """Open `path`, creating it if it is missing. Unlike a file that SQLite creates, it cannot be read by
-    users outside the service's group. SQLite gives the -wal and -shm files the same mode."""
+    """Open `path`, creating it if it is missing. Users outside the service's group cannot read the new file,
+    unlike a file that SQLite creates. SQLite gives the -wal and -shm files the same mode."""
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
     except OSError as error:

@@ -153,10 +153,8 @@ def _of(folder: Path) -> str:
 
 
 class HeadKeeper:
-    """Signs chain heads and records them in the file and in the log, which systemd's journal stores.
-
-    Must be used by one thread at a time, the database's writer.
-    """
+    """Signs chain heads and records them in the file and in the log, which systemd's journal stores. Not
+    thread-safe: only the database's writer thread may record heads."""
 
     def __init__(self, path: Path, key: SigningKey) -> None:
         self.path = path

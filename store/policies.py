@@ -111,7 +111,7 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class TenantRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A tenant, to whom requests are billed. Times are in unix seconds."""
+    """A tenant, which is billed for its requests. Times are in unix seconds."""
 
     name: str
     created_at: float

@@ -9,8 +9,8 @@ of two methods:
 - `call` returns a future. The operation runs in a separate transaction, which is committed when the future
   resolves.
 
-An operation submitted with `submit` may run again after a rollback, so it must not have any effect other than
-on the connection.
+An operation submitted with `submit` may run again after a rollback, so it must change nothing outside the
+database.
 """
 
 from __future__ import annotations

@@ -295,7 +295,7 @@ class Client:
                         )
                     return connection
                 except BlockingIOError:
-                    # The backlog of the Unix socket is full, so a blocking connect would have to wait too.
+                    # The backlog of the Unix socket is full. Try again soon.
                     await asyncio.sleep(_CONNECT_AGAIN_S)
 
 

@@ -114,9 +114,10 @@ class ReplicaEvents(Protocol):
 class Replica:
     """Supervises one replica. All methods must be called on the event loop's thread.
 
-    States: "starting" → "loading" → "ready" → (its processes ended) "restarting" → "starting" …; "stopped" at
-    the end. The state is "failed" instead of "restarting" if the checkpoint is bad, or if the memory or the
-    device that the replica needs was missing twice in a row. The delays between its starts then grow.
+    A replica's state is first "starting", then "loading", then "ready". When its processes exit, it is
+    "restarting" and then "starting" again. A replica that was stopped permanently is "stopped". The state is
+    "failed" instead of "restarting" if the checkpoint is bad, or if the memory or the device that the replica
+    needs was missing at two starts in a row. The delays between its starts then grow.
     """
 
     def __init__(
@@ -337,8 +338,8 @@ class Replica:
         fatal = self._fatal
         expected = fatal is not None and fatal.kind != "internal" and not was_ready
         self._expected_failures = self._expected_failures + 1 if expected else 0
-        # The previous incarnation may still hold memory and devices. A damaged file is not read again
-        # immediately, because it is unlikely to have been replaced so quickly.
+        # Do not start again immediately. The previous incarnation may still hold memory and devices, and a
+        # damaged file is unlikely to have been replaced so quickly.
         if fatal is not None and expected and (fatal.kind == "checkpoint" or self._expected_failures > 1):
             self.state, self.failure = "failed", self.last_error
             delay_s = self._retry.delay_s(0.0)

@@ -13,7 +13,7 @@ is reported with its file, line, field, value and remedy.
 
 The main file is the first that exists of `--config`, `$APPLIANCE_CONFIG`, `/etc/appliance/appliance.toml` and
 `$XDG_CONFIG_HOME/appliance/appliance.toml`. The files `conf.d/*.toml` next to it override it, in name order:
-tables are merged, all other values are replaced. Without any file, the defaults serve the shipped model on a
+tables are merged, and all other values are replaced. Without any file, the defaults serve the shipped model on a
 Unix socket.
 """
 
