@@ -17,8 +17,8 @@ _HEALTHY_S = 30.0
 
 
 class Background:
-    """Keeps a reference to each task until the task ends, because the event loop keeps only weak references.
-    Failed tasks are logged."""
+    """Keeps a reference to each task until the task finishes, because the event loop keeps only weak
+    references. Failed tasks are logged."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()

@@ -56,7 +56,8 @@ class FrontStats(msgspec.Struct, frozen=True, kw_only=True):
     kept_bytes: int = 0
     """Memory that these runs' answers occupy, in bytes."""
     dropped_texts: int = 0
-    """Number of requests whose prompts and answers were not stored, because too many were waiting to be stored."""
+    """Number of requests whose prompts and answers were not stored because too many were waiting to be
+    stored."""
     log_dropped_lines: int = 0
     """Number of the front's log lines that were dropped because standard error was not being read."""
     problems: dict[str, str] = {}

@@ -127,7 +127,7 @@ def new_act() -> str:
 
 
 def as_actor(actor: Actor | str) -> Actor:
-    """Return `actor` as an `Actor`. A string is the actor's name."""
+    """Return `actor` as an `Actor`. If it is a string, it is the actor's name."""
     return Actor(actor) if isinstance(actor, str) else actor
 
 

@@ -51,10 +51,8 @@ class WritableDatabase:
     """
 
     def __init__(self, path: Path, schema: Schema, synchronous: Synchronous) -> None:
-        """Open or create the file and migrate it to `schema`.
-
-        Raises a `StorageFaultError` if a later attempt can succeed, otherwise another `StoreError`.
-        """
+        """Open or create the file and migrate it to `schema`. Raises a `StorageFaultError` if a later attempt
+        may succeed, and another `StoreError` for all other errors."""
         self.path = path
         self._schema = schema
         self._synchronous = synchronous
@@ -85,8 +83,8 @@ class WritableDatabase:
 
     def write_back(self, progress: Callable[[], None]) -> str:
         """Write the content of the deleted or replaced file back to its path, and continue with the new file.
-        If the path contains a foreign file, the foreign file is renamed. Returns its new name, or an empty
-        string if there was none.
+        If the path contains a foreign file, rename the foreign file. Returns the foreign file's new name, or
+        an empty string if there was none.
 
         `progress` is called every few pages. Raises a `StoreError` if the disk refuses the content, which
         then remains in the open file.

@@ -33,8 +33,7 @@ PeerKind = Literal["uid", "gid"]
 PEER_KINDS: tuple[PeerKind, ...] = get_args(PeerKind)
 
 _MIN_RATE, _MAX_RATE = 1e-6, 1e15
-"""Smallest and largest possible limit. Up to the largest, a float can represent single requests and
-tokens."""
+"""Smallest and largest possible limit. A float can represent every whole number up to the largest limit."""
 _MAX_DAYS = 36525.0
 _LAST_CLASS = CLASSES - 1
 

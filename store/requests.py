@@ -232,7 +232,8 @@ class RequestReader:
     is running.
 
     Each call opens and closes a connection, so that no reader keeps the file in WAL mode when the service
-    stops. Calls block for milliseconds and raise a `StoreError`. All lists start with the oldest row.
+    stops. Calls block for milliseconds. They raise a `StoreError` if the log cannot be read. All lists start
+    with the oldest row.
     """
 
     def __init__(self, path: Path) -> None:

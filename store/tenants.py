@@ -72,8 +72,8 @@ def delete(connection: sqlite3.Connection, name: str, now: float) -> Change:
 
 
 def map_peer(connection: sqlite3.Connection, peer: PeerRecord) -> Change:
-    """Map a user or group to a tenant, replacing any earlier mapping. Raises ValueError or
-    UnknownTenantError."""
+    """Map a user or group to a tenant, replacing any earlier mapping. Raises ValueError for an invalid kind
+    or number, and UnknownTenantError."""
     check_peer(peer)
     find(connection, peer.tenant)
     before = records.find(connection, PeerRecord, peer.kind, peer.number)

@@ -50,8 +50,8 @@ class Backend(NamedTuple):
 
 
 def admin_app(backend: Backend, authenticator: Authenticator) -> tuple[Starlette, App]:
-    """Return two applications: the routed application, whose route table tests inspect, and the application
-    to serve, which authenticates each caller and then calls the routed application."""
+    """Return two applications. The first contains the routes, and tests inspect its route table. The second
+    is the one to serve: it authenticates each caller and then calls the first."""
 
     async def openapi(request: Request) -> Response:
         return _json(openapi_document("Appliance admin API", check_routes(app)))

@@ -41,8 +41,8 @@ def done(message: str) -> Effect:
 
 
 async def committed(change: Future[T]) -> T:
-    """Return the result of a change to `control.db`. If the change does not start in time, the future raises
-    the error. If the change starts but does not finish in time, raises OutcomeUnknownError."""
+    """Return the result of a change to `control.db`. If the change does not start in time, raises the
+    writer's error. If it starts but does not finish in time, raises OutcomeUnknownError."""
     waiting = asyncio.wrap_future(change)
     await asyncio.wait([waiting], timeout=_MAX_CHANGE_S)
     if not waiting.done():

@@ -215,7 +215,7 @@ class StatusReader:
                 drain.public_state,
                 f"taken out of service by an operator; put it back with: appliance resume --model {model}",
             )
-        # A model has the state of its replica that is in the best state, because that replica serves the
+        # A model's state is the best state among its replicas, because the replica in that state serves the
         # clients.
         best = min(replicas, key=lambda replica: _BEST_FIRST.index(replica.state), default=None)
         if best is None:

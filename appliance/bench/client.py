@@ -218,7 +218,7 @@ class Client:
         self._tls = ssl.create_default_context() if target.tls_name else None
 
     async def complete(self, request: bytes, exchange: Exchange, due_at: float) -> Record:
-        """Send the request for a streamed completion, which was due at `due_at`, and return its record."""
+        """Send a request for a streamed completion and return its record. The request was due at `due_at`."""
         sent_at = time.monotonic()
         await self.send(request, exchange)
         return Record(

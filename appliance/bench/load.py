@@ -104,8 +104,7 @@ class Record(msgspec.Struct):
     """The measurements of one completed request."""
 
     began_at: float
-    """Time when the request was sent. In open loop, the time when the request was due, even if it was sent
-    later."""
+    """Time when the request was sent. In open loop, its due time, even if it was sent later."""
     late_s: float
     """Delay between the time when the request was due and the time when it was sent."""
     ended_at: float

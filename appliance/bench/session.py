@@ -27,8 +27,8 @@ from appliance.bench.workloads import Shape, Workload
 REQUEST_TIMEOUT_S = 600.0
 _MAX_WARM_UP = 8
 _SETTLE_S = 60.0
-"""Minimum time that the server has for the open requests of a stopped trial before the search is given up. If
-a trial's duration is longer, that duration is used."""
+"""After a failed trial, the server must answer a test request within this time, or within a trial's duration
+if that is longer. Otherwise the search is given up."""
 
 
 class Show(Protocol):

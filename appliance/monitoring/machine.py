@@ -16,8 +16,8 @@ from appliance.monitoring.versions import product_version, requirements, version
 from appliance.quantities import of_bytes
 
 _MIN_PYTHON = (3, 11)
-# The first SQLite version in which two connections may safely write or checkpoint at the same time, see
-# https://sqlite.org/wal.html#walresetbug.
+# The first SQLite version in which two connections may safely write or checkpoint at the same time
+# (https://sqlite.org/wal.html#walresetbug).
 _WAL_RESET_MENDED = (3, 51, 3)
 _MIN_DESCRIPTORS = 4096
 _LITTLE_MEMORY_BYTES = 1 << 30

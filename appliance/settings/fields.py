@@ -16,7 +16,7 @@ from appliance.protocol import LogLevel
 from appliance.traffic.rules import QueueRules
 from engine.messages import Device, DType, LoadFormat, Quantization, ReplicaSpec
 
-# Every number has an upper bound, so that a mistyped one is refused when the file is read.
+# Every number has an upper bound, so that a mistyped number is refused when the file is read.
 Positive = Annotated[int, msgspec.Meta(ge=1, le=1_000_000_000)]
 Processes = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
@@ -170,9 +170,8 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     drain_grace_s: Seconds = 10.0
     """Time for which running requests may continue after SIGTERM."""
     drain_notice_s: Seconds = 0.2
-    """Delay between the start of a drain, when `/health/ready` begins to report "not ready", and the moment
-    when the drain begins to refuse requests. Set it higher than the interval of a load balancer's health
-    checks."""
+    """Delay before a drain begins to refuse requests. From the start of this delay, `/health/ready` reports
+    "not ready". Set it higher than the interval of a load balancer's health checks."""
     hang_timeout_s: PositiveSeconds = 20.0
     """A ready replica or front that does not report for this long is killed. Unless it was already stopping,
     it is then restarted. If a replica has announced a long step, the limit is ten times the step's predicted
