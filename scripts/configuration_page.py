@@ -28,11 +28,11 @@ from appliance.settings.convert import NOT_SETTINGS
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 
 FIRST = "Outside of any table"
-"""The first generated heading. The text before it is written by hand."""
+"""The first generated heading. The text above it is written by hand."""
 
 
 def page(former: str) -> str:
-    """Return the whole page. The text before the first generated heading is kept."""
+    """Return the whole page. The text above the first generated heading is left unchanged."""
     head = former.partition(f"## {FIRST}")[0].rstrip() + "\n"
     parts = [head, *_section(FIRST, Settings, ()), *_section("[models.NAME]", ModelSettings, ("models",))]
     for field in msgspec.structs.fields(Settings):

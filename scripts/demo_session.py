@@ -20,7 +20,7 @@ START_TIMEOUT_S = 180
 def main() -> int:
     """Run the demo. Returns 0 if the question was answered and the service stopped cleanly."""
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: sys.exit(1))  # stops the service in every case
+        signal.signal(number, lambda *_: sys.exit(1))  # also stops the service
     appliance = str(Path(sys.executable).with_name("appliance"))
     folder = Path(tempfile.mkdtemp(prefix="appliance-demo-"))
     run_dir, state_dir = folder / "run", folder / "state"
@@ -94,7 +94,7 @@ def ask(socket: Path) -> None:
 
 
 def show_row(appliance: str, run_dir: Path) -> None:
-    """Print the request's row, which the service writes within a second after the answer."""
+    """Print the request's row. The service writes the row within a second after the answer."""
     for _ in range(50):
         rows = json.loads(
             subprocess.run(
@@ -112,9 +112,10 @@ def show_row(appliance: str, run_dir: Path) -> None:
 
 
 def chat(appliance: str, run_dir: Path) -> None:
-    """Run a chat until the user leaves it."""
-    # Only the chat reacts to Ctrl-C, by cancelling an answer. This process installs a handler instead of
-    # ignoring the signal, because the chat would inherit an ignored signal.
+    """Run a chat until the user exits it."""
+    # Only the chat reacts to Ctrl-C, by cancelling the current answer. If this process ignored the signal,
+    # the chat would inherit that setting and ignore it too. This process therefore installs a handler
+    # instead.
     before = signal.signal(signal.SIGINT, lambda *_: None)
     subprocess.run([appliance, "chat", "--run-dir", str(run_dir)], check=False)
     signal.signal(signal.SIGINT, before)

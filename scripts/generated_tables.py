@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Writes the tables of docs/ that are derived from the code: scripts/generated_tables.py [--check]
 
-Each table is between the comments `generated: NAME` and `end`. With --check, nothing is written, and the exit
-code is 1 if a table is out of date."""
+Comments mark the beginning (`generated: NAME`) and the end (`end`) of each table. With --check, nothing is
+written, and the exit code is 1 if a table is out of date.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +88,7 @@ def default(field: Declared) -> str:
 
 
 def metrics(*groups: Group[Any]) -> str:
-    """Return the table of the metrics in these groups."""
+    """Return a table of the metrics in these groups."""
     return table(
         ("metric", "kind", "labels", "unit", "meaning"),
         (

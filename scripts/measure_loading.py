@@ -2,10 +2,11 @@
 
     python scripts/measure_loading.py FOLDER --shape llama-3.1-8b [--layers 8] [--ranks 8] [--fp8] [--cold]
 
-Writes a checkpoint of random bfloat16 numbers into FOLDER, which should be on the disk to measure. The limits
-are the rate at which threads read the files (from the page cache, or with --cold from the disk with O_DIRECT)
-and, on a GPU, the rate of copies from page-locked memory. The measurements are interleaved, because the speed
-of a shared disk varies. The table shows medians without the first run, which includes initialisation.
+Writes a checkpoint of random bfloat16 numbers into FOLDER, which should be on the disk to measure. The first
+limit is the rate at which threads read the files: from the page cache, or, with --cold, from the disk with
+O_DIRECT. On a GPU, the second limit is the rate of copies from page-locked memory. The measurements are
+interleaved, because the speed of a shared disk varies. The table shows medians. They exclude the first run,
+because it includes initialisation.
 
 With --ranks N, N processes load their parts of the model at the same time, each on its own GPU, and then copy
 at the same time. The table then shows the sum of their rates.
@@ -46,7 +47,7 @@ READ_BYTES, READ_THREADS = 16 << 20, 12
 
 
 def main() -> None:
-    """Write the checkpoint, measure, and print a table."""
+    """Write the checkpoint, run the measurements, and print a table."""
     arguments = _arguments()
     config = write_checkpoint(arguments.folder, arguments.shape, arguments.layers)
     files = sorted(arguments.folder.glob("*.safetensors"))
@@ -74,7 +75,7 @@ def main() -> None:
 
 
 def show(arguments: argparse.Namespace, rates: dict[str, list[float]]) -> None:
-    """Print the median rates, and write --json."""
+    """Print the median rates, and write them to the --json file."""
     medians = {name: statistics.median(each[1:]) for name, each in rates.items()}
     lowest = min((rate for name, rate in medians.items() if name.startswith("limit")), default=None)
     for name, rate in medians.items():
@@ -97,7 +98,7 @@ def load_once(decoder: Decoder, arguments: argparse.Namespace, files: list[Path]
 
 
 def measure_ranks(arguments: argparse.Namespace, files: list[Path]) -> None:
-    """Measure several ranks at the same time, in separate processes, and print a table."""
+    """Run the measurements on several ranks at the same time, one process per rank, and print a table."""
     rates: dict[str, list[float]] = {}
     os.environ |= {**RANK_ENVIRONMENT, **os.environ}
     with tempfile.TemporaryDirectory() as folder:
@@ -194,7 +195,7 @@ def read(files: list[Path], direct: bool) -> tuple[int, float]:
     pieces = [(fd, at) for fd in opened for at in range(0, os.fstat(fd).st_size, READ_BYTES)]
     buffers: SimpleQueue[mmap.mmap] = SimpleQueue()
     for _ in range(READ_THREADS):
-        # Use large pages, because a disk takes up to twice as long to scatter its data over small pages.
+        # Use large pages: scattering the data over small pages makes a disk read take up to twice as long.
         pages = mmap.mmap(-1, READ_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         pages.madvise(mmap.MADV_HUGEPAGE)
         pages.write(bytes(READ_BYTES))

@@ -1,5 +1,5 @@
-"""Configures all tests. Without a GPU, Triton kernels run in the interpreter, which verifies indexing and
-masking in float32 and float16. Only a GPU can verify the numerics of bfloat16 and FP8."""
+"""Configures all tests. Without a GPU, Triton kernels run in the interpreter. The interpreter can verify
+indexing and masking in float32 and float16. Only a GPU can verify the numerics of bfloat16 and FP8."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, settings
 
 from tests.examples import QUICK_EXAMPLES, SOAK_EXAMPLES
 
-# Property tests have no time limit per example, because its duration depends on the load of the machine.
+# Property tests have no time limit per example, because the time that an example takes depends on the load of
+# the machine.
 for _name, _count in (("quick", QUICK_EXAMPLES), ("soak", SOAK_EXAMPLES)):
     settings.register_profile(
         _name, max_examples=_count, deadline=None, suppress_health_check=[HealthCheck.too_slow]
@@ -22,8 +23,7 @@ for _name, _count in (("quick", QUICK_EXAMPLES), ("soak", SOAK_EXAMPLES)):
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 if not torch.cuda.is_available():
-    # This must be set before any test module is imported, because Triton reads it only once, when it is first
-    # imported.
+    # Set this before any test module is imported, because Triton reads it only when it is first imported.
     os.environ["TRITON_INTERPRET"] = "1"
 
 

@@ -21,7 +21,7 @@ class Behaviour:
     gap_s: float = 0.0
     tokens_per_chunk: int = 1
     most_tokens: int = 1 << 30
-    """Maximum number of tokens in an answer, even if more were requested."""
+    """Maximum number of tokens in an answer, even if the request allows more."""
     sends_usage: bool = True
     keeps_alive: bool = True
     status: Callable[[int], int] = lambda number: 200
@@ -30,7 +30,7 @@ class Behaviour:
     error_event_after: int | None = None
     hangs_after: int | None = None
     hangs_up_idle: bool = False
-    """Whether the server closes a keep-alive connection without an answer when its next request arrives."""
+    """Whether to close a keep-alive connection, without an answer, when its next request arrives."""
     streams: bool = True
     api_key: str = ""
     models: list[dict[str, Any]] = field(default_factory=lambda: [{"id": "fake", "max_model_len": 10_000}])
@@ -50,7 +50,7 @@ class FakeServer:
         self.left = 0
         """Number of clients that disconnected during an answer."""
         self.busy_s = 0.0
-        """Total duration of the completions that ran under the `at_once` limit."""
+        """Total time, in seconds, spent on completions that ran under the `at_once` limit."""
         self._done = 0
         self.port = 0
         self._socket = socket
@@ -67,7 +67,7 @@ class FakeServer:
 
     @property
     def capacity(self) -> float:
-        """Throughput that `at_once` permits, in completions per second, based on the measured time per
+        """Throughput that `at_once` permits, in completions per second, calculated from the measured time per
         completion."""
         return self._done * (self.behaviour.at_once or 1) / self.busy_s
 

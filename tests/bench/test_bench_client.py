@@ -139,8 +139,8 @@ def test_chunks_of_several_tokens_are_measured(fake: FakeServer, target: Target)
     summary = statistics(drive(target, 4, concurrency=4, output_tokens=16), 16)
     assert (summary.output_tokens, summary.chunks) == (64, 16)
     assert summary.itl_ms and summary.tpot_ms
-    # The last fifteen tokens of an answer arrive in three chunks, so TPOT is well below ITL even if a busy
-    # machine made one gap long.
+    # The last fifteen tokens of an answer arrive in three chunks. TPOT is therefore well below ITL, even if
+    # one gap was long because the machine was busy.
     assert summary.itl_ms.p50 >= 18 and summary.tpot_ms.max < summary.itl_ms.max / 3
 
 
@@ -197,14 +197,14 @@ def test_a_server_that_does_not_listen_is_a_failure_to_connect() -> None:
 
 
 def test_in_open_loop_a_request_counts_from_when_it_was_due(fake: FakeServer, target: Target) -> None:
-    # All requests are due at the same time, but the server handles one at a time, 500 ms each. The last
-    # request therefore waits for the three before it.
+    # All requests are due at the same time, but the server handles them one at a time and takes 500 ms for
+    # each. The last request therefore waits for the first three.
     fake.behaviour.at_once = 1
     fake.behaviour.ttft_s = lambda number: 0.5
     summary = statistics(drive(target, 4, arrivals=(0.0, 0.0, 0.0, 0.0)))
     assert summary.ttft_ms and summary.succeeded == 4
     assert summary.ttft_ms.max >= 1990
-    assert summary.late_p99_ms < 1490  # requests were sent when due, and waited on the server
+    assert summary.late_p99_ms < 1490  # requests were sent on time, and waited on the server
 
 
 def test_in_open_loop_requests_do_not_wait_for_answers(fake: FakeServer, target: Target) -> None:
@@ -231,6 +231,7 @@ def test_progress_shows_what_runs_and_what_was_received(fake: FakeServer, target
 
 
 def test_every_request_is_reported_once(fake: FakeServer, target: Target) -> None:
-    # The run is longer than several progress reports, so lost records between two reports would be noticed.
+    # The run is long enough for several progress reports, so the test would notice if records were lost
+    # between two of them.
     fake.behaviour.ttft_s = lambda number: 0.03
     assert len(drive(target, 60, concurrency=3, output_tokens=2).records) == len(fake.bodies) == 60

@@ -1,5 +1,5 @@
-"""Tests that a response is parsed the same way wherever the network splits it, and that anything other than
-HTTP is a failure."""
+"""Tests that the result of parsing a response does not depend on where the network splits it, and that a
+response that is not HTTP counts as a failure."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class Transport(asyncio.Transport):
 
 
 def received(*pieces: bytes, closes: bool = False) -> tuple[Exchange, Connection]:
-    """Exchange one request whose response arrives in these pieces. Return the exchange and its connection."""
+    """Exchange one request whose response arrives in these pieces. Returns the exchange and its
+    connection."""
 
     async def run() -> tuple[Exchange, Connection]:
         connection, exchange = Connection(), Exchange(streamed=True)

@@ -1,5 +1,5 @@
-"""Tests that arrivals are Poisson, that each limit is applied to a trial, and that the search finds the
-highest sustained rate."""
+"""Tests that arrivals follow a Poisson process, that every limit is applied to a trial, and that the search
+finds the highest sustained rate."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DURATION_S = 10.0
 
 
 def some(count: int, **fields: object) -> list[Record]:
-    """Return records of requests that are within every limit, with `fields` changed."""
+    """Return records of requests that are within every limit, except for the given `fields`."""
     known: dict[str, object] = {
         "began_at": 0.0,
         "late_s": 0.0,
@@ -135,7 +135,7 @@ def test_a_rate_is_sustained_with_one_percent_of_failures_and_no_more() -> None:
 
 
 def test_failures_and_late_requests_count_together() -> None:
-    # Of 200 requests, two may miss the limit, whether they are late or fail.
+    # Up to two of the 200 requests may miss the limit, by being late or by failing.
     late, failed = some(2, first_at=0.5), some(1, failure="closed")
     assert trial([*some(198), *late[:1], *failed]).reasons == []
     assert trial([*some(197), *late, *failed]).reasons == ["TTFT p99 500 > 100 ms"]

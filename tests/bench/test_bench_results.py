@@ -1,4 +1,4 @@
-"""Tests that the statistics of a run are computed from its records as defined."""
+"""Tests that the statistics of a run are computed from its records according to their definitions."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ START = 1000.0
 
 
 def record(**fields: object) -> Record:
-    """Return the record of a request with 4 tokens: sent at 0 s, tokens at 100, 110, 120 and 150 ms, ended at
-    151 ms."""
+    """Return the record of a request with 4 tokens: sent at 0 s, tokens at 100, 110, 120 and 150 ms, finished
+    at 151 ms."""
     known: dict[str, object] = {
         "began_at": START,
         "late_s": 0.0,
@@ -74,8 +74,8 @@ def test_of_an_even_number_of_runs_the_worse_of_the_middle_two_is_shown(
     times = iter(seconds)
 
     def run_load(load: Load, workers: int | None, show: Callable[[RawRun], None]) -> RawRun:
-        """Return a run with one request that takes the next of the given times, without starting client
-        processes."""
+        """Return a run with one request, whose duration is the next of the given times. No client process is
+        started."""
         return RawRun(START, 1, [record(ended_at=START + next(times))])
 
     session = Session(Server(Target(), "fake", 1000, ""), "1", warm_up=False, run_load=run_load)
@@ -113,7 +113,7 @@ def test_requests_that_were_open_when_a_run_was_stopped_are_unfinished_and_have_
 
 
 def test_in_open_loop_time_without_arrivals_counts() -> None:
-    # One request in 2 s is 0.5 requests per second, regardless of when it arrived and ended.
+    # One request in 2 s is 0.5 requests per second, regardless of when the request arrived and finished.
     assert summary(record(), duration_s=2.0).requests_s == pytest.approx(0.5)
 
 

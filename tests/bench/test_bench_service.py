@@ -1,4 +1,4 @@
-"""Tests of the benchmark against the real service with the shipped model, compared with the engine alone."""
+"""Tests of the benchmark on the shipped model: against the real service, and against the engine alone."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def test_a_small_run_against_the_service(tmp_path: Path) -> None:
         def whole() -> list[dict[str, Any]]:
             return [row for row in running.rows() if row["generated_tokens"] == 24]
 
-        # Four of the requests are the warm-up. A replica reports a request's counts only after the client has
-        # received its last token.
+        # Four of the requests are the warm-up. The counts arrive with a delay: a replica reports them only
+        # after the client has received the last token.
         running.wait_until(lambda: len(whole()) >= 12 + 4, 5, "the rows of all requests")
         rows = whole()
         assert len(rows) == 12 + 4

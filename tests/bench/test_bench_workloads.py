@@ -1,4 +1,5 @@
-"""Tests that a workload has the same parameters in the engine's and the service's benchmarks."""
+"""Tests that each workload has the same parameters in the benchmark of the engine and in that of the
+service."""
 
 from __future__ import annotations
 

@@ -45,13 +45,13 @@ Run = Callable[..., Outcome]
 
 
 class History(NamedTuple):
-    """A request log that is open for writing."""
+    """A request log that is opened for writing."""
 
     log: RequestLog
     writer: Writer
 
     def flush(self) -> None:
-        """Wait until everything logged so far can be read."""
+        """Wait until everything logged so far has been written and can be read."""
         self.writer.call(lambda connection: None).result(60)
 
 
@@ -105,8 +105,8 @@ def on_a_terminal(*words: str, width: int = 80, **environ: str) -> str:
 
 @pytest.fixture
 def run_unprivileged_cli(open_folder: Path) -> Run:
-    """Return a function that runs the command as a user who cannot write root's files. Any file that the
-    command reads must be in `open_folder`."""
+    """Return a function that runs the command as a user without write access to root's files. Any file that
+    the command reads must be in `open_folder`."""
 
     def run(*words: object) -> Outcome:
         # First run a command that imports all modules, because the other user may not be able to read the
@@ -177,7 +177,7 @@ def databases(tmp_path: Path) -> Path:
 
 
 def a_row(request_id: str, **fields: object) -> RequestRow:
-    """Return the row of a successful request, with these fields changed."""
+    """Return the row of a successful request, with the given fields changed."""
     known: dict[str, object] = {
         "created_at": 1_790_000_000.0,
         "finished_at": 1_790_000_001.0,
@@ -270,6 +270,6 @@ def a_status(run_dir: Path) -> Status:
 
 
 def change_replica(status: Status, **fields: Any) -> None:
-    """Set these fields on the only replica in a status."""
+    """Set the given fields of the only replica in a status."""
     replicas = status.models[0].replicas
     replicas[0] = msgspec.structs.replace(replicas[0], **fields)

@@ -1,4 +1,4 @@
-"""Small servers on Unix sockets that implement the interfaces used by the CLI's clients. Tests control their
+"""Small servers on Unix sockets that stand in for the APIs that the CLI calls. Tests control their
 answers."""
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def a_tenant(name: str, **fields: Any) -> Tenant:
 
 
 class ApiService(_Service):
-    """An API with two models. The test scripts its answers chunk by chunk."""
+    """An API with two models. The test scripts each answer chunk by chunk."""
 
     def __init__(self, path: Path) -> None:
         self.asked: list[dict[str, Any]] = []

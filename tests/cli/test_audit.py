@@ -28,8 +28,8 @@ TAIL = "DELETE FROM audit WHERE seq > 3; UPDATE sqlite_sequence SET seq = 3 WHER
 
 @pytest.fixture
 def state(databases: Path) -> Path:
-    """Return a state directory whose audit chain contains two created keys, a change and a refused action.
-    The last two rows have intents."""
+    """Return a state directory whose audit chain contains four actions: two created keys, a change, and a
+    refused action. For the last two actions, the chain also contains an intent."""
     control = ControlStore(databases / "control.db")
     control.start()
     actor, _ = control.trail.intend(Actor("uid:7", "box"), "tenants.create", {"name": "acme", "weight": 2.0})
@@ -255,7 +255,7 @@ def test_an_export_is_whole_signed_and_verified_anywhere(cli: Run, state: Path, 
 def test_an_export_that_was_rewritten_as_a_whole_does_not_carry_the_signature(
     cli: Run, state: Path, tmp_path: Path
 ) -> None:
-    """The forger recomputed all hashes, so only the missing signature reveals the change."""
+    """Only the missing signature reveals the change, because the forger recomputed all hashes."""
     target = tmp_path / "elsewhere" / "audit.jsonl"
     target.parent.mkdir()
     chain = [row._replace(actor="uid:0") for row in read_audit(state / "control.db")]
@@ -288,7 +288,7 @@ def test_reading_takes_no_write_rights(state: Path, open_folder: Path, run_unpri
     state = shutil.copytree(state, open_folder / "state")
     state.chmod(0o755)
     if os.geteuid() == 0:
-        # The other user belongs to the service's group, but only the service's own user may read the key.
+        # The other user is in the service's group, but only the service's own user may read the key.
         for file in state.iterdir():
             os.chown(file, -1, 65534)
     for words in (("list",), ("verify",), ("export",)):

@@ -1,4 +1,4 @@
-"""Tests of `appliance chat` against an API on a real Unix socket, in scripts and in a real terminal."""
+"""Tests of `appliance chat`, both in scripts and in a real terminal, against an API on a real Unix socket."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class Terminal:
         self.wait_for(text)
 
     def wait_for(self, text: str) -> None:
-        """Read until `text` appears. The next call searches only the output after it."""
+        """Read until `text` appears. The next call searches only the output that follows `text`."""
         assert self.appears(text, 60.0), f"{text!r} did not appear; the output is {self.seen!r}"
         self.seen = self.seen.partition(text)[2]
 

@@ -38,8 +38,8 @@ Doctor = Callable[..., tuple[int, list[dict[str, Any]]]]
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """Return a folder that looks like a checkpoint: the small files of the shipped model, and empty
-    weights."""
+    """Return a folder that looks like a checkpoint. It contains the small files of the shipped model, and an
+    empty weights file."""
     folder = tmp_path / "model"
     folder.mkdir()
     for name in ("config.json", "generation_config.json", "tokenizer.json", "model.safetensors.index.json"):
@@ -53,8 +53,8 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def doctor(cli: Run, run_dir: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Doctor:
-    """Return a function that runs the doctor on `run_dir` and `tmp_path`, for a service with one model on a
-    machine without a GPU."""
+    """Return a function that runs the doctor on `run_dir` and `tmp_path`. The service has one model, and the
+    machine has no GPU."""
     monkeypatch.setattr("appliance.monitoring.doctor.find_gpus", lambda: GpuReport([]))
     config = tmp_path / "appliance.toml"
 
@@ -75,7 +75,7 @@ def doctor(cli: Run, run_dir: Path, tmp_path: Path, model: Path, monkeypatch: py
 
 
 def found(findings: list[dict[str, Any]], area: str, level: str) -> str:
-    """Return the text and remedy of the only finding of this area and level."""
+    """Return the text and the remedy of the only finding with this area and level."""
     (match,) = (f for f in findings if (f["area"], f["level"]) == (area, level))
     return f"{match['text']} → {match['remedy']}"
 
@@ -313,7 +313,7 @@ def test_a_service_that_keeps_this_user_out_is_no_problem(run_dir: Path, tmp_pat
     from appliance.models import gpus
     from appliance.monitoring import doctor
 
-    gpus.find_gpus()  # imports modules that the other user may not be able to read
+    gpus.find_gpus()  # the command imports modules that the other user may not be able to read
     (run_dir / "admin.sock").unlink(missing_ok=True)
     run_dir.chmod(0o755)
     lock = RunDirLock(run_dir, tmp_path)
@@ -337,7 +337,7 @@ def test_a_writer_of_the_databases_without_a_service_is_a_problem(doctor: Doctor
 
 
 def test_a_rank_that_outlived_its_service_is_a_problem(doctor: Doctor) -> None:
-    # The doctor looks only at command lines, so this process just sleeps. Its parent exits immediately.
+    # The doctor looks only at command lines, so this process can simply sleep. Its parent exits immediately.
     sleeper = [sys.executable, "-c", "import time; time.sleep(60)", "-m", "engine.replica"]
     source = f"import subprocess; print(subprocess.Popen({sleeper!r}, stdout=subprocess.DEVNULL).pid)"
     started = subprocess.run([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True, check=True)

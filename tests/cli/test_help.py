@@ -1,4 +1,4 @@
-"""Tests of `--help`: which modules it loads, and which commands and options it shows."""
+"""Tests of `--help`: the modules that it loads, and the commands and options that it shows."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def loaded_by(*words: str) -> set[str]:
 
 
 def test_help_loads_nothing_heavy_and_little_else() -> None:
-    """The number of loaded modules is used in place of the startup time, because it does not depend on the
+    """Counts loaded modules instead of measuring the startup time, because the count does not depend on the
     machine."""
     modules = loaded_by("--help")
     packages = {name.partition(".")[0] for name in modules}
@@ -98,7 +98,8 @@ def test_every_command_explains_itself(cli: Run, command: tuple[str, ...]) -> No
 def test_every_action_of_the_registry_is_a_command_with_its_parameters(action: Action) -> None:
     command = typer.main.get_command(app)
     words = action.name.split(".")
-    for word in words[:1] if words[0] == "backup" else words:  # one `backup` command performs both actions
+    # a single `backup` command performs both actions
+    for word in words[:1] if words[0] == "backup" else words:
         command = command.commands[word]  # type: ignore[attr-defined]
     offered = {part for parameter in command.params for part in (parameter.name or "").split("_")}
     for field in msgspec.structs.fields(action.parameters):

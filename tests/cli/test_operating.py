@@ -15,7 +15,7 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "operating.md").read_text
 
 
 def commands() -> list[str]:
-    """Return every command line in blocks and code spans, with its options."""
+    """Return every command line, with its options, from code blocks and code spans."""
     found = re.findall(r"^(?:\$ |[A-Z_]+=\S+ )?(appliance [a-z].*)$", PAGE, re.MULTILINE)
     found += re.findall(r"`(appliance [a-z][^`]*)`", PAGE)
     return sorted({line.partition("  #")[0].partition(" | ")[0].strip() for line in found})
@@ -23,7 +23,7 @@ def commands() -> list[str]:
 
 @pytest.mark.parametrize("line", commands())
 def test_every_command_of_the_page_exists_with_its_options(cli: Run, line: str) -> None:
-    # With --help nothing is run, but unknown commands and options are still refused.
+    # With --help, nothing is run, but unknown commands and options are still errors.
     outcome = cli(*shlex.split(line)[1:], "--help")
     assert outcome.code == 0, outcome.err
 

@@ -1,5 +1,5 @@
-"""Tests that no value of an option or argument causes a traceback, and that invalid and out-of-range numbers
-and times are command-line errors."""
+"""Tests that no value of an option or argument causes a traceback. Invalid and out-of-range numbers and times
+must be reported as command-line errors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NUMBERS = {"N", "T", "P", "R", "S", "MS", "SPAN", "TIME", "P0…P3"}
 
 
 def commands(group: Any = None, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the words and the command object of every runnable command."""
+    """Yield the name (as a tuple of words) and the command object of every runnable command."""
     group = group or BUILT
     for name, command in group.commands.items():
         below = getattr(command, "commands", None)
@@ -50,8 +50,8 @@ def commands(group: Any = None, words: tuple[str, ...] = ()) -> Iterator[tuple[t
 
 
 BUILT = typer.main.get_command(app)
-"""The command tree, built once. typer would otherwise rebuild it for each command line, which takes longer
-than most commands."""
+"""The command tree, built only once. Otherwise, typer would rebuild it for each command line, which takes
+longer than most commands."""
 EVERY = dict(commands())
 
 
@@ -69,7 +69,8 @@ def required(command: Any, but: Any = None) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _nothing_lasting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Run in a temporary folder, let `serve` only read its settings, and close standard input."""
+    """Run each test in a temporary folder with standard input closed, and make `serve` exit after reading its
+    settings."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("appliance.core.process.run", _read_settings)
     monkeypatch.setattr("appliance.cli.app.app", BUILT)
@@ -127,6 +128,6 @@ def test_without_a_terminal_a_dangerous_action_needs_yes(
     assert (outcome.code, outcome.out) == (2, "")
     assert f"'{action.title} " in outcome.err and "add --yes" in outcome.err
     assert admin.actions == []
-    if words != ("drain",):  # `drain` would wait until the drain has ended
+    if words != ("drain",):  # `drain` would wait until the drain is complete
         cli(*words, *asked, "--yes", "--run-dir", run_dir)
         assert [name for name, _ in admin.actions] == [action.name]

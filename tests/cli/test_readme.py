@@ -19,7 +19,7 @@ def blocks(language: str) -> list[str]:
 
 
 def commands() -> list[str]:
-    """Return every command line in shell blocks and code spans, with its options."""
+    """Return every command line, with its options, from shell blocks and code spans."""
     lines = [line.partition("  #")[0].strip() for block in blocks("sh") for line in block.splitlines()]
     found = [line for line in lines if line.startswith("appliance ")]
     found += re.findall(r"`(appliance [a-z][^`]*)`", README)
@@ -32,7 +32,7 @@ def test_there_are_commands_to_check() -> None:
 
 @pytest.mark.parametrize("line", commands())
 def test_every_command_of_the_readme_exists_with_its_options(cli: Run, line: str) -> None:
-    # With --help nothing is run, but unknown commands and options are still refused.
+    # With --help, nothing is run, but unknown commands and options are still errors.
     outcome = cli(*shlex.split(line)[1:], "--help")
     assert outcome.code == 0, outcome.err
 

@@ -25,8 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def filled(history: History, tmp_path: Path) -> Path:
-    """Return a state directory whose request log is open for writing and contains four ended requests and one
-    open request."""
+    """Return a state directory whose request log is open for writing. The log contains four finished requests
+    and one open request."""
     log, now = history.log, time.time()
     log.end(a_row("req-old", created_at=now - 7200, finished_at=now - 7199, tenant="acme"))
     log.end(a_row("req-bad", created_at=now - 60, status=503, finish_reason="error", error="the box is full"))
@@ -164,8 +164,8 @@ def test_a_request_that_ends_between_two_looks_is_shown_once(history: History, t
     history.flush()
     reader = RequestReader(tmp_path / "history.db")
     both = reader.query(RequestFilter(request_id="req-both"), 1)[0]
-    # The list already shown contains this request as open. It ended after the position at which following
-    # starts.
+    # The list already shown contains this request as open. The request finished after the log position from
+    # which the command follows.
     assert next(_ends(reader, 0, RequestFilter(), {"req-both": both})).request_id == "req-new"
 
 
@@ -204,7 +204,7 @@ def test_a_log_that_is_followed_from_its_first_row_fits_the_terminal(
     layout = Layout(_COLUMNS, [_ROOM], width)
     line = layout.line(_cells(row))
     assert cells(line) <= width
-    # Numbers are right-aligned with their column headings.
+    # Numbers and their column headings are right-aligned.
     assert line[: layout.heading().index(" OUT") + 4].endswith(" 17")
 
 

@@ -28,7 +28,7 @@ def wait_until(true: Callable[[], bool], timeout_s: float = 60.0, what: str = "t
 
 
 def alive(pid: int) -> bool:
-    """Return whether the process is running. A zombie is not."""
+    """Return whether the process is running. A zombie counts as not running."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -54,7 +54,7 @@ class Service:
         self.admin = AdminClient(self.run_dir)
         self.log = folder / "log"
         self.tree = ROOT
-        """The checkout from which modules are run."""
+        """The checkout that contains the modules to run."""
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -90,7 +90,8 @@ class Service:
         return RequestReader(self.state_dir / "history.db").changes(0)
 
     def have_time_to_load(self) -> None:
-        """Raise `load_timeout_s` from the test's 2 s to 600 s, so that a slow machine has time to load."""
+        """Raise `load_timeout_s` from 2 s, the value in tests, to 600 s, so that a slow machine has time to
+        load the model."""
         self.config.write_text(self.config.read_text().replace("load_timeout_s = 2", "load_timeout_s = 600"))
         self.admin.act(ReloadConfig())
 

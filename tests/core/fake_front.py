@@ -1,7 +1,7 @@
 """A front without HTTP. A connection sends one line "MODEL MAX_TOKENS" and receives one line per token,
-followed by a last line that says how the answer ended. The fake speaks the core's protocol, including
-resubmissions. If a model's folder contains a file `hang`, the fake hangs as soon as that model is
-configured."""
+followed by a last line with the reason why the answer ended. The fake implements the core's protocol,
+including resubmissions. If a model's folder contains a file named `hang`, the fake hangs as soon as that
+model is configured."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class FakeFront:
             first, self.name, self.models = not self.name, message.front, message.models
             self.configured = message.serial
             while first and any((Path(model.folder) / "hang").exists() for model in self.models):
-                time.sleep(0.05)  # While it hangs, it reads no messages.
+                time.sleep(0.05)  # A hanging front reads no messages.
             if first:
                 self.channel.send(FrontReady())
         elif isinstance(message, AttachReplica):
@@ -183,8 +183,8 @@ class FakeFront:
         os._exit(0)
 
     def problems(self) -> dict[str, str]:
-        """Return a problem for each model that this front cannot serve, which is each model with a file
-        `untold` in its folder."""
+        """Return a problem for each model that this front cannot serve. The front cannot serve a model whose
+        folder contains a file named `untold`."""
         return {
             model.name: "tokenizer.json is missing"
             for model in self.models

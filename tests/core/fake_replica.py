@@ -1,9 +1,9 @@
-"""A replica without an engine. It speaks a rank's protocol and generates one token every 10 ms for each
+"""A replica without an engine. It implements a rank's protocol and generates one token every 10 ms for each
 sample.
 
 `fake.json` in the model's folder may contain {"fatal": [kind, message]}, {"exit": code}, or {"hang": true}.
-With "hang", the replica sends nothing more while loading until "hang" is removed from the file. A file
-`step.json`, such as {"announced_s": 2.0, "seconds": 9.0}, makes the next step long and is then deleted.
+With "hang", the replica stops sending messages while it loads, until "hang" is removed from the file. A file
+named `step.json`, such as {"announced_s": 2.0, "seconds": 9.0}, makes the next step long and is then deleted.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class FakeReplica:
         self.control.send(Progress("loading", 0.5))
         script = Path(spec.model_path) / "fake.json"
         while "hang" in (does := said(script)):
-            time.sleep(0.05)  # Like a rank that is loading, it reads no messages.
+            time.sleep(0.05)  # A hanging replica reads no messages, like a rank that is loading.
         if "fatal" in does:
             self.control.send(Fatal(*does["fatal"]))
         if does:
@@ -95,7 +95,8 @@ class FakeReplica:
         asyncio.get_running_loop().create_task(self.step())
 
     def long_step(self) -> None:
-        """Announce the long step in `step.json`, if there is one, and then block without sending anything."""
+        """If `step.json` exists, announce a long step and then block for its duration without sending
+        anything."""
         long = said(self.folder / "step.json")
         if long:
             (self.folder / "step.json").unlink()
@@ -172,7 +173,7 @@ class FakeReplica:
 
 
 def said(script: Path) -> dict[str, Any]:
-    """Return the fake's configured behaviour while loading."""
+    """Return how the fake is configured to behave while loading."""
     try:
         found: dict[str, Any] = json.loads(script.read_text())
     except FileNotFoundError:

@@ -1,6 +1,7 @@
 """Checks the guarantees in docs/traffic.md for urgent and light requests, on a server in virtual time.
-`figures` returns the time to first token of single requests behind one large request. `broken_promises` runs
-a random mix of such requests and returns the probes that waited longer than guaranteed."""
+`figures` returns the time to first token of single requests that arrive behind one large request.
+`broken_promises` runs a random mix of requests, and returns the measured requests (probes) that waited longer
+than guaranteed."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ SPEED = Speed()
 BUDGET = 8192
 """Number of tokens in a full step."""
 MARGIN_S = 0.005
-"""Allowance for messages between processes, and for the step after one that left out prompts."""
+"""Allowance, in seconds, for messages between processes and for the step that follows a step without
+prompts."""
 
 
 def full_step_s(slots: int) -> float:
@@ -39,12 +41,12 @@ CASES: dict[str, tuple[int, int, int, int, str, str]] = {
     "P0 behind n = 1,024, 256 slots": (256, 50, 1024, 1000, "P1", "P0"),
     "P1 behind n = 1,024 of P3, 256 slots": (256, 50, 1024, 1000, "P3", "P1"),
 }
-"""For each case: the number of slots; the prompt tokens, samples, output tokens and class of the large
-request; and the class of the request behind it."""
+"""For each case: the number of slots; the large request's prompt tokens, samples, output tokens and class;
+and the class of the measured request behind it."""
 
 
 def figures() -> dict[str, float]:
-    """Return the time to first token, in ms, of a request with 50 tokens, alone and in each case."""
+    """Return the time to first token, in ms, of a request with a 50-token prompt: alone, and in each case."""
     made = {"alone": _ttft_ms(256, None, "P0")}
     for name, (slots, prompt, samples, output, front_class, behind_class) in CASES.items():
         made[name] = _ttft_ms(slots, (Shape(prompt, output, output), samples, front_class), behind_class)
@@ -74,7 +76,7 @@ def _tenant(name: str) -> TenantRecord:
 
 @dataclass(frozen=True)
 class Load:
-    """A large request, with many tokens or many samples."""
+    """A large request, which has either many tokens or many samples."""
 
     at: float
     tenant: str
@@ -85,9 +87,9 @@ class Load:
 
 
 def random_load(draw: random.Random, classes: Sequence[str], seconds: float) -> list[Load]:
-    """Return requests with long prompts, several prompts, many samples, or (except in P1) none of these.
-    Requests in P1 either exceed one step or have many samples, because smaller requests would count as light,
-    like the probes."""
+    """Return requests of random kinds: long prompts, several prompts, many samples, or (except in P1) short
+    prompts. Requests in P1 either exceed one step or have many samples, because smaller ones would count as
+    light, like the probes."""
     loads = []
     for _ in range(draw.randint(1, 12)):
         asked_class = draw.choice(classes)
@@ -116,11 +118,11 @@ class Mix:
     blocks: int
     replicas: int
     event: str
-    """Event that affects one of two replicas halfway through the run: "" (none), "death" or "drain"."""
+    """What happens to one of the two replicas halfway through the run: "" (nothing), "death" or "drain"."""
     seconds: float
     probes: str
-    """Probes to measure: short requests in P0 ("P0"), or in P1 from a light tenant ("light") or a busy tenant
-    ("busy")."""
+    """Kind of requests to measure (probes): short P0 requests ("P0"), or P1 requests from a light tenant
+    ("light") or from a busy tenant ("busy")."""
     loads: tuple[Load, ...]
 
 
@@ -141,7 +143,8 @@ def random_mix(seed: int, seconds: float = 5.0) -> Mix:
 
 
 def broken_promises(mix: Mix) -> list[str]:
-    """Run a mix, and describe each probe that waited longer than a probe alone plus two full steps."""
+    """Run a mix. Return a description of each probe that waited longer than a probe alone does, plus two full
+    steps."""
     alone, beside = _run(mix, ()), _run(mix, mix.loads)
     middle = mix.seconds / 2
     bound_s = 2 * full_step_s(mix.slots) + MARGIN_S
@@ -149,7 +152,8 @@ def broken_promises(mix: Mix) -> list[str]:
     alone_s = max(probe.ttft_s for probe in alone)
     for after in beside:
         if mix.event == "death" and middle - 1.0 < after.arrived_at < middle + 0.5:
-            continue  # The probe was on the replica that died, or arrived together with the resumed requests.
+            # The probe was on the replica that died, or arrived at the same time as the resubmitted requests.
+            continue
         if after.first_token_at is None or after.ttft_s > alone_s + bound_s:
             took = f"{after.ttft_s:.3f}" if after.first_token_at is not None else f"never: {after.refused}"
             broken.append(
@@ -160,10 +164,10 @@ def broken_promises(mix: Mix) -> list[str]:
 
 
 def _run(mix: Mix, loads: Sequence[Load]) -> list[Asked]:
-    """Run a mix with these loads and return its probes. Probes in P1 are sent one after another, because P1
-    has only one slot more than P2 and P3."""
+    """Run a mix with these loads and return its probes. Probes in P1 are sent one after another, because only
+    one slot is reserved for P1 against P2 and P3."""
     names = ("probe", *(f"heavy-{number}" for number in range(3)))
-    # Give P2 and P3 no turns before P1, because the guarantee counts such turns as P1's own work.
+    # Never serve P2 and P3 before P1, because the guarantee counts such requests as part of P1's own work.
     rules = QueueRules(background_share=0.0, lifted_share=0.0)
     server = SimulatedServer(tenants=[_tenant(name) for name in names], rules=rules)
     for _ in range(mix.replicas):
@@ -173,7 +177,8 @@ def _run(mix: Mix, loads: Sequence[Load]) -> list[Asked]:
         for _ in range(8):
             server.ask("probe", Shape(50, 1500, 1500), asked_class="P1")
     if mix.probes == "light" and loads and mix.slots == 64:
-        # Only one slot is reserved for light requests, so make the other tenants busy.
+        # Make the other tenants busy: only one slot is reserved for light requests, so light requests of
+        # other tenants would compete for it.
         for name in names[1:]:
             server.ask(name, Shape(50, 3000, 3000), asked_class="P1", samples=2)
     server.run(1.0)

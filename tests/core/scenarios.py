@@ -1,5 +1,5 @@
 """Scenarios that check the guarantees for tenants on a server in virtual time: fair shares, a quiet tenant
-beside one that floods the server, and deadlines under three times the load that the server can handle.
+while another floods the server, and deadlines at three times the load that the server can handle.
 
     python -m tests.core.scenarios --seconds 120 --out figures.json
 
@@ -27,7 +27,8 @@ from tests.core.simulated_server import Asked, Shape, SimulatedServer
 SLOTS = 256
 SPEED = Speed()
 DECIDED_S = 0.010
-"""A request that is refused later than this was not refused on arrival: it had already been admitted."""
+"""Time limit, in seconds, for a refusal on arrival. A request that is refused later had already been
+admitted."""
 
 Figures = dict[str, Any]
 
@@ -66,12 +67,13 @@ def shares(*, seconds: float, warm_up: float = 20.0, seed: int = 0) -> Figures:
 
 
 def quiet(*, seconds: float, flood_per_s: float, seed: int = 0) -> Figures:
-    """Run a tenant that asks about one long document after another, once alone and once beside a tenant that
+    """Run a tenant that asks about one long document after another: once alone, and once while another tenant
     floods the server.
 
     The tenant's first token has to wait for the step that is running when its request arrives, and for the
     step that has already been launched. The steps for its prompt also contain the flood's decodes. If the
-    time to first token alone is short, the time beside the flood can therefore be several times as long.
+    time to first token without the flood is short, the time with the flood can therefore be several times as
+    long.
     """
     alone = _quiet(seconds, 0.0, seed)
     beside = _quiet(seconds, flood_per_s, seed)
@@ -124,12 +126,12 @@ MIXES: dict[str, tuple[int, int, Callable[[random.Random], Shape]]] = {
     "chat": (160, 350, uniform((20, 300), (100, 600), max_tokens=1024)),
 }
 """For each mix: the mean number of prompt tokens, the mean number of output tokens, and a function that draws
-shapes."""
+request sizes."""
 EVENTS = ("steady", "cold", "surge", "mix", "death")
 REPLICAS = 2
 MET, MET_IN_EACH_EVENT = 0.99, 0.95
-"""Minimum fractions of promised deadlines to meet: by each mix over all events, and by each mix in each
-event."""
+"""Minimum fractions of promised deadlines that must be met: for each mix over all events, and for each mix in
+each event."""
 
 
 def deadlines(*, mix: str, event: str, seconds: float, load: float = 3.0, seed: int = 0) -> Figures:
@@ -138,8 +140,8 @@ def deadlines(*, mix: str, event: str, seconds: float, load: float = 3.0, seed: 
 
     `event` is "steady" or one of these:
 
-    - "cold": the load begins immediately, before anything has been measured. Otherwise it follows a light
-      load.
+    - "cold": the load begins immediately, before anything has been measured. In the other cases, a
+      light load precedes it.
     - "surge": the load drops in the middle for 10 s and then rises again.
     - "mix": long prompts are added in the middle.
     - "death": a replica is killed in the middle, and a new one is added 5 s later.
@@ -179,7 +181,7 @@ def deadlines(*, mix: str, event: str, seconds: float, load: float = 3.0, seed: 
 
 def _ask(server: SimulatedServer, mix: str, load: float, until: float) -> None:
     prompt, output, shape = MIXES[mix]
-    # Mean time that a replica spends on a request when all its slots are busy.
+    # Mean time that a request takes on a replica whose slots are all busy.
     served_s = prompt * SPEED.prompt_token_s + output * SPEED.step_s * 2 / SLOTS
     per_s = load * REPLICAS / served_s
 
@@ -194,7 +196,7 @@ def _ask(server: SimulatedServer, mix: str, load: float, until: float) -> None:
 def _met(server: SimulatedServer, died_at: float | None) -> Figures:
     asked = [one for one in server.asked if one.deadline_s is not None]
     admitted = [one for one in asked if not _refused_at_once(one)]
-    # Requests in flight on a replica that died are exempt from the promise.
+    # The promise does not cover requests that were in flight on a replica that died.
     spared = [one for one in admitted if died_at is not None and _was_in_flight(one, died_at)]
     counted = len(admitted) - len(spared)
     met = sum(one.met for one in admitted) - sum(one.met for one in spared)
@@ -235,7 +237,7 @@ def _met_in_all(runs: list[Figures]) -> tuple[int, float]:
 
 
 def main() -> int:
-    """Run every scenario with several seeds and write the measurements. Return 1 if a promise is broken."""
+    """Run every scenario with several seeds and write the measurements. Return 1 if a guarantee is broken."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=120.0, help="virtual seconds of each run")
     parser.add_argument("--seeds", type=int, default=2)

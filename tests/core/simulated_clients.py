@@ -45,7 +45,7 @@ def backlogged(
         def ask() -> None:
             server.ask(tenant, shape(draw), asked_class=asked_class, done=again)
 
-        # A refused client tries again after the time given in the refusal.
+        # The client of a refused request retries after the time given in the refusal.
         wait_s = asked.refused.retry_after_s if asked is not None and asked.refused is not None else None
         server.after(wait_s or 0.0, ask)
 
@@ -61,8 +61,8 @@ def fixed(prompt: int, output: int) -> Callable[[random.Random], Shape]:
 def uniform(
     prompt: tuple[int, int], output: tuple[int, int], max_tokens: int | None = None
 ) -> Callable[[random.Random], Shape]:
-    """Return a function that draws request sizes within these bounds. The client allows `max_tokens`, or
-    exactly the answer's length if it is None."""
+    """Return a function that draws request sizes within these bounds. The client allows `max_tokens` output
+    tokens, or exactly the answer's length if `max_tokens` is None."""
 
     def shape(draw: random.Random) -> Shape:
         made = draw.randint(*output)

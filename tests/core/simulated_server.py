@@ -32,7 +32,7 @@ RESUBMIT_S = 0.05
 """Delay between a replica's death and the resubmission by its fronts."""
 TICK_S = 0.25
 PREDICTED = 0.8
-"""Ratio of the durations that the engine predicts to the real durations. The prediction is a lower bound."""
+"""Step duration predicted by the engine, divided by the actual duration. Predictions are lower bounds."""
 _PROMPT = [1] * 131_072
 _EPOCH = 1000.0
 
@@ -42,7 +42,7 @@ class Shape(NamedTuple):
 
     prompt: int
     output: int
-    """Number of tokens that are generated."""
+    """Number of tokens that the answer will have."""
     max_tokens: int
     """Maximum number of tokens that the client allows."""
 
@@ -71,7 +71,7 @@ class Asked:
     tokens_of: list[int] = field(default_factory=list)
     """Number of tokens generated for each sample of each prompt."""
     unfinished: set[int] = field(default_factory=set)
-    """Indices into `tokens_of` for the samples that have not ended."""
+    """Indices into `tokens_of` for the samples that are still running."""
     attempt: int = 0
     replica: Replica | None = None
 
@@ -89,7 +89,7 @@ class Asked:
 
 @dataclass
 class _Rows:
-    """A request log that keeps its rows by id, and the ids that ended twice."""
+    """A request log that keeps its rows by id. It also keeps the ids of rows that were closed twice."""
 
     open_ids: set[str] = field(default_factory=set)
     ended: int = 0
@@ -128,7 +128,7 @@ class SimulatedServer:
         self._replicas_made = 0
         self.served: dict[str, float] = {}
         """Weighted number of computed tokens per tenant. Prompt tokens are counted when the first output
-        token arrives, and output tokens as they are generated."""
+        token arrives; each output token is counted when it is generated."""
         self.requests = RequestManager(
             send=lambda front, message: self.after(HOP_S, lambda: self._front_hears(message)),
             rows=self.rows,
@@ -145,7 +145,7 @@ class SimulatedServer:
         self._serial = 0
         self._in_flight: dict[str, Asked] = {}
         self._handles: dict[int, tuple[Asked, int, int]] = {}
-        """The request, its attempt number, and the index of its first sample, by handle."""
+        """The request, its attempt number, and the index of its first sample, for each handle."""
         self.at(0.0, self._tick)
 
     def add_replica(
@@ -158,8 +158,8 @@ class SimulatedServer:
         speed: Speed = Speed(),  # noqa: B008
         predicted: bool = True,
     ) -> Replica:
-        """Add a replica that is ready immediately. `predicted` is whether the engine predicts its rates, as
-        it does on GPUs."""
+        """Add a replica that is ready immediately. `predicted` is true if the engine predicts the replica's
+        rates, as it does on GPUs."""
         self._replicas_made += 1
         name = f"{MODEL}-{self._replicas_made}"
         replica = Replica(
@@ -238,8 +238,8 @@ class SimulatedServer:
         samples: int = 1,
         done: Callable[[Asked], None] | None = None,
     ) -> Asked:
-        """Send a request. `shape` is the size of each prompt and sample. `done` is called after the answer or
-        the refusal."""
+        """Send a request. `shape` is the size of each prompt and of each sample. `done` is called after the
+        request is answered or refused."""
         request_id = f"r{len(self.asked)}"
         admit = Admit(
             request_id=request_id,
@@ -307,7 +307,7 @@ class SimulatedServer:
         for output in outputs:
             asked, attempt, index = self._handles[output.handle]
             if asked.attempt != attempt:
-                continue  # The output is from a replica that has since died.
+                continue  # This output was sent by a replica that has since died.
             index += output.sample
             tokens = len(output.token_ids)
             if not asked.tokens and tokens:

@@ -1,5 +1,5 @@
-"""A simulated service around the request manager. Fronts and replicas follow the protocol. Channels deliver a
-message only when the test calls for it, so tests can create any order of events between two processes."""
+"""A simulated service around the request manager. Its fronts and replicas follow the protocol. Each message
+is delivered only when the test requests it, so tests can create any order of events between two processes."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ class Submission:
 
 @dataclass
 class FakeReplica:
-    """An engine that accepts submissions, ends them and sends reports. Submissions are counted once the
-    engine has read them."""
+    """An engine that accepts submissions, finishes them and sends reports. A submission counts as accepted
+    once the engine has read it."""
 
     account: CreditAccount
     alive: bool = True
     inbox: dict[str, deque[Submission | None]] = field(default_factory=dict)
-    """Unread submissions by front. None marks the end of file."""
+    """Submissions that the engine has not read yet, by front. None marks the end of file."""
     running: list[Submission] = field(default_factory=list)
     to_core: deque[Report] = field(default_factory=deque)
     returned_seqs: list[int] = field(default_factory=lambda: [0] * LEVELS)
@@ -128,7 +128,8 @@ class SimulatedService:
     def __init__(self, queue_limit: int = 7, queue_timeout_s: float = 50.0) -> None:
         self.now = 1000.0
         self.time_of_day = 0.0
-        """Difference between the system clock and `now`. Tests change it to set the clock."""
+        """Difference between the system clock and `now`. Tests change it to simulate a change of the system
+        clock."""
         self.rows = Rows()
         self.fronts: dict[str, FakeFront] = {}
         self.replicas: list[FakeReplica] = []
@@ -156,8 +157,8 @@ class SimulatedService:
     def new_replica(self) -> FakeReplica:
         replica = FakeReplica(CreditAccount(f"m-{len(self.replicas)}", "m", "cpu"))
         for front in self.fronts.values():
-            # Attach a dead front too if the core has not noticed its death. The replica will then read the
-            # end of file.
+            # Also attach a front that has died if the core has not noticed its death. The replica will then
+            # read the end of file.
             if not front.buried:
                 replica.inbox[front.name] = deque() if front.alive else deque([None])
         self.replicas.append(replica)
@@ -181,8 +182,8 @@ class SimulatedService:
         }
 
     def kill_front(self, front: FakeFront, unwritten: int = 0) -> None:
-        """Kill a front. Its last `unwritten` submissions to each replica, and as many messages to the core,
-        are lost."""
+        """Kill a front. Up to `unwritten` of its last messages are lost on each channel: to every replica,
+        and to the core."""
         front.alive = False
         for _ in range(min(unwritten, len(front.to_core))):
             front.to_core.pop()
@@ -300,7 +301,7 @@ class SimulatedService:
     # ── running to the end ──
 
     def settle_everything(self) -> None:
-        """Deliver all messages and end all submissions."""
+        """Deliver all messages and finish all submissions."""
         if not self.live_replicas():
             self.new_replica()
         for _ in range(10_000):

@@ -1,4 +1,5 @@
-"""Tests that the admission benchmark runs and decides every request. Its timings are not tested."""
+"""Tests that the admission benchmark runs and that every request gets a decision. Its timings are not
+tested."""
 
 from __future__ import annotations
 

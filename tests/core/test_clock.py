@@ -1,4 +1,4 @@
-"""Tests of jumps of the system clock."""
+"""Tests that jumps of the system clock are detected and reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Changes to tenants, keys and peers through the admin API of a real core: rights, effects and audit."""
+"""Tests of changes to tenants, keys and peers through the admin API of a real core: permissions, effects and
+audit rows."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ def service(make_service: Make) -> Iterator[Service]:
 
 
 def audit(service: Service) -> list[dict[str, Any]]:
-    """Return the results in the audit chain, oldest first."""
+    """Return the results recorded in the audit chain, oldest first."""
     path = f"file:{service.state_dir}/control.db?mode=ro"
     with closing(sqlite3.connect(path, uri=True)) as connection:
         connection.row_factory = sqlite3.Row
@@ -155,7 +156,7 @@ def test_denied_actions_are_audited_a_limited_number_of_times_a_minute(service: 
         http.post("/actions/keys.revoke", headers={"Authorization": "Bearer ak-wrong"}, json={})
         assert http.post("/actions/keys.revoke", json={"bogus": 1}).status_code == 400
     with AdminClient(service.run_dir) as client:
-        client.act(CreateTenant(name="after"))  # This row comes last in the chain.
+        client.act(CreateTenant(name="after"))  # This row is the last in the chain.
     rows = [row for row in read_audit(service.state_dir / "control.db") if row.action == "keys.revoke"]
     assert 10 <= len(rows) <= 20, "10 rows per minute, for one minute or two"
     assert {row.actor for row in rows} == {f"uid:{os.geteuid()} key:{made.id}"}
@@ -357,8 +358,8 @@ def test_every_action_of_the_registry_is_audited_before_and_after(make_service: 
     service.wait_ready()
     tried = []
     for action in ACTIONS:
-        # All of these actions are refused, except creating a key, reloading unchanged settings, and beginning
-        # a backup.
+        # Only three of these actions succeed: creating a key, reloading unchanged settings, and starting a
+        # backup.
         named = {"model": "none:such"} if action.name in ("drain", "resume") else {}
         required = {
             field.name: "none:such" for field in msgspec.structs.fields(action.parameters) if field.required

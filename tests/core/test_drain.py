@@ -1,5 +1,5 @@
-"""Tests of the order of a drain: fronts report "not ready", then admission pauses, then the drain waits, and
-finally the remaining requests are cancelled."""
+"""Tests of the order of steps in a drain: fronts report "not ready", then admission pauses, then the drain
+waits, and finally the remaining requests are cancelled."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ class Unfinished:
 
 
 class FakeService:
-    """Records the calls made by drains. Fronts have applied the configuration once `fronts_know` is set."""
+    """Records the calls that drains make. Drains treat the configuration as applied by all fronts once
+    `fronts_know` is set."""
 
     def __init__(self, looks: int = 3) -> None:
         self.told: list[str] = []

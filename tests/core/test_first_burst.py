@@ -12,7 +12,7 @@ from tests.core.simulated_replica import Speed
 from tests.core.simulated_server import Asked, Shape, SimulatedServer
 
 SLOW_FIRST = Speed(step_s=0.012, first_steps=8, first_step_s=2.0)
-"""A device whose first steps take more than a hundred times as long as later ones."""
+"""A device whose first steps each take more than a hundred times as long as the later ones."""
 SHAPE = Shape(512, 128, 128)
 
 
@@ -21,7 +21,7 @@ def server() -> SimulatedServer:
 
 
 def burst(on: SimulatedServer, streams: int, gap_s: float = 0.0) -> list[Asked]:
-    """Send requests one after another."""
+    """Send `streams` requests, `gap_s` apart."""
     asked: list[Asked] = []
     for number in range(streams):
         on.at(on.now + number * gap_s, lambda: asked.append(on.ask("a", SHAPE)))
@@ -42,7 +42,7 @@ def test_slow_first_steps_refuse_no_request_of_a_first_burst(
     served.run(120.0)
     refused = [one.refused.message for one in asked if one.refused is not None]
     assert len(asked) == streams and refused == []
-    # The rates measured later confirm that: the whole burst is served within the maximum wait.
+    # Accepting all requests was correct: the whole burst is served within the maximum wait.
     assert all(one.ended_at is not None for one in asked)
     waits_s = [one.admitted_at - one.arrived_at for one in asked if one.admitted_at is not None]
     assert max(waits_s) < QueueRules().timeout_s

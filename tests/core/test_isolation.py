@@ -1,5 +1,5 @@
-"""Tests of short P0 requests, requests of light tenants, and P1 requests beside large requests, in virtual
-time."""
+"""Tests, in virtual time, of short P0 requests, requests from light tenants, and P1 requests, each beside
+large requests."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ def test_no_mix_of_requests_delays_a_short_one_by_more_than_two_full_steps_prope
 
 
 def test_a_wide_request_does_not_make_the_predicted_wait_of_long_prompts_far_too_long() -> None:
-    """The prediction once assumed that a 45 s request in a higher-priority class recurs continuously. Prompts
-    that would have waited for at most 80 s were refused because they "would wait 719 s"."""
+    """Reproduces a prediction error: a 45 s request in a higher-priority class was assumed to recur
+    continuously. Prompts that would have waited for at most 80 s were refused because they "would wait 719
+    s"."""
     server = SimulatedServer(
         tenants=[TenantRecord(name=name, created_at=0.0) for name in ("long", "wide")],
         rules=QueueRules(timeout_s=200.0, overload=1000.0),

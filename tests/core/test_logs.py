@@ -1,5 +1,5 @@
-"""Tests of the log records that are written, and that a stalled reader of standard error does not block the
-process."""
+"""Tests that the expected log records are written, and that the process does not block if the reader of
+standard error stalls."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests that the metrics address is off by default, is restricted to loopback unless made public, and can be
-changed by a reload."""
+"""Tests that the metrics address is off by default, that it must be a loopback address unless it is set to
+public, and that a reload can change it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_deleted_tenant_leaves_the_metrics_and_its_last_requests_count_for_the
     service.start()
     service.wait_ready()
     listen_on(service, f"127.0.0.1:{port}")
-    service.admin.act(CreateTenant(name="t"))  # The tenant of the fake front's requests.
+    service.admin.act(CreateTenant(name="t"))  # This is the tenant of the fake front's requests.
     read_answer(service.connect("m 3"))
     wait_until(lambda: 'appliance_tenant_requests_total{tenant="t",outcome="ok"} 1' in scrape(port))
     service.admin.act(DeleteTenant(name="t"))

@@ -1,5 +1,5 @@
-"""Tests of the reports to the service manager: from the start to the stop of the real core, and while a
-writer hangs."""
+"""Tests of the reports to the service manager, from the start to the stop of the real core, and while the
+database writer hangs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Heard:
         self.words: list[dict[str, str]] = []
 
     def listen(self) -> list[dict[str, str]]:
-        """Return everything received so far."""
+        """Return all messages received so far."""
         while True:
             try:
                 said = self._socket.recv(4096, socket.MSG_DONTWAIT).decode()
@@ -172,7 +172,7 @@ class Board:
 
 
 class Watched:
-    """Runs a notifier and the writer that it monitors."""
+    """Runs a notifier together with the writer that it monitors."""
 
     def __init__(self, folder: Path, heard: Heard) -> None:
         self.heard = heard

@@ -53,7 +53,7 @@ def taken(of: Quotas, prompt: int = 10, most: int = 90, key_id: str = "", **how:
 
 
 def spent(of: Quotas, prompt: int, most: int, key_id: str = "") -> None:
-    """Run a request that uses its whole reservation and ends."""
+    """Run a request that uses its whole reservation."""
     held = taken(of, prompt, most, key_id)
     of.settle(held, prompt + most)
     of.close(held)
@@ -188,7 +188,8 @@ def test_what_many_requests_hold_at_once_comes_back_in_any_order(time: Time) -> 
     held = [taken(of, 1, 59 - number % 7) for number in range(100)]
     for number in (*range(1, 100, 2), *range(0, 100, 2)):
         of.settle(held[number], 10)
-    # No time passes, so nothing is refilled. No token may be lost, however coarsely levels are stored.
+    # No time passes, so the quota is not refilled. Levels may be stored with low precision, but no token may
+    # be lost.
     assert used(of) == {"tokens_per_minute": 1000}
 
 
@@ -272,8 +273,8 @@ def test_the_tightest_limit_of_each_kind_is_told(time: Time) -> None:
 def restarted(
     time: Time, of: Quotas, after_s: float, *used: Used, keys: tuple[KeyRecord, ...] = ()
 ) -> Quotas:
-    """Take a snapshot at Unix time 5000, and return the quotas that a restart `after_s` seconds later
-    restores."""
+    """Take a snapshot at Unix time 5000, and return the quotas that are restored by a restart `after_s`
+    seconds later."""
     levels, _ = of.news(5000.0)
     again = quotas(time, *of._policies.tenants.values(), keys=tuple(of._policies.keys.values()))
     again.restore(QuotaState(levels, list(used)), 5000.0 + after_s)

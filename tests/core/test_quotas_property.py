@@ -1,6 +1,6 @@
-"""Property tests of quotas, for any order of reservations, settlements and ends. Usage in a period never
-exceeds the capacity plus the period's refill, no reservation leaks, and a crash never restores used tokens.
-"""
+"""Property tests of quotas, for reservations, settlements and completed requests in any order. Usage in a
+period never exceeds the capacity plus the period's refill, no reservation leaks, and a crash never restores
+used tokens."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Ask:
     at: float
     reservation: Reservation
     tokens: int
-    """Number of tokens: first those reserved, later those charged."""
+    """Number of reserved tokens, and after the settlement, number of charged tokens."""
     settled: bool = False
 
     def __post_init__(self) -> None:
@@ -195,7 +195,7 @@ class QuotaMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.asks) % 16 == 15)
     @rule()
     def the_service_crashes(self) -> None:
-        """Restart from the snapshot and the rows. Open rows contain the reserved tokens."""
+        """Restart from the snapshot and the log rows. Open rows contain the number of reserved tokens."""
         used = [
             Used("t", ask.key, ask.at, tokens)
             for ask in self.asks
@@ -213,7 +213,7 @@ class QuotaMachine(RuleBasedStateMachine):
 
     def levels(self) -> dict[tuple[str, str], float]:
         for scope, name in self.quotas._accounts:
-            self.quotas.usage(scope, name)  # Reading the usage brings the levels up to date.
+            self.quotas.usage(scope, name)  # Reading the usage refills the levels up to the current time.
         return {
             (account.name, limit): bucket.level
             for account in self.quotas._accounts.values()
@@ -236,8 +236,8 @@ class QuotaMachine(RuleBasedStateMachine):
             for limit in LIMITS:
                 if (rate := rate_of(quota, limit)) is None:
                     continue
-                # The expected level of a bucket with exact arithmetic, in which each request takes only the
-                # tokens that it will use.
+                # Compute the bucket's level with exact arithmetic, as if each request took only the tokens
+                # that it will actually use.
                 level, at = Fraction(rate.capacity), Fraction(1000)
                 for ask in mine:
                     moment = Fraction(ask.at)

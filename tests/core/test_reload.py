@@ -37,7 +37,7 @@ def running(make_service: Make, settings: str = "", models: tuple[str, ...] = ("
 
 
 def change(service: Service, *changes: tuple[str, str]) -> Reloaded:
-    """Replace these parts of the settings file, and reload it."""
+    """Replace the given parts of the settings file, and reload it."""
     text = service.config.read_text()
     for old, new in changes:
         assert old in text
@@ -106,7 +106,7 @@ def test_settings_of_the_service_are_applied_without_restarting_a_process(make_s
         f"{service.config}:2",
     )
     assert (shown.settings["queue"]["limit"], shown.places["queue.limit"]) == (7, f"{service.config}:6")
-    # Changes that require a restart are reported until the service is restarted.
+    # A change that requires a restart is reported until the service restarts.
     assert reload(service).at_restart == reloaded.at_restart
 
 
@@ -217,7 +217,7 @@ def test_the_address_can_change_and_connections_continue(make_service: Make) -> 
     with pytest.raises(ConnectionRefusedError):
         service.connect("m 2", ("127.0.0.1", port))
     assert read_answer(stream)[-1] == "front-0 length"
-    # Change to an address that includes the previous one, and back.
+    # Change to an address that includes the previous one, and then change back.
     change(service, (f"127.0.0.1:{other}", f"0.0.0.0:{other}"))
     assert read_answer(service.connect("m 2", ("127.0.0.2", other)))[-1] == "front-0 length"
     change(service, (f"0.0.0.0:{other}", f"127.0.0.1:{other}"))

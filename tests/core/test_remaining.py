@@ -1,4 +1,4 @@
-"""Tests of the predicted time of a drain."""
+"""Tests of the predicted duration of a drain."""
 
 from __future__ import annotations
 

@@ -221,7 +221,7 @@ def test_what_is_held_keeps_its_order_and_is_no_part_of_what_a_drain_waits_for(
     assert (requests.state.held(), requests.state.held("m"), requests.state.held("other")) == (3, 3, 0)
     assert requests.state.queue_stats().waiting == 3
     assert [turn.request_id for turn in answers(front)] == ["r0"]
-    service.settle(front, "r2", 499)  # Its client has disconnected.
+    service.settle(front, "r2", 499)  # the client has disconnected
     read_all(service)
     requests.resume_admission(None)
     assert [turn.request_id for turn in answers(front)] == ["r0", "r1", "r3"]
@@ -234,7 +234,7 @@ def test_what_is_held_is_bounded_in_number_and_time_and_refused_when_the_service
 ) -> None:
     front = service.new_front()
     service.new_replica()
-    read_all(service)  # the core now knows that the replica has free slots
+    read_all(service)  # the core has been informed that the replica has free slots
     service.requests.pause_admission(None, "draining", hold=True)
     for _ in range(7):
         service.ask(front)
@@ -353,8 +353,8 @@ def test_a_request_whose_replica_died_goes_on_elsewhere_ahead_of_others(service:
         service.ask(front, tokens=TOKENS)
     read_all(service)
     service.kill_replica(first)
-    # The front notices the death before the core does. The core must not return the request to the dead
-    # replica.
+    # The front notices the replica's death before the core does. The core must not send the request to the
+    # dead replica again.
     service.ask_again(front, "r0")
     read_all(service)
     assert all(turn.request_id != "r0" for turn in answers(front))
@@ -366,7 +366,7 @@ def test_a_request_whose_replica_died_goes_on_elsewhere_ahead_of_others(service:
     service.requests.settle(front.name, settle("r0", 6))
     service.requests.report(second.account, report(finished("r0", 2)))
     row = service.rows.ended[-1]
-    # The dead replica's count is lost, but the delivered tokens were certainly generated.
+    # The dead replica's own count is lost, but it must have generated the tokens that were delivered.
     assert (row.generated_tokens, row.billed_tokens, row.resubmissions) == (6, 6, 1)
 
 
@@ -391,7 +391,7 @@ def test_a_withdrawn_second_attempt_leaves_the_first_one_to_its_replica(service:
     service.ask(front)
     read_all(service)
     service.hear(front)
-    # The front's channel broke, but the replica is alive and will report what it has done.
+    # The front's channel broke, but the replica is alive and will report the tokens that it has generated.
     service.ask_again(front, "r0")
     service.settle(front, "r0", 499)
     read_all(service)

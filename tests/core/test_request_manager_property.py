@@ -1,5 +1,5 @@
-"""Property tests of the request manager, for any order of messages and any deaths of fronts and replicas.
-Every request ends in exactly one row, every credit is returned, and no quota is exceeded or leaks."""
+"""Property tests of the request manager, for messages in any order and any deaths of fronts and replicas.
+Every request results in exactly one row, every credit is returned, and no quota is exceeded or leaks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class Steady(Forecast):
 
 
 def looked_up(service: SimulatedService, forecast: Forecast) -> Remaining:
-    """Compute the same remaining work as `TrafficState.remaining`, but by adding up every request."""
+    """Compute the same value as `TrafficState.remaining`, but by adding up the remaining work of every
+    request."""
     unfinished = list(service.requests.state.unfinished())
     queued = [request for request in unfinished if request.queued_at is not None]
     lengths = {request: request.expected_tokens / request.admit.num_seqs for request in unfinished}

@@ -1,4 +1,5 @@
-"""Tests of quotas in the request manager: reserved when a request is accepted, and returned exactly once."""
+"""Tests of quotas in the request manager: tokens are reserved when a request is accepted, and returned
+exactly once."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def used(service: SimulatedService) -> tuple[int, int]:
 
 
 def ask_with(service: SimulatedService, front: FakeFront, **changes: object) -> str:
-    """Send a request with the given `Admit` fields changed."""
+    """Send a request with the given fields of `Admit` changed."""
     request_id = service.ask(front)
     front.asks[request_id].admit = msgspec.structs.replace(front.to_core.pop(), **changes)
     front.to_core.append(front.asks[request_id].admit)
@@ -324,7 +325,8 @@ def test_a_share_of_the_kv_blocks_is_held_by_the_most_that_requests_may_keep(
     for _ in range(4):
         service.ask(front)
     read_all(service)
-    assert running(front) == ["r0", "r1"]  # Each needs 8 + 5 + 64 tokens, and the limit is a fifth of 1,024.
+    # Each request needs 8 + 5 + 64 = 77 tokens, and the limit is a fifth of 1,024.
+    assert running(front) == ["r0", "r1"]
     (usage,) = service.requests.state.usage("tenant", "t")
     assert (usage.limit, usage.used, usage.capacity) == ("kv_share", 154, 204)
     service.settle_everything()

@@ -44,7 +44,7 @@ def test_a_file_that_may_not_be_looked_for_is_named(
 ) -> None:
     path = tmp_path / ".config" / "appliance" / "appliance.toml"
 
-    def is_file(self: Path) -> bool:  # Root may run this test and can read everything.
+    def is_file(self: Path) -> bool:  # simulated, because the test may run as root, who can read everything
         if self == path:
             raise PermissionError(13, "Permission denied", str(path))
         return False
@@ -210,7 +210,8 @@ def test_every_fault_of_every_file_is_told_with_its_line(tmp_path: Path) -> None
 
 
 def numbers_of(kind: Any, path: str = "", around: str = "{}") -> Iterator[tuple[str, str, Any]]:
-    """Yield the path, a template that places a number there, and the type of each number in `kind`."""
+    """Yield every place in `kind` where a number is expected: its path, a template into which the number is
+    inserted, and its type."""
     match kind:
         case msgspec.inspect.IntType() | msgspec.inspect.FloatType():
             yield path, around, kind

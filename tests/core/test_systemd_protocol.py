@@ -26,7 +26,7 @@ print(json.dumps({
 
 
 def activated(environ: dict[str, str], *sockets: socket.socket) -> dict[str, object]:
-    """Return the output of a process that is started as systemd would start it, with sockets from file
+    """Return the output of a process that is started the way systemd starts it, with sockets from file
     descriptor 3 onwards."""
     copies = [os.dup(sock.fileno()) for sock in sockets]
     moves = " ".join(f"{3 + number}<&{copy}" for number, copy in enumerate(copies))
