@@ -59,7 +59,7 @@ def generated(made: LocalEngine, logprobs: int | None = None) -> list[GeneratedS
 
 
 def answers(made: LocalEngine) -> list[list[int]]:
-    """Return the token ids of the answers from `generated`."""
+    """Return the token ids of each answer in `generated`."""
     return [answer.token_ids for answer in generated(made)]
 
 

@@ -20,8 +20,9 @@ a neighbouring number.
 
 Measured on a CPU, bfloat16 changes the answers' gaps by 0.034 (median) and 0.256 (maximum) compared with
 float32. It changes the top token of 211 of 20,480 held-out tokens, the largest gap of which is 0.094. The
-batch and the number of threads change no bit. The smallest gap in the answers is 3.9, because the model has
-memorised the questions. A device whose answers diverge there therefore has an error other than rounding.
+batch and the number of threads do not change a single bit. The smallest gap in the answers is 3.9, because
+the model has memorised the questions. If the answers of a device diverge at such a gap, the cause is
+therefore not rounding.
 """
 
 
@@ -44,7 +45,7 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """Greedy answers compared with those of the reference."""
+    """A device's greedy answers, compared with the reference's answers."""
 
     device: str
     dtype: str
@@ -52,9 +53,9 @@ class Parity:
     same: int
     """Number of answers that are identical to the reference's."""
     tokens: int
-    """Number of tokens in the answers, up to where they diverge."""
+    """Number of tokens in the answers. Tokens after a divergence are not counted."""
     least_gap: float
-    """Smallest gap between the reference's top two tokens over these tokens."""
+    """Smallest gap between the reference's top two tokens, over all counted tokens."""
     most_moved: float
     """Largest change of that gap on the other device."""
     divergences: list[Divergence]
@@ -78,8 +79,7 @@ class Parity:
 def measure(
     device: str, dtype: str = "bfloat16", reference_dtype: str = "bfloat16", model: Path = DEMO
 ) -> Parity:
-    """Compare the answers to the 200 frozen questions on a device with those on the CPU, which is the
-    reference."""
+    """Compare a device's answers to the 200 frozen questions with the reference, which is the CPU."""
     reference = generated(engine("cpu", reference_dtype, model=model), logprobs=2)
     return compare(device, dtype, generated(engine(device, dtype, model=model), logprobs=2), reference)
 
@@ -87,9 +87,9 @@ def measure(
 def compare(
     device: str, dtype: str, found: list[GeneratedSample], reference: list[GeneratedSample]
 ) -> Parity:
-    """Compare the answers of `device` in `dtype` with the reference's. Both need the log probabilities of the
-    top two tokens. Raises ValueError if the reference ends where the other answer continues, because there is
-    no gap at that position."""
+    """Compare the answers of `device` in `dtype` with the reference's answers. Both must include the log
+    probabilities of the top two tokens. Raises ValueError if the reference's answer ends where the other
+    continues, because there is no gap at that position."""
     divergences, gaps, moved = [], [], []
     for question, (mine, theirs) in enumerate(zip(found, reference, strict=True)):
         pairs = enumerate(zip_longest(mine.token_ids, theirs.token_ids))

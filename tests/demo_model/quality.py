@@ -1,5 +1,5 @@
-"""Measures the quality loss from quantisation on the shipped model. The unquantised model and each quantised
-variant get the same questions and the same held-out text, through the whole engine."""
+"""Measures how much quality the shipped model loses through quantisation. The unquantised model and each
+quantised variant get the same questions and the same held-out text, and run in the real engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _Item = TypeVar("_Item")
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A quantised variant of the model and its maximum quality loss."""
+    """A quantised variant of the model, with the maximum quality loss that is accepted for it."""
 
     name: str
     weights: str
@@ -91,8 +91,8 @@ def measure(
     model: Path = DEMO,
     progress: Callable[[str], None] = lambda line: None,
 ) -> list[Score]:
-    """Return the scores of `forms`, of which the first must be unquantised. `asked` and `windows` limit the
-    numbers of questions and of windows of held-out text, which are selected at even intervals. None uses all.
+    """Return the scores of `forms`. The first of them must be unquantised. `asked` and `windows` are the
+    numbers of questions and of windows of held-out text to use, selected at even intervals; None uses all.
     `model` is the folder of a model with the demo model's tokenizer."""
     first: _Run | None = None
     scores = []
@@ -105,8 +105,8 @@ def measure(
 
 
 def held_out_windows() -> list[list[int]]:
-    """Return `heldout.txt` in windows of WINDOW tokens, each after a begin token. An incomplete last window
-    is dropped."""
+    """Return `heldout.txt` in windows of WINDOW tokens, each preceded by a begin token. An incomplete last
+    window is dropped."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
@@ -157,8 +157,8 @@ def _score(device: str, dtype: str, form: Form, run: _Run, first: _Run) -> Score
     tokens = sum(map(len, run.losses))
     mean = sum(map(sum, run.losses)) / tokens
     before = sum(map(sum, first.losses)) / tokens
-    # Windows are far apart in the text, so their means are nearly independent, unlike those of individual
-    # tokens.
+    # Compute the error over windows, not tokens: windows are far apart in the text, so their means are nearly
+    # independent.
     changes = [sum(mine - theirs for mine, theirs in window) / len(window) for window in pairs]
     spread = sum((change - sum(changes) / len(changes)) ** 2 for change in changes)
     kept = sum(now for now, was in zip(run.right, first.right, strict=True) if was)
@@ -180,7 +180,7 @@ def _score(device: str, dtype: str, form: Form, run: _Run, first: _Run) -> Score
 
 
 def _spread(items: list[_Item], count: int | None) -> list[_Item]:
-    """Return `count` of the items at even intervals; None returns all."""
+    """Return `count` of the items, selected at even intervals. If `count` is None, return all items."""
     if count is None:
         return items
     return [items[index * len(items) // count] for index in range(count)]

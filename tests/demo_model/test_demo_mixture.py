@@ -44,7 +44,7 @@ def _answers(model: Path, weights: str) -> list[list[int]]:
 def test_experts_that_are_copies_give_the_answers_of_the_demo_model(
     mixture: Any, dense: LlamaForCausalLM, tmp_path: Path
 ) -> None:
-    """The weights of a token's chosen experts add up to one, whichever experts it chooses."""
+    """The weights of a token's chosen experts add up to one, no matter which experts are chosen."""
     mixture.export(mixture.upcycle(dense, 0.0, SEED), DEMO, tmp_path)
     for weights in ("auto", "fp8"):
         assert _answers(tmp_path, weights) == _answers(DEMO, weights)

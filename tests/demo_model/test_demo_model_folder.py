@@ -1,4 +1,4 @@
-"""Tests that the shipped model's folder is complete, and that the model answers from it."""
+"""Tests that the shipped model's folder is complete, and that the model in it answers questions."""
 
 import json
 import struct

@@ -1,4 +1,4 @@
-"""Tests of the comparison between two devices: answers may diverge at a near tie, and nowhere else."""
+"""Tests of the comparison between two devices. Answers may diverge only at a near tie."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BEST, SECOND, OTHER = 7, 8, 9
 
 
 def answer(*tokens: int, gap: float = 3.0) -> GeneratedSample:
-    """Return an answer of a model whose best token is always BEST, ahead of SECOND by `gap`."""
+    """Return an answer in which the best token is always BEST, ahead of SECOND by `gap`."""
     top = [(BEST, -0.1), (SECOND, -0.1 - gap)]
     known = dict(top)
     logprobs = [TokenLogprob(token, known.get(token, -20.0), top) for token in tokens]

@@ -59,7 +59,7 @@ def test_a_form_that_costs_too_much_does_not_pass() -> None:
 
 @pytest.mark.system
 def test_two_ranks_answer_with_fp8_weights_and_cache() -> None:
-    """Uses real processes. The o and down projections have separate scales for each rank's shard."""
+    """Uses real processes. Each rank's shard of the o and down projections has separate scales."""
     prompts, expected = questions()
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     sampling = SamplingParams(max_tokens=100, stop_token_ids=(END,))

@@ -1,7 +1,7 @@
 """Prints, as JSON, how many kernels a build and a tuning search compile for Ampere and for Hopper, and how
-many of them use programmatic dependent launch. Also prints the build's kernels that do not compile for
-Ampere, testing one kernel of each name. Runs in a separate process, like `tests.engine.launches_of_serving`.
-"""
+many of them use programmatic dependent launch. Also compiles one of the build's kernels of each name for
+Ampere, and prints the kernels that fail to compile. Runs in a separate process, like
+`tests.engine.launches_of_serving`."""
 
 from __future__ import annotations
 

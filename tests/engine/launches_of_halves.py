@@ -1,5 +1,8 @@
-"""Prints the number of collective kernels that a build enumerates for a model on several ranks, one line for
-each kind of pass: `whole` or in `halves`. Runs in a separate process, like `launches_of_serving`."""
+"""Prints how many collective kernels a build enumerates for a model on several ranks. It prints one line for
+each kind of pass: `whole` or in `halves`.
+
+Runs in a separate process, like `launches_of_serving`.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Prints the kernels that a replica on a GPU launches while serving but did not launch during warm-up, one
-per line. The list must be empty, because only kernels launched by warm-up are compiled by a build and loaded
-at startup.
+per line. The list must be empty, because a build compiles, and a startup loads, only the kernels that warm-up
+launches.
 
 Runs in a separate process, because Triton decides once per process whether it interprets kernels: `python -m
 tests.engine.launches_of_serving FOLDER FP8 KV_FP8 RANKS`. The engine's own steps run on meta tensors, and
@@ -45,7 +45,7 @@ def main() -> None:
     replica = MetaReplica(replica_model, 0, GPU, table, max_model_len=COLUMNS * PAGE_TOKENS)
     with torch.inference_mode():
         loaded = compiling.record(GPU.target, lambda: started.append(replica.launch_warm_up()))
-        # A replica pads to more sizes than the build enumerates.
+        # A replica pads passes to more sizes than the build enumerates.
         started[0].tables._padding = Padding(gemm_sizes(STEP_TOKENS), gemm_sizes(ROWS))
         served = compiling.record(GPU.target, lambda: serve(started[0]))
     long = sum(".attention_prefill_hopper." in job.name for job in served)
@@ -77,11 +77,12 @@ def serve(steps: StepExecutor) -> None:
             rows = list(range(decodes + 2))
             setups = [SlotSetup(row, params, 0, 1, [0]) for row in rows]
             sampled = ([], [decodes], [decodes, decodes + 1])
-            # The first parameters are run with every number of samples, all other parameters with one number.
+            # Run every number of samples with the first parameters, and only one number with each of the
+            # other parameters.
             for samples in sampled if number == 0 else (sampled[(number + index) % 3],):
                 prompt = Chunk(decodes, 0, [0] * chunk, samples)
                 steps.run(StepPlan(0, setups, [], [], rows[:decodes], [prompt]))
-        # The last prompt's setup covers the most slots, so these decodes may use any of them.
+        # The setup of the last prompt covers all slots used here, so the decodes may use any of them.
         for few in (1, 2, 3, 5, 7, 9, 17, 19, 22, 33, 42, 62)[:: 1 if number == 0 else 2]:
             steps.run(StepPlan(0, [], [], [], rows[:few], []))
     for chunk in (1, 40, 64):

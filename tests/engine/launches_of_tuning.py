@@ -2,8 +2,9 @@
 launched without having been compiled, and the changes to the table. Runs in a separate process, like
 `tests.engine.launches_of_serving`.
 
-Layers run on meta tensors. The first search chooses the library for every linear. In the descent, a layer
-takes 100 µs, or 90 µs if gate_up uses `tiles` of 128 weight rows, which the first table does not contain.
+Layers run on meta tensors. The first search chooses the library for every linear. In the descent, the
+simulated time of a layer is 90 µs if gate_up uses `tiles` of 128 weight rows, and otherwise 100 µs. The first
+table does not contain that faster plan.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ ROWS = (1, 8)
 
 
 def table_before() -> Table:
-    """Return the shipped table with the rule-based plans as the entries for gate_up."""
+    """Return a copy of the shipped table in which the gate_up entries are replaced by the rule-based
+    plans."""
     table = load_table(GPU.name)
     for rows in ROWS:
         rule = linear_plans.choose(rows, GATE_UP.n, GATE_UP.k, GATE_UP.dtype)
@@ -43,7 +45,7 @@ def table_before() -> Table:
 
 
 class Graphs:
-    """Runs functions instead of capturing them, and records their simulated duration."""
+    """Runs functions instead of capturing them in CUDA graphs, and returns simulated durations."""
 
     table: Table
     """The plans that the layers currently use."""
@@ -53,7 +55,7 @@ class Graphs:
         run()
         [*_, plan] = [entry.plan for entry in Graphs.table.products[GATE_UP].values()]
         tiles = plan is not None and plan.form == "tiles" and plan.block_n == 128
-        return 2 * (90.0 if tiles else 100.0)  # two layers, on meta tensors
+        return 2 * (90.0 if tiles else 100.0)  # for two layers, on meta tensors
 
     def microseconds(self, captured: Sequence[float], order: Sequence[int]) -> list[float]:
         return [captured[index] for index in order]

@@ -1,5 +1,4 @@
-"""The bookkeeping of the soak test, which checks that every request ends exactly once with the right
-result."""
+"""Checks, for the soak test, that every request ends exactly once and with the right result."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from tests.engine.soak_traffic import FORBIDDEN
 
 @dataclass(slots=True)
 class Told:
-    """The outputs of one sample as received by its front."""
+    """The outputs of one sample, as its front received them."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -24,7 +23,7 @@ class Told:
 
 @dataclass(slots=True)
 class Entry:
-    """A submission that has not ended."""
+    """A submission that has not finished."""
 
     origin: str
     submit: Submit
@@ -39,8 +38,8 @@ class Entry:
 
 class OutputChecker:
     """Checks the engine's outputs, and raises AssertionError with the request if one is wrong. Entries are
-    dropped when their submission closes, so later outputs are detected, and a long run needs no more memory
-    than a short one."""
+    removed when their submissions finish. Any later output is therefore detected, and memory use does not
+    grow with the length of the run."""
 
     def __init__(self, max_model_len: int, vocab: int, poison: int | None) -> None:
         """Prepare an empty checker. The embedding of token `poison` is sometimes NaN, so sequences that
@@ -49,7 +48,7 @@ class OutputChecker:
         self.open: dict[int, Entry] = {}
         self.counts: Counter[str] = Counter()
         self.done: list[Entry] = []
-        """Submissions closed since this list was last cleared."""
+        """Submissions that have finished since this list was last cleared."""
 
     def submitted(self, origin: str, submit: Submit, wrong: str) -> None:
         first = submit.first_sample

@@ -1,4 +1,5 @@
-"""Ranks in separate processes, without a core: rank 0 plans as in a replica, and the other ranks follow."""
+"""Runs ranks in separate processes, without a core: rank 0 plans steps as in a replica, and the other ranks
+follow."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ class RankEngine(LocalEngine):
         self.finished, self.timings, self._handles = [], [], 0
 
     def release_peers(self) -> None:
-        """End `follow_rank_0` on the other ranks."""
+        """Make `follow_rank_0` return on the other ranks."""
         for peer in self.peers:
             peer.close()
 
@@ -115,7 +116,8 @@ def start_ranks(
 
 
 def results(processes: list[BaseProcess], folder: Path, timeout_s: float = START_TIMEOUT_S) -> list[Any]:
-    """Wait for the processes of `start_ranks` and return the result of each rank; None if it was killed."""
+    """Wait for the processes of `start_ranks`. Returns the result of each rank, or None for a rank that was
+    killed."""
     deadline = time.monotonic() + timeout_s
     for process in processes:
         process.join(max(0.1, deadline - time.monotonic()))
@@ -140,4 +142,4 @@ def _enter(
         torch.set_num_threads(1)
     result = work(Member(rank, size, folder, device, overlap_from), *arguments)
     torch.save(result, folder / f"result-{rank}.pt")
-    os._exit(0)  # a normal exit could hang on threads of torch.distributed
+    os._exit(0)  # a normal exit could hang because of threads of torch.distributed

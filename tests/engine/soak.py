@@ -48,15 +48,16 @@ FILL_SIZES = {"max_num_seqs": 1024, "max_num_batched_tokens": 8192, "kv_blocks":
 """A pool sized from the available memory."""
 
 GROWTH = {"objects": 200, "host_bytes": 32 << 20, "device_bytes": 1 << 20, "device_used_bytes": 512 << 20}
-"""Maximum growth of each median from the second to the last quarter of a run. In order: Python objects; the
-process's memory in bytes (libraries keep code for each new shape: 150 MiB in the first minutes, then less and
-less); the size of tensors on the device; and all used device memory (torch's allocator keeps memory that it
-has used)."""
+"""Maximum growth of the median of each measurement, from the second to the last quarter of a run. In order:
+Python objects; the process's memory in bytes; the size of tensors on the device in bytes; and all used device
+memory in bytes. The process's memory grows because libraries keep code for each new shape: 150 MiB in the
+first minutes, then less and less. Used device memory grows because torch's allocator keeps memory that it has
+used."""
 HOST_FROM_S = 600
-"""Seconds after which the process's memory is checked."""
+"""Seconds from the start of the run until the process's memory is checked."""
 
 STALLED_S = 300
-"""Number of seconds after which a round counts as hanging. The test then prints the stack of each thread."""
+"""Number of seconds after which a round counts as hanging. The test then prints each thread's stack."""
 
 
 @dataclass(slots=True)
@@ -75,7 +76,7 @@ class Calm:
 
 @dataclass(slots=True)
 class Soak:
-    """One engine, its simulated clients and their bookkeeping."""
+    """One engine, its simulated clients, and the state of their requests."""
 
     engine: LocalEngine
     draw: random.Random
@@ -111,7 +112,8 @@ class Soak:
     # ── a round ──────────────────────────────────────────────────────────────────────────────────
 
     def round(self, steps: int) -> None:
-        """Run a round: random traffic for some steps, the end of all open requests, and the checks."""
+        """Run a round: generate random traffic for some steps, let all open requests finish, and run the
+        checks."""
         faulthandler.dump_traceback_later(STALLED_S, exit=True)
         # With tied embeddings, a NaN in the embedding would make every logit NaN.
         armed = self.draw.random() < 0.2 and not self.engine.runner.config.tie_word_embeddings
@@ -217,7 +219,7 @@ class Soak:
         assert credits == self.credits_spent, (
             f"{credits} credits were returned, but {self.credits_spent} were spent"
         )
-        # In a smaller pool, the requests above did not reach every slot.
+        # The pool must be large enough for the requests above to have used every slot.
         if scheduler.pool.total > self.limits.rows + scheduler.watermark:
             assert self.engine.runner.steps.tables.sampling.counts is None, (
                 "penalty counts were kept after their requests ended"
@@ -233,7 +235,7 @@ class Soak:
         self.calms.append(Calm(seconds, objects, resident_bytes(), allocated, used))
 
     def growth(self) -> dict[str, int]:
-        """Return the growth of memory use from the second to the last quarter of the run."""
+        """Return the growth of each memory measurement from the second to the last quarter of the run."""
         quarter = max(1, len(self.calms) // 4)
         early, late = self.calms[quarter : 2 * quarter] or self.calms[:1], self.calms[-quarter:]
         return {
@@ -265,7 +267,7 @@ class Soak:
 
 
 class Poison:
-    """Context manager that sets a token's embedding to NaN if armed, and yields whether it did."""
+    """Context manager that sets a token's embedding to NaN if `armed` is true. Yields whether it did."""
 
     def __init__(self, engine: LocalEngine, token: int, armed: bool) -> None:
         self._row = engine.runner.decoder.embedding[token]
@@ -300,7 +302,7 @@ def build(arguments: argparse.Namespace, folder: Path) -> LocalEngine:
     }
     defaults: dict[str, Any] = TINY_SIZES if tiny else FILL_SIZES if arguments.fill else SIZES
     if tiny and arguments.fill:
-        defaults = TINY_SIZES | {"kv_blocks": 20}  # so that all slots fit at once
+        defaults = TINY_SIZES | {"kv_blocks": 20}  # so that all slots fit at the same time
     sizes = {**defaults, **given}
     fields: dict[str, Any] = {
         "replica": "soak-0",
@@ -348,7 +350,7 @@ def _run(engine: LocalEngine, arguments: argparse.Namespace) -> tuple[dict[str, 
 
 
 def soak(engine: LocalEngine, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run rounds until the time or the number of rounds is reached."""
+    """Run rounds until the time limit or the number of rounds is reached."""
     draw = random.Random(arguments.seed)
     running = Soak(engine, draw, arguments.near_tie, arguments.known)
     wrong = None

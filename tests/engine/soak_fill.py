@@ -29,7 +29,8 @@ _SAMPLING: list[dict[str, Any]] = [
 
 
 def fill(engine: LocalEngine, seed: int = 0) -> dict[str, Any]:
-    """Fill the pool once and return the statistics, in bytes. `wrong` describes a failure, or is None."""
+    """Fill the pool once and return the statistics, in bytes. `wrong` is a description of the failure, or
+    None."""
     info, draw = engine.info, random.Random(seed)
     checker = OutputChecker(info.max_model_len, info.vocab_size, None)
     before = _used_bytes(engine)
@@ -76,9 +77,9 @@ def fill(engine: LocalEngine, seed: int = 0) -> dict[str, Any]:
 
 
 def _submits(engine: LocalEngine, draw: random.Random) -> list[Submit]:
-    """Return one submission per slot. The first slots decode while the last prompts are computed, so the
-    prompts leave free blocks for them. After that, the sequences together need more blocks than the pool
-    has."""
+    """Return one submission per slot. The first slots start to decode while the last prompts are still being
+    computed, so the prompts leave free blocks for these decodes. After that, the sequences together need more
+    blocks than the pool has."""
     info, scheduler = engine.info, engine.scheduler
     rows = info.max_num_seqs
     # On average, half of a sequence's last block is unused. The watermark stays free for decodes.

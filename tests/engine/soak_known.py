@@ -2,8 +2,9 @@
 other traffic.
 
 The last bits of sums depend on the shapes of tensors, so an output may diverge from its reference at a
-near-tie. The generated token must then be the one that `kernels.sampling` chooses for log probabilities
-within `Known.near_tie` of the reference's. After a divergence, the outputs are no longer compared.
+near-tie. The generated token is then checked against `kernels.sampling`: that must choose the same token for
+some log probabilities within `Known.near_tie` of the reference's. After a divergence, the outputs are no
+longer compared.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from tests.engine.output_checker import Entry
 from tests.engine.soak_traffic import Limits
 
 KINDS = 24
-"""Number of known requests, each of a different kind."""
+"""Number of known requests. Each has a different kind."""
 _TRIES = 60
-"""Number of random perturbations that are tried before a different token counts as wrong."""
+"""Number of random perturbations to try before a different token counts as wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class Known:
                 self._answers.append(Answer(sample.token_ids, sample.logprobs))
 
     def submit(self, handle: int) -> Submit:
-        """Return one of the requests again. `Submit.index` contains its number."""
+        """Return one of the requests again. Its number is stored in `Submit.index`."""
         number = self._draw.randrange(len(self._asks))
         prompt, params = self._asks[number]
         if self._draw.random() < 0.3:
@@ -82,7 +83,7 @@ class Known:
         )
 
     def check(self, entry: Entry) -> None:
-        """Raise AssertionError unless the output equals the reference up to near-ties."""
+        """Raise AssertionError unless the output equals the reference. Divergence at near-ties is allowed."""
         submit, reference = entry.submit, self._answers[entry.submit.index]
         told = entry.samples[0]
         poisoned = self._poison in told.token_ids
@@ -163,9 +164,9 @@ def _choose(ids: torch.Tensor, logprobs: torch.Tensor, submit: Submit, history: 
 
 
 def _ask(draw: random.Random, limits: Limits, kind: int) -> tuple[list[int], SamplingParams]:
-    """Return a prompt and sampling parameters, which are greedy, plain and filtered in rotation. The sampled
-    token must be listed in the reference. If references list only some tokens, filtering therefore uses a
-    small top-k and nothing that promotes unlisted tokens."""
+    """Return a prompt and sampling parameters, which are greedy, plain and filtered in rotation. The
+    reference must list the sampled token. If references list only some tokens, filtered requests therefore
+    use a small top-k, and no parameter that favours unlisted tokens."""
     length = draw.choice([1, 40, 64, 65, 130, limits.longest_prompt])
     prompt = [draw.randrange(3, limits.poison) for _ in range(min(length, limits.longest_prompt))]
     most = draw.choice([10, 30, 64, 80])

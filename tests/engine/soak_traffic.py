@@ -16,7 +16,7 @@ FORBIDDEN = -math.inf
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The engine's properties that limit which requests can be drawn."""
+    """The engine's properties that limit the requests that can be drawn."""
 
     vocab: int
     rows: int
@@ -27,14 +27,14 @@ class Limits:
 
     @property
     def poison(self) -> int:
-        """The last token of the first vocabulary shard, which rank 0 holds. Prompts are drawn from smaller
-        token ids, so no prompt contains it by chance."""
+        """The last token of the first vocabulary shard, which is on rank 0. Random prompts contain only
+        smaller token ids, so they never contain this token by chance."""
         return self.vocab // self.ranks - 1
 
     @classmethod
     def of(cls, info: ReplicaInfo) -> Limits:
-        """Return the limits of an engine. A prompt may take several steps, but leaves space for some output
-        tokens."""
+        """Return the limits of an engine. A prompt may take several steps to compute, but leaves space for
+        some output tokens."""
         longest = min(info.max_model_len - 40, 5 * info.max_num_batched_tokens // 2)
         return cls(
             info.vocab_size,
@@ -85,8 +85,8 @@ def _sound(draw: random.Random, handle: int, limits: Limits) -> Submit:
 
 
 def _prompt(draw: random.Random, limits: Limits) -> list[int]:
-    """Return a prompt of one token up to several steps' budgets; half of the prompts share the first tokens
-    of their family."""
+    """Return a prompt with a length between one token and several times the token budget of a step. Half of
+    the prompts start with the shared tokens of their family."""
     lengths = [1, 2, 63, 64, 65, 127, 128, 129, draw.randint(1, 200), limits.max_num_batched_tokens + 1]
     length = draw.choice(lengths) if draw.random() < 0.9 else limits.longest_prompt
     length = min(length, limits.longest_prompt)
@@ -106,7 +106,7 @@ def _sampling(draw: random.Random, limits: Limits) -> SamplingParams:
     if draw.random() < 0.15:
         bias = {draw.randrange(few): draw.choice([FORBIDDEN, -5.0, 2.0]) for _ in range(draw.choice([1, 8]))}
     if stops and draw.random() < 0.2:
-        bias = {stops[0]: 50.0}  # the sequence ends at the first position that min_tokens allows
+        bias = {stops[0]: 50.0}  # the sequence ends at the first position where min_tokens permits it
     words: tuple[tuple[int, ...], ...] = ()
     if draw.random() < 0.15:
         words = tuple(
@@ -123,7 +123,8 @@ def _sampling(draw: random.Random, limits: Limits) -> SamplingParams:
         frequency_penalty=draw.choice([0.0, 0.3]) if penalised else 0.0,
         repetition_penalty=draw.choice([1.0, 1.2]) if penalised else 1.0,
         logit_bias=bias,
-        # This allows the token ids 0 to 63. The bias and the bad words ban only some of them.
+        # This allows the token ids 0 to 63. The bias and the bad words ban some of these tokens, but never
+        # all of them.
         allowed_tokens=b"\xff" * 8 if draw.random() < 0.1 else b"",
         bad_words=words,
         seed=draw.randrange(1 << 40),
@@ -136,7 +137,7 @@ def _sampling(draw: random.Random, limits: Limits) -> SamplingParams:
 
 
 def _refused(draw: random.Random, submit: Submit, limits: Limits) -> Submit:
-    """Return the submission with an invalid field, as a defective front might send it."""
+    """Return the submission with one field made invalid, as a defective front might send it."""
     sampling = {name: getattr(submit.sampling, name) for name in submit.sampling.__struct_fields__}
     bad_sampling = [
         {"temperature": math.nan},
@@ -161,8 +162,8 @@ def _fields(submit: Submit) -> dict[str, object]:
 
 @dataclass(slots=True)
 class Rhythm:
-    """Yields the number of requests that arrive before each step, alternating between bursts, trickles and
-    lulls."""
+    """Yields, for each step, the number of requests that arrive before it. Traffic alternates between bursts,
+    trickles and lulls."""
 
     draw: random.Random
     rows: int
@@ -181,10 +182,10 @@ class Rhythm:
 
 @dataclass(slots=True)
 class Cancelled:
-    """Numbers of cancelled sequences by state."""
+    """Counts cancelled sequences by state."""
 
     where: Counter[str] = field(default_factory=Counter)
-    """Number of sequences that were cancelled while queued, in prefill or decoding, by state."""
+    """Number of sequences that were queued, in prefill or decoding when they were cancelled, by state."""
 
     def note(self, core: EngineCore, origin: str, handle: int, sample: int | None) -> None:
         """Record the states of the sequences that are about to be cancelled."""

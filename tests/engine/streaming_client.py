@@ -15,12 +15,12 @@ class ReplicaLost(Exception):
 
 
 class StreamingClient(ReplicaClient):
-    """A `ReplicaClient` with `generate`. Its channel must remain open until every iterator has ended or
-    failed."""
+    """A `ReplicaClient` with a `generate` method. Its channel must remain open until every iterator has
+    finished or failed."""
 
     def __init__(self, sock: socket.socket, on_lost: Callable[[list[int]], None]) -> None:
         self._queues: dict[int, asyncio.Queue[Output | None]] = {}
-        """The queues of running `generate` calls by handle. None in a queue means that the replica is
+        """The queue of each running `generate` call, by handle. None in a queue means that the replica is
         lost."""
 
         def lost(handles: list[int]) -> None:
@@ -31,11 +31,8 @@ class StreamingClient(ReplicaClient):
         super().__init__(sock, lost)
 
     async def generate(self, submit: Submit) -> AsyncIterator[Output]:
-        """Yield the outputs of a submission until every sample has ended. Leaving early cancels the
-        submission.
-
-        Raises ReplicaLost if the channel closes first.
-        """
+        """Yield the outputs of a submission until every sample has finished. Closing the iterator early
+        cancels the submission. Raises ReplicaLost if the channel closes first."""
         if self.closed:
             raise ReplicaLost(f"the channel was closed before request {submit.request_id} was submitted")
         queue = self._queues[submit.handle] = asyncio.Queue()

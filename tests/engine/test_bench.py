@@ -38,8 +38,8 @@ H200 = CEILINGS["NVIDIA H200"]
 @pytest.mark.parametrize(
     ("workload", "bf16", "fp8"),
     [
-        # The weights are read 50 times: 13.96 GB of layers in bf16, half of that in FP8, and 1.05 GB for the
-        # output matrix.
+        # The weights are read 50 times. The layers have 13.96 GB in bf16 and half of that in FP8, and the
+        # output matrix has 1.05 GB.
         ("b1_50tok", 180, 92),
         ("b1_decode", 290, 542),
         ("b64_decode", 8_620, 16_600),
@@ -68,8 +68,8 @@ def test_fp8_weights_do_not_change_the_limits_of_cache_and_attention(tmp_path: P
     assert half / wide == pytest.approx(1.13, abs=0.02)
     alone = limit(config, at_one, H200, "bfloat16", "fp8")
     assert alone == pytest.approx(limit(config, at_one, H200, "bfloat16", "bfloat16"), rel=0.01)
-    # A prompt computed in a single pass reads no cache, so the dtype of the cache does not change its
-    # attention.
+    # A prompt that is computed in a single pass does not read the cache, so the dtype of the cache does not
+    # affect its attention.
     prompts = [limit(config, WORKLOADS["prefill"], H200, "fp8", kv) for kv in ("bfloat16", "fp8")]
     assert prompts[0] == prompts[1]
 
@@ -107,8 +107,8 @@ def test_no_measured_result_on_an_h100_exceeds_its_limit(tmp_path: Path) -> None
     [
         ("b1_decode", 123, 245),
         ("prefill", 20_000, 37_000),
-        # 68.5 G parameters × 2 × 8192 tokens / 4 GPUs, at 700 or 1,320 TFLOP/s, plus 22 TFLOP of attention at
-        # 700 TFLOP/s.
+        # The linears need 68.5 G parameters × 2 × 8192 tokens / 4 GPUs, at 700 or 1,320 TFLOP/s. Attention
+        # needs another 22 TFLOP, at 700 TFLOP/s.
         ("ttft8k", 432, 244),
     ],
 )
@@ -123,8 +123,8 @@ def test_the_limits_of_the_70b_shape_on_four_gpus_are_close_to_hand_computed_val
 @pytest.mark.parametrize(
     ("shape", "total", "active"),
     [
-        # Published parameters in billions, total and active (with embeddings): 30.5 and 3.3; 235 and 22; 46.7
-        # and 12.9.
+        # Published parameters in billions, including embeddings, as total and active: 30.5 and 3.3; 235 and
+        # 22; 46.7 and 12.9.
         ("qwen3-30b-a3b", 30.53e9, 3.35e9),
         ("qwen3-235b-a22b", 235.1e9, 22.2e9),
         ("mixtral-8x7b", 46.70e9, 12.88e9),
@@ -144,10 +144,10 @@ def test_shapes_with_experts_have_their_published_sizes(
     [
         # A step reads 2.73 G parameters of the layers, 0.31 G of the output matrix, and 49 MB of cache.
         ("b1_decode", 685, 1_250),
-        # 8 tokens choose 51.6 of 128 experts on average. Each expert has 4.72 M parameters in each of 48
-        # layers.
+        # On average, 8 tokens together choose 51.6 of the 128 experts. Each expert has 4.72 M parameters in
+        # each of 48 layers.
         ("b8_decode", 1_300, 2_530),
-        # 64 tokens choose 126 experts on average.
+        # On average, 64 tokens together choose 126 experts.
         ("b64_decode", 4_110, 8_080),
         # The linears need 5.46 GFLOP per token, at 700 TFLOP/s in bf16 or 1,320 TFLOP/s in FP8. Attention
         # needs 1.6 GFLOP at 700 TFLOP/s in both cases.
@@ -279,7 +279,8 @@ sys.modules.update((name, None) for name in others if name not in needed)
 sys.argv[0] = "engine.bench"
 runpy.run_module("engine.bench", run_name="__main__")
 """
-"""Runs the benchmark in a process in which importing any package that it does not need fails."""
+"""Runs the benchmark in a process in which importing a package that the benchmark does not need raises an
+error."""
 
 
 def test_a_run_needs_few_packages_and_writes_its_results(tmp_path: Path) -> None:
@@ -326,7 +327,8 @@ MAINS = {"engine.bench": bench.main, "engine.profile": profile.main}
 def refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., str]:
-    """Return the single line that a program prints when it cannot start. Fail if it starts an engine."""
+    """Return the only line that a program prints when it cannot start. Fails if the program starts an
+    engine."""
     (tmp_path / "config.json").write_text(json.dumps(TINY))
 
     def not_started(spec: object, progress: object) -> None:

@@ -96,8 +96,9 @@ def test_warm_up_launches_and_a_build_compiles_every_kernel_that_serving_launche
 
 
 def test_the_collectives_of_every_rank_are_enumerated(tmp_path: Path) -> None:
-    """Ranks use different kernels: sums with and without a norm, gathers of two sizes, and the choice of a
-    token. Passes in halves also launch a barrier, and a sum whose kernel is the same on all ranks."""
+    """Checks the kernels that only ranks use: sums with and without a norm, gathers of two sizes, and the
+    choice of the best token. Passes in halves also launch a barrier, and a sum whose kernel is the same on
+    all ranks."""
     folder = folder_of(tmp_path, "llama")
     printed = compiled("tests.engine.launches_of_halves", folder, 2, "whole", "halves").stdout
     whole, halves = ([int(count) for count in line.split()] for line in printed.splitlines())
@@ -106,7 +107,7 @@ def test_the_collectives_of_every_rank_are_enumerated(tmp_path: Path) -> None:
 
 
 def test_kernels_are_built_and_tuned_without_dependent_launch_before_hopper(tmp_path: Path) -> None:
-    """Before Hopper, GPUs do not support programmatic dependent launch, so kernels that use it would not
+    """Kernels must not use programmatic dependent launch on GPUs before Hopper, where they would not
     compile."""
     done = compiled("tests.engine.launches_before_hopper", folder_of(tmp_path, "llama"))
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Tests of a front's client, against a replica that the test simulates."""
+"""Tests of a front's client against a replica that the test simulates."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.engine.streaming_client import ReplicaLost, StreamingClient
 
 
 class Played:
-    """The replica's end of the channel. Unless `silent`, it answers each sample immediately with one
-    token."""
+    """The replica's side of the channel. It answers each sample immediately with one token, unless `silent`
+    is true."""
 
     def __init__(self) -> None:
         ours, theirs = socketpair()
@@ -85,8 +85,8 @@ def test_leaving_early_cancels() -> None:
 
 
 def test_prompt_logprobs_of_the_longest_prompts_fit_into_a_frame() -> None:
-    """The logprobs of a token with 20 alternatives take 318 bytes, so 262,144 tokens need more than the
-    default frame limit."""
+    """The logprobs of a token with 20 alternatives take 318 bytes, so the logprobs of 262,144 tokens exceed
+    the default frame limit."""
     alternatives = [(1 << 17, -1.5)] * 20
     size = len(msgspec.msgpack.encode(TokenLogprob(1 << 17, -1.5, alternatives)))
     assert size == 318
@@ -97,7 +97,7 @@ def test_prompt_logprobs_of_the_longest_prompts_fit_into_a_frame() -> None:
         submit = played.ask()
         answers: list[Output] = []
         played.client.submit(submit, answers.append)
-        # A string of the same number of bytes is quicker to build.
+        # A string with the same number of bytes can be built faster.
         played.channel.send(
             StepFrame(1, [Output(submit.handle, 0, [], "error", error="x" * (262_144 * size))])
         )

@@ -1,9 +1,9 @@
 """Tests, with the real engine on the CPU, that greedy tokens do not depend on other requests or on how a
-request is split: batch, chunk size, prefix hits, preemption, samples, overlap.
+request is computed: batch, chunk size, prefix hits, preemption, number of samples, and overlap.
 
 The last bits of sums depend on the shapes of tensors, so a sequence may diverge from its reference only where
 the gap between the top two tokens is below NEAR_TIE. Log probabilities are compared too, because they reveal
-a wrong key or value long before it changes a token.
+wrong keys or values that are too small to change a token.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def build(model: Path) -> Iterator[Build]:
 
 
 class Alone:
-    """Reference outputs, kept for later tests. Each request runs alone in an empty engine, unsplit and
-    without cached blocks."""
+    """Reference outputs, which are kept for later tests. To compute one, the request runs alone in an empty
+    engine, without chunking and without cached blocks."""
 
     def __init__(self, model: Path, **changes: str) -> None:
         self._engine = LocalEngine(
@@ -131,8 +131,8 @@ def alone(model: Path) -> Iterator[Alone]:
 
 
 def serve(engine: LocalEngine, asks: list[Ask], arrive: Callable[[], int] = lambda: 0) -> list[list[Answer]]:
-    """Submit the requests `arrive()` steps apart, run them to the end, and check the invariants at every
-    step."""
+    """Submit the requests, run them to completion, and check the invariants at every step. `arrive()` returns
+    the number of steps between two requests."""
     core = engine.core
     answers = [[Answer() for _ in range(ask.n)] for ask in asks]
 

@@ -1,10 +1,11 @@
-"""Tests that with FP8 weights and an FP8 cache, batching and splitting requests changes no bit of an output.
+"""Tests that, with FP8 weights and an FP8 cache, batching or splitting requests does not change a single bit
+of an output.
 
 Activations are quantised per token, and the cache per token and head, so no quantisation depends on the
-batch. Only the last bits of sums depend on the shapes of tensors. If a sum lies on the boundary between two
-e4m3 values, that difference grows to a step of e4m3. These tests therefore compute sums in float64 and round
-them once to float32, which makes them equal for every shape. Every token and every log probability must then
-be bitwise equal.
+batch. Only the last bits of sums depend on the shapes of tensors. If a sum lies close to the boundary between
+two e4m3 values, such a difference grows to a whole step of e4m3. These tests therefore compute sums in
+float64 and round them once to float32, so that the sums are equal for every shape. Every token and every log
+probability must then be bitwise equal.
 """
 
 from __future__ import annotations

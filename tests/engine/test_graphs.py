@@ -1,5 +1,5 @@
-"""Tests of the captured batch sizes, and of steps through captured code. Here the code runs eagerly;
-tests/gpu compares actual replays."""
+"""Tests of the captured batch sizes, and of steps that use captured code. In these tests, the captured code
+runs eagerly; tests/gpu covers actual replays."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def test_the_capture_sizes_reach_the_largest_batch_with_little_padding(most: int
     assert sizes[-1] == most
     assert len(sizes) <= 32
     for low, high in itertools.pairwise(sizes):
-        # A batch that is larger than a captured size by one is padded to the next size, which adds at most a
-        # quarter or a few slots.
+        # A batch with one sequence more than a captured size is padded to the next size. The padding is at
+        # most a quarter of the batch, or a few slots.
         assert high - (low + 1) <= max(8, (low + 1) / 4)
 
 
@@ -109,8 +109,8 @@ def test_a_step_replays_the_cheapest_sufficient_variant_and_samples_the_same_tok
 
 
 class EagerPromptGraphs(PromptGraphs):
-    """Prompt graphs that run the captured code eagerly at each replay, on the chunks from which the tiles
-    were made."""
+    """Prompt graphs that run the captured code eagerly at each replay. They use the chunks from which the
+    tiles were made."""
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)  # type: ignore[arg-type]
@@ -164,7 +164,8 @@ def test_a_short_prompt_pass_is_padded_to_a_captured_size_and_gives_the_same_tok
 def test_on_begin_is_called_after_preparation_and_before_the_cache_is_written(
     made: Callable[[], LocalEngine],
 ) -> None:
-    """`on_begin` is called after the host's preparation, and before the device clears and copies blocks."""
+    """`on_begin` is called after the preparation on the host, and before blocks are cleared and copied on the
+    device."""
     engine = made()
     steps, events = engine.runner.steps, list[str]()
 
@@ -189,7 +190,7 @@ def test_on_begin_is_called_after_preparation_and_before_the_cache_is_written(
 
 @pytest.fixture
 def windowed(tmp_path: Path, made: Callable[[], LocalEngine]) -> Callable[[], LocalEngine]:
-    """Two layers, one of them with a sliding window, so there are two lists of tiles."""
+    """The model has two layers. One of them has a sliding window, so there are two lists of tiles."""
     family = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
     windows = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(TINY | family | windows))

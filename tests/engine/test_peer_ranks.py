@@ -239,7 +239,7 @@ def test_passes_are_not_split_unless_asked_for() -> None:
 
 
 class FakeMemory(_MetaMemory):
-    """Peer memory that fails to initialise on rank 1 if `broken` is set."""
+    """Peer memory that fails to initialise on rank 1 if `broken` is true."""
 
     broken = False
 

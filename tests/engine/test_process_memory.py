@@ -1,4 +1,4 @@
-"""Tests that C libraries do not keep memory that the process has freed."""
+"""Tests that memory freed by the process is not kept by C libraries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the profile: the time, memory traffic and gaps of kernels."""
+"""Tests of the profile, which shows the time, the memory traffic and the gaps of kernels."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_gemms_are_labelled_by_their_order() -> None:
     ]
     nothing_sampled = StepShape([], [(0, 100)], 0)
     assert label_gemms(layer, 1, [nothing_sampled])[-1] == "down (cutlass device_kernel)"
-    # There is one GEMM too many, so the GEMMs cannot be told apart.
+    # There is one GEMM too many, so the recorded GEMMs cannot be assigned to linears.
     assert label_gemms(names, 1, [nothing_sampled])[1] == "gemms (_gemv)"
 
 
@@ -161,7 +161,7 @@ def test_a_prompt_is_limited_by_its_operations(llama: ModelConfig) -> None:
     works = work_by_kernel(llama, info(), [StepShape([], [(0, 8192)], 1)], H200)
     assert works["qkv"].operations == 2 * 32 * 8192 * 6144 * 4096
     assert works["qkv"].limit_us(H200) == pytest.approx(1e6 * works["qkv"].operations / 700e12)
-    # In the last layer, every token except the last only writes to the cache.
+    # In the last layer, all tokens except the last are only written to the cache.
     assert works["o"].operations == 2 * (31 * 8192 + 1) * 4096 * 4096
     assert works["_prefill_kernel"].operations == 4 * 31 * 32 * 128 * 8192 * 8193 / 2
     assert works["decode_kernel"].operations == 4 * 32 * 128 * 8192
@@ -250,7 +250,7 @@ def test_a_profile_of_a_small_model_on_a_cpu(tmp_path: Path) -> None:
     assert "8 tokens per step, of which 8 decode" in done.stdout
     assert "recorded" not in done.stdout
     linear = next(line.split() for line in done.stdout.splitlines() if "linear" in line)
-    # Each step has four GEMMs and the output matrix.
+    # Each step has four GEMMs and one GEMM for the output matrix.
     assert float(linear[1]) == 5.0
     assert json.loads(trace.read_text())["traceEvents"]
     few = profile("--kind", "mixed", "--steps", "20")

@@ -1,5 +1,5 @@
-"""Tests that recordings contain only steps of the chosen kind, and as many of them as requested or
-available."""
+"""Tests that recordings contain only steps of the chosen kind, and as many of them as requested, or fewer if
+fewer were run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PROMPTS = EngineWorkload(8, 90, 1, "prompt_tok_s")
 THREE = EngineWorkload(3, 40, 16, "output_tok_s")
 """A workload with two mixed steps. In the second, two sequences decode."""
 TURNS = EngineWorkload(2 * ROWS, 20, 6, "output_tok_s")
-"""A workload that twice runs one mixed step and five decode steps."""
+"""A workload that runs one mixed step and five decode steps, twice."""
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def kinds(shapes: list[StepShape]) -> set[str]:
 
 def products(trace: Path) -> int:
     events = json.loads(trace.read_text())["traceEvents"]
-    # The backend uses one of these two operations, depending on the processor.
+    # Which of these two operations the backend uses depends on the processor.
     return sum(event.get("name") in ("aten::linear", "mkldnn::_linear_pointwise") for event in events)
 
 

@@ -54,7 +54,7 @@ CONFIG = {
 
 
 class Watched:
-    """A replica and all messages that it sent."""
+    """A replica, and all messages that it has sent."""
 
     def __init__(self) -> None:
         self.info: asyncio.Future[ReplicaInfo] = asyncio.get_running_loop().create_future()
@@ -80,7 +80,7 @@ class Watched:
         return [entry for report in self.reports for entry in report.finished]
 
     async def settled(self, submissions: int) -> Report:
-        """Wait for the report that shows that all credit has been returned."""
+        """Wait for a report that shows that all credit has been returned."""
         async with asyncio.timeout(60):
             while not self.reports or len(self.finished()) < submissions or self.reports[-1].running:
                 await asyncio.sleep(0.01)
@@ -167,7 +167,7 @@ def test_a_plan_larger_than_the_socket_buffer_does_not_deadlock(
         async with replica(tmp_path, tensor_parallel_size=2, overlap=False) as watched:
             client = watched.client("front-0")
             submit = ask(client, "r", most=3)
-            # These stop tokens never occur. They only make the plan larger than the socket buffer.
+            # These stop tokens are never sampled. They only make the plan larger than the socket buffer.
             stops = msgspec.structs.replace(
                 submit.sampling, stop_token_ids=(500,) * 2_000_000, ignore_eos=True
             )
@@ -250,7 +250,7 @@ def test_the_reason_names_the_killed_rank_even_if_the_exit_of_its_peer_is_seen_f
                 await asyncio.sleep(0.01)
             leader, victim = watched.group.pids
             os.kill(victim, signal.SIGKILL)
-            # Let both ranks exit before the exits are handled.
+            # Let both ranks exit before their exits are handled.
             until = time.monotonic() + 30
             while Path(f"/proc/{leader}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
                 assert time.monotonic() < until

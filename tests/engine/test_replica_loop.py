@@ -1,4 +1,4 @@
-"""Tests of the loops of a rank, over real channels."""
+"""Tests of a rank's loops, with real channels."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ WAIT_S = 60.0
 
 
 class Outcome:
-    """Runs a function on a thread and keeps its exception."""
+    """Runs a function on a thread and stores the exception that it raises."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
         self.error: BaseException | None = None
@@ -57,8 +57,8 @@ class Outcome:
 
 
 def channel_pair(ours: Any, theirs: Any) -> tuple[Channel[Any], Channel[Any]]:
-    """Return the test's end of a channel, which receives `ours`, and the rank's end, which receives
-    `theirs`."""
+    """Return the two ends of a channel. The test's end receives messages of type `ours`, and the rank's end
+    receives `theirs`."""
     left, right = socketpair()
     return Channel(left, ours), Channel(right, theirs)
 
@@ -114,7 +114,7 @@ class Together:
 
 
 def narrow_pair() -> tuple[socket.socket, socket.socket]:
-    """Return a pair of sockets with small buffers of a few kilobytes."""
+    """Return a pair of sockets whose buffers have only a few kilobytes."""
     pair = socketpair()
     for end in pair:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
@@ -286,7 +286,7 @@ def submit(handle: int, most: int, prompt: int = 3) -> Submit:
 
 
 def receive(front: Channel[Any], enough: Callable[[list[Output]], bool]) -> list[Output]:
-    """Receive outputs until `enough` accepts them, and return them."""
+    """Receive outputs until `enough` returns true for them, and return them."""
     outputs: list[Output] = []
     deadline = time.monotonic() + WAIT_S
     while not enough(outputs):
@@ -300,7 +300,7 @@ def test_a_front_that_never_reads_is_disconnected_and_its_requests_are_cancelled
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     served = Served()
-    # The socket's buffer holds only a few frames, and the front's outputs exceed the backlog limit.
+    # The socket's buffer has space for only a few frames, and the front's outputs exceed the backlog limit.
     monkeypatch.setattr(wire, "MAX_BACKLOG_BYTES", 2000)
     silent: Channel[Any] = Channel(served.attach("front-0", send_buffer=1), StepFrame)
     for handle in range(1, 4):
@@ -308,11 +308,11 @@ def test_a_front_that_never_reads_is_disconnected_and_its_requests_are_cancelled
     report = served.wait_for(lambda report: report.fronts_gone)
     assert report.fronts_gone == ["front-0"]
     finished = [entry for each in served.reports for entry in each.finished]
-    # Submissions that were still unread in the channel are not reported, because the core reclaims their
-    # credit itself.
+    # The report does not include submissions that were still unread in the channel, because the core reclaims
+    # their credit itself.
     assert 1 <= len(finished) <= 3
     assert all(entry.finish_reason == ["cancelled"] for entry in finished)
-    # The next front gets the same descriptor number, and must be served.
+    # The next front gets the same descriptor number. Its requests must be served.
     follower: Channel[Any] = Channel(served.attach("front-1"), StepFrame)
     follower.send(submit(1, 5))
     outputs = receive(follower, lambda outputs: bool(outputs and outputs[-1].finish_reason))
@@ -329,11 +329,11 @@ def test_a_backlog_for_a_front_is_sent_while_no_step_runs(
     asked = submit(1, 0, prompt=1900)
     front.send(msgspec.structs.replace(asked, sampling=SamplingParams(max_tokens=0, prompt_logprobs=0)))
     served.wait_for(lambda report: report.finished)
-    # The only output contains the whole prompt's logprobs, which are several times larger than the socket
+    # The only output contains the logprobs of the whole prompt, and is several times larger than the socket
     # buffer.
     (output,) = receive(front, lambda outputs: bool(outputs))
     assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == 1900
-    # No work is left, so the loop must stop polling for writability to be able to sleep.
+    # No work is left. The loop must stop polling for writability, so that it can sleep.
     deadline = time.monotonic() + WAIT_S
     watched = served.replica._selector.get_map()
     while any(key.events != selectors.EVENT_READ for key in watched.values()):

@@ -1,5 +1,5 @@
-"""Tests that adding a kind of layer takes only one class and, if necessary, one operation, and that building,
-loading and tuning then find its kernels."""
+"""Tests that adding a kind of layer requires only one class and, if necessary, one operation. Building,
+loading and tuning must then find the kernels of the new layer."""
 
 from __future__ import annotations
 

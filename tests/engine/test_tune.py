@@ -1,5 +1,5 @@
-"""Tests that the tuner finds the linears that a decoder runs and compares them with the reference
-implementation. Times are measured only on a GPU."""
+"""Tests that the tuner finds all linears that a decoder runs, and that it compares their results with the
+reference implementation. Times are measured only on a GPU."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_plan_is_compared_with_the_reference_and_shares_its_norm(
             )
             return Residual(made.values, deferred)
 
-        # The residual is right, but half of the norm that the next linear uses is wrong.
+        # The residual is correct, but half of the norm that the next linear reads is wrong.
         monkeypatch.setattr(CudaOps, "linear_add", add_with_wrong_squares)
         assert layers.error(table_of(dict.fromkeys(layers.products), 5), 5) < 1e-5
         assert layers.error(table_of(dict.fromkeys(layers.products, PLAN), 5), 5) > 0.1
@@ -164,6 +164,6 @@ def test_every_copy_of_a_layer_has_weights_of_its_own(tmp_path: Path, attention:
     served = read_served(folder_of(tmp_path, "qwen2"))
     chain = LayerChain(served, META, GPU, 640 if attention else None)
     weights = [layer.attention.qkv.weight for layer in chain._layers]
-    # There are two copies of each of the two kinds of layer.
+    # There are two copies of each kind of layer, and two kinds.
     assert len(weights) == len({id(weight) for weight in weights}) == 2 * 2
     assert [layer.attention.window for layer in chain._layers] == [None, 100, None, 100]

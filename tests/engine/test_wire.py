@@ -1,4 +1,5 @@
-"""Tests of channels: whole frames in order, with their descriptors, and the detection of a closed peer."""
+"""Tests of channels: frames arrive whole, in order and with their descriptors, and a closed peer is
+detected."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Fixtures for the tests of fronts. Most tests share one real front. Tests that break their front start their
-own."""
+"""Fixtures for the tests of fronts. Most tests share one real front. Tests that break the front start a
+separate one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def shared(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[H
 
 @pytest.fixture
 def front(shared: Harness) -> Harness:
-    """The shared front, reset to its initial state."""
+    """The shared front, after resetting it to its initial state."""
     shared.reset()
     return shared
 

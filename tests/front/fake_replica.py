@@ -1,4 +1,5 @@
-"""A fake replica that implements its side of the data channel and generates the tokens of a script."""
+"""A fake replica for tests of fronts. It implements the replica's side of the data channel and generates the
+tokens that a script returns."""
 
 from __future__ import annotations
 
@@ -40,9 +41,9 @@ class FakeReplica:
         self.die_after: int | None = None
         """Number of steps after which the replica dies."""
         self.fail_with: str | None = None
-        """Error with which every submission ends, if set."""
+        """Error that ends every submission, or None."""
         self.fail_refuses = True
-        """Whether the request's content caused the error."""
+        """Whether the error was caused by the request's content."""
         self.channel: Channel[DataInbound] = Channel(sock, DataInbound)
         self.channel.listen(self._take, lambda: None)
         self._steps = 0

@@ -1,8 +1,8 @@
 """A real front process between a simulated core and simulated replicas, with real messages over real sockets.
 
-The simulated parts run on an event loop in a thread, so tests may use blocking clients. A replica generates
-the tokens that its script returns for the submission and the sample, so a resubmission continues with the
-same tokens.
+The simulated parts run on an event loop in a separate thread, so tests may use blocking clients. A replica's
+tokens are determined by its script, the submission and the sample, so a resubmission continues with the same
+tokens.
 """
 
 from __future__ import annotations
@@ -102,22 +102,22 @@ def write_model(folder: Path) -> Path:
 
 @dataclass
 class Harness:
-    """The test harness, which is used from `start` to `close`. The loop's thread sets the attributes, and
-    tests read them."""
+    """The test harness. Call `start` before using it and `close` afterwards. Attributes are set by the loop's
+    thread and read by tests."""
 
     folder: Path
     runtime: Path
     limits: Limits = field(default_factory=Limits)
     admit: Literal["at once", "hold", "refuse"] = "at once"
-    """How the core replies to requests for admission. With "hold", it never replies."""
+    """How the core replies when a front requests admission. With "hold", it never replies."""
     claims: Callable[[Claim], Claimed | None] = lambda claim: Claimed(claim.scope, False)
-    """Answers claims. If it returns None, the core sends no answer."""
+    """Returns the core's answer to a claim. If it returns None, the core sends no answer."""
     refusal: Refused | None = None
     turn: dict[str, Any] = field(default_factory=dict)
     """Fields of `Admitted` that differ from the defaults."""
     models: list[ServedModel] = field(default_factory=list)
     module: str = "appliance.front"
-    """The module that is run as the front."""
+    """Name of the module that implements the front process."""
     environment: dict[str, str] = field(default_factory=dict)
     """Environment variables of the front, in addition to those of the test."""
 
@@ -155,7 +155,7 @@ class Harness:
     # ── for tests ──
 
     def sentence_script(self, submit: Submit, sample: int) -> list[int]:
-        """Return the tokens of the sample's number and of the sentence, followed by the end token."""
+        """Return the tokens of a sample: its number, the sentence, and the end token."""
         return [*self.tokenizer.encode_blocking(f"{sample}{SENTENCE}", False), self.eos]
 
     def text(self, sample: int = 0) -> str:
@@ -186,8 +186,8 @@ class Harness:
         return list(self.replicas.values())[-1]
 
     def report(self) -> FrontReport:
-        """Wait for a report that the front sends after this call. The next report may already be on its way,
-        so return the one after it."""
+        """Wait for a report that the front sends after this call. The first report to arrive may have been
+        sent earlier, so return the second."""
         seen = len(self.reports)
         self.wait_for(lambda: len(self.reports) >= seen + 2)
         return self.reports[-1]
@@ -222,7 +222,7 @@ class Harness:
                 replica.hold, replica.die_after, replica.fail_with = False, None, None
                 replica.script, replica.step_s = self.script, self.step_s
 
-        # The previous test's last messages may still be on their way.
+        # Messages from the previous test may still be in transit.
         self.wait_for(
             lambda: {a.request_id for a in self.admits} <= {s.request_id for s in self.settles} | self.refused
         )
@@ -232,7 +232,7 @@ class Harness:
         self.configure()
 
     def served(self, name: str = MODEL, **changes: Any) -> ServedModel:
-        """Return the test model under this name, with these fields changed."""
+        """Return the test model with this name and with the given fields changed."""
         fields: dict[str, Any] = {
             "folder": str(self.folder),
             "version": "v1",
@@ -295,8 +295,8 @@ class Harness:
         return self.call(make)
 
     def give_back(self) -> HandOver:
-        """Send the first connection that the front handed over back to the same front, as the core sends a
-        connection to another front."""
+        """Take the first connection that the front handed over and send it back to the same front, in the way
+        that the core sends a connection to another front."""
 
         def give() -> HandOver:
             moved, *descriptors = self.moved.pop(0)

@@ -62,8 +62,8 @@ def request(body: Any, path: str = "/v1/chat/completions", headers: dict[str, st
 
 
 def read_answer(sock: socket.socket, buffer: bytearray | None = None, has_body: bool = True) -> Answer:
-    """Read one response. Bytes after the response stay in `buffer`. If the connection closes before the
-    response, the status is 0."""
+    """Read one response. Bytes that follow the response stay in `buffer`. If the connection closes before a
+    response arrives, the returned status is 0."""
     buffer = bytearray() if buffer is None else buffer
 
     def more() -> bool:

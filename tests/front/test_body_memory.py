@@ -1,4 +1,4 @@
-"""Tests of the memory that a front uses for the bodies of requests waiting in the queue."""
+"""Tests of how much memory a front uses for the bodies of queued requests."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_waiting_request_holds_only_its_tokens(
     send(3)
     before = memory().rss
     send(20)
-    # Each of these bodies would take 10 MB once parsed.
+    # Each of these bodies would take 10 MB of memory after parsing.
     front.wait_for(lambda: memory().rss - before < 60e6)
     assert all(admit.prompt_tokens == 1 for admit in front.admits)
 
@@ -98,7 +98,7 @@ def test_prompts_that_the_log_policy_keeps_count_as_bodies_until_the_request_end
         held.append(send(number))
         front.wait_for(lambda number=number: len(front.admits) == number + 1)
     if has_key:
-        # The run continues for some time after its client has disconnected, and keeps the prompt in memory.
+        # After its client has disconnected, the run continues for some time and keeps the prompt in memory.
         held[0].close()
     refused: Answer = read_answer(send(2))
     assert (refused.status, refused.error["code"]) == (503, "too_many_body_bytes")
@@ -122,5 +122,5 @@ def test_streams_that_have_ended_take_no_memory(front: Harness) -> None:
     send(20)
     before = memory().rss
     send(150)
-    # The token ids of each of these requests would take 250 KB.
+    # The token ids of each of these requests would take 250 KB of memory.
     assert memory().rss - before < 12e6

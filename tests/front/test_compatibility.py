@@ -1,5 +1,5 @@
-"""Tests of behaviour beyond OpenAI's routes that clients of other servers expect: paths, keys, CORS, and
-comments in silent streams."""
+"""Tests of features that are not part of OpenAI's API but that clients of other servers expect: paths, keys,
+CORS, and comments in streams without data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ORIGIN = "https://chat.example.com"
 
 @pytest.fixture
 def configured(front: Harness) -> Iterator[Any]:
-    """Return a function that changes the front's limits until the end of the test."""
+    """Return a function that changes the front's limits. The limits are restored after the test."""
 
     def configure(**limits: Any) -> None:
         front.reconfigure(limits=msgspec.structs.replace(Limits(), **limits))
@@ -56,8 +56,8 @@ def test_azures_paths_select_the_model(front: Harness, kind: str, named: dict[st
 
 
 def test_an_idempotency_key_of_one_deployment_is_refused_by_another(front: Harness) -> None:
-    """The key is refused even if the deployments' names share a prefix that is longer than the path shown in
-    the log."""
+    """The names of the deployments share a long prefix: it is longer than the part of a path that the log
+    shows. The key must be refused nevertheless."""
     names = ["m" * 150 + end for end in "12"]
     front.models = [front.served(name) for name in names]
     front.reconfigure()
@@ -138,7 +138,8 @@ def test_only_pages_of_the_configured_origins_may_call_the_api(front: Harness, c
         assert (answer.status, answer.headers["access-control-allow-origin"]) == (200, ORIGIN)
         assert "x-request-id" in answer.headers["access-control-expose-headers"]
         assert "access-control-allow-credentials" not in answer.headers
-    # A web page can read the reason for a refusal. A preflight request does not bypass the key check.
+    # A web page may read why its request was refused. A successful preflight request does not replace the
+    # key.
     answer = ask(front, "POST", CHAT, chat(), {"Origin": ORIGIN}, tcp=True)
     assert (answer.status, answer.headers["access-control-allow-origin"]) == (401, ORIGIN)
     for other in ("https://evil.example", "null", ORIGIN + ".evil.example", ORIGIN.upper()):
@@ -159,7 +160,7 @@ def test_a_star_allows_every_origin(front: Harness, configured: Any) -> None:
 
 
 def waiting(front: Harness, sock: Any, stop: bytes, **headers: str) -> bytes:
-    """Start a stream whose request stays in the queue, and read until `stop` has arrived."""
+    """Start a stream whose request stays in the queue, and read its data until `stop` has arrived."""
     front.admit = "hold"
     sock.sendall(request(chat(stream=True), CHAT, headers))
     return read_until(sock, stop)
@@ -210,7 +211,7 @@ def test_openais_client_ignores_comments(front: Harness, configured: Any, client
     stream = client.chat.completions.create(
         model=MODEL, messages=[{"role": "user", "content": "hi"}], stream=True
     )
-    # The client has received the headers, so comments are sent while the stream waits.
+    # The client has already received the headers, so comments are sent while the stream is queued.
     front.wait_for(lambda: bool(front.replica.submits))
     time.sleep(0.2)
     front.replica.hold = False
@@ -250,7 +251,7 @@ def test_complete_answers_and_streams_without_the_setting_get_no_comments(
         with connect(front) as sock:
             sock.sendall(request(body))
             front.wait_for(lambda: len(front.admits) > before)  # noqa: B023
-            # Wait longer than headers are held back, and for many comment intervals.
+            # Wait until the headers would have been sent, and for many comment intervals after that.
             time.sleep(0.8)
             request_id = front.admits[-1].request_id
             front.refused.add(request_id)

@@ -1,4 +1,5 @@
-"""Tests how fronts pass deadlines to the core, and what clients receive if a deadline cannot be met."""
+"""Tests that fronts pass deadlines to the core, and that clients receive the right response if a deadline
+cannot be met."""
 
 from __future__ import annotations
 

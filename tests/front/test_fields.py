@@ -24,7 +24,7 @@ def completion(front: Harness, **fields: Any) -> Any:
 
 
 def chunks(front: Harness, path: str, body: dict[str, Any]) -> list[Any]:
-    """Return the events of a stream, except the last."""
+    """Return all events of a stream except the last."""
     answer = post(front, path, body | {"stream": True})
     assert answer.status == 200, answer.body
     return events(answer)[:-1]
@@ -203,7 +203,7 @@ def test_include_stop_str_in_output_keeps_the_stop_string(
 def test_best_of_returns_the_answers_with_the_highest_cumulative_log_probability(
     front: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # All tokens of a sample are equally likely. Sample i has three of them, followed by the end token.
+    # The tokens of a sample are all equally likely. Sample i has three tokens and then the end token.
     values = {60: -0.5, 61: -0.1, 62: -0.9, 63: -0.2}
     front.replica.script = lambda submit, sample: [60 + sample] * 3 + [front.eos]
     monkeypatch.setattr(
@@ -216,7 +216,7 @@ def test_best_of_returns_the_answers_with_the_highest_cumulative_log_probability
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
     assert [choice["text"] for choice in answer["choices"]] == [text[1], text[3]] * 2
     assert all(choice["logprobs"] is None for choice in answer["choices"])
-    # All samples were generated for the client, so all samples are billed.
+    # All samples are billed, because all of them were generated for the client.
     assert answer["usage"]["completion_tokens"] == 2 * 4 * 4 == front.settled(1)[0].delivered_tokens
     assert front.admits[0].num_seqs == 8
     (best,) = completion(front, best_of=4, logprobs=0, echo=True)["choices"]
@@ -326,8 +326,8 @@ def test_without_max_tokens_an_answer_with_many_log_probabilities_is_shorter(fro
 
 
 def test_too_many_token_ids_of_prompts_are_refused(front: Harness) -> None:
-    """This model's maximum length is not known yet. With a known length, such a long prompt is refused
-    earlier."""
+    """The maximum length of this model is not known yet. If it were known, such a long prompt would be
+    refused earlier."""
     front.models = [front.served("long", max_model_len=0)]
     front.reconfigure()
     body = {"model": "long", "prompt": [[5] * 1100] * 100, "n": 10, "return_token_ids": True}

@@ -1,4 +1,4 @@
-"""Tests of the front process: its start, its messages to the core, and the ways in which it ends."""
+"""Tests of the front process: how it starts, the messages that it sends to the core, and how it exits."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_front_ends_at_once_when_the_core_closes_its_channel(own_front: OwnFro
         begin_stream(front, sock)
         front.call(front.channel.close)
         assert front.process.wait(30) == 0
-        read_answer(sock)  # The stream ends with the connection, without [DONE].
+        read_answer(sock)  # The connection is closed without sending [DONE].
 
 
 def test_a_front_logs_in_the_cores_format_and_adds_its_name() -> None:
@@ -73,7 +73,7 @@ def test_a_front_logs_in_the_cores_format_and_adds_its_name() -> None:
 
 
 def test_the_kernel_kills_the_front_when_the_core_is_killed(tmp_path: object) -> None:
-    # A third process keeps the channel open, so only the parent-death signal can end the front.
+    # A third process keeps the channel open, so only the parent-death signal can make the front exit.
     code = (
         "import os, socket, subprocess, sys, time\n"
         "a, b = socket.socketpair()\n"

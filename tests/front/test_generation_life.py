@@ -52,7 +52,8 @@ def test_a_client_that_leaves_while_queued_withdraws_its_request(front: Harness,
         front.wait_for(lambda: len(front.admits) == 1)
     (settle,) = front.settled(1)
     assert (settle.status, settle.submitted, settle.delivered_tokens) == (499, False, 0)
-    # The core sent the admission before it received the front's withdrawal, so the front submits nothing.
+    # The core had already sent the admission when the front withdrew the request. The front must not submit
+    # it.
     front.send(Admitted(front.admits[0].request_id, 0, front.replica.name, "salt", 1))
     time.sleep(0.05)
     assert not front.replica.submits and len(front.settles) == 1
@@ -250,8 +251,8 @@ def test_a_slow_reader_takes_bounded_memory_and_delays_no_other_client(
     def made(tokens: int) -> list[int]:
         return [whole[position % len(whole)] for position in range(tokens)]
 
-    # If each token were sent as a separate event, the answer would far exceed the buffers of the sockets and
-    # the transport.
+    # If each token were sent as a separate event, the answer would be far larger than the buffers of the
+    # sockets and of the transport.
     slow_tokens = 20_000
     front.models = [front.served(max_model_len=1 << 20)]
     front.configure()
@@ -270,7 +271,8 @@ def test_a_slow_reader_takes_bounded_memory_and_delays_no_other_client(
     chunks = events(answer)
     text = content(answer)
     assert text == front.tokenizer.decode(made(slow_tokens))
-    # The waiting tokens were stored as text and sent as one event, although each step was small.
+    # The tokens that were waiting had been stored as text. They were sent as one event, although each step
+    # was small.
     assert max(len(chunk["choices"][0]["delta"].get("content", "")) for chunk in chunks[:-1]) > len(text) / 2
     front.wait_for(lambda: len(front.settles) == 2)
     assert sum(settle.delivered_tokens for settle in front.settles) == slow_tokens + 200

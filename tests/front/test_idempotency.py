@@ -30,8 +30,8 @@ BODIES = [
 
 @pytest.fixture
 def front(front: Harness) -> Iterator[Harness]:
-    """The shared front, with a tenant that no other test uses, because idempotency keys belong to a
-    tenant."""
+    """The shared front, with a tenant that no other test uses. Idempotency keys belong to a tenant, so keys
+    of other tests cannot interfere."""
     tenant = f"tenant-{uuid.uuid4()}"
     front.identify(
         keys={hashlib.sha256(KEY.encode()).hexdigest(): Identity(tenant=tenant, key_id="key_1")},
@@ -128,7 +128,7 @@ def test_a_run_without_clients_is_cancelled_after_the_grace_period(front: Harnes
     (settle,) = front.settled(1)
     front.wait_for(lambda: not front.replica.running)
     assert (settle.status, settle.finish_reason) == (499, "cancelled")
-    # The 5 tokens that the replica generated in the grace period are not billed.
+    # The 5 tokens that the replica generated during the grace period are not billed.
     assert 5 <= settle.delivered_tokens <= 6
     ask(front, "gone", chat(max_tokens=1))
     assert len(front.admits) == 2
@@ -213,8 +213,8 @@ def test_answers_are_kept_within_bounds_on_time_and_memory(front: Harness) -> No
 
 
 def test_only_the_answer_of_a_run_is_kept(front: Harness) -> None:
-    """The prompt may be a thousand times as long as the answer. It does not count towards the memory limit
-    for answers."""
+    """The prompt may be a thousand times as long as the answer. It does not count towards the limit on the
+    memory for answers."""
     with connect(front) as sock:
         send(sock, "one", chat(stream=True))
         read_answer(sock)
@@ -261,7 +261,8 @@ def test_a_connection_moves_to_the_front_that_has_the_run(front: Harness, tcp: b
     headers = {"Authorization": f"Bearer {KEY}", "Idempotency-Key": "moving"}
     with connect(front, tcp=tcp) as sock:
         again = request(body, CHAT, headers)
-        # The beginning of the next request may be read together with this one, and then moves too.
+        # The front may read the beginning of the next request together with this one. These bytes are then
+        # handed over too.
         sock.sendall(again + again[:50])
         front.wait_for(lambda: len(front.moved) == 1)
         # The other front has no record of the run, so the request runs here.
@@ -272,7 +273,7 @@ def test_a_connection_moves_to_the_front_that_has_the_run(front: Harness, tcp: b
         buffer = bytearray()
         answer = read_answer(sock, buffer)
         assert (answer.status, text(answer)) == (200, front.text())
-        # The connection stays in the front that holds it now.
+        # The connection stays in the front to which it was handed over.
         assert "idempotent-replayed" in read_answer(sock, buffer).headers
     assert len(front.admits) == 1 and not front.rejected
     if tcp:

@@ -1,4 +1,4 @@
-"""Tests that the tenant's log policy determines the prompts and answers that a front keeps."""
+"""Tests that a front keeps only the prompts and answers that the tenant's log policy permits."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_only_the_beginning_of_a_long_text_is_kept_without_parts_of_secrets(
 ) -> None:
     keeps(policy, "full")
     policy.configure(keeping=KeepRules(max_text_chars=40, secret_prefixes=("acme_",)))
-    # The limit falls inside the key. The part of the key before the limit would not be recognised as a key.
+    # The limit cuts the key in two. The first part alone would not be recognised as a key.
     prompt = "acme_12345 " + "x" * 20 + " " + KEY
     client.completions.create(model=MODEL, prompt=prompt, max_tokens=100)
     asked, answered = kept(policy)

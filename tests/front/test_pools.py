@@ -1,5 +1,5 @@
-"""Tests of the limits on the number of connections, and of the connection that is closed when a limit is
-reached."""
+"""Tests of the limits on the number of connections, and of the choice of the connection to close when a limit
+is reached."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from appliance.http.pools import Pool
 
 
 class Client:
-    """A connection that records that it was closed."""
+    """A connection that records whether it has been closed."""
 
     def __init__(self) -> None:
         self.closed = False

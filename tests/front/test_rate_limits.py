@@ -1,5 +1,5 @@
-"""Tests of the headers that tell clients their rate limits, and of the core's limit on the length of an
-answer."""
+"""Tests of the headers that report a client's rate limits, and of the limit that the core sets on the length
+of an answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of refused fields and refused values, and of the messages for both."""
+"""Tests of the fields and values that are refused, and of the error messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from tests.pages import check_page
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
 WRONG: dict[str, Any] = {"do_sample": 0, "suffix": "secret end", "add_special_tokens": 7}
-"""Values that are refused, for the fields for which 3 is accepted or is not a clear example."""
+"""For some fields, a value that must be refused. These are the fields for which 3 is accepted or would not be
+a clear example."""
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])

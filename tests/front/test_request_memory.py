@@ -1,5 +1,5 @@
-"""Tests that the memory of request heads is limited over all connections, and that the tenant that uses the
-most memory loses a request first."""
+"""Tests that the memory for request heads is limited over all connections. When the limit is reached, the
+tenant that uses the most memory is the first to lose a request."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Client:
         assert b"known" in await asyncio.get_running_loop().sock_recv(self.sock, 1 << 16)
 
     def received(self) -> bytes | None:
-        """Return the bytes that have arrived: b"" after the end of the connection, or None if nothing has
+        """Return the bytes that have arrived, b"" if the connection has been closed, or None if nothing has
         arrived."""
         try:
             return self.sock.recv(1 << 16)
@@ -65,7 +65,7 @@ class Client:
 def serve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: Callable[[HttpServer, Path], Awaitable[None]]
 ) -> None:
-    """Run a server that holds at most 2 MiB of request heads."""
+    """Run a server in which request heads may use at most 2 MiB."""
     monkeypatch.setattr(appliance.http.request_memory, "MAX_REQUEST_MEMORY_BYTES", LIMIT)
 
     async def run() -> None:
@@ -136,7 +136,7 @@ def test_headers_count_with_their_python_objects_until_the_request_is_answered(
         clients = [Client(path) for _ in range(20)]
         for one in clients:
             await one.send(request)
-        # Each request takes 0.7 MB.
+        # Each request takes 0.7 MB of memory.
         await until(lambda: server.connections == 2 and server.request_memory.refused == 18)
         assert sum(one.received() is None for one in clients) == 2
 
@@ -150,7 +150,7 @@ def test_bytes_that_are_read_ahead_count_towards_the_bound(
         clients = []
         while len(clients) < 180:
             clients.append(Client(path))
-            await asyncio.sleep(0)  # The server accepts the connection.
+            await asyncio.sleep(0)  # let the server accept the connection
         for one in clients:
             await one.send(b"GET /wait HTTP/1.1\r\nHost: x\r\n\r\n")
         for one in clients:

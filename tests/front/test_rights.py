@@ -34,7 +34,7 @@ def limited(front: Harness, **rights: Any) -> None:
     """Give the key these rights, and wait until the front applies them."""
     marked = f"key_{time.monotonic_ns()}"
     front.identify(keys={SHA256: Identity(tenant="acme", key_id=marked, **rights)})
-    # The front applies the rights once it logs or admits a request under this key's name.
+    # Once the front logs or admits a request with the key's new name, it has applied the rights.
     front.wait_for(lambda: probe(front) == marked)
     front.rejected.clear()
 
@@ -48,7 +48,7 @@ def probe(front: Harness) -> str:
 
 @pytest.fixture
 def rights(front: Harness) -> Iterator[Harness]:
-    """The shared front. All callers' rights are restored after the test."""
+    """The shared front. After the test, the rights of all callers are restored."""
     yield front
     front.identify()
     front.models = []

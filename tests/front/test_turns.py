@@ -1,4 +1,4 @@
-"""Tests that clients which send many requests do not delay the requests of other clients."""
+"""Tests that a client that sends many requests does not delay the requests of other clients."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_a_new_connection_is_answered_before_many_requests_of_other_connections(
         sent = len(answered)
         writer.write(b"GET /modest HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         assert (await reader.read()).endswith(b"done")
-        # Reading the request takes the loop a few iterations, and serving it takes one turn.
+        # The loop needs a few iterations to read the request, and one turn to serve it.
         assert answered.index("/modest") - sent < GREEDY // 2
         for _, other in [*greedy, (reader, writer)]:
             other.close()

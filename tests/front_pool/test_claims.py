@@ -1,4 +1,4 @@
-"""Tests that only one front at a time runs a request with an Idempotency-Key and keeps its answer."""
+"""Tests that only one front at a time runs the request with a given Idempotency-Key and keeps its answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of how the core handles fronts: failed starts, the choice of a front, and reports to operators."""
+"""Tests of how the core manages fronts: failed starts, the choice of a front, and reports to operators."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_failed_start_of_a_front_releases_everything_and_is_retried(
 
 def test_a_front_that_never_becomes_ready_is_a_problem_and_is_killed() -> None:
     class Unconfigured(Events):
-        """Sends no configuration to fronts, so they report but never become ready."""
+        """Sends no configuration to fronts, so they send reports but never become ready."""
 
         def front_started(self, front: Front) -> None: ...
 

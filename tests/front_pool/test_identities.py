@@ -141,7 +141,8 @@ def test_rights_sent_by_a_front_are_replaced_by_those_of_the_core() -> None:
     assert box.table.of(Identity(tenant="acme", key_id="k", **claim)) == box.key("k")  # type: ignore[arg-type]
     as_peer = box.table.of(Identity(tenant="acme", **claim))  # type: ignore[arg-type]
     assert (as_peer.highest_class, as_peer.scopes) == (2, ("inference",))
-    # A nonexistent tenant or key, or a key of another tenant, gets the rights of an unknown caller.
+    # The caller gets the rights of an unknown caller if the tenant or the key does not exist, or if the key
+    # belongs to another tenant.
     for tenant_name, key_id in (("rich", "k"), ("acme", "gone"), ("gone", ""), ("gone", "k")):
         claimed = Identity(tenant=tenant_name, key_id=key_id, **claim)  # type: ignore[arg-type]
         assert box.table.of(claimed) == Identity(tenant=tenant_name, key_id=key_id)

@@ -1,4 +1,4 @@
-"""Skips GPU tests if there is no GPU, and gives the reason."""
+"""Skips the GPU tests, with a reason, if there is no GPU."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Starts an engine and serves random traffic. Prints, as JSON, the names of kernels that the traffic launched
-but that were not launched before the engine was ready: `python -m tests.gpu.late_kernels SHAPE [--fp8]`.
+"""Starts an engine and serves random traffic. Prints, as JSON, the names of the kernels that were launched
+for the first time after the engine was ready: `python -m tests.gpu.late_kernels SHAPE [--fp8]`.
 
 Runs in a separate process, because a kernel that one engine has loaded stays loaded for the next. Two layers
-of a public shape are enough, because they launch the same kernels as all layers. The compiled variants of a
-kernel share a name; `tests.engine.launches_of_serving` distinguishes them without a GPU.
+of a public model's shape are sufficient, because all layers launch the same kernels. Compiled variants of a
+kernel have the same name, so they are not distinguished here. `tests.engine.launches_of_serving`
+distinguishes them, without a GPU.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def serve(engine: LocalEngine) -> None:
 
 
 def request(draw: random.Random, handle: int, vocabulary: int) -> Submit:
-    """Return a request with one prompt. One request in ten asks for several samples."""
+    """Return a request with one prompt. One request in ten has several samples."""
     tokens = draw.choice((1, 3, 17, 64, 130, 512, 700, 1500, 4000))
     sampling = SamplingParams(max_tokens=draw.randrange(1, 30), ignore_eos=True, **draw.choice(WAYS))
     return Submit(

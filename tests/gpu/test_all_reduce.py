@@ -1,5 +1,4 @@
-"""Tests of the fused all-reduce on two or more GPUs: exact sums, reuse in CUDA graphs, and a peer that is
-missing."""
+"""Tests of the fused all-reduce on two or more GPUs: exact sums, reuse in CUDA graphs, and a missing peer."""
 
 from __future__ import annotations
 
@@ -67,7 +66,8 @@ def test_waiting_for_a_missing_peer_ends_when_the_host_says_so_and_leaves_the_gp
 
 
 def parts_of(world: int, rows: int, hidden: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return parts [world, rows, hidden] that are equal on every rank and contain both +0 and −0."""
+    """Return partial results [world, rows, hidden] that contain both +0 and −0. They are the same on every
+    rank."""
     generator = torch.Generator("cuda").manual_seed(7)
     parts = torch.randn(world, rows, hidden, device="cuda", generator=generator).to(dtype)
     parts[:, :, 5], parts[:, :, 4] = -0.0, 0.0
@@ -133,7 +133,7 @@ def quantised_norms(memory) -> None:
         case = (hidden, rows, dtype, pdl)
         assert torch.equal(residual, wanted), case
         expected, expected_scales = fused.rms_norm_fp8(wanted, gain, 1e-5)
-        # The squares are summed in a different order, which moves a few results by one step of e4m3.
+        # The squares are summed in a different order, which changes a few results by one step of e4m3.
         torch.testing.assert_close(scales, expected_scales, rtol=torch.finfo(dtype).eps, atol=0)
         assert (values.float() != expected.float()).float().mean() < 1e-2, case
         torch.testing.assert_close(values.float(), expected.float(), rtol=0.126, atol=0.002)

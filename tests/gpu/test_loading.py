@@ -1,4 +1,4 @@
-"""Tests that weights on a GPU are bitwise equal to those on the CPU."""
+"""Tests that weights loaded on a GPU are bitwise equal to weights loaded on the CPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.gpu
 
 @dataclass(frozen=True)
 class PlaceOfRank:
-    """The place of a rank in a group without collectives."""
+    """A rank and its group size, without collectives."""
 
     size: int
     rank: int
@@ -62,7 +62,7 @@ def _loaded(folder: Path, device: str, dtype: torch.dtype, ranks: Any, fp8: bool
 
 @pytest.fixture(params=["cached", "on disk"])
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ "on disk" is simulated, because files this small are always cached."""
+    """The case "on disk" is simulated, because files this small are always cached."""
     if request.param == "on disk":
         monkeypatch.setattr(WeightFile, "_is_cached", lambda *asked: False)
 
@@ -85,7 +85,7 @@ def test_slices_of_ranks_equal_those_on_the_cpu(
 @pytest.mark.usefixtures("where")
 @pytest.mark.parametrize("placed", [False, True], ids=["filled in", "as it is"])
 def test_a_matrix_of_many_blocks_is_loaded_bitwise_equal(tmp_path: Path, placed: bool) -> None:
-    """Loads more blocks than the ring holds at the same time, with the default sizes."""
+    """Loads more blocks than fit into the ring at the same time, with the default sizes."""
     rows = 22 * BLOCK_BYTES // 4096 + 77
     expected = torch.arange(rows * 2048, dtype=torch.int32).view(torch.int16)[: rows * 2048].view(rows, 2048)
     expected = expected.view(torch.bfloat16)

@@ -1,5 +1,5 @@
-"""Tests that captured prompt passes give the same logits and cache as passes whose kernels are launched one
-by one."""
+"""Tests that captured prompt passes give the same logits and the same cache as passes that launch their
+kernels one by one."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.demo_model.asking import engine
 pytestmark = pytest.mark.gpu
 
 ALLOWED = 0.03
-"""Allowed relative difference. Padding changes the choice of GEMM kernels, and therefore the order of
+"""Allowed relative difference. Padding can change which GEMM kernels are used, and therefore the order of
 summation."""
 
 QUANTISED_APART = 2
 """Allowed difference with an FP8 cache, as a multiple of the difference between eager passes with and without
-FP8. Passes that differ by ALLOWED may round keys and values to different neighbouring e4m3 values, which have
-the same error. Other errors (order, positions, attention masks) do not depend on the cache's dtype, so the
-tests without FP8 detect them with ALLOWED."""
+FP8. If passes differ by up to ALLOWED, keys and values may be rounded to different neighbouring e4m3 values,
+which have the same error. Other errors (in order, positions or attention masks) do not depend on the dtype of
+the cache. The tests without FP8 detect these errors with the tolerance ALLOWED."""
 
 
 @pytest.fixture(params=["auto", "fp8"])
@@ -44,8 +44,8 @@ def unquantised() -> Iterator[LocalEngine]:
 
 
 def _plan(sizes: list[tuple[int, int]], first_block: int = 0) -> tuple[StepPlan, int]:
-    """Return a plan with one chunk of (cached tokens, tokens) per slot, over blocks from `first_block`, and
-    the first unused block."""
+    """Return a plan, and the first block that it does not use. The plan has one chunk of (cached tokens,
+    tokens) per slot, in blocks from `first_block` on."""
     blocks, chunks, setups = [], [], []
     for row, (start, count) in enumerate(sizes):
         used = -(-(start + count) // BLOCK_TOKENS)
@@ -116,15 +116,15 @@ def test_a_captured_prompt_pass_gives_the_logits_of_an_eager_one(
             allowed = max(ALLOWED, QUANTISED_APART * _apart(plain, launched))
     assert _apart(captured, launched) <= allowed
     for found, tensor in zip(cache, [t for pool in runner.steps.kv for t in pool.tensors()], strict=True):
-        # Padding must write nothing, so blocks that no prompt owns are still zero.
+        # Padding must not be written to the cache, so blocks that belong to no prompt are still zero.
         assert not found[taken:].any()
         if found.dtype == torch.bfloat16:
             assert _apart(found[:taken], tensor[:taken]) <= ALLOWED
 
 
 def test_a_replay_does_not_depend_on_the_previous_one(made: LocalEngine) -> None:
-    """Replays a captured size twice. After a replay with more prompts and cached tokens, the logits must be
-    bitwise equal to the first."""
+    """Replays a captured size twice, with another replay in between that has more prompts and cached tokens.
+    The logits of both replays must be bitwise equal."""
     graphs, tables = made.runner.steps.prompt_graphs, made.runner.steps.tables
     assert graphs is not None
     few, after = _plan([(0, 200)])

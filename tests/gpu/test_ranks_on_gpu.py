@@ -1,5 +1,5 @@
-"""Tests that two GPUs compute the same results as one, captured and eager, that both ranks' results are
-bitwise equal, and that a rank stops waiting when the other is killed."""
+"""Tests that two GPUs compute the same results as one, captured and eager. The results of both ranks must be
+bitwise equal, and a rank must stop waiting when the other is killed."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ pytestmark = [
 ]
 
 NEAR_TIE = 0.125
-"""A different number of GPUs may choose another token if its score is at most this far below the best score.
-Logits of these models have magnitudes below 8, where bfloat16 numbers are 1/32 apart. A different order of
-summation moves a logit by a few such steps."""
+"""Maximum gap between the best score and the score of the token chosen with a different number of GPUs. The
+logits of these models have magnitudes below 8, where bfloat16 numbers are 1/32 apart. A different order of
+summation changes a logit by a few such steps."""
 DEMO_NEAR_TIE = 0.25
 """The same tolerance for the demo model, from `tests.demo_model.parity.NEAR_TIE`."""
 ALLOWED = 0.03
@@ -63,7 +63,7 @@ FILTERED = [
     SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.7, top_p=0.9, top_k=50, seed=seed)
     for seed in range(6)
 ]
-"""Sampling parameters of the full variant, for which the logits are gathered."""
+"""Sampling parameters of the full variant. This variant requires the logits to be gathered."""
 
 
 def spec_of(folder: Path, kv_heads: int | None, **changes: Any) -> ReplicaSpec:
@@ -85,7 +85,8 @@ def spec_of(folder: Path, kv_heads: int | None, **changes: Any) -> ReplicaSpec:
 
 
 def tokens_of(made: LocalEngine) -> list[list[int]]:
-    """Return the answers to REQUESTS in one batch, then to FILTERED, then to one request alone."""
+    """Return the answers to three runs: REQUESTS in one batch, FILTERED in one batch, and one request
+    alone."""
     found = made.generate([*PROMPTS, *PROMPTS], REQUESTS)
     found += made.generate(PROMPTS, FILTERED)
     found += made.generate(PROMPTS[:1], REQUESTS[0])
@@ -96,7 +97,8 @@ def tokens_of(made: LocalEngine) -> list[list[int]]:
 
 
 def plan_of(prompts: list[list[int]]) -> StepPlan:
-    """Return a plan that computes whole prompts, one per slot, each in its own blocks."""
+    """Return a plan that computes whole prompts. There is one prompt per slot, and each has its own
+    blocks."""
     blocks, setups, chunks = [], [], []
     for slot, prompt in enumerate(prompts):
         used = -(-(len(prompt) + 1) // BLOCK_TOKENS)
@@ -114,8 +116,8 @@ def whole(runner: ModelRunner, logits: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def passes(runner: ModelRunner) -> dict[str, torch.Tensor]:
-    """Return hidden states and logits of the last tokens of three prompts and of one decode step after each,
-    eager and captured."""
+    """Return the hidden states and logits of the last tokens of three prompts, and of one decode step after
+    each prompt. Both are computed eagerly and with captured graphs."""
     steps, plan = runner.steps, plan_of(PROMPTS[1:4])
     assert steps.graphs is not None and steps.prompt_graphs is not None
     steps.tables.apply(plan)
@@ -126,7 +128,7 @@ def passes(runner: ModelRunner) -> dict[str, torch.Tensor]:
     hidden = steps.decoder.forward(batch.forward, steps.kv)
     found["hidden"] = hidden[:3].float().cpu()
     found["prompts eager"] = whole(runner, steps.decoder.logits(hidden)[:3])
-    steps.run(plan)  # samples the input tokens of the decodes
+    steps.run(plan)  # samples the input tokens for the decodes
     steps.graphs.set_slots([0, 1, 2])
     found["decodes captured"] = whole(runner, steps.graphs.forward())
     batch = steps.tables.step_batch(StepPlan(0, [], [], [], [0, 1, 2], []))
@@ -170,7 +172,8 @@ def behind(runner: ModelRunner, sequence: list[int], token: int, params: Samplin
 
 
 def _lowest_kept(scores: torch.Tensor, params: SamplingParams) -> float:
-    """Return the score above which top-k and top-p keep a token even if scores change by NEAR_TIE."""
+    """Return the score above which top-k and top-p keep a token even if all scores change by up to
+    NEAR_TIE."""
     if not params.top_k:
         return -torch.inf
     best = scores.topk(params.top_k).values
@@ -191,8 +194,8 @@ def test_several_gpus_generate_the_tokens_of_one_up_to_near_ties(
     spec = spec_of(tmp_path, kv_heads)
     on_several = spec_of(tmp_path, kv_heads, tensor_parallel_size=size)
     processes = start_ranks(size, tmp_path / "ranks", "cuda", answer_and_pass, on_several)
-    # Run the ranks to their end before the reference engine starts. Processes that share a GPU alternate,
-    # which slows down ranks that wait for each other.
+    # Let the ranks finish before the reference engine starts. Processes that share a GPU take turns, which
+    # slows down ranks that wait for each other.
     first, *others = results(processes, tmp_path / "ranks")
     made = LocalEngine(spec)
     expected = tokens_of(made)
@@ -231,8 +234,8 @@ def fp8_passes(member: Member, spec: ReplicaSpec, quantised_rows: int) -> dict[s
 
 
 def test_fp8_decodes_with_fused_norms_compute_what_separate_norms_compute(tmp_path: Path) -> None:
-    """The scales are equal in both cases, so only numbers on the boundary between two e4m3 values may
-    differ."""
+    """Both cases use the same scales, so results may differ only where a number lies close to the boundary
+    between two e4m3 values."""
     spec = spec_of(tmp_path, 2, tensor_parallel_size=2, quantization="fp8")
     fused, separate = (
         results(start_ranks(2, tmp_path / f"{rows}", "cuda", fp8_passes, spec, rows), tmp_path / f"{rows}")
@@ -311,7 +314,8 @@ def generate_until_lost(member: Member, spec: ReplicaSpec) -> dict[str, Any]:
 def test_the_death_of_a_rank_is_reported_within_a_second_and_leaves_the_gpu_usable(
     kv_heads: int | None, tmp_path: Path
 ) -> None:
-    """Rows of the demo model cannot be divided into items of peer memory, so its all-reduces use NCCL."""
+    """The demo model's rows cannot be divided into the units that peer memory transfers, so its all-reduces
+    use NCCL."""
     spec = spec_of(tmp_path, kv_heads, tensor_parallel_size=2)
     processes = start_ranks(2, tmp_path / "ranks", "cuda", generate_until_lost, spec)
     deadline = time.monotonic() + 180

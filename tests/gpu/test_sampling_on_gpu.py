@@ -1,5 +1,5 @@
-"""Tests that sampling through CUDA graphs gives the same tokens as torch for the same logits, in any
-batch."""
+"""Tests that sampling in CUDA graphs gives the same tokens as torch for the same logits, no matter how
+requests are batched."""
 
 from __future__ import annotations
 
@@ -55,8 +55,9 @@ def _plain_torch(made: LocalEngine) -> Sampler:
 
 
 def test_a_slot_samples_the_same_token_in_any_batch_and_as_torch_does(made: LocalEngine) -> None:
-    """Of 150 slots with a mixture of variants, at most one may differ from torch, at a near-tie (scores
-    within 1e-5, or a top-p boundary within 2e-6 of probability mass). None may differ between batches."""
+    """Of 150 slots with different variants, at most one may differ from torch, and only at a near-tie: scores
+    within 1e-5 of each other, or a top-p boundary within 2e-6 of probability mass. No slot may differ between
+    batches."""
     runner = made.runner
     graphs, tables = runner.steps.graphs, runner.steps.tables
     assert graphs is not None
@@ -87,8 +88,8 @@ def test_a_slot_samples_the_same_token_in_any_batch_and_as_torch_does(made: Loca
 def test_batches_with_logits_processors_generate_the_tokens_of_torch(
     made: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both engines replay the same forward graphs, so outputs differ only after a near-tie, which affects at
-    most one of 60."""
+    """Both engines replay the same forward graphs, so outputs differ only after a near-tie. At most one of 60
+    outputs may be affected."""
     prompts, _ = questions()
     prompts = (prompts * 60)[:60]
     kinds = KINDS + EDITED
@@ -121,7 +122,7 @@ def test_batches_with_logits_processors_generate_the_tokens_of_torch(
 
 
 def test_allowed_tokens_and_bad_words_hold_while_steps_overlap(made: LocalEngine) -> None:
-    """Every three consecutive tokens of an answer are banned in later answers. The other slots have no
+    """Bans every three consecutive tokens of an answer in all later answers. The other slots have no
     restrictions."""
     prompts, _ = questions()
     allowed, seed = b"\x00" * 20 + b"\xff" * 30, 7

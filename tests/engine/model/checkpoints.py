@@ -1,4 +1,4 @@
-"""Tiny random checkpoints, written by transformers, and FP8 variants of them."""
+"""Creates tiny random checkpoints with transformers, and FP8 variants of them."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ class Case:
     changes: dict[str, Any] = field(default_factory=dict)
     shard_size: str = "1GB"
     edit: Callable[[dict[str, Any]], None] | None = None
-    """Modifies config.json after it was saved."""
+    """A function that modifies config.json after it has been saved."""
     max_model_len: int | None = None
     fused_experts: bool = False
     """Whether all experts of a layer are stored in one tensor."""
 
 
 def make(case: Case, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
-    """Save the case's checkpoint. Every parameter is random, because norms of all ones and biases of all
-    zeros, as transformers initialises them, would hide a missing parameter."""
+    """Save the case's checkpoint. Every parameter is random: transformers initialises norms to ones and
+    biases to zeros, which would hide a missing parameter."""
     config_class, model_class = MODELS[case.family]
     torch.manual_seed(len(case.name))
     model = model_class(config_class(**{**SMALL, **case.changes})).to(dtype)
@@ -112,16 +112,16 @@ class Fp8:
     """Substrings of the names of the matrices to quantise."""
     scale_dtype: torch.dtype = torch.float32
     flat_scales: bool = False
-    """Whether scales have the shapes [] and [out] instead of [1] and [out, 1]."""
+    """Whether scales have the shapes [] and [out], instead of [1] and [out, 1]."""
     static: bool = False
-    """Whether static scales of activations and of the KV cache are stored too."""
+    """Whether to also store static scales for activations and for the KV cache."""
     scales_apart: bool = False
     """Whether weights and scales are in separate files."""
 
 
 def quantise(folder: Path, how: Fp8) -> dict[str, torch.Tensor]:
-    """Quantise a checkpoint in place. Returns all tensors with their intended values: FP8 values times their
-    scales."""
+    """Quantise a checkpoint in place. Returns all tensors with their dequantised values: FP8 values times
+    their scales."""
     tensors: dict[str, torch.Tensor] = {}
     for file in folder.glob("*.safetensors"):
         tensors |= load_file(file)
@@ -134,7 +134,7 @@ def quantise(folder: Path, how: Fp8) -> dict[str, torch.Tensor]:
             continue
         largest = meant[name].abs().amax(dim=1, keepdim=True) if how.per_channel else meant[name].abs().max()
         scale = (largest / _LARGEST).to(how.scale_dtype)
-        # The scale may have been rounded down, so quotients may exceed the range of e4m3.
+        # The scale may have been rounded down, so quotients may lie outside the range of e4m3.
         quotient = (meant[name] / scale.float()).clamp(-_LARGEST, _LARGEST)
         tensors[name] = quotient.to(torch.float8_e4m3fn)
         meant[name] = tensors[name].float() * scale.float()
@@ -169,8 +169,8 @@ def _described(how: Fp8) -> dict[str, Any]:
 
 
 def quantised_oracle(folder: Path, meant: dict[str, torch.Tensor]) -> Any:
-    """Return a quantised checkpoint as a transformers model with the intended weights. The input of each
-    linear layer is rounded to e4m3 with one scale per token, as in the engine."""
+    """Return a quantised checkpoint as a transformers model with the dequantised weights. As in the engine,
+    the input of each linear layer is rounded to e4m3 with one scale per token."""
     unquantised = folder / "unquantised"
     unquantised.mkdir()
     config = json.loads((folder / "config.json").read_text())

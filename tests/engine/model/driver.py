@@ -1,4 +1,4 @@
-"""Runs a decoder without a scheduler, on sequences in shuffled blocks and passes that mix decodes and
+"""Runs a decoder without a scheduler. Sequences are in shuffled blocks, and passes mix decodes and prompt
 chunks."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Sequence:
 
 
 class Driver:
-    """A KV pool with a shuffled free list, so that no block table is in order."""
+    """A KV pool with a shuffled free list, so that the blocks in a block table are not in ascending order."""
 
     def __init__(self, decoder: Decoder, blocks: int, seed: int = 0) -> None:
         self.decoder = decoder
@@ -90,9 +90,9 @@ class Driver:
 def teacher_forced(
     driver: Driver, tokens: list[int], prompt_lengths: list[int], chunk_sizes: list[int], decode_steps: int
 ) -> list[torch.Tensor]:
-    """Run sequences that all start with `tokens` at the same time: each prompt in chunks of a different size,
-    then `decode_steps` decodes that are fed the next tokens. Returns each sequence's logits, `[prompt length
-    + decode_steps, vocabulary]`."""
+    """Run several sequences that all start with `tokens`, at the same time. Each prompt is computed in chunks
+    of a different size. It is followed by `decode_steps` decodes, whose inputs are the next tokens. Returns
+    each sequence's logits, `[prompt length + decode_steps, vocabulary]`."""
     sequences = [Sequence() for _ in prompt_lengths]
     logits: list[list[torch.Tensor]] = [[] for _ in sequences]
     ends = [length + decode_steps for length in prompt_lengths]
@@ -117,7 +117,8 @@ def teacher_forced(
 
 
 def greedy(driver: Driver, prompt: list[int], count: int, chunk_size: int) -> tuple[list[int], list[float]]:
-    """Generate `count` greedy tokens after `prompt`. Return them with the gaps between the top two logits."""
+    """Generate `count` greedy tokens after `prompt`. Returns the tokens, and the gap between the top two
+    logits for each."""
     sequence = Sequence()
     for start in range(0, len(prompt), chunk_size):
         rows = driver.run([], [(sequence, prompt[start : start + chunk_size])])

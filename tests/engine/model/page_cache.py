@@ -13,8 +13,8 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def drop(path: Path) -> None:
-    """Evict a file from the page cache. Skips the test if there is no disk or direct reads are not
-    supported."""
+    """Evict a file from the page cache. Skips the test if the file is not on a disk or does not support
+    direct reads."""
     try:
         os.close(os.open(path, os.O_RDONLY | os.O_DIRECT))
     except OSError:
@@ -30,7 +30,8 @@ def cached_pages(path: Path) -> int:
     """Return the number of a file's pages that are in the page cache."""
     size = path.stat().st_size
     found = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
-    # The mapping is private because ctypes takes the address only of writable memory. Nothing is written.
+    # The mapping must be writable, because ctypes takes the address only of writable memory. It is private,
+    # and nothing is written to it.
     with path.open("rb") as file, mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) as pages:
         first = ctypes.c_char.from_buffer(pages)
         failed = _LIBC.mincore(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(size), found)

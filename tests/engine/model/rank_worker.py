@@ -1,4 +1,5 @@
-"""The process of one rank, which loads checkpoints, runs them, and observes how the group ends."""
+"""The process of one rank. It loads checkpoints, runs them, and observes how the loss of a rank ends the
+group."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ def logits_of(
     fp8: bool = False,
     kv_fp8: bool = False,
 ) -> list[torch.Tensor]:
-    """Return the logits of PROMPTS made of `tokens`, and of DECODES further tokens. Every rank must call
-    this."""
+    """Return the logits of PROMPTS prompts made of `tokens`, and of DECODES further tokens. Every rank must
+    call this."""
     config = read_config(folder)
     decoder = Decoder(
         config,
@@ -51,11 +52,11 @@ def logits_of(
 
 
 def logits_of_all(folders: list[Path], ranks: Ranks, tokens: list[int]) -> dict[str, list[torch.Tensor]]:
-    """Return the logits of every checkpoint, and of quantised variants of the first one. Every rank must call
-    this."""
+    """Return the logits of every checkpoint, and of quantised variants of the first checkpoint. Every rank
+    must call this."""
     found = {folder.name: logits_of(folder, ranks, tokens) for folder in folders}
     for folder in folders:
-        # The loader must load the same weights with and without column exchange between ranks.
+        # The loader must load the same weights whether or not the ranks exchange columns.
         again = logits_of(folder, ranks, tokens, exchange=True)
         assert all(torch.equal(one, other) for one, other in zip(again, found[folder.name], strict=True))
     found["dummy"] = logits_of(folders[0], ranks, tokens, dummy=True)
@@ -67,16 +68,16 @@ def logits_of_all(folders: list[Path], ranks: Ranks, tokens: list[int]) -> dict[
 
 
 def _scores(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scores and token ids of five rows: with the best score on the last rank, with a tie, with a NaN
-    on the first rank, with an infinity, and with only non-finite scores."""
+    """Return scores and token ids of five rows. In order, the rows have the best score on the last rank, a
+    tie, a NaN on the first rank, an infinity, and only non-finite scores."""
     first = torch.nan if rank == 0 else 1.0
     values = torch.tensor([float(rank), 5.0, first, torch.inf if rank == 1 else 0.0, -torch.inf])
     return values, torch.arange(5) + 10 * rank
 
 
 def main(size: int, rank: int, rendezvous: str, folders: list[Path], tokens: list[int], result: Path) -> None:
-    """Run the rank. Rank 0 writes the logits, the results of collectives, and how long it took to detect the
-    death of the last rank."""
+    """Run the rank. Rank 0 writes the logits, the results of the collectives, and the time that it took to
+    detect the death of the last rank."""
     torch.set_num_threads(1)
     ranks = join(size, rank, rendezvous, "gloo", timeout_seconds=60)
     found = logits_of_all(folders, ranks, tokens)

@@ -1,5 +1,5 @@
-"""Tests of reading `config.json` in the formats of all supported versions. Errors must name the file, field,
-value and remedy."""
+"""Tests of reading `config.json` in all supported formats. Errors must name the file, the field, the value
+and the remedy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OLMOE = {**LLAMA, "model_type": "olmoe", "architectures": ["OlmoeForCausalLM"]}
 
 
 def _compressed(**changes: Any) -> dict[str, Any]:
-    """Return a quantization_config as llm-compressor writes it. `changes` apply to the scheme of the
+    """Return a quantization_config in the format of llm-compressor. `changes` apply to the scheme of the
     weights."""
     weights = {"num_bits": 8, "type": "float", "strategy": "channel", **changes}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": {"dynamic": True}}
@@ -386,7 +386,7 @@ def test_shards_tile_the_model(size: int, tmp_path: Path) -> None:
     assert {s.vocab for s in shards} == {-(-101 // size)}
     group = config.heads // config.kv_heads
     for shard in shards:
-        # A rank holds the KV heads of its own query heads.
+        # A rank has only the KV heads that its query heads use.
         wanted = {head // group for head in range(shard.first_head, shard.first_head + shard.heads)}
         assert wanted == set(range(shard.first_kv_head, shard.first_kv_head + shard.kv_heads))
 

@@ -1,5 +1,5 @@
-"""Tests that computing the last layer only for the tokens whose logits are needed gives the same results and
-the same cache as a full pass."""
+"""Tests that a pass may compute the last layer only for the tokens whose logits are needed. Its results and
+its cache must be the same as those of a full pass."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_restricting_the_last_layer_gives_the_same_rows_as_the_whole_pass(
     padding: Padding | None,
     tmp_path: Path,
 ) -> None:
-    """Padding, if any, must not be written to the cache."""
+    """If the pass is padded, the padding must not be written to the cache."""
     (tmp_path / "config.json").write_text(json.dumps(TINY | FAMILIES[family]))
     decoder = Decoder(read_config(tmp_path), single(), reference, torch.float32, CPU)  # type: ignore[arg-type]
     load_dummy(decoder, seed=4)

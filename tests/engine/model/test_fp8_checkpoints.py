@@ -1,4 +1,4 @@
-"""Tests that FP8 checkpoints of every format load with the intended values, and that an error names each
+"""Tests that FP8 checkpoints of every format load with the intended values, and that errors name the
 malformed tensor."""
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ FORMS = [
     Fp8("the output matrix as well", per_channel=True, quantised=(*PROJECTIONS, "lm_head", "embed_tokens")),
 ]
 TOLERANCE = 1e-4
-"""The same tolerance as without quantisation, because the GEMMs are the same and only the order of summation
-differs."""
+"""Tolerance, which is the same as without quantisation: the GEMMs are the same, and only the order of
+summation differs."""
 EQUAL = 0.5
-"""Minimum fraction of short sequences within the tolerance. In the other sequences (2 to 11 of 100), a sum
-lies on the boundary between two e4m3 values, so its last bits decide which value is used. Incorrect loading
-would affect every sequence."""
+"""Minimum fraction of short sequences that must be within the tolerance. In the other sequences (2 to 11 of
+100), a sum lies close to the boundary between two e4m3 values, so its last bits determine the value to which
+it is rounded. An error in loading would affect every sequence."""
 SEQUENCES = torch.randint(3, 157, (16, 12), generator=torch.Generator().manual_seed(7)).tolist()
 
 
@@ -144,7 +144,8 @@ def test_quantised_experts_give_the_logits_of_transformers(case: Case, how: Fp8,
 
 
 def test_the_comparison_detects_missing_activation_rounding(tmp_path: Path) -> None:
-    """If the results did not differ, the comparison could not distinguish a wrong scale from a right one."""
+    """Tests the comparison itself: a wrong scale must change the results, otherwise the comparison could not
+    detect it."""
     meant = quantise(make(LLAMA, tmp_path), FORMS[1])
     assert _equal(_load(tmp_path), oracle(_saved(meant, tmp_path / "meant"))) == 0
 
@@ -171,8 +172,8 @@ def test_a_plain_checkpoint_is_quantised_per_output_while_it_loads(tmp_path: Pat
         exact = plain[f"model.layers.1.{name}.weight"]
         assert isinstance(weight, Fp8Weight)
         assert torch.equal(weight.scales, exact.abs().amax(dim=1) / 448)
-        # The tolerance is half a step of e4m3: 2⁻⁴ relative for a normal number, and 2⁻¹⁰ scales for a number
-        # below 2⁻⁶.
+        # The tolerance is half a step of e4m3: a relative error of 2⁻⁴ for normal numbers, and 2⁻¹⁰ times the
+        # scale for numbers below 2⁻⁶.
         bound = torch.maximum(exact.abs() * 2**-4, weight.scales.unsqueeze(1) * 2**-10)
         assert ((_dense(weight) - exact).abs() <= bound * (1 + 1e-6)).all()
     assert torch.equal(decoder.embedding, plain["model.embed_tokens.weight"])

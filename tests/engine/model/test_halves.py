@@ -1,5 +1,5 @@
-"""Tests that passes in two halves give the same results as whole passes, and that all-reduces by copies are
-exact."""
+"""Tests that passes computed in two halves give the same results as whole passes, and that all-reduces by
+copies are exact."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_passes_in_halves_give_the_logits_of_whole_passes(
 ) -> None:
     folder = make(case, tmp_path)
     whole = on_ranks(size, lambda rank: logits_of(folder, rank, None, kv_fp8))[0]
-    # The splits are inside a prompt, between two prompts (after the last pass's 1 + 30 tokens), and right
+    # The splits are inside a prompt, between two prompts (the last pass starts with 1 + 30 tokens), and right
     # after the decodes.
     for split in (40, 31, 2):
         halved = on_ranks(size, lambda rank, split=split: logits_of(folder, rank, split, kv_fp8))[0]  # type: ignore[misc]
@@ -124,7 +124,8 @@ def test_a_split_keeps_every_token_of_every_chunk_at_its_position() -> None:
 
 
 def test_sums_by_copies_are_exact_and_equal_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank is a thread. A rank's copies become visible to the other ranks after the next barrier."""
+    """Each rank is a thread. A copy made by one rank becomes visible to the other ranks after the next
+    barrier."""
     size, rows, hidden = 4, 16, 8
     barrier = threading.Barrier(size, timeout=60)
     shapes = OverlapMemory.shapes(size, rows, hidden)

@@ -18,8 +18,8 @@ from . import rank_worker
 from .checkpoints import OLMOE_EXPERTS, QWEN2_EXPERTS, Case, Fp8, make, quantise
 
 GROUPS = [
-    # Neither number of ranks divides the vocabulary, so its last shard is padded. KV heads are split over 2
-    # ranks, and each head is replicated on 4 ranks.
+    # The vocabulary is not divisible by either number of ranks, so its last shard is padded. With 2 ranks,
+    # the KV heads are split; with 4 ranks, each head is also replicated.
     Case("biased", "llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     Case("normed", "qwen3", {"head_dim": 32}, shard_size="100KB"),
     Case("windowed", "qwen2", {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}),
@@ -53,21 +53,21 @@ FP8 = {
     "FP8 weights and KV": "biased",
     "FP8 experts": "shared expert",
 }
-"""Quantised variants, and the checkpoints with which their logits are compared."""
+"""Quantised variants. Each is listed with the checkpoint whose logits it is compared with."""
 DIFFERENT_SCALES = 1.5
-"""Maximum distance between the FP8 logits of several ranks and of one rank, relative to one rank's distance
-from the unquantised model (root mean squares). The scales of o and down, and of their inputs, differ between
-shards, so their rounding errors differ but have the same magnitude. With independent rounding errors, the
-ratio would be the square root of 2."""
+"""Maximum distance between the FP8 logits of several ranks and of one rank, as a multiple of the distance
+between one rank and the unquantised model (root mean squares). The scales of o and down, and of their inputs,
+differ between shards, so the rounding errors differ but have the same magnitude. If they were independent,
+the ratio would be the square root of 2."""
 SAME_SCALES = 0.25
-"""The same limit if all ranks use equal scales, so that only sums on the boundary between two e4m3 values
-differ."""
+"""The same limit for ranks with equal scales. Results then differ only where a sum lies close to the boundary
+between two e4m3 values."""
 NO_WORSE = 1.25
 """Maximum distance from the unquantised model, in the same units."""
 
 
 def _quantised(folder: Path) -> list[Path]:
-    """Create a quantised checkpoint, and one with its intended values."""
+    """Create two checkpoints: a quantised one, and an unquantised one with the dequantised values."""
     quantised, meant = folder / "quantised", folder / "meant"
     tensors = quantise(make(GROUPS[0], quantised), Fp8("per output", per_channel=True, scales_apart=True))
     save_file(tensors, make(GROUPS[0], meant) / "model.safetensors")
@@ -111,7 +111,7 @@ def test_several_ranks_compute_the_logits_of_one_and_detect_a_death(
 
     assert f"rank 0 of {size}" in result["lost"]
     assert "restart the whole replica" in result["lost"]
-    assert result["seconds"] < 30  # the rank was notified: the group's timeout is 60 s
+    assert result["seconds"] < 30  # far below the group's timeout of 60 s, so the rank was notified
 
 
 def test_one_rank_needs_no_group() -> None:

@@ -1,6 +1,6 @@
 """Compares, in Triton's interpreter, a decoder whose GEMMs fuse norms with the reference implementation. Each
-norm must use its own gain, residual and squares, whichever GEMMs fuse it. Both use the reference
-attention."""
+norm must use its own gain, residual and sum of squares, no matter which GEMMs fuse it. Both decoders use the
+reference attention."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ PLANS = {
 @pytest.mark.parametrize(
     ("librarys", "norms"),
     [
-        # Two norms are always separate: the first layer's qkv reads the embedding, and the output matrix
+        # Two norms are never fused, because the first layer's qkv reads the embedding and the output matrix
         # reads selected rows.
         ((), 2),
         (("o",), 2 + LAYERS),

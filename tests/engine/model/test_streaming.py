@@ -1,5 +1,5 @@
-"""Tests that streamed data equals the contents of the files for all sizes, and that an error names data that
-cannot be read."""
+"""Tests that streamed data equals the contents of the files for all sizes, and that errors name the data that
+could not be read."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ BLOCK_SIZES = [1, 257, 4096, 5000, 1 << 20]
 
 @pytest.fixture(params=["cached", "on disk", "in pieces"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Write two files with odd shapes in several dtypes, many small tensors, and rows larger than some
-    staging buffers."""
+    """Write two files that contain odd shapes in several dtypes, many small tensors, and rows that are larger
+    than some of the staging buffers."""
     torch.manual_seed(5)
     first = {
         "scalar": torch.randn(()),
@@ -48,7 +48,8 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     if request.param == "in pieces":
         monkeypatch.setattr(fetching, "PIECE_BYTES", PAGE)
     if request.param != "cached":
-        # "Uncached" is simulated, because files this small are cached as soon as their headers are read.
+        # The "uncached" case is simulated, because files this small are cached as soon as their headers are
+        # read.
         monkeypatch.setattr(WeightFile, "_is_cached", lambda *asked: False)
     return tmp_path
 
@@ -74,7 +75,7 @@ def placed(request: pytest.FixtureRequest) -> bool:
 
 
 def _collect(slices: list[TensorSlice], block_bytes: int, placed: bool) -> dict[str, torch.Tensor]:
-    """Concatenate blocks, each of which must follow the previous one."""
+    """Concatenate contiguous blocks: each must start where the previous block ends."""
     found = {
         each.name: torch.zeros(each.rows, *each.entry.shape[1:], dtype=each.dtype)
         for each in slices
@@ -128,7 +129,8 @@ def test_only_the_requested_rows_are_streamed(folder: Path, block_bytes: int, pl
 
 @pytest.mark.parametrize("header_bytes", range(200, 209))
 def test_tensors_may_begin_anywhere_in_a_file(tmp_path: Path, header_bytes: int, placed: bool) -> None:
-    """safetensors' own writer aligns tensors to 8 bytes; the format does not require that."""
+    """The safetensors library aligns tensors to 8 bytes when it writes a file, but the format does not
+    require that."""
     numbers = torch.arange(3000, dtype=torch.float32)
     header = {"numbers": {"dtype": "F32", "shape": [30, 100], "data_offsets": [1, 12_001]}}
     encoded = json.dumps(header).encode().ljust(header_bytes)
@@ -182,7 +184,7 @@ def test_a_file_modified_while_its_last_block_is_used_is_refused(folder: Path) -
 def test_a_file_whose_modification_time_is_unknown_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Simulates a stale file handle of a network file system."""
+    """Simulates a stale file handle on a network file system."""
     slices = _in_order(folder)
 
     def status(file: WeightFile) -> os.stat_result:
@@ -194,7 +196,7 @@ def test_a_file_whose_modification_time_is_unknown_is_refused(
 
 
 def test_all_readers_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each reader waits in its first piece until all readers have started."""
+    """Each reader waits while it reads its first piece, until all readers have started."""
     together = threading.Barrier(fetching.READERS)
     begun: set[int] = set()
     real = WeightFile.read

@@ -50,7 +50,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def _read(path: Path, first: int, nbytes: int, shared: bool = False) -> bytes:
-    """Return the bytes read; no byte may be written outside of the buffer."""
+    """Return the bytes read, after checking that no byte was written outside the buffer."""
     needed = buffer_bytes(first, nbytes)
     buffer = memoryview(mmap.mmap(-1, needed + PAGE))
     buffer[:] = bytes([UNTOUCHED]) * len(buffer)
@@ -86,8 +86,7 @@ def test_uncached_ranges_are_read_past_the_page_cache(
     drop(path)
     first, nbytes = asked
     assert _read(path, first, nbytes) == CONTENT[first : first + nbytes]
-    # A single page may occasionally appear to be cached, because the disk delivers it before the kernel
-    # checks.
+    # A single page occasionally appears to be cached, if the disk delivers it before the kernel checks.
     assert reads == [True] or (nbytes <= PAGE and reads == [False])
     assert cached_pages(path) <= 2  # only the pages that the probe loaded
 
@@ -141,7 +140,8 @@ def test_one_page_of_each_half_is_probed(
 
 
 def test_freshly_written_data_is_read(path: Path) -> None:
-    """The beginning of the file is on disk, but its newly written end is not yet."""
+    """Simulates a file whose beginning is on disk, while its newly written end is still only in the page
+    cache."""
     drop(path)
     with path.open("ab") as file:
         file.write(CONTENT[:5000])
@@ -217,7 +217,8 @@ def test_reading_past_the_end_of_a_file_is_an_error(path: Path, missing: int, on
 def test_a_file_replaced_while_it_is_opened_is_read_consistently(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Simulates a download that replaces the file during open; both descriptors must refer to one file."""
+    """Simulates a download that replaces the file between two open calls. Both descriptors must refer to the
+    same file."""
 
     def replaced(*arguments: Any) -> int:
         opened = real(*arguments)
@@ -249,7 +250,8 @@ def test_keep_cached_loads_files_into_the_page_cache(path: Path) -> None:
     drop(path)
     keep_cached([path]).join()
     limit = time.monotonic() + 30
-    while cached_pages(path) < 101:  # the disk reads were requested, but their completion is not reported
+    # the disk reads have been requested, but nothing reports their completion
+    while cached_pages(path) < 101:
         assert time.monotonic() < limit
         time.sleep(0.001)
 

@@ -1,4 +1,5 @@
-"""Tests that weights too large for a device are refused before allocation, with both sizes and a remedy."""
+"""Tests that weights that are too large for a device are refused before memory is allocated. The error must
+contain both sizes and a remedy."""
 
 from __future__ import annotations
 

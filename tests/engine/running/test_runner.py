@@ -1,4 +1,4 @@
-"""Tests of the runner with a real decoder, compared with full passes over whole sequences."""
+"""Tests of the runner with a real decoder. Its results are compared with full passes over whole sequences."""
 
 from __future__ import annotations
 
@@ -68,8 +68,7 @@ def check_greedy(runner: ModelRunner, prompt: list[int], tokens: list[int]) -> N
 def check_sampled(
     runner: ModelRunner, prompt: list[int], tokens: list[int], params: SamplingParams, sample: int
 ) -> None:
-    """Check that each token is the one with the largest logit / temperature + noise, based on the logits of a
-    full pass."""
+    """Check that each token has the largest logit / temperature + noise, using the logits of a full pass."""
     count, first = len(tokens), len(prompt)
     logits = full_logits(runner, prompt + tokens)[first - 1 : first - 1 + count]
     base = torch.full((count,), sampling.noise_base(params.seed, sample))
@@ -85,7 +84,8 @@ LENGTHS = [1, 2, 63, 64, 65, 95, 97, 130, 200]
 
 
 def test_greedy_tokens_are_those_of_a_full_pass(engine: LocalEngine) -> None:
-    """Runs more prompts than there are slots. Their lengths are around block and chunk boundaries."""
+    """Runs more prompts than there are slots. Prompt lengths are just below, at and above block and chunk
+    boundaries."""
     prompts = [prompt_of(length) for length in LENGTHS]
     answers = engine.generate(prompts, SamplingParams(max_tokens=20))
     for prompt, [answer] in zip(prompts, answers, strict=True):
@@ -105,7 +105,8 @@ def test_samples_of_one_prompt_share_blocks_and_then_diverge(engine: LocalEngine
 
 
 def test_padding_of_passes_with_prompts_is_not_sampled(folder: Path) -> None:
-    """Pads passes as on a GPU, where tokens and results are padded to sizes whose kernels are loaded."""
+    """Pads passes as on a GPU, where the numbers of tokens and results are padded to sizes whose kernels are
+    already loaded."""
     engine = padded(LocalEngine(spec_of(folder)))
     prompts = [prompt_of(length, seed=8) for length in (64, 3, 130, 97)]
     drawn = SamplingParams(max_tokens=8, temperature=0.9, seed=7)
@@ -257,7 +258,7 @@ def test_steps_run_asynchronously_in_order_and_gaps_are_measured(folder: Path) -
     check_greedy(runner, prompt_of(60), tokens)
     assert all(step.ready() for step in launched)
     assert launched[0].host_gap_us == 0.0
-    # Time spent waiting for the previous step is not counted as a gap caused by the host.
+    # A host gap does not include the time spent waiting for the previous step.
     assert all(0.0 <= step.host_gap_us < 1_900_000 for step in launched)
     threading.Event().wait(0.03)
     late = runner.launch(StepPlan(9, [], [], [], [0], []))
@@ -314,8 +315,8 @@ def test_only_allowed_tokens_are_sampled(engine: LocalEngine) -> None:
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_bad_word_is_banned_in_steps_launched_before_tokens_are_read(folder: Path, overlap: bool) -> None:
-    """Every three consecutive tokens of an answer are banned in later answers. Later answers must contain no
-    banned sequence, but they do contain the beginnings of some."""
+    """Bans every three consecutive tokens of an answer in all later answers. A later answer may contain the
+    beginning of a banned sequence, but never a whole one."""
     engine = LocalEngine(spec_of(folder, overlap=overlap))
     prompt, seed = prompt_of(70, seed=4), 0
     words: set[tuple[int, ...]] = set()

@@ -1,4 +1,5 @@
-"""Tests of loading a replica: its properties, the size of its KV pool, and invalid configurations."""
+"""Tests of loading a replica: the properties that it reports, the size of its KV pool, and invalid
+configurations."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ def test_without_kv_blocks_the_pool_is_sized_from_free_memory(
 def test_the_maximum_length_is_lowered_to_what_memory_holds(
     kv_blocks: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rotary table for the full length would need 64 TB."""
+    """A rotary table for the full length would take 64 TB."""
     values = {**CONFIG, "max_position_embeddings": 10**12}
     (tmp_path / "config.json").write_text(json.dumps(values))
     monkeypatch.setattr(memory, "CPU_MAX_KV_BYTES", 10 * 2 * 2 * 2 * 64 * 16 * 4)

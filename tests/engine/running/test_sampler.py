@@ -1,6 +1,6 @@
 """Tests of the sampler: exact distributions, order of operations, independence from the batch, ranks, and log
-probabilities. They also check that the kernels without sorting (interpreted if there is no GPU) sample the
-same tokens as torch."""
+probabilities. The tests also check that the kernels, which do not sort, sample the same tokens as torch.
+Without a GPU, the kernels are interpreted."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def sample(
 
 
 class OneAtATime:
-    """Sampling kernels for ranks that run as threads. They run one at a time, because Triton's interpreter
-    runs only one program at a time."""
+    """Sampling kernels for ranks that are threads. Only one rank runs at a time, because Triton's interpreter
+    can run only one program at a time."""
 
     def __init__(self, ops: SamplingOps) -> None:
         self._ops, self._lock = ops, threading.Lock()
@@ -291,7 +291,7 @@ def test_a_rank_without_a_token_of_the_vocabulary_samples_with_the_others() -> N
     cases = [Case(SamplingParams(max_tokens=4, temperature=t, logprobs=2)) for t in (0.0, 1.0)]
     logits = random_logits(len(cases), 5)
     alone = sample(cases, logits.clone())
-    # The four ranks have 2, 2, 1 and 0 columns with real tokens.
+    # Of the real tokens, the four ranks have 2, 2, 1 and 0.
     for mine in on_ranks(4, lambda rank: sample(cases, logits, rank)):
         assert torch.equal(mine.token_ids, alone.token_ids)
         assert mine.logprobs is not None and alone.logprobs is not None
@@ -303,8 +303,8 @@ def test_a_rank_without_a_token_of_the_vocabulary_samples_with_the_others() -> N
 def test_kernels_sample_the_same_tokens_as_torch_in_any_mixture(
     cases: list[Case], seed: int, dtype: torch.dtype
 ) -> None:
-    """Mixes slots that have penalties, biases and bans with filtered, plain and greedy ones. The logits are
-    not modified."""
+    """Mixes slots that have penalties, biases and bans with slots that are only filtered, plain or greedy.
+    The logits must not be modified."""
     logits = random_logits(len(cases), 51, seed).to(dtype)
     before = logits.clone()
     found = sample(cases, logits, ops=select_sampling("cuda"))
@@ -333,8 +333,8 @@ def test_kernels_on_several_ranks_sample_the_same_tokens_as_torch_on_one(
 def test_a_variant_also_serves_slots_of_cheaper_variants_and_skips_padding(
     variant: Variant, backend: str
 ) -> None:
-    """A graph uses one variant for the whole batch. That variant must sample the same tokens as the cheaper
-    variants that some slots need."""
+    """A graph uses one variant for the whole batch, although a cheaper variant would suffice for some slots.
+    These slots must get the same tokens with both variants."""
     params = [
         SamplingParams(max_tokens=9),
         SamplingParams(max_tokens=9, temperature=0.8, seed=3),
@@ -354,7 +354,7 @@ def test_a_variant_also_serves_slots_of_cheaper_variants_and_skips_padding(
 
 
 def test_the_engine_and_the_kernels_define_the_same_bad_token() -> None:
-    # The message structs must not import torch, so each side defines the constant.
+    # The constant is defined on both sides, because the message structs must not import torch.
     assert seam.BAD_TOKEN == BAD_TOKEN
 
 

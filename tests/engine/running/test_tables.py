@@ -107,7 +107,8 @@ def test_random_plans_give_the_tables_of_a_naive_model(data: st.DataObject) -> N
     next_block = 1
     for step in range(data.draw(st.integers(1, 12), label="steps")):
         plan = StepPlan(step, [], [], [], [], [])
-        # Sequences may end without a message, some slots skip a step, and slots in prefill get a chunk.
+        # Sequences may end without a message, some slots skip a step, and slots in the prefill state get a
+        # chunk.
         for number in [n for n, row in rows.items() if data.draw(st.integers(0, 9)) == 0]:
             del rows[number]
         decoding = [n for n, row in rows.items() if row.sampled]
@@ -246,7 +247,7 @@ def test_a_shared_setup_gives_forks_the_same_tables_as_separate_setups(which: in
     other = SlotSetup(2, PARAMS[3], 0, 1, [8])
     together, apart = SlotTables(8, 2, VOCAB, CPU), SlotTables(8, 2, VOCAB, CPU)
     for tables in (together, apart):
-        # Give the slots penalty counts and a length, as earlier sequences would leave them.
+        # Give the slots penalty counts and a length, as if they had been used by earlier sequences.
         tables.apply(plan_of([SlotSetup(n, PARAMS[4], 0, 1, [n]) for n in range(8)]))
         tables._lengths_host[:] = 5
     recent = output if PARAMS[which].bad_words else []
@@ -289,8 +290,8 @@ def test_a_setup_is_uploaded_once_for_all_of_its_forks(monkeypatch: pytest.Monke
     allowed, prefixes = [0, 3, 0, 0, 0, 0, 0], [*[-1] * 30, 6, *[-1] * 31]
     once = [[4, 9], [1.5, -2.0], [7, 8], [3, 5, 3], allowed, prefixes, [5, 4]]
     assert sorted(map(sent.count, once)) == [1] * 7
-    # The other four uploads are two for the scalars of all slots, one for the bad words of the slots that
-    # have any, and one for those slots' recent tokens.
+    # There are four other uploads: two for the scalars of all slots, one for the bad words, and one for the
+    # recent tokens of the slots with bad words.
     assert len(sent) == len(once) + 4
     tables.set_up([SlotSetup(1, PARAMS[0], 0, 3, [])])
     processors = tables.metadata([4, 1, 6], lengths).processors
@@ -321,7 +322,8 @@ def test_forks_sample_from_one_row_of_logits() -> None:
 
 
 def test_sampling_metadata_is_cached_while_slots_and_parameters_stay_the_same() -> None:
-    """The metadata changes with the set of slots, with new setups, and when stop tokens become allowed."""
+    """The metadata changes only with the set of slots, with new setups, and when stop tokens become
+    allowed."""
     tables = SlotTables(4, 2, VOCAB, CPU)
     tables.apply(plan_of([SlotSetup(n, PARAMS[p], n, 3, []) for n, p in enumerate((0, 1, 2, 5))]))
     lengths = np.array([9, 9, 9, 3])
@@ -337,7 +339,8 @@ def test_sampling_metadata_is_cached_while_slots_and_parameters_stay_the_same() 
 
 
 def test_top_k_is_stored_as_zero_if_it_is_off() -> None:
-    """For the kernels, zero means off. A k of the vocabulary size or more is also stored as zero."""
+    """In the kernels, a top-k of zero means off. Values that cannot restrict anything, because they are at
+    least the vocabulary size, are also stored as zero."""
     tables = SlotTables(4, 2, VOCAB, CPU)
     ks = [0, 7, VOCAB, -1]
     setups = [SlotSetup(n, SamplingParams(max_tokens=1, top_k=k), 0, 1, []) for n, k in enumerate(ks)]

@@ -30,7 +30,7 @@ class Memory:
 
 
 def test_all_buffers_of_a_size_are_allocated_before_any_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A buffer that is freed too early would be handed out again."""
+    """If a buffer were freed too early, the next allocation would reuse it."""
     held, together, asked = Counter[int](), Counter[int](), Counter[int]()
 
     def empty(nbytes: int, *, dtype: torch.dtype, pin_memory: bool) -> Memory:

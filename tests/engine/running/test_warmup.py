@@ -1,4 +1,5 @@
-"""Tests that warm-up runs every linear and every attention with closely spaced numbers of rows."""
+"""Tests that warm-up runs every linear and every attention with enough numbers of rows, spaced closely
+enough."""
 
 from __future__ import annotations
 
@@ -41,8 +42,8 @@ class RecordingOps:
         self.rows: dict[int, list[int]] = defaultdict(list)
         """Numbers of rows by the id of the weight."""
         self.attended: list[tuple[int, int, bool]] = []
-        """For each attention: number of tokens in the pass, number of rows in the result, and whether the
-        pass has chunks."""
+        """For each attention: the number of tokens in the pass, the number of rows in the result, and whether
+        the pass has chunks."""
 
     def __getattr__(self, name: str) -> Any:
         operation = getattr(self._ops, name)
@@ -83,11 +84,11 @@ def test_every_linear_and_every_attention_is_run_for_every_number_of_rows(folder
     few = {1, 2, 4, *sizes.results}
     for linear in (first.attention.qkv, first.attention.o, first.mlp.gate_up, first.mlp.down):
         assert set(ops.rows[id(linear.weight)]) == {*few, *sizes.tokens}
-    # The last layer computes only a few rows of passes with prompts.
+    # In passes with prompts, the last layer computes only a few rows.
     for linear in (last.attention.o, last.mlp.gate_up, last.mlp.down):
         assert set(ops.rows[id(linear.weight)]) == few
-    # The largest size is the maximum number of prompt tokens scored in one pass. It runs first, so that later
-    # passes find enough memory.
+    # The largest size is the maximum number of prompt tokens scored in one pass. It runs first, so that the
+    # memory allocated for it is sufficient for all later passes.
     logits = ops.rows[id(decoder.head)]
     assert logits == sorted({*few, *gemm_sizes(128)}, reverse=True)
     passes = set(ops.attended)

@@ -1,5 +1,5 @@
-"""Ranks as threads of one process, with collectives over a barrier, for tests of computations on several
-ranks."""
+"""Ranks that are threads of one process, for tests of computations on several ranks. Their collectives use a
+barrier."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class ThreadRank(Collectives):
 
 
 def on_ranks(size: int, work: Callable[[ThreadRank], Result]) -> list[Result]:
-    """Run `work` on every rank at once and return the results in rank order. An exception on one rank ends
-    all ranks."""
+    """Run `work` on every rank at the same time and return the results in rank order. An exception on one
+    rank stops all ranks."""
     slots = [torch.empty(0)] * size
     barrier = threading.Barrier(size, timeout=60)
 

@@ -3,7 +3,7 @@ prompt.
 
     python -m tests.engine.scheduling.host_times --samples 128 --prompt 131000
 
-No device is used: the block tables are applied on the host, and every sample draws token 1.
+No device is used: the block tables are updated on the host, and every sample generates token 1.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class StepCost:
     apply_ms: float
     collect_ms: float
     entries: int
-    """Number of blocks and slots in the plan's changes to the block tables."""
+    """Number of entries in the plan's updates of the block tables: the new blocks, and the slots that share
+    blocks."""
     plan_bytes: int
 
     @property
@@ -47,8 +48,8 @@ def entries(plan: StepPlan) -> int:
 
 
 def measure(*, prompt: int, samples: int, slots: int, output: int = 70) -> tuple[float, list[StepCost]]:
-    """Run the submission to its end. Returns the duration of its intake in milliseconds, and the cost of each
-    step."""
+    """Run the submission to completion. Returns the duration of its intake in milliseconds, and the cost of
+    each step."""
     blocks = 2 * (prompt + output) // BLOCK_TOKENS + 4 * samples
     scheduler = Scheduler(
         max_num_seqs=slots,

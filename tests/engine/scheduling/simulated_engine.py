@@ -63,7 +63,7 @@ class SimulatedEngine:
         return self.runner.plans[-1] if len(self.runner.plans) > before else None
 
     def waited_for(self) -> bool:
-        """Run one iteration of the loop, and return whether its idle time was counted."""
+        """Run one iteration of the loop. Returns whether the idle time before its step was counted."""
         self.runner.gap_us = 7.0
         timing = self.core.step().timing
         assert timing is not None and timing.idle_us in (0.0, 7.0)
@@ -98,7 +98,7 @@ both_overlaps = pytest.mark.parametrize("overlap", [False, True])
 
 
 class AlwaysStop:
-    """A runner that always samples token 0, even before min_tokens."""
+    """A runner that always samples token 0, even where min_tokens forbids it."""
 
     def __init__(self) -> None:
         self.plans: list[StepPlan] = []

@@ -1,10 +1,10 @@
 """A runner that simulates the device with Python lists, and the expected output of each request on it.
 
-The runner's state is built only from plans. An entry of the simulated KV cache holds a token and a digest of
-the preceding prefix, because real keys and values depend on all earlier tokens. Each read goes through the
-slot's block table and raises if the entry was computed for a different prefix. A simulated token thus depends
-on everything that a real token depends on. The simulation therefore detects wrong block tables, blocks that
-are reused too early, missing copies and gaps.
+The runner's state is built only from plans. An entry of the simulated KV cache contains a token and a digest
+of the prefix before it, because real keys and values depend on all earlier tokens. Each read uses the slot's
+block table, and raises if the entry was computed for a different prefix. A simulated token therefore depends
+on the same inputs as a real token. The simulation detects wrong block tables, blocks that are reused too
+early, missing copies, and gaps.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class Expected:
 
 
 def alone(submit: Submit, sample: int, max_model_len: int) -> Expected:
-    """Return the tokens, finish reason and prompt logprobs of one sample when it runs alone."""
+    """Return the expected tokens, finish reason and prompt logprobs of one sample if it ran alone."""
     sampling, prompt = submit.sampling, submit.prompt_token_ids
     known = prompt + submit.output_token_ids
     digest, scores = 0, None

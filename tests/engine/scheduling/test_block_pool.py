@@ -1,4 +1,4 @@
-"""Tests of single rules of the block pool and its prefix cache, and tests with random operations."""
+"""Tests of the block pool and its prefix cache: of single rules, and with random operations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.examples import examples
 
 
 def tokens_of(*blocks: int) -> list[int]:
-    """Return the tokens of one full block for each argument, all equal to the argument."""
+    """Return one full block of tokens for each argument. All tokens of a block equal the argument."""
     return [token for token in blocks for _ in range(BLOCK_TOKENS)]
 
 

@@ -1,4 +1,5 @@
-"""Tests of priorities: urgent submissions, and real-time submissions against background ones."""
+"""Tests of priorities: urgent submissions against other ones, and real-time submissions against background
+ones."""
 
 from __future__ import annotations
 
@@ -179,7 +180,7 @@ def test_real_time_preempts_background_for_blocks_only_if_that_frees_enough(over
     interactive = engine.submit(2 * BLOCK_TOKENS - 10, max_tokens=40, priority=0)
     while len({output.handle for output in engine.outputs}) < 3:
         engine.step()
-    # Even without the background sequences, there would not be five free blocks.
+    # Even if all background sequences were preempted, fewer than five blocks would be free.
     too_large = engine.submit(7 * BLOCK_TOKENS - 10, max_tokens=2, priority=0)
     engine.step()
     assert engine.scheduler.accounting.totals.preemptions == 0
@@ -198,8 +199,9 @@ def test_blocks_that_samples_share_count_once_among_those_that_preemption_would_
     background = engine.submit(3 * BLOCK_TOKENS - 40, max_tokens=30, n=2, priority=3)
     while len(engine.outputs) < 6:
         engine.step()
-    # The two samples hold four blocks: two shared blocks and one each. The watermark reserves one of the two
-    # free blocks. Preemption could therefore not free enough for seven blocks.
+    # The two samples use four blocks: two shared blocks, and one separate block each. One of the two free
+    # blocks is reserved as the watermark. Preemption therefore could not free enough blocks for the seven
+    # that are needed.
     assert engine.scheduler.pool.available == 2
     large = engine.submit(7 * BLOCK_TOKENS - 10, max_tokens=2, priority=0)
     engine.drain()

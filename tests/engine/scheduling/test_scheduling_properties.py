@@ -22,7 +22,7 @@ from tests.examples import examples
 
 MAX_STEPS_TO_DRAIN = 40_000
 OWN_SALT = "own"
-"""Prefix of a cache salt that only one submission has."""
+"""Prefix of the cache salts that are unique to a submission."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Ask:
     front: str
     request: int
     family: int
-    """Submissions of one family have prompts with the same first `shared` tokens."""
+    """The prompts of all submissions of one family have the same first `shared` tokens."""
     shared: int
     own: int
     """Number of further prompt tokens, which differ between submissions."""
@@ -128,7 +128,7 @@ class Traffic(RuleBasedStateMachine):
         self.told: dict[tuple[str, int, int], Told] = {}
         self.finished: list[Finished] = []
         self.conversations: list[list[int]] = []
-        """Prompts and outputs of ended samples without a cache salt."""
+        """Prompts and outputs of finished samples without a cache salt."""
         self.spent_rows = self.spent_tokens = 0
         self.initial = (max_num_seqs, self.scheduler.accounting.credit_tokens)
         self.next_handle = 0
@@ -315,8 +315,8 @@ TestTraffic.settings = examples(
 
 @pytest.mark.parametrize("seed", range(60))
 def test_in_heavy_traffic_every_sample_ends_once_with_the_tokens_that_it_gets_alone(seed: int) -> None:
-    # This traffic is denser than what hypothesis generates, so preemptions, forks and prefix-cache hits are
-    # frequent.
+    # This traffic is denser than the traffic that hypothesis generates, so preemptions, forks and
+    # prefix-cache hits are frequent.
     draw = random.Random(seed)
     traffic = Traffic()
     traffic.start(

@@ -1,4 +1,4 @@
-"""Tests of the ends of sequences: stop tokens, lengths, and cancelled requests."""
+"""Tests of how sequences end: by stop tokens, by reaching a length limit, or by cancellation."""
 
 from __future__ import annotations
 

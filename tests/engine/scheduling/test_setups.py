@@ -1,4 +1,5 @@
-"""Tests of the slot setups in plans: forks share one setup, and the number of setups per step is bounded."""
+"""Tests of the slot setups in plans: forks share one setup, and a step contains a limited number of
+setups."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ class Clock:
 
 
 class Device(SimulatedRunner):
-    """A device whose step starts with the step's first kernel or at the end of the previous step, whichever
-    is later, and takes `STEP_S`."""
+    """A device whose steps take `STEP_S` each. A step starts with its first kernel or at the end of the
+    previous step, whichever is later."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(4, 64)

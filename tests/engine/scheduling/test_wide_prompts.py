@@ -17,7 +17,7 @@ SAMPLES = 40
 
 @pytest.fixture
 def pool_calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Counts the references that are added and dropped individually."""
+    """Count the references that are added and dropped one by one."""
     calls: Counter[str] = Counter()
     for name in ("share", "release"):
         original = getattr(BlockPool, name)
@@ -32,8 +32,8 @@ def pool_calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 def test_samples_share_their_prompts_blocks_in_plans_and_reference_counts(pool_calls: Counter[str]) -> None:
     _, costs = measure(prompt=PROMPT, samples=SAMPLES, slots=64)
-    # The prompt is counted once. Each sample adds its use of the shared blocks, its copy of the last block,
-    # and its later blocks.
+    # The plans list the prompt's blocks once. For each sample, they add one entry for the shared blocks, one
+    # for its copy of the last block, and one for each later block.
     assert max(cost.entries for cost in costs) <= PROMPT_BLOCKS + 3 * SAMPLES
     assert sum(cost.entries for cost in costs) <= PROMPT_BLOCKS + 6 * SAMPLES
     assert pool_calls["share"] <= SAMPLES
