@@ -1,5 +1,5 @@
-"""Tests that a tenant's fields are declared in one place: a field added to a copy of the product appears in
-every component."""
+"""Tests that a field of a tenant has to be declared in only one place. After a field is added to a copy of
+the product, it must appear in every component."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_field_added_in_its_one_place_is_everywhere(tree: Path, tmp_path: Path
         column = heading.index("MAX IMAGES")
         assert acme[column : column + len("MAX IMAGES")].strip() == "8"
         assert re.search(r"^max images +8$", run(tree, *cli, "show", "acme", *at), re.MULTILINE)
-        # The admin API: the values that it shows, accepts, refuses and documents.
+        # Check the admin API: the values that it shows, accepts, refuses and documents.
         with AdminClient(service.run_dir) as client:
             shown = {one["name"]: one for one in client._call("GET", "/tenants", list[dict])}  # type: ignore[type-arg]
             assert (shown["acme"]["max_images"], shown["local"]["max_images"]) == (8, None)
@@ -91,7 +91,7 @@ def test_a_field_added_in_its_one_place_is_everywhere(tree: Path, tmp_path: Path
         assert "max_images" in document["components"]["schemas"]["Tenant"]["properties"]
     finally:
         service.stop()
-    # The existing database, which was created without the field, and its view.
+    # Check the existing database, which was created without the field, and its view.
     with closing(sqlite3.connect(database)) as connection:
         assert connection.execute(
             "SELECT weight, max_images FROM tenants WHERE name = 'acme'"

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "limits.md").read_text(encoding="utf-8")
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20}
 VALUE = re.compile(r"`(\w+)` = (?:(none)|([\d.,/]*\d)(?: (KiB|MiB))?)")
-"""Matches a name and its value with an optional unit. Without KiB or MiB, the value has the setting's own
+"""Matches a name and its value, with an optional unit. Without KiB or MiB, the value is in the setting's own
 unit (s, bytes, tokens)."""
 
 

@@ -1,5 +1,6 @@
-"""Error measures for test results, over the whole tensor and for its worst vector. A norm over two thousand
-tokens with 32 heads each would hide a single wrong head of one token."""
+"""Error measures for test results, both for the whole tensor and for its worst vector. The worst vector
+matters because a norm over two thousand tokens with 32 heads each would hide a single wrong head of one
+token."""
 
 from __future__ import annotations
 
@@ -7,13 +8,14 @@ import torch
 
 
 def error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """Return the error of the whole tensor, relative to the norm of the exact result."""
+    """Return the norm of the whole tensor's error, relative to the norm of the exact result."""
     return float((found.double() - exact).norm() / exact.norm())
 
 
 def worst_error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """Return the largest relative error of any vector. Vectors span the last dimension: one head of a token,
-    or a token's outputs. If the exact vector is zero, any difference is an infinite error."""
+    """Return the largest relative error of any vector. A vector spans the last dimension: one head of a
+    token, or the outputs of a token. If the exact vector is zero, any difference counts as an infinite error.
+    """
     off, size = (found.double() - exact).norm(dim=-1), exact.double().norm(dim=-1)
     return float(torch.where(off == 0, 0.0, off / size).max())
 
@@ -33,7 +35,7 @@ def check_worst(
     found: torch.Tensor, torchs: torch.Tensor, exact: torch.Tensor, roundings: float = 0.5
 ) -> None:
     """Assert the bound of `check_as_torch` for the worst vector only. torch's worst vector may be a different
-    vector, because the error of a vector that sums few terms varies by chance."""
+    one, because the error of a vector that sums only a few terms varies by chance."""
     more = roundings * torch.finfo(found.dtype).eps / 4
     off, bound = worst_error(found, exact), 2 * worst_error(torchs, exact) + more
     if not off <= bound:

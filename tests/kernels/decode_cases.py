@@ -1,4 +1,4 @@
-"""Batches with and without new tokens for the tests of paged decode attention, and their reference
+"""Batches for the tests of paged decode attention, with and without new tokens, and their reference
 results."""
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def make(
     blocks: int = 24,
     seed: int = 0,
 ) -> Case:
-    """Make sequences over shared random blocks. Block-table entries past the end of a sequence are invalid,
-    so reading one is an error."""
+    """Make sequences that share random blocks. Block-table entries past the end of a sequence are invalid, so
+    reading such an entry is an error."""
     random_ = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -150,7 +150,8 @@ BATCHES = [
 
 @dataclass
 class New:
-    """A batch whose new tokens are not in the cache yet. No other sequence shares a sequence's last block."""
+    """A batch whose new tokens are not in the cache yet. The last block of each sequence is used by no other
+    sequence."""
 
     case: Case
     qkv: torch.Tensor
@@ -165,8 +166,8 @@ class New:
         return replace(case, q=self.qkv).run(**options)
 
     def expected_case(self, dtype: torch.dtype | None = None) -> Case:
-        """Return the case after running the reference implementation, in `dtype` or in the case's own
-        dtypes."""
+        """Return the case after the reference implementation has run, in `dtype` or, if it is None, in the
+        case's own dtypes."""
         case = self.case
         there = case.lens > 0
         dtype = dtype or case.keys.dtype
@@ -229,7 +230,7 @@ GPU_LENS = {
 
 
 KINDS = {"bf16": (torch.bfloat16, False), "f16": (torch.float16, False), "fp8": (torch.bfloat16, True)}
-"""The model's dtype, and whether the cache is FP8."""
+"""The model's dtype, and whether the KV cache is FP8."""
 
 
 LLAMA = (32, 8, 128)

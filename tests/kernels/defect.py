@@ -1,4 +1,4 @@
-"""The class of defects that are seeded into kernels."""
+"""Defines a defect that is seeded into a kernel to check that the tests detect it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Defect:
     file: str
     """File name in `kernels/triton`."""
     right: str
-    """Correct source text, which occurs in the file exactly once."""
+    """Correct source text. It occurs in the file exactly once."""
     wrong: str
     keyword: str
     """pytest's -k expression for the tests that must detect the defect."""

@@ -1,6 +1,6 @@
-"""Defects to seed into the kernels, one at a time. Each must make the kernel's tests fail, in the interpreter
-and on a GPU. `scripts/seed_defects` runs the tests with each defect, and `test_defects.py` checks that each
-defect still matches the source code."""
+"""Defects to seed into the kernels, one at a time. Each defect must make the kernel's tests fail, both in the
+interpreter and on a GPU. `scripts/seed_defects` runs the tests with each defect, and `test_defects.py` checks
+that each defect still matches the source code."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ _PREFILL = [
         'scores = tl.where(seen, scores, float("-inf"))',
         "scores = tl.where(seen, scores, _LOWEST)",
         "error and mixed",
-        interpreted=False,  # the compiler's fused operation rounds scores before it computes their maximum
+        interpreted=False,  # the compiler's fused operation rounds scores before computing their maximum
     ),
     Defect(
         "KV heads overlap in the queries",

@@ -3,8 +3,8 @@ compute-sanitizer.
 
     python -m tests.kernels.exercise decode prefill
 
-Tensors are exactly as large as needed, block tables contain nonexistent blocks after the end of a sequence,
-and results must be finite. Other tests check that results are correct. Without a GPU, the kernels run in the
+Tensors are exactly as large as needed, and block-table entries after the end of a sequence name nonexistent
+blocks. Results must be finite; other tests check that they are correct. Without a GPU, the kernels run in the
 interpreter, in float32 and without the features that it does not support.
 """
 
@@ -43,8 +43,8 @@ HOPPER = ON_GPU and torch.cuda.get_device_capability() == (9, 0)
 
 
 def decode() -> None:
-    """Run decode attention on sequences with one and several splits, with and without a window, with padding,
-    and in FP8."""
+    """Run decode attention on sequences with one split and with several splits, with and without a window,
+    with padding, and in FP8."""
     for lens, window in (([1, 64, 65, 0, 130, 700], None), ([300], None), ([200, 127], 100), ([0], None)):
         case = decode_cases.make(lens, 6, 2, 64, window, dtype=DTYPE, device=DEVICE.type)
         config = attention_decode.config_for(len(lens), 2, 64, case.keys.element_size(), 8)
@@ -60,7 +60,7 @@ def decode() -> None:
 
 def prefill() -> None:
     """Run prefill attention on chunks whose context crosses block boundaries, with and without a window. FP8
-    pages are read directly and expanded."""
+    pages are tested in two ways: read directly, and expanded first."""
     chunks = [(0, 65), (200, 33), (0, 1), (127, 130)]
     for window in (None, 100):
         case = prefill_cases.make(chunks, 6, 2, 64, window, dtype=DTYPE, device=DEVICE.type)
@@ -72,8 +72,9 @@ def prefill() -> None:
 
 
 def prefill_hopper() -> None:
-    """Run Hopper's prefill attention on chunks whose context crosses block boundaries and boundaries of 128
-    keys, with more tiles than programs, both from pages and from the scratch pool."""
+    """Run Hopper's prefill attention on chunks whose context crosses boundaries of blocks and of groups of
+    128 keys, with more tiles than programs. Keys and values are read from pages, and then from the scratch
+    pool."""
     if not HOPPER:
         return
     for chunks, heads, kv_heads in (("several chunks", 4, 2), ("across blocks of keys", 3, 3)):
@@ -130,8 +131,8 @@ def multiply() -> None:
 
 def mix() -> None:
     """Run the routers and every kernel of experts, in the model's dtype and in FP8. Sizes are not multiples
-    of a tile, some experts are chosen by no token and some by every token, and there are several blocks to
-    sort."""
+    of a tile, and there are several blocks to sort. Some experts are chosen by no token, and some by every
+    token."""
     values = E4M3 if ON_GPU else None
     for case in route_cases.CASES[:2]:
         made = route_cases.Case(*case, DTYPE)
@@ -149,8 +150,8 @@ def mix() -> None:
 
 
 def ship(dtype: torch.dtype) -> None:
-    """Run every shipped plan for weights of type `dtype` with all fused operations. The interpreter ignores
-    stages and warps, so it runs only one plan per form."""
+    """Run every shipped plan for weights of type `dtype`, with all fused operations. The interpreter runs
+    only one plan of each form, because it ignores the numbers of stages and warps."""
     plans = [one for one in shipped_plans() if one.dtype == dtype]
     if not ON_GPU:
         plans = list(
@@ -165,8 +166,8 @@ def ship(dtype: torch.dtype) -> None:
 
 
 def sample() -> None:
-    """Sample rows of every variant over two and a half chunks, with and without logits processors, and with
-    ties that make the searches long."""
+    """Sample with every variant over a vocabulary of two and a half chunks, with and without logits
+    processors. Ties make the searches long."""
     params = sampling_cases.MIXED
     draws = sampling_cases._draws(params)
     for step in (0.0, 0.5) if ON_GPU else (0.5,):
@@ -189,7 +190,7 @@ def sample() -> None:
 
 
 def place() -> None:
-    """Run the first and last kernel of a decode step, with padding."""
+    """Run the first and the last kernel of a decode step, with padding."""
     tokens, lengths, blocks = (torch.arange(n, device=DEVICE) for n in (130, 130, 130 * 3))
     which = torch.cat((torch.arange(130, device=DEVICE), torch.full((7,), -1, device=DEVICE)))
     decodes = decode_step.empty_decodes(137, DEVICE)
@@ -198,7 +199,8 @@ def place() -> None:
 
 
 def embed() -> None:
-    """Look up tokens of this rank and of others, at widths that are not multiples of a tile."""
+    """Look up tokens whose embeddings are on this rank and on other ranks, at widths that are not multiples
+    of a tile."""
     token_ids = torch.tensor([0, 9, 10, 19, 20, -1], device=DEVICE)
     for hidden in (64, 1000, 2880):
         weight = torch.ones((10, hidden), dtype=DTYPE, device=DEVICE)
@@ -206,11 +208,11 @@ def embed() -> None:
 
 
 def exchange() -> None:
-    """Run the collectives over peer memory on one GPU, which acts as each rank in rotation. Before each call,
-    all words of the rank's arena have already arrived, so no call has to wait."""
+    """Run the collectives over peer memory on one GPU, which takes the role of each rank in rotation. Before
+    each call, all words for that rank's arena have already arrived, so no call has to wait."""
     if not HOPPER:
         return
-    # Import these modules here, because Gluon has no CPU interpreter.
+    # Import these modules here, because Gluon kernels cannot be interpreted on a CPU.
     from kernels.triton import all_gather, all_reduce, all_reduce_norm
     from kernels.triton.peer_arena import PROGRAMS, Arena, arena_words
     from kernels.triton.sum_parts import sum_parts

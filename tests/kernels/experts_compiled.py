@@ -1,5 +1,5 @@
-"""Compiles the kernels of experts for Hopper, and prints the order of their loads and of their
-dependent-launch instructions as JSON. Runs in a separate process, like `launches_of_serving`."""
+"""Compiles the kernels of experts for Hopper. Prints the order of their loads and of their dependent-launch
+instructions as JSON. Runs in a separate process, like `launches_of_serving`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Runs the Python source of a Gluon kernel on the CPU and reports accesses that would be a race or a deadlock
-on a GPU.
+"""Runs the Python source of a Gluon kernel on the CPU, and reports errors that would cause a race or a
+deadlock on a GPU.
 
 Triton's interpreter does not support Gluon. Here, torch operations on a `gluon_machine.Program` replace `gl`,
 `mbarrier`, `tma` and the warpgroup products. The following are not modelled:
@@ -70,8 +70,8 @@ class Interpreted:
         return launch
 
     def _stand_in(self, value: Any) -> Any:
-        """Return the replacement for a global of the kernel's module. A kernel becomes its Python function
-        with replaced globals."""
+        """Return the replacement for a global variable of the kernel's module. A kernel is replaced by its
+        Python function, whose globals are replaced too."""
         if isinstance(value, gl.constexpr):
             return value.value
         if id(value) in self._stand_ins or not isinstance(value, JITFunction):
@@ -87,7 +87,7 @@ class Interpreted:
 class _Pointer:
     base: torch.Tensor
     own: torch.Tensor
-    """Mask of the elements in the spanned memory that belong to the tensor."""
+    """Mask of the elements that belong to the tensor, over the memory that the tensor spans."""
     offset: Any = 0
 
     @classmethod
@@ -219,8 +219,8 @@ class _Language:
         barrier.init(count)
 
     def arrive(self, barrier: Barrier, *, count: int = 1, pred: Any = True) -> None:
-        """Arrive at a barrier from one thread. This thread knows only the events of other warps that an
-        earlier barrier between them has ordered."""
+        """Arrive at a barrier from one thread. Of the events of other warps, this thread knows only those
+        that were ordered before it by an earlier barrier."""
         if pred:
             self.program.pause()
             barrier.arrive(count, self.program.current.known)
@@ -275,7 +275,8 @@ class _Language:
 
 
 def _call(value: Any, name: str) -> None:
-    """Name barriers and memories after the kernel's variables that hold them, for error messages."""
+    """Name barriers and memories after the kernel's variables that refer to them. Error messages use these
+    names."""
     if isinstance(value, Shared):
         value.memory.name = value.memory.name or name
     elif isinstance(value, Barrier):

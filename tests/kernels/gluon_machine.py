@@ -2,11 +2,11 @@
 products.
 
 Each partition is a Python thread, and so is the copy engine. Only one thread runs at a time, and a seed
-selects the next thread at every asynchronous operation. Races are still found for every thread order, not
-only for the order that ran. Every copy and product is an event, and each partition tracks the events that
-happened before its current point. Arrivals and waits at barriers pass that knowledge on (happens-before,
-Lamport 1978). It is a fault to read memory that is not known to be written, or to write memory that is not
-known to have been read.
+selects the next thread at every asynchronous operation. Nevertheless, a race is found even if the thread
+order that ran does not expose it. Every copy and product is an event, and each partition tracks the set of
+events that happened before its current point. Arrivals and waits at barriers pass these sets on
+(happens-before, Lamport 1978). Two kinds of access are faults: a read that is not ordered after the write of
+its data, and a write that is not ordered after earlier reads of the same memory.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 GRANULE = 512
-"""Number of elements of shared memory whose reads and writes are tracked together. With 16-bit elements,
-these are the eight rows after which a swizzle repeats."""
+"""Number of shared-memory elements whose reads and writes are tracked together. For 16-bit elements, this is
+the size of eight rows, after which a swizzle repeats."""
 
 
 class Fault(Exception):
@@ -31,7 +31,7 @@ class Fault(Exception):
 
 
 class Deadlock(Fault):
-    """Every partition is waiting, so the program can never end."""
+    """Every partition is waiting, so the program can never finish."""
 
 
 class _Stopped(BaseException):
@@ -40,15 +40,15 @@ class _Stopped(BaseException):
 
 @dataclass(eq=False)
 class Partition:
-    """A group of warps. Sets of events are bit masks with one bit per event."""
+    """A group of warps. A set of events is a bit mask with one bit per event."""
 
     name: str
     warps: int
     known: int = 0
     """Events that happened before the current point of all warps of the partition."""
     unsettled: int = 0
-    """Events for which each warp has waited on its own. They become `known` at the next barrier between the
-    warps."""
+    """Events that each warp has waited for separately. They are added to `known` at the next barrier between
+    the warps."""
     products: list[UnfinishedProduct] = field(default_factory=list)
     ready: Callable[[], bool] = lambda: True
     waits_for: Callable[[], str] = str
@@ -66,8 +66,8 @@ class UnfinishedProduct:
 
 
 class Barrier:
-    """An mbarrier: the arrivals and bytes that its phase is still waiting for, and the events known to the
-    threads that arrived."""
+    """An mbarrier. It tracks the arrivals and bytes that are missing from its current phase, and the events
+    known to the threads that have arrived."""
 
     def __init__(self) -> None:
         self.name = ""
@@ -159,8 +159,8 @@ class Shared:
         return self.memory.data[self.places]
 
     def claim(self, event: int, by: Partition) -> None:
-        """Record a write that is about to happen. Raises Fault if earlier reads or writes are not known to
-        have ended."""
+        """Record a write that is about to happen. Raises Fault if an earlier read or write of the same memory
+        is not known to be complete."""
         memory = self.memory
         for granule in self._granules:
             if memory.readers[granule] & ~by.known:
@@ -171,8 +171,8 @@ class Shared:
 
 
 def _places(shape: Sequence[int], layout: Any) -> torch.Tensor:
-    """Return the memory layout of a tile as panels. Each panel has all rows and is as wide as the swizzle.
-    Dimensions before the layout's own dimensions count tiles."""
+    """Return the memory layout of a tile. The tile is stored as panels: each has all rows, and is as wide as
+    the swizzle. If the shape has more dimensions than the layout, the leading dimensions count tiles."""
     columns, rows = shape[-1], prod(shape[-layout.rank : -1])
     width = min(columns, layout.swizzle_byte_width * 8 // layout.element_bitwidth or columns)
     panels = torch.arange(prod(shape)).view(-1, columns // width, rows, width)
@@ -187,7 +187,7 @@ def _inside(place: int, count: int) -> int:
 
 @dataclass(eq=False)
 class Copy:
-    """An asynchronous copy of a box into shared memory. Elements outside of the tensor are zero."""
+    """An asynchronous copy of a box into shared memory. Elements outside the tensor are read as zero."""
 
     source: TensorDescriptor
     at: list[int]
@@ -211,7 +211,7 @@ class Copy:
 
 
 def flat(base: torch.Tensor) -> torch.Tensor:
-    """Return all memory between a tensor's first and last element, including gaps."""
+    """Return all memory from a tensor's first to its last element, including gaps."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(base.shape, base.stride(), strict=True))
     return base.as_strided((span,), (1,))
 
@@ -232,8 +232,8 @@ class Program:
         self._fault: BaseException | None = None
 
     def run(self, kernel: Callable[[], None]) -> None:
-        """Run the program to its end. Raises any exception from a partition, and a Fault if the program is
-        wrong."""
+        """Run the program to completion. Raises any exception from a partition, or Fault if the program has
+        an error."""
         try:
             kernel()
             self._check_rest()
@@ -247,7 +247,7 @@ class Program:
             raise self._fault
 
     def specialize(self, parts: list[tuple[Callable[[], None], str, int]]) -> None:
-        """Run functions concurrently. Each function is given with its name and its number of warps."""
+        """Run functions concurrently. Each item contains a function, its name and its number of warps."""
         parent = self.current
         children = [
             Partition(f"partition {n} ({name})", warps, parent.known)
@@ -262,8 +262,8 @@ class Program:
             parent.known |= child.known
 
     def pause(self, ready: Callable[[], bool] = lambda: True, waits_for: Callable[[], str] = str) -> None:
-        """Let any partition or the copy engine run. Return when this partition is selected again and is
-        ready."""
+        """Let any partition or the copy engine run. Returns when this partition is ready and has been
+        selected again."""
         self.current.ready, self.current.waits_for = ready, waits_for
         self._pass_on(self.current)
 
@@ -287,7 +287,7 @@ class Program:
         return me.products[-1]
 
     def retire(self, outstanding: int) -> None:
-        """Retire products in order. Each warp learns only that its own share of a product has ended."""
+        """Retire products in order. Each warp waits only for its own part of a product."""
         me = self.current
         while len(me.products) > outstanding:
             product = me.products.pop(0)

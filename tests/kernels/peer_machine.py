@@ -2,9 +2,9 @@
 the CPU, over memory that delivers words late.
 
 The kernels' Python code runs on numpy arrays, with one thread for each program of each rank. Only one thread
-runs at a time, selected by a seed. Words that a rank stores in a peer's arena stay in flight until the seed
-delivers them, in any order. Ranks run ahead of each other as far as the kernel allows. The inline assembly
-and the threads inside a program are not modelled.
+runs at a time, selected by a seed. Words that a rank stores in a peer's arena stay in flight until they are
+delivered, at times and in an order that the seed determines. Ranks run ahead of each other as far as the
+kernel permits. The inline assembly and the threads inside a program are not modelled.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BASE = 40
 
 
 class Fault(Exception):
-    """The protocol failed: a word was overwritten before it was read, or no program can continue."""
+    """The protocol failed: either a word was overwritten before it was read, or no program can continue."""
 
 
 class _Stopped(BaseException):
@@ -37,14 +37,14 @@ class _Stopped(BaseException):
 
 
 class Register(np.ndarray):
-    """The values of a kernel variable: a numpy array with the operators of a Triton tensor."""
+    """The values of a kernel variable: a numpy array that supports the operators of a Triton tensor."""
 
     def to(self, dtype: Any, bitcast: bool = False) -> Register:
         return self.view(dtype) if bitcast else self.astype(dtype)
 
     def __iadd__(self, other: Any) -> Register:  # type: ignore[misc, override]
-        """Return a new register. Registers are immutable, so that an in-place operation does not change other
-        variables with the same value."""
+        """Return a new register. Registers are immutable, so an in-place operation on one variable does not
+        change another variable with the same value."""
         return self + other
 
 
@@ -142,8 +142,8 @@ class Gather:
 
 @dataclass(eq=False)
 class Best:
-    """The arguments and result of choosing the best of `values [world, rows]` float32, with their `ids`. The
-    kernel writes `result [world, rows]`."""
+    """The arguments and the result of choosing the best of `values [world, rows]` float32 and returning its
+    id from `ids`. The kernel writes `result [world, rows]`."""
 
     values: np.ndarray
     ids: np.ndarray
@@ -215,11 +215,8 @@ AnyCall = Call | Gather | Best | NormCall
 
 
 class PeerMachine:
-    """A group of ranks with one arena each.
-
-    `edits` maps text in the kernels' source to its replacement. Tests use it to check that a broken protocol
-    is detected.
-    """
+    """A group of ranks with one arena each. `edits` maps passages in the kernels' source to their
+    replacements. Tests use it to check that a broken protocol is detected."""
 
     def __init__(
         self, world: int, programs: int, items: int, seed: int, edits: dict[str, str] | None = None
@@ -311,7 +308,7 @@ class PeerMachine:
         thread.start()
 
     def _pause(self, ready: Callable[[], bool]) -> None:
-        """Let other programs run. Return when this program is selected and `ready` is true."""
+        """Let other programs run. Returns when `ready` is true and this program is selected."""
         go = threading.Semaphore(0)
         self._waiting[go] = ready
         self._next()
@@ -348,7 +345,7 @@ class PeerMachine:
         if len(places) > some:
             self._flying.append((rank, places[later], words[later]))
 
-    # A delivery delivers either some or all words of a message in flight.
+    # One delivery contains some or all of the words of a message in flight.
 
     def _send(self, address: np.ndarray, words: np.ndarray) -> None:
         rank = int(address[0] >> _BASE) - 1

@@ -27,8 +27,8 @@ EVENTS = {
 }
 """Instructions to report, given by the beginning of their disassembled text."""
 ACCESS = r"(?:@\S+\s+)?(st|ld|atom|red|ldmatrix|stmatrix)\b(?!\S*\.(?:global|param|local|const)\b)"
-"""Matches a thread's own access to shared memory, in PTX. It does not match barriers and the hardware's
-copies and products."""
+"""Matches a thread's own access to shared memory in PTX. It does not match barriers, or the copies and
+products that the hardware performs."""
 
 
 def launch(group: int, dtype: torch.dtype, expanded: bool) -> None:
@@ -52,8 +52,8 @@ def disassembled(cubin: bytes) -> list[str]:
 
 
 def dispatch(ptx: str) -> list[str]:
-    """Return the pairs of accesses to shared memory that can follow each other on any path through the
-    kernel: `^` is the start, `$` the end, `w` a write, `r` a read, `b` a barrier of all threads."""
+    """Return all pairs of consecutive accesses to shared memory, over all paths through the kernel. `^` is
+    the start, `$` the end, `w` a write, `r` a read, and `b` a barrier of all threads."""
     lines = [line.strip() for line in ptx[ptx.index("\n{\n") :].splitlines()]
     labels: dict[str, list[int]] = {}
     for number, line in enumerate(lines):
@@ -61,8 +61,8 @@ def dispatch(ptx: str) -> list[str]:
             labels.setdefault(label[1], []).append(number)
 
     def place(label: str, jump: int) -> int:
-        """Return the position of the nearest label with this name, because the labels of wait loops are not
-        unique."""
+        """Return the position of the nearest label with this name. The name alone is not sufficient, because
+        the labels of wait loops are not unique."""
         return min(labels[label], key=lambda number: abs(number - jump))
 
     found, seen, following = set(), set(), [(0, "^")]

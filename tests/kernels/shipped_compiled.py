@@ -1,5 +1,5 @@
-"""For each form, compiles the shipped plan that needs the most shared memory, with all fused operations, for
-Hopper. Prints the shared memory of each kernel as JSON. Runs in a separate process, like
+"""Compiles kernels for Hopper: for each form, the shipped plan that needs the most shared memory, with all
+fused operations. Prints each kernel's shared memory as JSON. Runs in a separate process, like
 `launches_of_serving`."""
 
 from __future__ import annotations

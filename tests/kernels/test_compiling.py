@@ -1,4 +1,5 @@
-"""Tests that kernels are compiled once, into Triton's cache, for a GPU that need not be present."""
+"""Tests that kernels are compiled only once, into Triton's cache, and that the GPU for which they are
+compiled need not be present."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from kernels import compiling
 
 
 def compiled(module: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a module in a separate process, because Triton compiles there but interprets in this process."""
+    """Run a module in a separate process. Triton compiles kernels in that process, but interprets them in
+    this one."""
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", module, *map(str, arguments)]
     return subprocess.run(

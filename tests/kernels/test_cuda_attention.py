@@ -1,5 +1,5 @@
-"""Tests of attention in passes with `AttentionInput.queries`, in which only each sequence's last token
-attends. The GPU operations run in Triton's interpreter and are compared with the reference
+"""Tests of attention in passes with `AttentionInput.queries`. In these passes, attention is computed only for
+each sequence's last token. The GPU operations run in Triton's interpreter and are compared with the reference
 implementations."""
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ BLOCKS, COLUMNS = 24, 3
 
 @dataclass
 class Pass:
-    """A pass over sequences with slots 0, 1, …. Slot r has blocks 3r to 3r + 2. Each of `tokens` is a pair of
-    slot and position. Attention is computed for the tokens at `ends`."""
+    """A pass over sequences whose slots are 0, 1, and so on. Slot r has blocks 3r to 3r + 2. Each of `tokens`
+    is a pair of slot and position. Attention is computed only for the tokens at `ends`."""
 
     tokens: list[tuple[int, int]]
     ends: list[int]
@@ -76,7 +76,7 @@ def test_queries_attend_to_the_tokens_of_their_pass_and_padding_to_nothing(ops: 
 
 
 def test_a_pass_of_padding_leaves_the_cache_unchanged(ops: object) -> None:
-    """Such a pass loads the kernels before the engine serves requests."""
+    """Warm-up uses passes of padding to load the kernels before the engine serves requests."""
     made = Pass([(0, 0)] * 3, [], written=False)
     found, pool = made.attend(ops, 3)
     assert found.shape == (3, HEADS, HEAD_DIM) and not found.any()

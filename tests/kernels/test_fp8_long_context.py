@@ -1,7 +1,7 @@
 """Tests that decode attention over an FP8 cache of 65,536 tokens stays within a derived error bound.
 
-Only a GPU can prove the bound at that length and in bfloat16. The interpreter runs the kernel at 2,048
-tokens.
+Only tests on a GPU check the bound at that length and in bfloat16. In the interpreter, the kernel runs with
+2,048 tokens.
 
 The exact result is attention over the cache's values in float64. For each element of the output, with N
 tokens, heads of d dimensions, weights w (the softmax terms, the largest is 1) and values v = e × scale:
@@ -61,15 +61,15 @@ class Sequence:
 
     def in_order(self, pool: torch.Tensor) -> torch.Tensor:
         """Return a pool's values in token order: `[kv_heads, tokens, ...]` float64."""
-        # Index the values as bytes, because torch cannot index FP8.
+        # View the values as bytes for indexing, because torch cannot index FP8.
         raw = pool.view(torch.uint8) if pool.dtype == torch.float8_e4m3fn else pool
         return raw[self.table[0]].view(pool.dtype).double().transpose(0, 1).flatten(1, 2)
 
 
 @dataclass
 class Exact:
-    """The exact attention and the terms of its error bound, per head, in float64. The formula is in the
-    module's docstring."""
+    """The exact result of attention and the terms of its error bound, per head, in float64. The formula is in
+    the module's docstring."""
 
     output: torch.Tensor
     """Exact output, [1, heads, HEAD_DIM]. `magnitudes` and `units` have the same shape."""
@@ -116,8 +116,8 @@ Change = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Generator], N
 
 
 def _needle(value: float) -> Change:
-    """Return a change that gives one key e⁶ times the weight of all other keys together, for the first head
-    of each group."""
+    """Return a change to the cache: in the first head of each group, one key gets e⁶ times the weight of all
+    other keys together."""
 
     def change(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, draw: torch.Generator) -> None:
         heads, kv_heads = q.shape[1], keys.shape[1]
@@ -187,7 +187,7 @@ def test_the_reference_stays_within_the_bound_in_float32(kind: str) -> None:
 
 
 def test_sums_with_fewer_bits_exceed_the_bound() -> None:
-    """If pages are summed in float32 but added up in float16, the error exceeds the bound."""
+    """If the sums over pages are in float32 but are added up in float16, the error exceeds the bound."""
     sequence = make("values that add up", 0, 2, 1, torch.float32, "cpu")
     values = sequence.in_order(sequence.values) * sequence.in_order(sequence.v_scales).unsqueeze(-1)
     scores = sequence.in_order(sequence.keys) @ sequence.q[0].double().T

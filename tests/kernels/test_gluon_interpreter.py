@@ -80,7 +80,8 @@ def _square(out, steps, ring, full, empty, WRONG: gl.constexpr):
 
 @gluon.jit
 def _squares(tiles, out, steps, WRONG: gl.constexpr):
-    """Sum the products of each tile with its own transpose, through a ring buffer of two tiles."""
+    """Multiply each tile by its own transpose and add up the products. The tiles pass through a ring buffer
+    of two tiles."""
     ring = gl.allocate_shared_memory(out.dtype.element_ty, [2, 64, 64], tiles.layout)
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -106,8 +107,8 @@ def descriptor(x: torch.Tensor) -> TensorDescriptor:
 
 
 def launch(wrong: str, seed: int, rows: int = 7 * 64 - 5) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the kernel on seven tiles, the last of which exceeds the tensor, and return the actual and
-    expected results."""
+    """Launch the kernel on seven tiles, and return the actual and the expected result. The last tile extends
+    past the end of the tensor."""
     x = torch.randn((rows, 64), generator=torch.Generator().manual_seed(1)).to(torch.float16)
     out = torch.zeros(64, 64, dtype=torch.float16)
     Interpreted(_squares, seed)[(1,)](descriptor(x), out, 7, WRONG=wrong, num_warps=4)
@@ -171,7 +172,7 @@ def test_a_product_is_not_usable_before_its_wait() -> None:
 
 @gluon.jit
 def _alone(tiles, out, WRONG: gl.constexpr):
-    """Multiply a tile by itself without warp specialisation."""
+    """Multiply a tile by itself, without warp specialisation."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     pair = gl.allocate_shared_memory(out.dtype.element_ty, [2, 64, 64], tiles.layout)
     here = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -211,7 +212,8 @@ ALONE = {
 
 
 def alone(wrong: str, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch `_alone`. Return the actual and expected results, which are the row sums of a tile's square."""
+    """Launch `_alone`. Returns the actual and the expected result. The expected result is the row sums of the
+    tile's square."""
     x = torch.randn((64, 64), generator=torch.Generator().manual_seed(1)).to(torch.float16)
     out = torch.zeros(64, dtype=torch.float16)
     Interpreted(_alone, seed)[(1,)](descriptor(x), out, WRONG=wrong, num_warps=4)

@@ -1,5 +1,5 @@
-"""Tests of the selection of a GEMM's kernel: a table's entries, rules for shapes without entries, and invalid
-tables."""
+"""Tests that the right kernel is chosen for a GEMM: from the table, by rules for shapes without an entry, and
+with invalid tables."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_unknown_shapes_and_dtypes_follow_the_rules(table: Table) -> None:
 
 @pytest.mark.parametrize("capability", [80, 86, 89, 90, 120])
 def test_the_rules_respect_a_gpus_shared_memory(capability: int) -> None:
-    """GPUs with less shared memory use plans with fewer stages. On Hopper, no plan changes."""
+    """On GPUs with less shared memory, plans have fewer stages. On Hopper, no plan is changed."""
     has = compiling.GpuModel.of("Voodoo 2", capability).shared_bytes
     table = linear_table.load_table("Voodoo 2", has)
     fewer = 0

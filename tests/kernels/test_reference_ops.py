@@ -1,4 +1,4 @@
-"""Tests that each operation of a backend equals its formula, written out naively in float64."""
+"""Tests that each operation of a backend equals its formula, computed naively in float64."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_experts_are_chosen_by_logit_and_added_by_weight(
 
 @pytest.mark.parametrize("top_k", [1, 2, 4, 7])
 def test_of_tied_experts_the_first_ones_are_chosen(top_k: int) -> None:
-    # Sums of small integers are exact, so equal rows of the router give equal logits.
+    # Sums of small integers are exact, so equal rows of the router's matrix give equal logits.
     x = torch.randint(-3, 4, (50, HIDDEN), generator=torch.Generator().manual_seed(1)).float()
     router = (
         torch.randint(-3, 4, (3, HIDDEN), generator=torch.Generator().manual_seed(2)).float().repeat(3, 1)
@@ -286,7 +286,7 @@ def test_decodes_attend_to_their_own_pages(lens: list[int], window: int | None) 
 
 
 def test_non_finite_values_of_one_sequence_do_not_reach_another() -> None:
-    """Past the end of a sequence, the entries of its block table are blocks of other sequences."""
+    """The block-table entries past the end of a sequence are blocks of other sequences."""
     keys, values = _pool(2, 8, 10)
     tables = torch.tensor([[1, 9, 9], [2, 3, 4]])
     rows, lens = torch.tensor([0, 1]), torch.tensor([60, 190])

@@ -1,5 +1,5 @@
-"""Tests of the all-gather and the choice of the best token on ranks that receive words late, run ahead of
-each other, and share arenas with all-reduces."""
+"""Tests of the all-gather and of the choice of the best token. The simulated ranks receive words late, run
+ahead of each other, and share arenas with all-reduces."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ def best_of(chosen: random.Random, numbers: np.random.Generator, world: int) -> 
 
 
 def best_wanted(call: Best) -> np.ndarray:
-    """Return the expected result of `engine.parallel.Ranks.best`: the id of the first largest value, or
-    BAD_TOKEN if that value is not finite. NaN counts as larger than any number."""
+    """Return the result that `engine.parallel.Ranks.best` should have. It is the id of the largest value (the
+    first one if there are several), or BAD_TOKEN if that value is not finite. NaN counts as larger than any
+    number."""
     found = []
     for values, ids in zip(call.values.T, call.ids.T, strict=True):
         missing = np.isnan(values)

@@ -1,5 +1,5 @@
-"""Tests of the all-reduce with a quantised norm on ranks that receive words late and share arenas with other
-collectives."""
+"""Tests of the all-reduce with a quantised norm. The simulated ranks receive words late and share arenas with
+other collectives."""
 
 from __future__ import annotations
 

@@ -116,8 +116,8 @@ def make(
     blocks: int = 24,
     seed: int = 0,
 ) -> Case:
-    """Make chunks of (context, count) over shared random blocks. Three tokens before them belong to no
-    chunk."""
+    """Make chunks, given as (context, count), over shared random blocks. Three tokens in front of the chunks
+    belong to no chunk."""
     random_ = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -244,7 +244,7 @@ def test_a_scratch_that_is_too_small_is_refused() -> None:
 
 @needs_cpu
 def test_one_wrong_head_of_one_token_is_detected() -> None:
-    """Uses float16, because the interpreter rounds it as a GPU does."""
+    """Uses float16, because the interpreter rounds float16 in the same way as a GPU."""
     case = make([(0, 70), (200, 33)], 8, 2, 32, dtype=torch.float16)
     case.scale = 32**-0.5
     found, torchs, exact = (
@@ -298,10 +298,13 @@ OTHERS = [(8, 4, 64), (28, 4, 128), (8, 8, 256)]
 def test_the_error_is_at_most_twice_that_of_torch(
     shape: tuple[int, int, int], chunks: str, window: int | None, dtype: torch.dtype, fp8: bool
 ) -> None:
-    """The error is at most twice the error of torch's attention in the same dtype (float16 for FP8 caches)
-    plus half a rounding error of the result, over the whole tensor and for the worst token and head. With
-    some windows, rows do not attend to some of their tile's pages at all. Several head sizes are tested,
-    because the size affects the rounding of the product with the scale."""
+    """The error must be at most twice the error of torch's attention in the same dtype (float16 for FP8
+    caches), plus half a rounding error of the result. The bound applies to the whole tensor and to the worst
+    token and head.
+
+    With some windows, there are rows that attend to none of the keys in some of their tile's pages. Several
+    head sizes are tested, because the rounding of the product with the scale depends on the head size.
+    """
     case = make(GPU_CHUNKS[chunks], *shape, window, dtype=dtype, device="cuda", blocks=90)
     case = _fp8(case) if fp8 else case
     exact = case.expected()
@@ -329,9 +332,10 @@ def test_all_bits_are_the_same_in_every_run_and_without_pdl(fp8: bool) -> None:
 @pytest.mark.gpu
 @needs_gpu
 def test_a_chunk_of_a_64k_sequence_in_fp8_stays_near_float32() -> None:
-    """Compares with attention over the FP8 cache's values, for flat weights (the sum of 65,536 small weights)
-    and peaked weights. The rounding error of a result is at most half of its dtype's eps, or 1.7e-3 by norm.
-    Expansion also rounds the keys, and peaked weights magnify that error, as in torch."""
+    """Compares with exact attention over the values in the FP8 cache. Flat weights test the sum of 65,536
+    small weights; peaked weights are tested too. The rounding error of a result is at most half of its
+    dtype's eps, or 1.7e-3 by norm. Expansion also rounds the keys, and peaked weights magnify that error, as
+    in torch."""
     for sharpness in (0.0, 1.0, 30.0):
         case = make([(65_000, 536)], *LLAMA, dtype=torch.bfloat16, device="cuda", blocks=1024)
         case = _fp8(replace(case, q=case.q * sharpness))

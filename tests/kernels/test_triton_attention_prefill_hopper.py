@@ -2,10 +2,10 @@
 `test_triton_attention_prefill` for the other kernel.
 
 The Gluon interpreter (CPU) verifies indexing and masking in the actual dtypes, and the order of copies,
-barriers and products: no buffer is read before it is full or overwritten before it was read, and nothing
-deadlocks. Compiling for Hopper, which works on any machine, shows that softmax and products overlap. Only the
-tests marked `gpu`, on a Hopper GPU, verify the compiler's output (layouts and register lifetimes during
-products), the sums of the tensor cores, and PDL.
+barriers and products: no buffer is read before it is full, no buffer is overwritten before it has been read,
+and nothing deadlocks. Compiling the kernel for Hopper shows that softmax and products overlap; this works on
+any machine. Only the tests marked `gpu`, on a Hopper GPU, verify the compiler's output (layouts and register
+lifetimes during products), the sums of the tensor cores, and PDL.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == 
 on_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
 DEVICE = "cuda" if ON_HOPPER else "cpu"
 MULTIPROCESSORS = torch.cuda.get_device_properties(0).multi_processor_count if ON_HOPPER else 3
-"""Number of programs. In the interpreter it is small, so that each program has several tiles."""
+"""Number of programs. It is small in the interpreter, so that each program has several tiles."""
 
 CHUNKS = {
     **cases.GPU_CHUNKS,
@@ -53,8 +53,8 @@ BF16, F16 = torch.bfloat16, torch.float16
 
 
 def make(chunks: str, heads: int = 32, kv_heads: int = 8, dtype: torch.dtype = BF16) -> Case:
-    """Make a case in which every block that no chunk reads contains NaN. In the block table, such a block
-    follows each sequence's own blocks."""
+    """Make a case in which every block that must not be read contains NaN. In the block table, such a block
+    follows the blocks of each sequence."""
     case = cases.make(CHUNKS[chunks], heads, kv_heads, 128, dtype=dtype, device=DEVICE, blocks=90)
     last = len(case.keys)
     unread = torch.ones(last + 1, dtype=torch.bool, device=DEVICE)
@@ -68,7 +68,8 @@ def make(chunks: str, heads: int = 32, kv_heads: int = 8, dtype: torch.dtype = B
 
 
 def paged(case: Case, pdl: bool = True, table: torch.Tensor | None = None) -> torch.Tensor:
-    """Run the kernel on the paged cache. Tokens outside of all chunks stay zero, as in `Case.expected`."""
+    """Run the kernel on the paged cache. The result is zero for tokens outside all chunks, as in
+    `Case.expected`."""
     return _prefill(case, case.keys, case.values, case.table if table is None else table, case.chunks, pdl)
 
 
@@ -107,7 +108,8 @@ def _prefill(
 
 
 def suited(chunks: list[tuple[int, int]], **changes: Any) -> bool:
-    """Return whether the Hopper kernel supports chunks of (context, count) in layers of Llama-3.1-8B."""
+    """Return whether the Hopper kernel supports chunks, given as (context, count), in layers with the shape
+    of Llama-3.1-8B."""
     shape = {"heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": BF16, "window": None} | changes
     spans = [ChunkSpan(0, count, context, row) for row, (context, count) in enumerate(chunks)]
     return suits_hopper(plan_tiles(spans, shape["heads"], shape["kv_heads"]), **shape)
@@ -179,7 +181,7 @@ def test_captured_passes_use_the_other_kernel() -> None:
 
 @pytest.fixture(scope="module")
 def built() -> dict[str, dict[str, Any]]:
-    """Return the output of `prefill_hopper_compiled` by the name of the variant."""
+    """Return the output of `prefill_hopper_compiled` for each variant, by name."""
     done = compiled("tests.kernels.prefill_hopper_compiled")
     assert done.returncode == 0, done.stderr
     found: dict[str, dict[str, Any]] = json.loads(done.stdout)
@@ -207,9 +209,9 @@ def test_softmax_weights_overlap_with_value_products_without_spills(
 def test_tritons_dispatch_to_warps_has_no_race(
     built: dict[str, dict[str, Any]],
 ) -> None:
-    """Triton's compiled dispatch of warp_specialize writes after 0, 3, 6, … barriers of all threads and reads
-    after 1, 4, 7, …. No thread accesses shared memory otherwise. `scripts/sanitize` may therefore suppress
-    racecheck's report about it."""
+    """In Triton's compiled dispatch of warp_specialize, writes follow 0, 3, 6, … barriers of all threads, and
+    reads follow 1, 4, 7, … barriers. Threads do not access shared memory in any other place.
+    `scripts/sanitize` may therefore suppress racecheck's report about the dispatch."""
     for name, kernel in built.items():
         assert set(kernel["dispatch"]) == {"^w", "wbbbw", "wb$", "^br", "rbbbr", "r$"}, name
 
@@ -359,7 +361,8 @@ ORDERS = {
 def test_a_wrong_order_is_detected(
     order: str, seed: int, tmp_path: Path, interpreted: Callable[..., None]
 ) -> None:
-    """Each defect is detected in every order of the partitions. On a GPU, it might go unnoticed for years."""
+    """Each defect is detected whatever order the partitions run in. On a GPU, a defect might go unnoticed for
+    years."""
     right, wrong, fault = ORDERS[order]
     defect = Defect(order, "attention_prefill_hopper.py", right, wrong, "")
     interpreted(seed, kernel=_seeded(defect, tmp_path)._prefill_hopper)
@@ -391,9 +394,12 @@ def _seeded(defect: Defect, tree: Path) -> ModuleType:
     + [("mixed", *group, "bfloat16") for group in GROUPS],
 )
 def test_the_error_is_at_most_twice_that_of_torch(chunks: str, heads: int, kv_heads: int, dtype: str) -> None:
-    """The error is at most twice the error of torch's attention in the same dtype plus half a rounding error
-    of the result, over the whole tensor and for the worst token and head. float16 is tested with one group
-    only, because each kernel takes seconds to compile and the dtype does not interact with the group."""
+    """The error must be at most twice the error of torch's attention in the same dtype, plus half a rounding
+    error of the result. The bound applies to the whole tensor and to the worst token and head.
+
+    float16 is tested with only one group size, because each kernel takes seconds to compile and the dtype
+    does not interact with the group size.
+    """
     case = make(chunks, heads, kv_heads, getattr(torch, dtype))
     exact, torchs = case.expected(), case.expected(case.q.dtype)
     check_as_torch(paged(case), torchs, exact)
@@ -439,8 +445,8 @@ def test_chunks_may_share_blocks() -> None:
 def test_a_pass_with_a_long_prompt_matches_the_other_kernel(
     fp8: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Runs `CudaOps` on a pass with decodes and with a chunk that would use the other kernel if it were the
-    only chunk. Both kernels round weights and results to bfloat16, which adds 1.7e-3 each by norm."""
+    """Runs `CudaOps` on a pass with decodes and a chunk. The chunk alone would use the other kernel. Both
+    kernels round weights and results to bfloat16, which adds an error of 1.7e-3 each by norm."""
     launches = []
     launch = hopper.prefill
 
@@ -458,7 +464,7 @@ def test_a_pass_with_a_long_prompt_matches_the_other_kernel(
 
 def _attend(ops: Any, fp8: bool) -> tuple[torch.Tensor, KvPool]:
     """Return the result and the cache of a pass with three decodes, 2,200 tokens of one prompt, and 70 tokens
-    of another with a context of 300."""
+    of another prompt. The second prompt has a context of 300 tokens."""
     heads, kv_heads, columns = 32, 8, 35
     random_ = torch.Generator("cuda").manual_seed(5)
 

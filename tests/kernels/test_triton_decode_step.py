@@ -1,9 +1,6 @@
-"""Tests that the first and last kernel of a decode step give the same results as torch on the same tables,
-with and without padding.
-
-The interpreter (on a CPU, in CI) verifies all integers: the slots that are read, written or left unchanged. A
-GPU runs the same tests.
-"""
+"""Tests that the first and the last kernel of a decode step give the same results as torch on the same
+tables, with and without padding. All results are integers, so the interpreter (on a CPU, in CI) verifies them
+completely: the slots that are read, written or left unchanged. On a GPU, the same tests run."""
 
 from __future__ import annotations
 

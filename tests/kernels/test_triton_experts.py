@@ -1,9 +1,9 @@
 """Tests of the GEMMs of mixture-of-experts layers against their reference implementation.
 
-The interpreter verifies indexing and masking in float32 and float16: the expert whose weights are multiplied
-with each token, sizes that are not multiples of a tile, experts chosen by no token or by every token, the
-sort, and the sum of each token. Only the tests marked `gpu` verify the numerics of bfloat16 and e4m3, and
-that results with and without PDL and in graphs are bitwise equal.
+The interpreter verifies indexing and masking in float32 and float16: the choice of weights for each token,
+sizes that are not multiples of a tile, experts chosen by no token or by every token, the sort, and the sum
+over each token's experts. Only the tests marked `gpu` verify the numerics of bfloat16 and e4m3, and that
+results with and without PDL and in graphs are bitwise equal.
 
 Tolerances: the error against float64, for the whole result and for each row, is at most twice the reference's
 error, plus one rounding error of the result, plus the error of float32 sums (see `test_triton_linear`). FP8
@@ -48,8 +48,8 @@ def _random(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def choices(kind: str, tokens: int, count: int, top_k: int) -> torch.Tensor:
-    """Return chosen experts `[tokens, top_k]` int32. `kind` is "random", "same" (the same experts for every
-    token) or "odd" (only experts with odd ids)."""
+    """Return the chosen experts `[tokens, top_k]` int32. `kind` is "random", "same" (every token chooses the
+    same experts) or "odd" (only experts with odd ids are chosen)."""
     generator = torch.Generator().manual_seed(7)
     if kind == "same":
         chosen = torch.randperm(count, generator=generator)[:top_k].expand(tokens, -1)
@@ -110,8 +110,7 @@ class Case:
         return values.double() if scales is None else values.double() * scales.double()
 
     def products(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
-        """Return the exact products of `x [tokens × top_k, in]` float64 with the matrices of the chosen
-        experts."""
+        """Return the exact products of `x [tokens × top_k, in]` float64 and the chosen experts' matrices."""
         chosen = self.chosen.flatten()
         values, scales = _parts(weight)
         result = x.new_empty(len(x), values.shape[1])
@@ -131,7 +130,8 @@ class Case:
         self._check(found, reference.silu_mul(products.to(self.dtype)), F.silu(gate) * up)
 
     def check_down(self, found: torch.Tensor, activations: torch.Tensor) -> None:
-        """Check the weighted sum with the residual. `activations` are in the order of the choices."""
+        """Check the sum of the residual and the weighted results. `activations` are in the order of the
+        choices."""
         products = self.products(self.dequantised(activations), self.down)
         tokens, top_k = self.chosen.shape
         factors = self.weights.unsqueeze(-1)
@@ -244,8 +244,8 @@ def test_many_tokens_get_the_sum_of_quantised_experts(case: tuple) -> None:
     ("tokens", "count", "top_k"), [(1, 4, 2), (70, 4, 2), (50, 500, 3), (600, 512, 2)], ids=str
 )
 def test_choices_are_sorted_by_expert_then_by_token(tokens: int, count: int, top_k: int, kind: str) -> None:
-    """With 500 experts, blocks have 16 tokens. 600 tokens make more blocks than a program adds up at a
-    time."""
+    """With 500 experts, blocks have 16 tokens. 600 tokens make more blocks than a program adds up in one
+    step."""
     chosen = choices(kind, tokens, count, top_k)
     found = many.sort(chosen, count, pdl=False)
     assert torch.equal(found.order.long(), chosen.flatten().argsort(stable=True))
@@ -338,7 +338,8 @@ def test_the_compiled_kernels_wait_before_they_read_results() -> None:
     wait, start = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
     assert set(found) == {"_up_gemv", "_up_dot", "_down_gemv", "_down_dot", "_grouped"}
     for name in ("_up_gemv", "_up_dot"):
-        # `down` reads the choices before its wait, so it may start only after `up` has finished its own wait.
+        # `down` reads the choices before its wait. `up` must therefore finish its own wait before it lets
+        # `down` start.
         assert found[name][0][:2] == [wait, start]
     for name in ("_down_gemv", "_down_dot"):
         (events,) = found[name]
@@ -355,11 +356,12 @@ def test_the_compiled_kernels_wait_before_they_read_results() -> None:
 
 QWEN = (128, 8, 2048, 768)
 OTHERS = [(8, 2, 4096, 1024), (60, 6, 2048, 352), (16, 4, 1024, 96)]
-"""Numbers of experts, top_k, hidden and width, for Qwen3-30B-A3B (`QWEN`) and for other models on several
-ranks."""
+"""Number of experts, top_k, hidden and width of each shape. `QWEN` is Qwen3-30B-A3B; `OTHERS` are other
+models on several ranks."""
 LAYERS = [(shape, torch.bfloat16, values) for shape in (QWEN, *OTHERS) for values in (None, E4M3)]
 LAYERS += [(QWEN, torch.float16, None), (QWEN, torch.float16, E4M3)]
-"""Shape, dtype of the model and dtype of the quantised weights (None: not quantised), for each test layer."""
+"""Shape, dtype of the model, and dtype of the quantised weights (None if they are not quantised), for each
+test layer."""
 
 
 @on_gpu
@@ -413,9 +415,9 @@ def test_8192_tokens_are_accurate(values: torch.dtype | None) -> None:
 def test_pdl_and_graphs_change_no_bit_of_the_experts(
     tokens: int, planned: int, values: torch.dtype | None
 ) -> None:
-    """Run a chain of layers in which a kernel that starts too early reads stale data, because each layer's
-    tokens choose other experts than in the layer before. `planned` is the number of tokens for which plans
-    are chosen."""
+    """Run a chain of layers. In each layer, the tokens choose other experts than in the layer before, so a
+    kernel that starts too early reads stale data. `planned` is the number of tokens for which plans are
+    chosen."""
     count, top_k, hidden, width = QWEN
     case = Case(tokens, *QWEN, torch.bfloat16, values=values)
     plans = choose(planned, top_k, count, hidden, width, values or torch.bfloat16)
@@ -439,7 +441,7 @@ def test_pdl_and_graphs_change_no_bit_of_the_experts(
 @on_gpu
 @pytest.mark.gpu
 def test_the_result_of_a_token_does_not_depend_on_runs() -> None:
-    """Programs finish in different orders, but the order of every sum is fixed."""
+    """Programs finish in varying order, but the order of summation is fixed."""
     for tokens in (16, 700):
         case = Case(tokens, *QWEN, torch.bfloat16)
         plans = choose(tokens, 8, 128, 2048, 768, torch.bfloat16)

@@ -1,7 +1,7 @@
 """Tests of the routers of mixture-of-experts layers against their reference implementation.
 
-The interpreter verifies the chosen experts, including ties, and the elements that are read and written, in
-float32 and float16. Only the tests marked `gpu` verify bfloat16, the quantised result and PDL.
+The interpreter verifies the choice of experts (including ties) and the reads and writes, in float32 and
+float16. Only the tests marked `gpu` verify bfloat16, the quantised result and PDL.
 """
 
 from __future__ import annotations

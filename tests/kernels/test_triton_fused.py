@@ -102,8 +102,8 @@ def test_quantised_rows_are_scaled_by_their_largest_value() -> None:
 @pytest.mark.parametrize("tokens", [1, 3, 300])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_quantised_results_equal_the_reference(tokens: int, dtype: torch.dtype) -> None:
-    """silu_mul is bitwise equal. A norm may sum in a different order, which changes the last bit of a few
-    results before quantisation. These values differ by one step of e4m3."""
+    """The results of silu_mul are bitwise equal. A norm may sum in a different order, which changes the last
+    bit of a few results before quantisation. After quantisation, these results differ by one step of e4m3."""
     x, weight = _random(tokens, 4096, dtype=dtype), _random(4096, seed=1, dtype=dtype)
     gate_up = _random(tokens, 2 * 14336, dtype=dtype)
     x[0, :100] = 1e-3
@@ -124,7 +124,8 @@ Pool = tuple[torch.Tensor, torch.Tensor]
 
 
 class Rope:
-    """The inputs of one call, and pools filled with a poison value, so that stray writes are detected."""
+    """The inputs of one call, and pools that are filled with a poison value so that stray writes are
+    detected."""
 
     def __init__(
         self, heads: int, kv_heads: int, size: int, tokens: int, dtype: torch.dtype, norm: bool
@@ -171,8 +172,8 @@ def test_heads_are_normed_rotated_and_written(
 
 
 def _rope_exact(rope: Rope, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Compute the expected result in float64, one token and head at a time. As documented, the normalised
-    head is rounded to its dtype."""
+    """Compute the expected result in float64, one token and one head at a time. As documented, the normalised
+    head is then rounded to its dtype."""
     heads, kv_heads, size = rope.heads, rope.kv_heads, rope.size
     queries = torch.empty(rope.tokens, heads, size, dtype=torch.float64, device=DEVICE)
     cos, sin = rope.table[rope.positions].double().chunk(2, dim=-1)
@@ -224,8 +225,8 @@ def test_quantised_pages_have_a_scale_for_each_token_and_head() -> None:
 @on_gpu
 @pytest.mark.parametrize("norm", [False, True])
 def test_quantised_pages_equal_the_reference(norm: bool) -> None:
-    """Values are only copied, so they are bitwise equal. Keys differ by at most one step of e4m3, where the
-    rotation's last bit decides the rounding."""
+    """The cached values are bitwise equal, because they are only copied. The cached keys differ by at most
+    one step of e4m3, where the last bit of the rotation's result decides the rounding."""
     rope = Rope(32, 8, 128, 300, torch.bfloat16, norm)
     found, found_scales = rope.pools(torch.float8_e4m3fn), rope.scales()
     by_torch, torch_scales = rope.pools(torch.float8_e4m3fn), rope.scales()
@@ -262,7 +263,7 @@ def test_silu_mul_is_as_accurate_as_the_reference(shape: tuple[int, int], dtype:
 @pytest.mark.parametrize("tokens", [1, 70])
 def test_pdl_and_a_graph_change_no_bit(tokens: int) -> None:
     """Each kernel in the chain reads the output of the previous kernel. The chain is launched with and
-    without PDL, and replayed from a graph with inputs that differ from those at capture."""
+    without PDL. It is also replayed from a graph, with different inputs than at capture."""
     rope = Rope(32, 8, 128, tokens, torch.bfloat16, True)
     weight = _random(4096, seed=7, dtype=torch.bfloat16)
     source = _random(tokens, 4096, seed=8, dtype=torch.bfloat16)

@@ -12,11 +12,11 @@ by chance. The third is √K × 2**-24 times the sum of the terms' magnitudes, w
 additions in any order (Higham and Mary 2019). The third term dominates for 32-bit results; with tensor cores
 that round to TF32, the error would be 60 times as large.
 
-FP8 results are compared by norm with the GEMM of quantised values. The tolerance is 4e-3 higher, because the
-tensor cores sum more than one row in about 14 bits, and a rounding error of the norm may change a quantised
-value by one step. The bound holds for the norm of the whole result and of each row, and each element is
-within a hundredth of the largest. Truncation to 14 bits at each step of 32 causes half of that error at K =
-14336.
+FP8 results are compared by norm with the GEMM of quantised values. The tolerance is 4e-3 higher, for two
+reasons: with more than one row, the tensor cores sum in about 14 bits, and a rounding error of the norm may
+change a quantised value by one step. The bound applies to the norm of the whole result and of each row. In
+addition, the error of each element must be within a hundredth of the largest element. Truncation to 14 bits
+at each step of 32 causes half of that error at K = 14336.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class Case:
         return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * self.norm.double()
 
     def half_normed(self, parts: int) -> DeferredNorm:
-        """Return the deferred norm of x as the preceding GEMM would write it: sums of squares in `parts`
-        parts, followed by poison values."""
+        """Return the deferred norm of x as the preceding GEMM would write it: `parts` partial sums of
+        squares, followed by poison values."""
         assert self.norm is not None
         squares = torch.full((parts + 3, len(self.x)), POISON, device=DEVICE)[:parts]
         for index, part in enumerate(self.x.float().tensor_split(parts, dim=1)):
@@ -146,8 +146,8 @@ def _check_fp8(
     quantised: tuple[torch.Tensor, torch.Tensor] | None = None,
     rounded: torch.dtype = torch.float64,
 ) -> None:
-    """Check an FP8 result. `quantised` is the quantised input, if the GEMM was not given x itself. `rounded`
-    is the dtype to which the GEMM may round before its epilogue."""
+    """Check an FP8 result. `quantised` is the GEMM's input if that was already quantised. `rounded` is the
+    dtype to which the GEMM may round before its epilogue."""
     x = case.normed()
     dequantised = x.double()
     if case.quantised.dtype == torch.float8_e4m3fn:
@@ -166,9 +166,12 @@ def _check_fp8(
 
 
 def _quantised(case: Fp8Case) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x normalised and quantised. For several rows, use the quantisation kernel that the GEMM launches
-    first, because the last bit of a row's largest value decides the rounding of many other values. Compare
-    that kernel with the reference here."""
+    """Return x after the norm and quantisation.
+
+    For several rows, use the quantisation kernel that the GEMM launches first, and compare it with the
+    reference here. The reference's values could not be used, because the last bit of a row's largest value
+    affects how many other values are rounded.
+    """
     expected, expected_scales = reference.quantise_fp8(case.normed())
     if case.norm is None or len(case.x) == 1:
         return expected, expected_scales
@@ -222,8 +225,8 @@ GAINING = [
 
 
 def poisoned_deferred_norm(out: torch.Tensor, plan: GemmPlan) -> tuple[DeferredNorm, list[torch.Tensor]]:
-    """Allocate a deferred norm for a result like `out`. Return it with the memory after it, which must stay
-    unchanged."""
+    """Allocate a deferred norm for a result like `out`. Returns the deferred norm and the memory that follows
+    it, which must stay unchanged."""
     rows, columns = out.shape
     parts = -(-columns // plan.block_n)
     values = torch.full((rows + 2, columns), POISON, dtype=out.dtype, device=DEVICE)
@@ -243,7 +246,7 @@ def check_deferred_norm(
 
 
 def check_gained(case: Case, plan: GemmPlan) -> None:
-    """Run a GEMM with a deferred norm, and check both and the memory around them."""
+    """Run a GEMM with a deferred norm. Check both results and the memory around them."""
     gain = _random(case.out.shape[1], seed=6, dtype=case.x.dtype)
     deferred_norm, behind = poisoned_deferred_norm(case.out, plan)
     alone = linear.linear(case.x, case.weight, **{**case.options(), "out": None}, plan=plan, pdl=False)
@@ -368,8 +371,8 @@ def test_an_argument_that_does_not_match_is_reported() -> None:
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
-    """Replace the library's FP8 GEMM with one that returns bfloat16 and needs a bfloat16 bias, like torch's
-    on every GPU. Return the list of its results."""
+    """Replace the library's FP8 GEMM with one that returns bfloat16 and requires a bfloat16 bias, as torch's
+    GEMM does on every GPU. Returns a list to which each call adds its result's dtype."""
     given = []
 
     def scaled_mm(
@@ -399,7 +402,7 @@ def test_the_librarys_gemm_has_the_models_dtype(extras: tuple[str, ...], library
 
 
 def test_a_gemm_of_a_sharded_model_has_its_dtype(library: list[torch.dtype]) -> None:
-    """A GEMM in a sharded model has no residual that could determine the result's dtype."""
+    """In a sharded model, a GEMM may have no residual from which to derive the result's dtype."""
     case = Fp8Case(130, 96, 192, ("bias",), torch.float16, torch.float8_e4m3fn)
     quantised = Fp8Activation(*reference.quantise_fp8(case.x), torch.float16)
     weight = Fp8Weight(case.quantised, case.weight_scale)
@@ -458,7 +461,8 @@ def test_a_gemm_is_as_accurate_as_the_reference(shape: tuple, dtype: torch.dtype
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[0] % 16 == 0], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_an_fp8_gemm_is_as_accurate_as_the_reference(shape: tuple, dtype: torch.dtype) -> None:
-    """For the largest number of rows, the library computes the GEMM and rounds to bfloat16 first."""
+    """For the largest number of rows, the GEMM is computed by the library, which first rounds its result to
+    bfloat16."""
     rounded = torch.bfloat16 if dtype == torch.float16 else torch.float64
     for rows in (*ROWS, 200):
         case = Fp8Case(rows, *shape, dtype, torch.float8_e4m3fn)
@@ -474,7 +478,8 @@ def test_an_fp8_gemm_is_as_accurate_as_the_reference(shape: tuple, dtype: torch.
 
 
 def check_as_good_as_apart(case: Case, plan: GemmPlan) -> None:
-    """Compare a GEMM that uses a deferred norm with the same GEMM of a normalised x."""
+    """Compare a GEMM that applies a deferred norm to x with the same GEMM on an x that is already
+    normalised."""
     deferred_norm = case.half_normed(7)
     shared = linear.linear(
         deferred_norm.values, case.weight, **case.options_after(deferred_norm), plan=plan
@@ -510,8 +515,7 @@ def test_a_deferred_norm_is_written_in_every_dtype(rows: int, dtype: torch.dtype
 def sharing_layers(
     case: Case, workspace: object, pdl: bool, plans: tuple[GemmPlan, GemmPlan]
 ) -> list[torch.Tensor]:
-    """Return a chain of dependent GEMMs that share norms, so that a GEMM that starts too early reads stale
-    data."""
+    """Return a chain of dependent GEMMs that share norms. A GEMM that starts too early reads stale data."""
     results = [case.x]
     for _ in range(4):
         x, options = results[-1], {"workspace": workspace, "pdl": pdl}
@@ -525,8 +529,8 @@ def sharing_layers(
 
 
 def check_bits(run: Callable[[bool], list[torch.Tensor]]) -> None:
-    """Assert that runs with PDL, repeated runs and graph replays are bitwise equal to a run without PDL. The
-    argument of `run` is whether to use PDL, and its first result is its input."""
+    """Assert that runs with PDL, repeated runs and graph replays are bitwise equal to a run without PDL.
+    `run` takes a flag that enables PDL, and the first tensor that it returns is its input."""
     expected = run(False)
     assert not any(tensor.isnan().any() for tensor in expected)
     for _ in range(5):
@@ -556,7 +560,7 @@ def test_pdl_and_graphs_change_no_bit_of_a_shared_norm(rows: int) -> None:
 
 
 def _layer(case: Case, workspace: object, pdl: bool) -> list[torch.Tensor]:
-    """Return a chain of dependent GEMMs, so that a GEMM that starts too early reads stale data."""
+    """Return a chain of dependent GEMMs. A GEMM that starts too early reads stale data."""
     results = [case.x]
     for _ in range(4):
         x = results[-1]

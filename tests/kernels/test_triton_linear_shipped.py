@@ -1,8 +1,8 @@
 """Tests of GEMMs with every plan of the shipped tables, against the reference as in `test_triton_linear`.
 
-The tests of parity and PDL need a Hopper GPU (marked `gpu`) and run at the shipped rows and K. The other
-tests run on any machine. They check that every shipped plan is tested and fits Hopper's shared memory, and
-that each form's plan with the largest shared memory compiles.
+The tests of parity and PDL need a Hopper GPU (marked `gpu`) and use the shipped row counts and K. The other
+tests run on any machine. They check that every shipped plan is tested and fits into Hopper's shared memory.
+They also check that, for each form, the plan that needs the most shared memory compiles.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ on_hopper = pytest.mark.skipif(
 )
 SHIPPED = shipped_plans()
 BARRIERS = 1024
-"""Upper bound, in bytes, on the shared memory for a program's barriers and its warps' sums."""
+"""Upper bound, in bytes, on the shared memory that a program uses for its barriers and for the sums of its
+warps."""
 
 
 def check(made: Product) -> None:
@@ -62,7 +63,7 @@ def test_a_gemm_with_a_shipped_plan_is_as_accurate_as_the_reference(shipped: Shi
 @pytest.mark.gpu
 @pytest.mark.parametrize("shipped", SHIPPED, ids=str)
 def test_pdl_and_graphs_change_no_bit_of_a_shipped_plan(shipped: Shipped) -> None:
-    """The preceding kernels let the GEMM start before they write its inputs."""
+    """The kernels that write the GEMM's inputs let it start before they write them."""
     made = Product(shipped, *shipped.uses[-1], silu=False)
     sources = {
         name: each.view(1, -1) if name == "squares" else each

@@ -1,8 +1,9 @@
 """Tests of GEMMs with `linear_tiles` against their reference implementations, like `test_triton_linear` for
 the other kernels.
 
-The kernel is written in Gluon, so only tests on a Hopper GPU (marked `gpu`) verify its results. On any
-machine, it is compiled for Hopper to check that weight loads start before the wait for the previous kernel.
+The kernel is written in Gluon, so only tests on a Hopper GPU (marked `gpu`) verify its results. The other
+tests run on any machine: they compile the kernel for Hopper, and check that weight loads start before the
+wait for the previous kernel.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ SHAPES: list[tuple[int, int, tuple[str, ...], GemmPlan]] = [
 
 
 def plan_for(shape: tuple[int, int, tuple[str, ...], GemmPlan], rows: int, dtype: torch.dtype) -> GemmPlan:
-    """Return a shape's plan with tokens padded to 8, 16, 32 or 64. Its pipeline steps have the same number of
-    bytes for every dtype."""
+    """Return a shape's plan, for tokens padded to 8, 16, 32 or 64. A step of its pipeline has the same number
+    of bytes for every dtype."""
     plan = shape[-1]
     padded = next(most for most in (8, 16, 32, 64) if rows <= most)
     return replace(plan, rows=padded, block_k=plan.block_k * 2 // dtype.itemsize)
@@ -62,8 +63,8 @@ def test_weights_are_requested_before_the_wait_and_x_after_it(kernels: dict[str,
         events = [event for event in kernel["events"] if event != "load"]
         wait, first_product = events.index("wait"), events.index("product")
         assert events[0] == "launch_dependents", name
-        # Before the wait, there is one copy of weights per stage. One more copy lies outside of x and only
-        # fetches x's descriptor.
+        # Before the wait, there is one copy of weights per stage. There is also one copy that lies outside x:
+        # it reads no data and only fetches x's descriptor.
         assert events[1:wait] == ["copy"] * (kernel["stages"] + 1), name
         assert events[wait + 1 : first_product] == ["copy"] * kernel["stages"], name
         assert kernel["shared"] <= 113 << 10, name  # two programs fit on a multiprocessor
@@ -71,8 +72,8 @@ def test_weights_are_requested_before_the_wait_and_x_after_it(kernels: dict[str,
 
 def test_loads_of_a_shared_norm_overlap_with_the_gemm(kernels: dict[str, Any]) -> None:
     def loads(name: str) -> tuple[int, int, int]:
-        """Return the numbers of loads before the wait, between the wait and the first product, and after the
-        first product."""
+        """Return three numbers of loads: before the wait, between the wait and the first product, and after
+        the first product."""
         events = kernels[name]["events"]
         wait, product = events.index("wait"), events.index("product")
         return tuple(part.count("load") for part in (events[:wait], events[wait:product], events[product:]))
@@ -80,7 +81,7 @@ def test_loads_of_a_shared_norm_overlap_with_the_gemm(kernels: dict[str, Any]) -
     gains, residual, _ = loads("gaining")
     assert gains > 0 and residual > 0
     assert loads("gaining")[2] == loads("normed_after")[2] == 0
-    # 128 threads load 64 parts for 8 tokens.
+    # The 128 threads load 64 partial sums for each of 8 tokens.
     assert loads("normed_after") == (0, 4, 0)
 
 
@@ -158,7 +159,7 @@ def test_pdl_and_graphs_change_no_bit_of_a_shared_norm(rows: int) -> None:
 
 
 def _layer(case: products.Fp8Case, workspace: object, pdl: bool) -> list[torch.Tensor]:
-    """Return a chain of dependent GEMMs, so that a GEMM that starts too early reads stale data."""
+    """Return a chain of dependent GEMMs. A GEMM that starts too early reads stale data."""
     rows, results = len(case.x), [case.x]
     few = plan_for(SHAPES[0], rows, BF16)
     for _ in range(4):

@@ -1,5 +1,5 @@
-"""Tests of new tokens in paged decode attention: the kernel normalises, rotates and caches them, and attends
-to them, like the reference implementation.
+"""Tests of new tokens in paged decode attention. As in the reference implementation, the kernel normalises,
+rotates and caches the new tokens, and then attends to them.
 
 The interpreter (CPU, float32) verifies indexing, the norm, the rotation and the cache write. Only the tests
 marked `gpu` verify the numerics of bfloat16 and FP8, captured graphs and PDL.
@@ -42,8 +42,9 @@ def _bytes(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _check_cache(found: Case, expected_case: Case) -> None:
-    """Assert that the cache equals the reference's cache bit for bit, except for the new keys. A few elements
-    of the new keys may differ by one rounding error before or after the rotation, and by one step in e4m3."""
+    """Assert that the cache equals the reference's cache bit for bit, except for the new keys. In the new
+    keys, a few elements may differ by one rounding error before or after the rotation, and by one step in
+    e4m3."""
     position = found.lens[found.lens > 0].long() - 1
     block = found.table.long()[found.rows[found.lens > 0].long(), position // PAGE_TOKENS]
     written = torch.zeros(found.keys.shape[:3], dtype=torch.bool, device=found.keys.device)
@@ -145,8 +146,8 @@ def test_a_non_finite_new_token_affects_only_its_own_sequence(head: int, number:
 
 
 def _check_changing_lengths(made: New, again: Callable[[], torch.Tensor], roundings: float) -> None:
-    """Call `again`, which runs `made`, for several lengths. Each length changes the position of a sequence's
-    last page, which is not shared. Results must be within the bound of `check_as_torch`."""
+    """Call `again`, which runs `made`, for several lengths. With each length, a different block-table entry
+    is the sequence's last page, which is not shared. Results must be within the bound of `check_as_torch`."""
     case = made.case
     own = torch.arange(len(case.lens), device=case.lens.device) + len(case.keys) - len(case.lens)
     longest = int(case.lens.max())
@@ -166,7 +167,8 @@ def _check_changing_lengths(made: New, again: Callable[[], torch.Tensor], roundi
 @needs_cpu
 def test_new_tokens_are_written_at_the_changed_lengths() -> None:
     made = new(make([320] * 16), False)
-    _check_changing_lengths(made, made.run, 500)  # the reference sums and exponentiates in a different order
+    # the reference computes sums and exponentials in a different order
+    _check_changing_lengths(made, made.run, 500)
 
 
 @needs_cpu
@@ -181,7 +183,7 @@ def test_a_qkv_of_other_heads_is_refused() -> None:
 @needs_cpu
 @pytest.mark.parametrize("window", [None, 70])
 def test_one_wrong_head_of_one_sequence_is_detected(window: int | None) -> None:
-    """Uses float16, because the interpreter rounds it as a GPU does."""
+    """Uses float16, because the interpreter rounds float16 in the same way as a GPU."""
     case = make([130, 64, 5, 0, 300, 77], 8, 2, 32, window, dtype=torch.float16)
     made = new(replace(case, scale=32**-0.5), True)
     expected_case = made.expected_case()
@@ -229,10 +231,10 @@ def test_the_error_of_new_tokens_is_at_most_twice_that_of_torch(
     window: int | None,
     norm: bool,
 ) -> None:
-    """The bound is that of `test_the_error_is_at_most_twice_that_of_torch` plus half a rounding error,
-    because queries and keys differ from the reference by single rounding errors. In the worst vector, a
-    rounding error may affect a large element. The bound for the worst vector is therefore torch's error with
-    queries that are off by one rounding error."""
+    """The bound is the bound of `test_the_error_is_at_most_twice_that_of_torch` plus half a rounding error,
+    because queries and keys differ from the reference by single rounding errors. In the worst vector, such an
+    error may affect a large element. For the worst vector, the bound is therefore torch's error with queries
+    that are off by one rounding error."""
     dtype, fp8 = KINDS[kind]
     made = _new_on_gpu(GPU_LENS[lens], shape, norm, dtype, fp8, window)
     expected_case = made.expected_case()
@@ -247,7 +249,7 @@ def test_the_error_of_new_tokens_is_at_most_twice_that_of_torch(
 
 
 def _a_last_place_off(case: Case) -> Case:
-    """Shift every element of the queries by one unit in the last place."""
+    """Change every element of the queries by one unit in the last place."""
     way = torch.arange(case.q.shape[-1], device=case.q.device) * 5 % 3 - 1
     eps = torch.finfo(case.q.dtype).eps
     return replace(case, q=(case.q.double() * (1 + eps * torch.where(way == 0, 1, way))).to(case.q.dtype))
@@ -257,8 +259,8 @@ def _a_last_place_off(case: Case) -> Case:
 @needs_gpu
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 def test_new_tokens_have_the_same_bits_every_time_and_without_pdl(fp8: bool) -> None:
-    """A preceding kernel writes the inputs of the decode kernel late. Both kernels are launched with and
-    without PDL."""
+    """The inputs of the decode kernel are written late by a preceding kernel. Both kernels are launched with
+    and without PDL."""
     made = _new_on_gpu(GPU_LENS["mixed"], LLAMA, True, torch.bfloat16, fp8)
     workspace = kernel.allocate_workspace(len(made.case.lens), *LLAMA, made.qkv.device)
     source = made.qkv.clone()

@@ -1,4 +1,4 @@
-"""Tests of adding the ranks' partial results and the residual, in Triton's interpreter or on a GPU."""
+"""Tests of the sum of all ranks' partial results and the residual, in Triton's interpreter or on a GPU."""
 
 from __future__ import annotations
 

@@ -48,8 +48,9 @@ def test_tiles_whose_weights_load_early_are_tried_beside_those_of_the_next_linea
 
 
 class FakeChain:
-    """Linears with simulated times in microseconds: those in `us`, or LIBRARY_US if `us` has no entry. Plans
-    in `wrong` compute wrong results, and plans in `broken` fail to launch."""
+    """Linears with simulated times in microseconds. A plan takes the time given in `us`, or 30 µs if `us` has
+    no entry. Without a plan, the library takes LIBRARY_US. Plans in `wrong` compute wrong results, and plans
+    in `broken` fail to launch."""
 
     rows = 16
 
@@ -87,7 +88,7 @@ def searched(
 
 
 def plans_of(name: str) -> list[GemmPlan]:
-    """Return candidates that are not the rule-based plan of any linear."""
+    """Return candidates that are not the rule-based plan of any of the linears."""
     rules = {linear_plans.choose(16, n, k, BF16) for n, k in SHAPES.values()}
     return [plan for plan in candidates(Product(BF16, *SHAPES[name]), 16, False) if plan not in rules]
 

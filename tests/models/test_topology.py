@@ -1,4 +1,4 @@
-"""Tests that GPUs are chosen by their links, with the topology tables of real machines."""
+"""Tests that GPUs are chosen by how they are linked, using the topology tables of real machines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from appliance.protocol import ReplicaStatus
 
 
 def topology(table: str) -> Topology:
-    """Return the topology from a table in the format of `nvidia-smi topo -m`, without headings."""
+    """Return the topology described by a table in the format of `nvidia-smi topo -m`, without its
+    headings."""
     paths = {"PIX": Path.SWITCH, "PXB": Path.SWITCH, "PHB": Path.HOST_BRIDGE, "NODE": Path.NUMA_NODE}
     rows = [line.split() for line in table.strip().splitlines()]
     links = {}

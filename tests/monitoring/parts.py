@@ -1,5 +1,5 @@
-"""The parts of a core that serve requests, and its metrics, without processes or sockets.
-`scripts/bench_metrics` measures them."""
+"""The parts of a core that serve requests, together with its metrics, but without processes or sockets.
+`scripts/bench_metrics` also uses them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Parts:
         )
 
     def ask(self, number: int, tenant: str, asked_class: str = "") -> None:
-        """Send an `Admit` as a front would."""
+        """Send an `Admit` message, as a front does."""
         admit = Admit(
             request_id=f"w{number}",
             identity=Identity(tenant=tenant, highest_class=0),

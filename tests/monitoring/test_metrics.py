@@ -1,4 +1,4 @@
-"""Tests of the metrics: their text as parsed by prometheus-client, the request rows that they count, and
+"""Tests of the metrics: their text (parsed by prometheus-client), their agreement with the request rows, and
 their documentation."""
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def test_a_parser_that_others_wrote_reads_every_label_and_number_back(
     family = Numbers("gauge", "g", "A gauge.", "label")
     for label, value in series:
         family.set(value, label)
-    # prometheus-client's parser splits lines like str.splitlines, whereas Prometheus splits only at line
+    # prometheus-client's parser splits lines like str.splitlines. Prometheus itself splits only at line
     # feeds.
     text = render([family]).decode()
     read = {
@@ -150,7 +150,7 @@ def test_tenants_beyond_the_bound_are_summed_up_and_nobody_is_lost() -> None:
     assert len(billed) == 201
     assert billed[OTHERS,] == 3 * 300
     assert sum(billed.values()) == 3 * 500
-    # A tenant with its own label keeps the label, however busy other tenants are.
+    # A tenant that already has its own label keeps the label, however busy other tenants are.
     for _ in range(50):
         metrics.end(row(tenant=names[-1]))
     assert list(metrics.tenants) == names[:200]

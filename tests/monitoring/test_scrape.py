@@ -1,4 +1,4 @@
-"""Tests that a scrape only reads counters, so that its cost does not depend on the number of requests."""
+"""Tests that a scrape only reads counters. Its cost therefore does not depend on the number of requests."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_no_request_is_looked_at(parts: Parts) -> None:
     assert waiting == {("demo", "P0"): 10, ("demo", "P1"): 20, ("demo", "P2"): 0, ("demo", "P3"): 0}
     assert values(text, "appliance_tenant_queue_requests") == {("local",): 30}
     assert values(text, "vllm:num_requests_waiting") == {("demo",): 30}
-    # Without a ready replica, the KV cache is reported as full, so gateways send nothing here.
+    # Without a ready replica, the KV cache is reported as full, so that gateways send no requests here.
     assert values(text, "vllm:kv_cache_usage_perc") == {("demo",): 1.0}
 
 

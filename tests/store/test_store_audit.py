@@ -14,7 +14,7 @@ from tests.examples import examples
 
 
 def chain(length: int) -> sqlite3.Connection:
-    """Return a chain in memory without the triggers that protect it."""
+    """Return an in-memory chain without the triggers that protect it."""
     connection = sqlite3.connect(":memory:", isolation_level=None)
     for migration in CONTROL.migrations:
         for statement in migration.statements:
@@ -41,7 +41,7 @@ def append(connection: sqlite3.Connection, number: int) -> audit.Head:
 
 
 def forge(connection: sqlite3.Connection, first: int) -> None:
-    """Recompute every hash from row `first` on, as a skilled forger would."""
+    """Recompute every hash from row `first` on, as a forger who knows the format would."""
     for row in [row for row in audit.all_rows(connection) if row.seq >= first]:
         before = connection.execute(
             "SELECT hash FROM audit WHERE seq < ? ORDER BY seq DESC", (row.seq,)

@@ -24,7 +24,8 @@ from store.writer import Writer
 
 @pytest.fixture
 def running(history, request_row):
-    """Return the state directory of a running service with one key and one request with its prompt."""
+    """Return the state directory of a running service. It contains one key, and one request with its
+    prompt."""
     folder = history.path.parent
     control = ControlStore(folder / "control.db")
     control.start()
@@ -127,7 +128,7 @@ def test_nothing_is_overwritten(running, tmp_path):
 
 
 def test_a_target_that_may_not_be_looked_at_is_named(running, tmp_path, monkeypatch):
-    # A folder owned by another user refuses every caller except root in this way.
+    # A folder owned by another user raises this error for every caller except root.
     def refuse(*asked, **options):
         raise PermissionError(13, "Permission denied", str(tmp_path / "theirs"))
 

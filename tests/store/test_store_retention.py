@@ -1,4 +1,4 @@
-"""Tests of retention: expired rows are removed in small batches, and their space is returned."""
+"""Tests of retention: expired rows are removed in small batches, and the space that they used is freed."""
 
 from __future__ import annotations
 
@@ -135,7 +135,8 @@ def test_contents_are_read_back_prompts_first_for_the_services_user_only(content
 
 def test_texts_that_wait_take_a_bounded_share_of_memory(contents):
     contents.close()
-    stuck = Writer(contents.path, CONTENTS, synchronous="NORMAL")  # not started, so nothing is committed
+    # the writer is not started, so nothing is committed
+    stuck = Writer(contents.path, CONTENTS, synchronous="NORMAL")
     log = ContentLog(stuck)
     large = "x" * (MAX_WAITING_BYTES // 4)
     kept = [log.keep([content(f"req-{number}", text=large)]) for number in range(6)]

@@ -170,7 +170,7 @@ def test_a_forged_head_accuses_no_row(tmp_path):
 
 
 def renew_key(folder: Path) -> list[str]:
-    """Replace the key as an operator would. Return the lines of the earlier chain heads."""
+    """Replace the key as an operator would. Returns the lines of the earlier chain heads."""
     lines = (folder / "audit.heads").read_text().splitlines(keepends=True)
     (folder / "audit.key").rename(folder / "audit.key.lost")
     fill_nothing(folder)
@@ -253,7 +253,7 @@ def test_a_key_that_is_gone_is_missed(tmp_path, key):
 
 @pytest.mark.parametrize("left", [0, 1])
 def test_heads_that_were_cut_out_of_their_file_are_missed(control, tmp_path, left):
-    """Without chain heads, a rewritten chain could not be detected."""
+    """Without chain heads, a rewritten chain cannot be distinguished from the original."""
     for number in range(40):
         control.create_tenant(actor=ROOT, name=f"t{number}", changes={}).result(60)
     assert evidence.examine_folder(tmp_path).ok

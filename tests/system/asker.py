@@ -19,7 +19,7 @@ def become(uid: int, gid: int, groups: list[int]) -> None:
 
 
 def ask(address: Any, method: str, path: str, headers: list[list[str]]) -> tuple[int, str]:
-    """Return the status and the body of a response. The status is 0 if the connection closed without a
+    """Return the status and the body of a response. The status is 0 if the connection was closed without a
     response."""
     unix = isinstance(address, str)
     with socket.socket(socket.AF_UNIX if unix else socket.AF_INET) as sock:
@@ -43,7 +43,7 @@ def ask(address: Any, method: str, path: str, headers: list[list[str]]) -> tuple
 
 
 def main() -> None:
-    """Handle requests until standard input ends."""
+    """Handle requests until standard input is closed."""
     uid, gid, groups = sys.argv[1:]
     become(int(uid), int(gid), [int(group) for group in groups.split(",") if group])
     for line in sys.stdin:

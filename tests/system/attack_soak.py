@@ -1,10 +1,10 @@
 """Measures how much floods delay another tenant's short requests: `scripts/soak --attacks`.
 
-Separate processes at nice 19 generate each flood. For the baseline, the same number of processes at nice 19
-only use CPU time while the latencies are measured. After that, the same requests are sent during the flood.
-The resident memory (RSS from /proc) of the core and the fronts is compared with its size before the flood,
-both at its peak and after a period without attackers. All traffic uses loopback addresses and Unix sockets,
-and ends by itself.
+Separate processes at nice 19 generate each flood. Latencies are measured twice, with the same requests.
+During the first measurement, the baseline, the same number of processes at nice 19 only use CPU time. During
+the second, they generate the flood. The resident memory (RSS from /proc) of the core and the fronts is
+compared with its size before the flood: at its peak, and again after a period without attackers. All traffic
+uses loopback addresses and Unix sockets, and stops by itself.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ from tests.system.usage import PeakMemory, processes_of
 
 ATTACKER = Path(__file__).with_name("attackers.py")
 MAX_BODY_BYTES = 2 << 20
-"""Size of the attackers' bodies. It is within the service's limit, so the service reads the bodies."""
+"""Size of the attackers' bodies, in bytes. It is within the service's limit, so the service reads the
+bodies."""
 
 
 @dataclass(frozen=True)
 class Flood:
-    """The kind of an attack, and the socket that is attacked."""
+    """The kind of an attack, and the socket that it targets."""
 
     kind: str
     """Key of `attackers.FLOODS`."""
@@ -89,22 +90,23 @@ FLOODS = (
 
 @dataclass(frozen=True)
 class Plan:
-    """The duration of the measurements of a flood, and the bounds on their results."""
+    """The duration of a flood's measurements, and the bounds on their results."""
 
     requests: int = 200
-    """Number of short requests, during the baseline load and again during the flood."""
+    """Number of short requests. They are sent during the baseline load, and again during the flood."""
     rate: float = 20.0
     """Short requests per second."""
     start_s: float = 3.0
-    """Time from the start of the attackers to the first measured request."""
+    """Time, in seconds, from the start of the attackers to the first measured request."""
     processes: int = 2
     """Number of attacking processes in a flood."""
     idle_s: float = 30.0
-    """Time between the end of a flood and the memory comparison."""
+    """Time, in seconds, between the end of a flood and the memory comparison."""
     max_ratio: float = 3.0
-    """Maximum ratio of the 99th percentile during the flood to that during the baseline load."""
+    """Maximum ratio of the 99th percentile during the flood to the 99th percentile during the baseline
+    load."""
     min_bound_s: float = 0.0
-    """Largest 99th percentile that is accepted for any baseline."""
+    """A 99th percentile up to this value, in seconds, is accepted whatever the baseline."""
     max_latency_s: float = 1.0
     max_growth_mb: float = 150.0
     max_left_mb: float = 30.0
@@ -112,8 +114,8 @@ class Plan:
 
 @dataclass
 class Row:
-    """The measurements of one flood. Times are in milliseconds, and memory is in MiB for the process that
-    grew most."""
+    """The measurements of one flood. Times are in milliseconds. Memory is in MiB, and refers to the process
+    that grew most."""
 
     flood: str
     baseline_p50_ms: float
@@ -133,7 +135,8 @@ class Row:
 
 @dataclass
 class Latencies:
-    """Latencies of short requests in seconds, measured from the time when each request was due."""
+    """Latencies of short requests, in seconds. They are measured from the time at which each request was
+    due."""
 
     seconds: list[float] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)
@@ -144,8 +147,9 @@ class Latencies:
 
 
 def give_way() -> None:
-    """Set this process to nice 19. Linux may divide CPU time between sessions first (autogroup), so that nice
-    values count only within a session. The process therefore starts a session and sets it to nice 19 too."""
+    """Set this process to nice 19. With autogroup, Linux divides CPU time between sessions first, and nice
+    values count only within a session. The process therefore starts a separate session, and sets that session
+    to nice 19 too."""
     os.setsid()
     os.nice(19)
     with suppress(OSError):
@@ -154,7 +158,7 @@ def give_way() -> None:
 
 @contextmanager
 def attackers(orders: Sequence[Orders]) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Start processes at nice 19 that execute the orders. End them when the block ends."""
+    """Start processes at nice 19 that execute the orders. They are stopped at the end of the block."""
     with ExitStack() as stack:
         started = []
         for one in orders:
@@ -245,7 +249,7 @@ def latencies_of(attacked: Target, requests: int, rate: float) -> Latencies:
 
 
 def measure(flood: Flood, attacked: Target, key: str, plan: Plan) -> Row:
-    """Measure the requests during a baseline load and during the flood, and the memory growth due to the
+    """Measure the requests during a baseline load and during the flood, and the memory growth caused by the
     flood."""
     seconds = plan.start_s + plan.requests / plan.rate + 1.0
     load = Orders("cpu_load", "", seconds, 0)
@@ -282,7 +286,8 @@ def measure(flood: Flood, attacked: Target, key: str, plan: Plan) -> Row:
 
 
 def failures_of(row: Row, plan: Plan) -> list[str]:
-    """Return a message with both values for every bound of the plan that the row exceeds."""
+    """Return a message for every bound that the row exceeds. Each message contains the bound and the measured
+    value."""
     bound_ms = max(plan.max_ratio * row.baseline_p99_ms, 1e3 * plan.min_bound_s)
     checks = (
         ("p99 in ms", row.p99_ms, bound_ms),
@@ -316,8 +321,8 @@ def line_of(row: Row) -> str:
 
 @contextmanager
 def attacked_service(*flags: str) -> Iterator[tuple[Target, str]]:
-    """Yield a warm service with two fronts and all sockets, and the key of the attackers' tenant. `flags` are
-    options of `appliance serve`."""
+    """Yield a service and the key of the attackers' tenant. The service is warmed up, and has two fronts and
+    all sockets. `flags` are options of `appliance serve`."""
     with (
         tempfile.TemporaryDirectory(prefix="soak-") as folder,
         target(Path(folder), fronts=2, flags=flags) as attacked,
@@ -329,7 +334,7 @@ def attacked_service(*flags: str) -> Iterator[tuple[Target, str]]:
 
 
 def run(floods: Sequence[Flood], plan: Plan) -> Iterator[Row]:
-    """Measure the floods one after another against the same service."""
+    """Measure the floods one after another on the same service."""
     with attacked_service() as (attacked, key):
         for flood in floods:
             yield measure(flood, attacked, key, plan)

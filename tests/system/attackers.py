@@ -2,7 +2,7 @@
 
 It uses only the standard library, so that it starts quickly. It attacks one address for the given time, and
 then prints a report as JSON: the numbers of connections, requests and bytes, and the statuses of the answers.
-It stops early if standard input is closed, because its parent has then ended.
+It stops early if standard input is closed, because this means that its parent has exited.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Any
 
 RECEIVE_BUFFER_BYTES = 4096
 DRIP_S = 0.05
-"""Interval between two bytes of a slow sender or reader."""
+"""Interval, in seconds, at which a slow sender or reader sends or reads one byte."""
 HOLD_S = 1.0
-"""Time for which an unfinished body is held before its connection is closed."""
+"""Time, in seconds, for which a connection with an unfinished body is kept open."""
 
 
 @dataclass
@@ -38,12 +38,12 @@ class Orders:
     connections: int
     path: str = "/v1/completions"
     key: str = ""
-    """Key to send. If it is empty, no key is sent."""
+    """Key to send with requests. If it is empty, no key is sent."""
     max_body_bytes: int = 1 << 20
     source: str = ""
-    """TCP address from which to connect. If it is empty, the kernel chooses one."""
+    """Local TCP address from which to connect. If it is empty, the kernel chooses one."""
     pause_s: float = 0.0
-    """Pause between one connection and the next."""
+    """Pause, in seconds, between one connection and the next."""
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Wire:
         self._loop = asyncio.get_running_loop()
 
     def head(self, method: str, *headers: str) -> bytes:
-        """Return a request head for the path in the orders, with their key."""
+        """Return a request head with the path and the key from the orders."""
         lines = [f"{method} {self.orders.path} HTTP/1.1", "Host: x", *headers]
         if self.orders.key:
             lines.append(f"Authorization: Bearer {self.orders.key}")
@@ -90,7 +90,7 @@ class Wire:
         return data
 
     async def answer(self) -> bool:
-        """Read one complete answer with a Content-Length. Return whether the connection stays open."""
+        """Read one complete answer that has a Content-Length. Returns whether the connection stays open."""
         data = b""
         while b"\r\n\r\n" not in data:
             if not (piece := await self.receive()):
@@ -108,12 +108,12 @@ class Wire:
         return b"connection: close" not in fields
 
     async def until_closed(self) -> None:
-        """Discard incoming data until the connection ends."""
+        """Discard incoming data until the connection is closed."""
         while await self.receive():
             pass
 
     def remaining_s(self) -> float:
-        """Return the time left until the end of the flood."""
+        """Return the time that is left until the end of the flood."""
         return max(self.ends_at - time.monotonic(), 0.0)
 
 
@@ -166,8 +166,8 @@ async def slow_bodies(wire: Wire) -> None:
 
 
 async def slow_heads(wire: Wire) -> None:
-    """Send a complete request, with the key if there is one, and then a large head that never ends. Keep the
-    connection open."""
+    """Send a complete request, with the key if there is one. After the answer, send a large request head that
+    is never completed, and keep the connection open."""
     await wire.send(wire.head("GET"))
     if await wire.answer():
         await wire.send(wire.head("GET")[:-2] + b"X-Filling: " + b"x" * 60_000)
@@ -215,7 +215,7 @@ FLOODS: dict[str, Callable[[Wire], Awaitable[None]]] = {
 
 
 async def attack(orders: Orders, report: Report) -> None:
-    """Keep the given number of attacking connections running until the time is over."""
+    """Keep the given number of attacking connections active until the time is over."""
     ends_at = time.monotonic() + orders.seconds
     flood = FLOODS[orders.flood]
 

@@ -4,7 +4,7 @@ tests.system.bursts --rounds 1000`.
 In each round, many clients concurrently send requests of random sizes that together exceed a new quota of a
 new tenant or key. Some clients disconnect, some retry immediately after a refusal, and occasionally a front
 or a rank is killed during the burst. Afterwards, the clients' results, the request log, the quotas and the
-engine's own count must agree, and no quota may have been exceeded.
+engine's token counts must agree, and no quota may have been exceeded.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ TINY = {
 
 @dataclass
 class Round:
-    """One burst, and the service's reports about it."""
+    """One burst, and the service's records of it."""
 
     number: int
     scope: str
@@ -69,28 +69,28 @@ class Round:
     seconds: float = 0.0
     got: list[Got] = field(default_factory=list)
     usage: list[LimitUsage] = field(default_factory=list)
-    """Usage of the quota after all requests have ended."""
+    """Usage of the quota after all requests have finished."""
 
 
 @dataclass
 class Findings:
-    """Counts of defects, all of which must be zero, and other counts."""
+    """Counts of defects and other counts. All counts of defects must be zero."""
 
     overshoot_tokens: int = 0
-    """Number of tokens above a quota's limit that were charged or that clients received."""
+    """Number of tokens in excess of a quota's limit that were charged, or that clients received."""
     overshoot_requests: int = 0
     leaked: int = 0
-    """Number of tokens or requests that are still reserved or counted as used, although no request accounts
-    for them."""
+    """Number of tokens or requests that are still reserved, or counted as used, without a request that
+    accounts for them."""
     ledger_is_not_engine: int = 0
-    """Generated tokens in the request log, minus those counted by the engine."""
+    """Number of generated tokens in the request log, minus the number counted by the engine."""
     billed_is_not_delivered: int = 0
     """Sum over all requests of the difference between billed and delivered tokens."""
     missing_rows: int = 0
     open_rows: int = 0
     double_ends: int = 0
     wrong_charges: int = 0
-    """Number of requests whose charge differs from the sum of their prompt tokens and billed tokens."""
+    """Number of requests whose charge differs from prompt tokens plus billed tokens."""
     examples: list[str] = field(default_factory=list)
 
     def note(self, kind: str, amount: int, example: str) -> None:
@@ -139,15 +139,15 @@ class Bursts:
         self.admin = AdminClient(running.run_dir)
         self.rounds: list[Round] = []
         self.engine: list[tuple[list[int], int]] = []
-        """Lists of consecutive rounds in which no rank died, each with the number of tokens that the engine
-        generated in them."""
+        """One entry for each series of rounds in which no rank died: the rounds, and the number of tokens
+        that the engine generated in them."""
         self._victim: int | None = None
-        """Process id of the process that was killed last."""
+        """Process id of the last process that was killed."""
         self._since: list[int] = []
         self._counted = 0
 
     def run(self, number: int) -> Round:
-        """Run one burst. Returns when all of its requests have ended."""
+        """Run one burst. Returns after all of its requests have finished."""
         draw = random.Random(f"{self.seed}/{number}")
         this = draw_round(number, draw)
         if number % self.rank_every == self.rank_every - 1:
@@ -236,7 +236,7 @@ class Bursts:
         self.running.wait_until(calm, CALM_S, f"the service to be idle after round {this.number}")
 
     def findings(self) -> Findings:
-        """Compare all counts. Must be called after the last round."""
+        """Compare all counts. Call this only after the last round."""
         self.count_engine()
         replica = self._replica()
         found = Findings()
@@ -245,7 +245,7 @@ class Bursts:
         self.running.wait_until(lambda: not self._open_rows(), 60, "every row to end")
         rows = self.rows()
         for this in self.rounds:
-            # Some clients never received their request's id, because their front was killed.
+            # Some clients never received the id of their request, because their front was killed.
             check_round(this, [row for row in rows.values() if row["tenant"] == this.tenant], found)
             check_rows(this, rows, found)
         by_round = {this.number: this for this in self.rounds}
@@ -349,7 +349,7 @@ def tiny_service(fronts: int = 2) -> Iterator[Service]:
 
 
 def summary(bursts: Bursts, found: Findings, seconds: float) -> dict[str, Any]:
-    """Return the statistics of a run that are stored in its report."""
+    """Return the statistics of a run, which are stored in its report."""
     rows = bursts.rows().values()
     got = [one for this in bursts.rounds for one in this.got]
     outcomes = Counter(
@@ -380,7 +380,7 @@ def summary(bursts: Bursts, found: Findings, seconds: float) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run bursts one after another and print the defects found, all of which must be zero."""
+    """Run bursts one after another and print the number of each kind of defect. All of them must be zero."""
     parser = argparse.ArgumentParser(prog="python -m tests.system.bursts", description=main.__doc__)
     parser.add_argument("--rounds", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)

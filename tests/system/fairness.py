@@ -1,5 +1,5 @@
-"""Measures how a real service is shared between tenants: their shares by weight, and the delay that a flood
-causes for a quiet tenant.
+"""Measures how fairly a real service is shared between tenants: whether their shares match their weights, and
+how much a flood delays a quiet tenant.
 
     python -m tests.system.fairness --seconds 60 --out figures.json
 """
@@ -23,14 +23,14 @@ from tests.core.simulated_clients import percentile
 from tests.system.service import Service, service
 
 OUTPUT_WEIGHT = 2.0
-"""The service's default value."""
+"""Weight of an output token relative to a prompt token. This is the service's default."""
 WEIGHTS = {"a": 1.0, "b": 2.0, "c": 4.0}
 ROWS, STEP_TOKENS = 16, 256
 FLAGS = ("--device", "cpu", "--max-num-seqs", str(ROWS), "--max-num-batched-tokens", str(STEP_TOKENS))
 
 Figures = dict[str, Any]
 Shape = Callable[[random.Random], tuple[int, int]]
-"""Numbers of prompt and output tokens."""
+"""A function that returns the numbers of prompt and output tokens."""
 SHAPES: dict[str, Shape] = {
     "a": lambda draw: (150, 2),
     "b": lambda draw: (4, 40),
@@ -71,8 +71,8 @@ class Client:
         return first
 
     async def ask(self, prompt: int, output: int) -> float:
-        """Send a request and return the service that it received, in weighted tokens. If it is refused, wait
-        as long as the refusal says and return 0."""
+        """Send a request. Returns the service that it received, in weighted tokens. If it is refused, waits
+        for the time given in the refusal and returns 0."""
         answer = await self._http.post("/v1/completions", json=_body(prompt, output))
         if answer.status_code in (429, 503):
             await asyncio.sleep(float(answer.headers.get("retry-after", "1")))
@@ -112,11 +112,12 @@ async def _keep_asking(
 def shares(
     running: Service, *, seconds: float = 0.0, least_service: float = 0.0, warm_up_service: float = 8000.0
 ) -> Figures:
-    """Measure each tenant's received service per weight. The tenants have very different shapes and always
-    have more requests waiting.
+    """Measure the service that each tenant receives, divided by its weight. The tenants' requests have very
+    different sizes, and each tenant always has more requests waiting.
 
-    After the warm-up, the measurement lasts for the given number of seconds and until the given number of
-    weighted tokens has been served. A slow machine takes longer, but its results are equally meaningful.
+    The measurement starts after a warm-up. It lasts at least the given number of seconds, and continues until
+    the given number of weighted tokens has been served. A slow machine takes longer, but its results are
+    equally meaningful.
     """
     clients = {name: Client(running, key_of(running, name, weight)) for name, weight in WEIGHTS.items()}
     served = dict.fromkeys(WEIGHTS, 0.0)
@@ -159,8 +160,8 @@ def shares(
 
 
 def quiet(running: Service, requests: int, outstanding: int = 4 * ROWS) -> Figures:
-    """Measure the time to first token of a tenant that sends one short request after another, both alone and
-    during a flood of prompts that fill whole steps."""
+    """Measure the time to first token of a tenant that sends one short request after another. Measure it
+    twice: alone, and during a flood of prompts that fill whole steps."""
     calm, wild = (Client(running, key_of(running, name)) for name in ("quiet", "flood"))
     alone: list[float] = []
     beside: list[float] = []
@@ -186,8 +187,8 @@ def quiet(running: Service, requests: int, outstanding: int = 4 * ROWS) -> Figur
         await asyncio.gather(flood, watch, return_exceptions=True)
 
     asyncio.run(measure())
-    # Some steps are short, because they serve the quiet tenant. The budget of a step with decodes is half of
-    # the budget of a full step.
+    # Some steps are short, because they serve the quiet tenant. If a step has decodes, its budget is half of
+    # a full step's budget.
     mixed_step_ms = percentile(steps_ms, 0.9)
     full_step_ms = 2 * mixed_step_ms
     p50 = [1e3 * statistics.median(times) for times in (alone, beside)]

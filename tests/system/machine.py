@@ -1,7 +1,7 @@
 """A separate machine with a real systemd: systemd-nspawn over an overlay of this machine's root file system.
 
-All files written in it, and all its mounts, are held in memory and disappear with it, however the tests end.
-Its only network interface is loopback.
+All files that it writes, and all its mounts, are in memory and disappear when it stops, even if the tests are
+killed. Its only network interface is loopback.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ NEEDED = ("systemd-nspawn", "unshare", "setpriv", "nsenter")
 _BOOT_S = 60
 _HIERARCHIES = [Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/systemd"), Path("/sys/fs/cgroup/unified")]
 _ALWAYS_NEW = ("tmp", "run", "dev", "proc", "sys")
-"""Top-level directories that nspawn mounts itself. Anything below them is visible only if it is bound."""
+"""Top-level directories that nspawn mounts itself. Host files below them are visible only if they are
+bind-mounted."""
 
 _FILES = {
     "/etc/systemd/journald.conf.d/test.conf": "[Journal]\nStorage=volatile\nRateLimitIntervalSec=0\n",
-    # Nothing is cleaned up at boot, because directories bound below /tmp do not belong to the machine.
+    # Disable the cleanup at boot, because directories that are bind-mounted below /tmp do not belong to the
+    # machine.
     "/etc/tmpfiles.d/tmp.conf": "",
 }
 
@@ -160,8 +162,8 @@ def machine(folder: Path, files: dict[str, str]) -> Iterator[Machine]:
     command = ["unshare", "--mount", "--propagation", "private", "bash", "-c", _MACHINE, "machine"]
     cgroups: list[Path] = []
     if not os.path.isdir("/run/systemd/system"):
-        # No systemd on this host can create a scope for the machine. Two machines in the same cgroup would
-        # kill each other's services.
+        # No systemd on this host can create a scope for the machine. If two machines were in the same cgroup,
+        # each would kill the other's services.
         command.append("--keep-unit")
         name = f"appliance-test-{os.getpid()}-{time.monotonic_ns()}"
         cgroups = [parent / name for parent in _HIERARCHIES if (parent / "cgroup.procs").exists()]
@@ -196,7 +198,8 @@ def machine(folder: Path, files: dict[str, str]) -> Iterator[Machine]:
 
 
 def _hidden(path: Path) -> bool:
-    """Return whether the overlay over the root file system hides this path."""
+    """Return whether this path is hidden in the machine, because it is not part of the overlay over the root
+    file system."""
     return path.parts[1] in _ALWAYS_NEW or path.stat().st_dev != os.stat("/").st_dev
 
 

@@ -1,7 +1,8 @@
 """Mixed traffic together with every attack at a low rate: `scripts/soak --mixed --minutes 30`.
 
-No process is killed, so in the second half no process may use more and more memory, descriptors or threads.
-Afterwards, the request log must contain exactly one row for every request that the clients sent.
+No process is killed. In the second half of the run, the memory, descriptors and threads of each process must
+not keep growing. Afterwards, the request log must contain exactly one row for every request that the clients
+sent.
 
 A CPU replica's KV cache uses memory when a block is used for the first time, and unused blocks are allocated
 first. The service therefore runs with a KV cache that this traffic fills within the first minutes.
@@ -34,21 +35,21 @@ CLIENT = "clients"
 ATTACK_PAUSE_S = 3.0
 ATTACK_CONNECTIONS = 2
 KV_BLOCKS = 400
-"""Number of KV blocks. They use 250 MiB with the demo model. The default for a CPU replica, 2 GiB, is full
-only after 3 to 20 minutes."""
+"""Number of KV blocks. With the demo model, they use 250 MiB. The default for a CPU replica is 2 GiB, which
+this traffic fills only after 3 to 20 minutes."""
 MEASUREMENTS: tuple[tuple[str, float, Callable[[list[float]], float]], ...] = (
     ("rss_mb", 0.1, min),
     ("descriptors", 0.0, statistics.fmean),
     ("threads", 0.0, statistics.fmean),
 )
-"""Fields of `Usage`, their accepted growth per minute, and the function that computes the level of a period.
-For memory, that is the minimum, which a process keeps between the attackers' large bodies. These arrive at
-random times."""
+"""For each measurement: the field of `Usage`, its maximum growth per minute, and the function that computes
+the level of a period. For memory, the level is the minimum, because large bodies from the attackers raise
+memory use for a short time at random times."""
 
 
 @dataclass
 class Samples:
-    """The resource use of each process at each sampling time."""
+    """The resource use of each process at each sample time."""
 
     times_s: list[float] = field(default_factory=list)
     usage: dict[str, list[Usage]] = field(default_factory=dict)
@@ -76,7 +77,7 @@ class Trend:
 
 
 def sample(attacked: Target, seconds: float, every_s: float) -> Samples:
-    """Sample the service's processes at regular intervals. Raises psutil.Error if one has ended."""
+    """Sample the service's processes at regular intervals. Raises psutil.Error if a process has exited."""
     processes = processes_of(attacked.running)
     samples, start = Samples(usage={name: [] for name in processes}), time.monotonic()
     while (now := time.monotonic() - start) < seconds:
@@ -88,7 +89,8 @@ def sample(attacked: Target, seconds: float, every_s: float) -> Samples:
 
 
 def trends_of(samples: Samples) -> list[Trend]:
-    """Return the slope of each measurement in the second half, and whether it shows lasting growth."""
+    """Return the slope of each measurement in the second half of the run, and whether the slope shows lasting
+    growth."""
     trends = []
     for name in samples.usage:
         times_s, usage = samples.second_half(name)
@@ -101,7 +103,8 @@ def trends_of(samples: Samples) -> list[Trend]:
 
 
 def account(attacked: Target, tally: Tally) -> list[str]:
-    """Return the differences between the requests that the clients sent and the rows of their tenant."""
+    """Return the differences between the requests that the clients sent and the rows of their tenant in the
+    log."""
     attacked.running.wait_until(
         lambda: not any(database["lag_rows"] for database in attacked.running.status()["databases"]),
         60,
@@ -125,7 +128,7 @@ def account(attacked: Target, tally: Tally) -> list[str]:
 
 
 def clients(attacked: Target, count: int, seconds: float, tally: Tally) -> list[threading.Thread]:
-    """Start clients that send one request after another. They end by themselves."""
+    """Start clients that send one request after another. The clients stop by themselves."""
     attacked.running.tenant(CLIENT)
     key = attacked.running.key(CLIENT, CLIENT)
     ends_at = time.monotonic() + seconds

@@ -2,8 +2,8 @@
 tests.system.rank_faults` runs every case many times, and `tests.system.test_rank_faults` runs some cases
 once.
 
-After each fault, all ranks exit, the replica restarts by itself, streams continue with the same greedy text,
-and no process, shared memory or descriptor is left behind.
+After each fault, all ranks must exit, the replica must restart by itself, and streams must continue with the
+same greedy text. No process, shared memory or descriptor may be left behind.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from tests.system.test_deaths import Stream, answer, wait_gone
 
 DEATH_LIMIT_S = 1.0
 STOP_LIMIT_S = 5.0
-"""Time limits within which every rank must exit after a rank is killed or stopped."""
+"""Time limits, in seconds, for the exit of every rank after one rank has been killed or stopped."""
 STATES = ("idle", "prompt", "decode")
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 FLAGS = ("--tensor-parallel-size", "2")
 _PROMPTS = 4
 _PROMPT_TOKENS = 1200
-"""Number of tokens in each prompt. All prompts together take the engine several steps."""
+"""Number of tokens in each prompt. Together, the prompts take the engine several steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,8 @@ def left(running: Service) -> Left:
     core = psutil.Process(running.process.pid)
 
     def settled() -> int | None:
-        """Return the number of the core's descriptors, not counting connections that are being closed."""
+        """Return the number of the core's descriptors, or None if the number is still changing because
+        connections are being closed."""
         count = core.num_fds()
         time.sleep(0.2)
         return count if core.num_fds() == count else None
@@ -101,8 +102,8 @@ def left(running: Service) -> Left:
 
 
 def inflict(running: Service, expected: Expected, fault: signal.Signals, state: str, victim: int) -> float:
-    """Kill or stop a rank in the given state and check the consequences. Return the time until every rank had
-    exited, in seconds."""
+    """Kill or stop a rank in the given state and check the consequences. Returns the time, in seconds, until
+    every rank had exited."""
     before = left(running)
     replica = running.replica()
     pids, restarts = replica["pids"], replica["restarts"]

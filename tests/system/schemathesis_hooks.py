@@ -1,5 +1,5 @@
-"""Hooks loaded by schemathesis. They make generated requests name the served model and mostly combine
-compatible fields, so that the service accepts them."""
+"""Hooks that schemathesis loads. They make most generated requests acceptable to the service: requests name
+the served model, and their fields are compatible."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import schemathesis
 
 @schemathesis.hook
 def map_body(context: Any, body: Any) -> Any:
-    """Make most bodies valid where no schema can express validity: in the model's name and in the combination
-    of fields."""
+    """Make most bodies valid. The schema cannot express two conditions: the name of the model, and the
+    permitted combinations of fields."""
     if not (isinstance(body, dict) and isinstance(body.get("model"), str)) or len(body["model"]) == 3:
         return body
     excluded = set()
@@ -26,7 +26,7 @@ def map_body(context: Any, body: Any) -> Any:
         excluded |= {"allowed_token_ids", "stop_token_ids", "logit_bias"}
     fields = {name: value for name, value in body.items() if name not in excluded} | {"model": "demo"}
     if isinstance(fields.get("messages"), list):
-        # Only an assistant message may have no content.
+        # Only messages from the assistant may have no content.
         fields["messages"] = [
             {**message, "content": "x"}
             if isinstance(message, dict) and message.get("content") is None

@@ -1,4 +1,4 @@
-"""A real service in real processes, started as by an operator."""
+"""A real service in real processes, started as an operator would start it."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Service:
         return self.status()["models"][0]["replicas"][0]
 
     def kill_front(self, pid: int) -> None:
-        """Kill a front, and wait until the core has noticed. Before that, the core may assign new connections
+        """Kill a front, and wait until the core has noticed. Until then, the core may assign new connections
         to the dead front."""
         psutil.Process(pid).kill()
         self.wait_until(
@@ -133,8 +133,8 @@ class Service:
         return rows
 
     def descendants(self) -> list[psutil.Process]:
-        """Return every front and rank. Processes that render chat templates are not included, because they
-        end with their front."""
+        """Return the processes of every front and rank. Processes that render chat templates are not
+        included, because they exit with their front."""
         children = psutil.Process(self.process.pid).children(recursive=True)
         return [child for child in children if not renders_templates(child)]
 
@@ -151,7 +151,7 @@ class Service:
 
     def http(self) -> httpx.Client:
         """Return a plain HTTP client on the Unix socket."""
-        # Without `verify=False`, each client would read all CA certificates, which takes longer than a
+        # `verify=False` prevents each client from reading all CA certificates, which takes longer than a
         # request.
         transport = httpx.HTTPTransport(uds=str(self.api_socket), verify=False)
         return httpx.Client(transport=transport, base_url="http://appliance", timeout=300)
@@ -167,8 +167,8 @@ def renders_templates(process: psutil.Process) -> bool:
 
 @contextmanager
 def service(*flags: str) -> Iterator[Service]:
-    """Start a service. At the end of the block it is stopped, or killed together with all processes that it
-    started."""
+    """Start a service. At the end of the block, the service is stopped, or killed together with all processes
+    that it started."""
     folder = Path(tempfile.mkdtemp(prefix="appl-"))
     running = Service(folder, *flags)
     processes: list[psutil.Process] = []

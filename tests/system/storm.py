@@ -1,8 +1,9 @@
 """Random traffic against a real service while its processes are killed, used by `scripts/soak`.
 
 The clients stream, disconnect during answers, request several samples, and send long or malformed requests,
-as real clients do. Meanwhile, fronts and ranks are killed. Afterwards, every request must be answered or
-closed, every row must have ended once, and all blocks, slots and credits must be free again.
+as real clients do. While they run, fronts and ranks are killed. Afterwards, every request must have been
+answered or closed, every row must have been closed exactly once, and all blocks, slots and credits must be
+free again.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ def random_request(draw: random.Random) -> dict[str, Any]:
 
 
 def ask(running: Service, draw: random.Random, tally: Tally, key: str = "") -> None:
-    """Send one request, with the key if there is one. Read the whole answer or disconnect before its end, and
-    count the outcome."""
+    """Send one request, with the key if there is one. Read the whole answer, or disconnect before the end of
+    the answer. Count the outcome."""
     body = random_request(draw)
     leaves_after = draw.choice([None, None, None, 1, 4]) if body["stream"] else None
     request_id = None

@@ -1,4 +1,4 @@
-"""Tests of the `openai` client against the real service, over the Unix socket and over TCP."""
+"""Tests of the real service with the `openai` client, over the Unix socket and over TCP."""
 
 from __future__ import annotations
 
@@ -197,7 +197,8 @@ def test_twenty_of_the_frozen_questions_are_answered_as_documented(demo: Service
 
 
 def test_sixty_four_streams_are_spread_over_both_fronts(demo: Service) -> None:
-    # Fronts report every half second. Only the second report from now on covers all earlier work.
+    # Fronts report every half second. The second report from now on is the first that covers all earlier
+    # work.
     for _ in range(2):
         seen = {front["cpu_seconds"] for front in demo.status()["fronts"]}
         demo.wait_until(

@@ -1,5 +1,6 @@
-"""Tests of a real service's audit trail and request log. Tampering is detected, auditors with read-only
-permission can read both, and a full disk stops neither the service nor the recording."""
+"""Tests of a real service's audit trail and request log. Tampering must be detected, and auditors with
+read-only permission must be able to read both. On a full disk, the service must continue to run and to record
+actions."""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ def operate(running: Service) -> None:
 
 
 def let_auditors_read(running: Service) -> None:
-    """Grant access as an administrator would: to a group that owns the files and may read the folder."""
+    """Grant read access as an administrator would: to a group that owns the files and may read the folder."""
     running.folder.chmod(0o755)
     running.state_dir.chmod(0o750)
     if os.geteuid() == 0:
@@ -78,8 +79,8 @@ def let_auditors_read(running: Service) -> None:
 
 
 def read_as_auditor(state_dir: Path, how: str) -> str:
-    """Return the rows that a user with read-only permission reads with SQLite, through Python's module or
-    SQLite's own program."""
+    """Return the rows as read by a user with read-only permission. The rows are read with SQLite: through
+    Python's module, or with SQLite's own program."""
     become = f"os.setgroups([]); os.setgid({AUDITORS}); os.setuid({AUDITOR})" if os.geteuid() == 0 else "pass"
     if how == "program":
         program = shutil.which("sqlite3")
@@ -145,13 +146,13 @@ def test_the_record_is_whole_while_the_service_runs_and_after(record: Record) ->
 
 @pytest.fixture
 def copy(record: Record, tmp_path: Path) -> Path:
-    """Return a copy with which a test can tamper."""
+    """Return a copy for a test to tamper with."""
     return Path(shutil.copytree(record.state_dir, tmp_path / "state"))
 
 
 @contextmanager
 def unlocked(state_dir: Path) -> Iterator[sqlite3.Connection]:
-    """Open the chain like a user who can write to the file and knows its format."""
+    """Open the chain in the same way as a user who can write to the file and knows its format."""
     with closing(sqlite3.connect(state_dir / "control.db", isolation_level=None)) as database:
         for trigger in ("audit_rows_do_not_change", "audit_rows_do_not_go"):
             database.execute(f"DROP TRIGGER {trigger}")
@@ -159,7 +160,7 @@ def unlocked(state_dir: Path) -> Iterator[sqlite3.Connection]:
 
 
 def rewrite(state_dir: Path, seq: int, **changes: str) -> list[AuditRow]:
-    """Change a row and recompute all later hashes. Return the new chain."""
+    """Change a row and recompute all later hashes. Returns the new chain."""
     with unlocked(state_dir) as database:
         chain = list(audit.all_rows(database))
         database.execute("DELETE FROM audit")
@@ -210,8 +211,8 @@ def test_a_chain_rewritten_as_a_whole_is_found_by_the_heads_beside_it(copy: Path
 
 
 def test_a_rewrite_with_new_signed_heads_is_found_by_those_in_the_journal(copy: Path, record: Record) -> None:
-    """The forger has the permissions of the service itself. Only chain heads that have left the machine
-    reveal the change."""
+    """The forger has the same permissions as the service itself. The change is revealed only by chain heads
+    that are stored outside the machine."""
     forged = rewrite(copy, 6, after='{"name":"somebody else"}')
     key: SigningKey = read_key(copy / "audit.key")
     line = key.sign_head(audit.Head(forged[-1].seq, forged[-1].hash), forged[-1].at).line
@@ -280,8 +281,8 @@ def test_a_full_disk_costs_neither_service_nor_record(small_disk: Path) -> None:
         failing = running.wait_until(lambda: sick(running), 60, "the databases to report the failure")
         assert "full" in failing["last_error"]
 
-        # The service continues to answer requests. It refuses every action that it cannot perform, gives the
-        # reason, and records the refusal.
+        # The service continues to answer requests. If it cannot perform an action, it refuses the action with
+        # a reason and records the refusal.
         served = len(load.request_ids)
         running.wait_until(lambda: len(load.request_ids) > served + 3, 60, "requests to be served")
         assert "full" in refused(running, "keys", "create", "--name", "k", "--tenant", "acme")
@@ -301,7 +302,7 @@ def test_a_full_disk_costs_neither_service_nor_record(small_disk: Path) -> None:
         assert refusal[0] == "keys.create" and refusal[1].startswith("failed: ") and "full" in refusal[1]
         assert (drained, resumed) == (("drain", "ok"), ("resume", "ok"))
 
-        # Once there is free space again, nothing has been lost.
+        # After space has been freed, nothing has been lost.
         filler.unlink()
         running.wait_until(lambda: well(running), 60, "the databases to catch up")
         load.end()
@@ -345,7 +346,7 @@ def test_what_waits_when_the_service_is_killed_is_in_the_chain_after_the_next_st
 
 
 def sick(running: Service) -> Any:
-    """Return a database whose writes fail, or None if there is none."""
+    """Return the status of a database to which writes fail, or None if there is none."""
     return next((one for one in running.status()["databases"] if one["failing_s"] > 0), None)
 
 

@@ -1,8 +1,8 @@
-"""The authentication matrix: it tests every route of the fronts and of the admin API, taken from their route
-tables. Each route is requested by permitted and denied callers, on every socket and in every spelling.
+"""Tests authentication on every route of the fronts and of the admin API, as listed in their route tables.
+Each route is requested by permitted and denied callers, on every socket and in every spelling of its path.
 
-A new route fails `test_every_route_has_a_rule` until its permitted callers are listed here, and it cannot be
-built without a scope (`appliance.scopes`).
+For a new route, `test_every_route_has_a_rule` fails until the route's permitted callers are listed here. A
+route cannot be created without a scope (`appliance.scopes`).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ SERVERS = {
     "appliance/admin/server.py",
     "appliance/monitoring/metrics/server.py",
 }
-"""All files that create an HTTP server. The matrix must cover each of them."""
+"""All files that create an HTTP server. These tests must cover each of them."""
 
 METHODS = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE", "TRACE", "PROPFIND")
 NOWHERE = ("/", "/nothing", "/v1", "/v1/", "/docs", "/redoc", "/metrics", "/health", "/admin", "/status", "*")
@@ -118,7 +118,7 @@ def concrete(path: str) -> str:
 
 
 def spellings(path: str) -> list[str]:
-    """Return other spellings of a path, some of which some servers treat as equal."""
+    """Return other spellings of a path. Some servers treat some of these as equal to the path."""
     first, _, rest = path[1:].partition("/")
     escaped = "/" + "".join(f"%{ord(letter):02x}" for letter in first) + ("/" + rest if rest else "")
     return [
@@ -198,7 +198,8 @@ def test_the_running_processes_have_the_routes_of_the_tables(box: Matrix) -> Non
 
 
 def test_nobody_else_serves_http() -> None:
-    """If new code creates an `HttpServer` or another server, the matrix must be extended."""
+    """Fails if new code creates an `HttpServer` or another server. The tests in this file must then be
+    extended."""
     serving = set()
     for path in sorted((ROOT / "appliance").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -302,8 +303,8 @@ def expected_of_admin(route: Route, who: str, status: int) -> bool:
         return status in (401, 403)
     if who == "read" and route.wanted == "admin":
         return status == 403
-    # The requests of permitted callers have no valid action parameters, so a 400 shows that they reached the
-    # route.
+    # The requests of permitted callers lack valid action parameters. A status of 400 therefore shows that
+    # they reached the route.
     return status == (200 if route.method == "GET" else 400)
 
 
@@ -362,7 +363,8 @@ def test_the_admin_api_is_on_no_other_socket(box: Matrix) -> None:
 
 
 def test_what_an_operator_decides_holds_for_the_next_connection(box: Matrix) -> None:
-    """The test need not wait, because a front receives the change before it accepts a later connection."""
+    """The test does not have to wait, because a front receives the change before it accepts any later
+    connection."""
     address = box.callers["inference"][0].address
 
     def status(key: str) -> int:

@@ -72,7 +72,8 @@ def test_a_backup_is_taken_under_load_and_a_service_begins_with_it(tmp_path: Pat
         found = examine_folder(folder)
         assert found.ok and found.verdict.rows == report["audit_rows"]
         counts.append(count(folder / "history.db", "requests"))
-    # Each backup is a snapshot of its time, so even the last one lacks some of the later traffic.
+    # Each backup contains the state at the time when it was made, so even the last backup lacks some of the
+    # later traffic.
     assert 5 < counts[0] <= counts[1] <= len(served)
     assert done[0]["audit_rows"] < done[1]["audit_rows"]
 
@@ -94,7 +95,7 @@ def test_a_backup_is_taken_under_load_and_a_service_begins_with_it(tmp_path: Pat
         assert restored.command("requests", "show", old)["texts"]
         found = examine_folder(state)
         assert found.ok and found.verdict.rows > done[1]["audit_rows"]
-    # Requests that were open at the time of the backup are now ended, and no row is incomplete.
+    # Requests that were open at the time of the backup have been closed, and no row is incomplete.
     with closing(sqlite3.connect(state / "history.db")) as database:
         assert database.execute("SELECT count(*) FROM requests WHERE state = 'open'").fetchone() == (0,)
 

@@ -1,5 +1,5 @@
-"""Tests of common clients against the real service. Some clients are run. For the other clients, the tests
-replay the requests that they send by default."""
+"""Tests of common clients against the real service. Some clients are actually run. For the others, the tests
+replay the requests that the client sends by default."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def base(demo: Service) -> str:
 
 
 class Default(NamedTuple):
-    """A client's default request, for which only the URL, the key and the model are configured."""
+    """A client's default request. Only the URL, the key and the model are configured."""
 
     client: str
     path: str
@@ -140,8 +140,8 @@ def test_what_clients_ask_first_is_there_without_a_key(base: str, key: str) -> N
 
 
 def test_bad_words_and_best_of_hold_across_the_death_of_a_replica() -> None:
-    """Tokens generated before the death are still checked against bad words and count towards the choice of
-    the best answer."""
+    """Tokens generated before the replica's death must still be checked against bad words, and must still
+    count towards the choice of the best answer."""
     words = ["import os", "self", "the"]
     body = {
         "model": "demo", "prompt": "import ", "max_tokens": 400, "ignore_eos": True, "best_of": 3, "n": 2,

@@ -1,5 +1,5 @@
-"""Tests that kill -9 of each kind of process during requests leaves no hanging request, loses nothing, and
-leaves nothing behind."""
+"""Tests that kill each kind of process (with SIGKILL) during requests. No request may hang, no data may be
+lost, and nothing may be left behind."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LONG = {
 
 
 class Stream(threading.Thread):
-    """A client that reads one stream to its end, successful or not."""
+    """A client that reads one stream until it ends, successfully or not."""
 
     def __init__(self, running: Service, **options: Any) -> None:
         super().__init__(daemon=True)
@@ -58,7 +58,8 @@ class Stream(threading.Thread):
 
 
 def runs(pid: int) -> bool:
-    """Return whether the process is still running. A zombie that init has not reaped yet is not."""
+    """Return whether the process is still running. A zombie that init has not reaped yet does not count as
+    running."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -73,7 +74,7 @@ def wait_gone(pids: list[int], timeout_s: float) -> None:
 
 
 def opened(running: Service) -> int:
-    """Return the number of rows in the request log that have no end."""
+    """Return the number of open rows in the request log."""
     with closing(sqlite3.connect(f"file:{running.state_dir}/history.db?mode=ro", uri=True)) as database:
         return int(database.execute("SELECT count(*) FROM requests WHERE state = 'open'").fetchone()[0])
 
@@ -88,7 +89,7 @@ def answer(running: Service) -> str:
 
 
 TOKENS_OF_RANKS = 150
-"""Number of tokens of a stream in a test with two ranks, which share this machine's cores."""
+"""Number of tokens per stream in a test with two ranks. The ranks share this machine's cores."""
 
 
 def test_a_killed_rank_takes_its_group_along_and_the_streams_go_on() -> None:
@@ -113,7 +114,7 @@ def test_a_killed_rank_takes_its_group_along_and_the_streams_go_on() -> None:
             assert running.replica()["pids"] != pids
             assert answer(running)
             everybody = running.descendants()
-            assert len(everybody) == 3  # two ranks and a front: none is orphaned or duplicated
+            assert len(everybody) == 3  # two ranks and a front: none of them is orphaned or running twice
             rows = running.wait_until(
                 lambda deaths=deaths: resubmitted_rows(running, 3 * deaths),
                 60,
@@ -128,7 +129,8 @@ def test_a_killed_rank_takes_its_group_along_and_the_streams_go_on() -> None:
 
 
 def resubmitted_rows(running: Service, count: int) -> list[dict[str, Any]]:
-    """Return the rows of requests that were resubmitted once. Return none until there are `count` of them."""
+    """Return the rows of requests that were resubmitted once, or an empty list if there are fewer than
+    `count`."""
     rows = [row for row in running.rows() if row["resubmissions"]]
     assert len(rows) <= count and all(row["resubmissions"] == 1 for row in rows)
     return rows if len(rows) == count else []

@@ -1,5 +1,5 @@
-"""Tests of drains under load. No accepted request is lost, and no request is refused before readiness has
-announced the drain."""
+"""Tests of drains under load. No accepted request may be lost, and no request may be refused before fronts
+have reported "not ready"."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def box(settings: Path) -> Iterator[Service]:
 
 
 class Answer:
-    """A client's response, and the time when it arrived."""
+    """A client's response, and the time at which it arrived."""
 
     def __init__(self, model: str, status: int, code: str, retry_after: str | None, tokens: int) -> None:
         self.model, self.status, self.code = model, status, code
@@ -62,8 +62,8 @@ class Answer:
 
 
 def ask(http: httpx.Client, model: str, *, stream: bool = False, tokens: int = TOKENS) -> Answer:
-    """Send one request and read the whole answer. If a stream ends with an error, its status is the status of
-    the error."""
+    """Send one request and read the whole answer. If a stream ends with an error, return the error's
+    status."""
     body = {"model": model, "prompt": "import ", "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
     if not stream:
         answer = http.post("/v1/completions", json=body)
@@ -100,7 +100,8 @@ class Load:
         self._threads = [threading.Thread(target=self._client, args=(number,)) for number in range(6)]
 
     def probe(self, model: str) -> None:
-        """Check the readiness of this model on every front. Connections go to the fronts in rotation."""
+        """Check this model's readiness on every front. The core assigns connections to the fronts in
+        rotation."""
         self._probed = f"?model={model}" if model else ""
         probes = [threading.Thread(target=self._probe, args=(number,)) for number in range(2 * FRONTS)]
         self._threads += probes
@@ -158,8 +159,8 @@ class Load:
 
 
 def check(load: Load, *, lost_connections: bool = False) -> None:
-    """Check that every accepted request was answered completely, and that every refused client was told when
-    to retry."""
+    """Check that every accepted request was answered completely, and that every refusal said when to
+    retry."""
     assert {answer.status for answer in load.answers} <= {200, 503}
     assert {answer.tokens for answer in load.answers if not answer.refused} == {TOKENS}
     assert {answer.code for answer in load.refusals} <= {"draining"}
@@ -168,8 +169,8 @@ def check(load: Load, *, lost_connections: bool = False) -> None:
 
 
 def check_order(load: Load) -> None:
-    """Check that every front reported "not ready" before any request was refused, and that it served the
-    requests in between."""
+    """Check that every front reported "not ready" before any request was refused, and that a request that
+    arrived in between was still served."""
     assert len(load.not_ready) == 2 * FRONTS
     announced = max(load.not_ready.values())
     first = min(load.refusals, key=lambda answer: answer.at)
@@ -193,7 +194,7 @@ def draining(running: Service, *options: str) -> Iterator[subprocess.Popen[str]]
 
 @pytest.fixture
 def patient(box: Service, settings: Path) -> Iterator[Service]:
-    """Return the service with a longer notice period, so that probes are in time even on a slow machine."""
+    """Return the service with a notice period that is long enough for the probes even on a slow machine."""
     text = settings.read_text()
     settings.write_text(text.replace("drain_notice_s = 0.8", f"drain_notice_s = {NOTICE_S}"))
     box.command("config", "reload")
@@ -320,8 +321,8 @@ def test_sigterm_under_load_drains_as_well_and_leaves_nothing_behind(settings: P
             assert running.process.wait(60) == 0
         check(load, lost_connections=True)
         check_order(load)
-        # The clients that were cut off had not been accepted, because every answer in the log was received by
-        # a client.
+        # The requests of clients that were cut off had not been accepted: every answer in the log was
+        # received by a client.
         answered = sum(not answer.refused for answer in load.answers)
         found = outcomes(running)
         assert found.pop(("ended", 200)) == answered

@@ -1,5 +1,5 @@
-"""Tests that a real service is shared fairly between tenants. `python -m tests.system.fairness` is a longer
-version that checks stricter bounds."""
+"""Tests that a real service is shared fairly between tenants. `python -m tests.system.fairness` runs longer
+and checks stricter bounds."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ def running() -> Iterator[Service]:
 
 def test_tenants_of_a_real_service_are_served_by_their_weights(running: Service) -> None:
     figures = shares(running, least_service=10_000.0, warm_up_service=4000.0)
-    # There are about 90 requests. If they were served in order of arrival, the index would be 0.6. All three
-    # tenants keep the same number of requests waiting, or nearly the same if other processes use this
-    # machine.
+    # There are about 90 requests. If they were served in order of arrival, the fairness index would be 0.6,
+    # because all three tenants keep about the same number of requests waiting.
     assert figures["jain"] >= 0.85, figures
 
 

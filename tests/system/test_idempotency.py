@@ -1,4 +1,4 @@
-"""Tests of retries with an Idempotency-Key over two real fronts. There is only one run, whichever front
+"""Tests of retries with an Idempotency-Key over two real fronts. The request runs only once, whichever front
 receives the retry."""
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def running() -> Iterator[Service]:
 
 
 def post(running: Service, key: str, **changes: Any) -> httpx.Response:
-    """Send a request on a new connection, which the core assigns to the next front."""
+    """Send a request on a new connection. The core assigns the connection to the next front."""
     with running.http() as client:
         return client.post("/v1/completions", json=ASK | changes, headers={"Idempotency-Key": key})
 
 
 def rows_of(running: Service, *request_ids: str) -> list[dict[str, Any]]:
-    """Wait until all requests have ended, and return their rows."""
+    """Wait until all requests have finished, and return their rows."""
 
     def found() -> list[dict[str, Any]] | None:
         rows = {row["request_id"]: row for row in running.rows() if row["state"] == "ended"}
@@ -42,8 +42,8 @@ def rows_of(running: Service, *request_ids: str) -> list[dict[str, Any]]:
 
 
 def stream(running: Service, begun: threading.Event) -> tuple[str, str]:
-    """Send a streamed request of 600 tokens, set `begun` after its first tokens, and return the text and the
-    request id."""
+    """Send a streamed request for 600 tokens, and set `begun` after its first tokens. Returns the text and
+    the request id."""
     body = ASK | {"max_tokens": 600, "stream": True}
     key = {"Idempotency-Key": "streamed"}
     with running.client(timeout=60) as client:

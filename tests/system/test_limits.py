@@ -1,5 +1,5 @@
-"""Tests of each quota limit, for tenants and keys, through a real service. Limits are changed while it runs,
-and must survive a restart and a crash."""
+"""Tests of each quota limit through a real service, for tenants and for keys. Limits are changed while the
+service runs. Usage must survive a restart and a crash."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def running() -> Iterator[Service]:
 
 
 def refused(answer: httpx.Response, kind: str, code: str = "rate_limit_exceeded") -> dict[str, Any]:
-    """Check a 429 and return its error in OpenAI's format."""
+    """Check a 429 response and return its error in OpenAI's format."""
     assert answer.status_code == 429, answer.text
     error: dict[str, Any] = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -137,7 +137,7 @@ def test_tokens(running: Service, scope: str, limit: str) -> None:
     caller = Caller(running, scope, **{limit: 60.0})
     began = time.monotonic()
     assert tokens(caller.ask(10, 20)) == 20
-    # The front reports the end to the core only after its client has received the answer.
+    # The front reports the end of a request to the core only after the client has received the answer.
     running.wait_until(lambda: caller.usage()[limit].held == 0, 30, "the request's end in the core")
     used = caller.usage()[limit]
     # At 60 tokens per minute, one token is refilled each second.
@@ -145,7 +145,7 @@ def test_tokens(running: Service, scope: str, limit: str) -> None:
     answer = caller.ask(10, 40)
     error = refused(answer, "tokens")
     assert f"{limit.replace('_', ' ')} of {scope}" in error["message"] and "requested 50" in error["message"]
-    # Half a day is longer than clients would wait.
+    # Clients would not wait for half a day.
     assert answer.headers.get("x-should-retry") == ("false" if limit == "tokens_per_day" else None)
     too_large = caller.ask(10, 51)
     assert "request too large" in refused(too_large, "tokens")["message"]
@@ -218,7 +218,7 @@ def test_a_limit_is_changed_and_lifted_at_once(running: Service, scope: str) -> 
     assert caller.ask(5, 20).status_code == 200
     refused(caller.ask(5, 5), "tokens")
     caller.set(tokens_per_day=1000.0)
-    refused(caller.ask(5, 20), "tokens")  # raising the limit adds nothing immediately
+    refused(caller.ask(5, 20), "tokens")  # raising the limit does not refill the quota immediately
     caller.set(tokens_per_day=None)
     answer = caller.ask(5, 30)
     assert tokens(answer) == 30 and not [name for name in answer.headers if "ratelimit" in name]
@@ -235,7 +235,8 @@ def test_what_is_used_survives_a_restart_and_the_death_of_the_core(running: Serv
         assert used.used in (118, 119, 120) and used.held == 0
         refused(caller.ask(100, 850), "tokens")
         assert tokens(caller.ask(80, 20)) == 20
-    # When the core is killed, one request has ended and one is running. The log has rows for both.
+    # When the core is killed, each caller has finished requests and one that is still running. The log has
+    # rows for all of them.
     streams = [threading.Thread(target=stream_until_cut, args=(caller,)) for caller in callers]
     for thread in streams:
         thread.start()
@@ -247,8 +248,8 @@ def test_what_is_used_survives_a_restart_and_the_death_of_the_core(running: Serv
     running.start()
     for caller in callers:
         used = caller.usage()["tokens_per_day"]
-        # The stream's whole reservation counts as used, because the number of its generated tokens is
-        # unknown.
+        # The stream's whole reservation counts as used, because it is unknown how many of its tokens were
+        # generated.
         assert used.used in (918, 919, 920) and used.held == 0
         refused(caller.ask(40, 50), "tokens")
         assert tokens(caller.ask(40, 20)) == 20

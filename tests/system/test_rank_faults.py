@@ -1,5 +1,6 @@
-"""Tests that a killed or stopped rank ends its group in time and leaves nothing behind, in the states that
-`test_deaths` and `attacks.test_replicas` do not cover. `scripts/soak` tests every state ten times."""
+"""Tests that after a rank is killed or stopped, all ranks of its group exit in time and leave nothing behind,
+in the states that `test_deaths` and `attacks.test_replicas` do not cover. `scripts/soak` tests every state
+ten times."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from tests.system.service import Service, service
 pytestmark = pytest.mark.system
 
 BUSY_LIMIT_S = 30.0
-"""Limit in seconds that replaces `rank_faults.DEATH_LIMIT_S` and `STOP_LIMIT_S` on a machine that also runs
-other tests."""
+"""Time limit in seconds. It replaces `rank_faults.DEATH_LIMIT_S` and `STOP_LIMIT_S`, because other tests may
+be running on this machine."""
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,5 @@
-"""Tests of the request data that a real service stores under its tenants' log policies: nothing, hashes, or
-texts without their secrets, for the configured time."""
+"""Tests of the request contents that a real service stores. The tenant's log policy determines whether it
+stores nothing, hashes, or texts without their secrets, and for how long."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_each_policy_keeps_what_it_says_and_no_secret_ever(running: Service) -> 
     assert [text["sha256"] for text in full["texts"]] == [sha256(REDACTED), sha256(answers["full"])]
     assert [text["text"] for text in hashes["texts"]] == [None, None]
     assert [text["sha256"] for text in hashes["texts"]] == [sha256(PROMPT), sha256(answers["hashes"])]
-    # Contents of later requests have already been written, so these contents were not stored at all.
+    # Contents of later requests have already been written, so the contents of this request were never stored.
     assert shown(running, request_ids["metadata"]) is None
     running.wait_until(lambda: ended(running) >= set(request_ids.values()), 60, "the rows of the requests")
     on_disk = state_bytes(running)

@@ -32,7 +32,8 @@ LONG = {"model": "demo", "prompt": "import ", "temperature": 0, "max_tokens": 30
 
 
 class Box:
-    """The service in the machine, and clients on the host, which reach its socket through /proc."""
+    """The service in the machine, and clients on the host. The clients reach the service's socket through
+    /proc."""
 
     def __init__(self, inside: Machine) -> None:
         self.inside = inside
@@ -67,7 +68,7 @@ class Box:
         return ranks + [front["pid"] for front in status["fronts"]]
 
     def rows(self, state: str, **wanted: str) -> int:
-        """Return the number of rows in the request log with this state and these values."""
+        """Return the number of rows in the request log that have this state and these values."""
         rows = self.inside.appliance("requests", "--limit", "100")
         return sum(
             all(row[name] == value for name, value in (("state", state), *wanted.items())) for row in rows
@@ -83,7 +84,7 @@ class Box:
         (self.inside.root / DROP_IN.lstrip("/")).unlink(missing_ok=True)
 
     def wait_active(self, *, but: str = "") -> None:
-        """Wait until the unit is active and its main process is not `but`."""
+        """Wait until the unit is active and has a main process other than `but`."""
 
         def active() -> bool:
             unit = self.unit()
@@ -93,7 +94,7 @@ class Box:
 
 
 class Stream(threading.Thread):
-    """A client that reads one stream to its end."""
+    """A client that reads one stream until it ends."""
 
     def __init__(self, box: Box, **options: Any) -> None:
         super().__init__(daemon=True)
@@ -122,8 +123,8 @@ class Stream(threading.Thread):
 
 
 def shown_to_the_sandbox() -> str:
-    """Return unit settings that make this checkout and its Python visible where the sandbox would hide their
-    folder."""
+    """Return unit settings that make this checkout and its Python visible if the sandbox would otherwise hide
+    their folders."""
     needed = {Path(path).resolve() for path in (ROOT, sys.prefix, sys.base_prefix)}
     hidden = [path for path in sorted(needed) if path.parts[1] in ("home", "root", "tmp")]
     return "".join(
@@ -142,7 +143,7 @@ def booted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
         f"{socket}.d/tcp.conf": (UNITS / "examples/appliance.socket.d/tcp.conf").read_text(),
         f"{unit}.d/test.conf": "[Service]\n"
         f'Environment="PYTHONPATH={ROOT}" OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1\nWatchdogSec={WATCHDOG_S}s\n'
-        "TimeoutStopSec=2s\n"  # shorter than a drain, so the service must request more time
+        "TimeoutStopSec=2s\n"  # shorter than a drain, so the service must ask systemd for more time
         f"{shown_to_the_sandbox()}",
         "/usr/lib/sysusers.d/appliance.conf": (UNITS / "sysusers.d/appliance.conf").read_text(),
         "/etc/appliance/appliance.toml": f"hang_timeout_s = {HANG_S}\ndrain_grace_s = 120\n",
@@ -325,7 +326,7 @@ def test_stop_drains_and_leaves_nothing(box: Box) -> None:
     assert not list(state.glob("*-wal"))
     assert [path.name for path in (box.inside.root / "run/appliance").iterdir() if path.is_dir()] == []
 
-    # Invalid settings are reported, and systemd does not restart the service.
+    # Invalid settings must be reported, and systemd must not restart the service.
     box.write("fronts = 0\n")
     assert box.inside.systemctl("start", SERVICE, check=False).returncode != 0
     assert f"{DROP_IN}:1" in box.inside.journal("--unit", SERVICE, "--lines", "10")

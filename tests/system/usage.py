@@ -1,4 +1,4 @@
-"""Measurements of the service's processes: resident memory, descriptors and threads of each."""
+"""Measures the resident memory, descriptors and threads of each of the service's processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Usage:
 
 
 def processes_of(running: Service) -> dict[str, psutil.Process]:
-    """Return the core, fronts and ranks by descriptive names."""
+    """Return the core, fronts and ranks, by descriptive name."""
     status = running.status()
     found = {"core": running.process.pid}
     for number, front in enumerate(status["fronts"]):
@@ -38,13 +38,13 @@ def processes_of(running: Service) -> dict[str, psutil.Process]:
 
 
 def usage_of(process: psutil.Process) -> Usage:
-    """Return the current resource use of the process. Raises psutil.Error if it has ended."""
+    """Return the current resource use of the process. Raises psutil.Error if the process has exited."""
     with process.oneshot():
         return Usage(process.memory_info().rss / MEGABYTE, process.num_fds(), process.num_threads())
 
 
 class PeakMemory(threading.Thread):
-    """A thread that samples the resident memory of processes until `stop`."""
+    """A thread that samples the resident memory of processes until `stop` is called."""
 
     def __init__(self, processes: dict[str, psutil.Process], interval_s: float = 0.1) -> None:
         super().__init__(daemon=True)
@@ -70,7 +70,7 @@ class PeakMemory(threading.Thread):
             self.peak_mb[name] = max(self.peak_mb[name], size)
 
     def stop(self) -> None:
-        """Take a final sample and end the thread."""
+        """Take a final sample and stop the thread."""
         self._stopped.set()
         self.join()
         self._note()

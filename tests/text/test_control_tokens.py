@@ -1,5 +1,5 @@
-"""Tests that control tokens in client text are encoded as plain text, and that all other text is encoded as
-in transformers."""
+"""Tests that control tokens in clients' text are encoded as plain text, and that all other text is encoded in
+the same way as by transformers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests that texts are cut only where a cut does not change the token ids, and that no token represents more
-bytes than the tokenizer reports."""
+"""Tests that texts are cut only where a cut does not change the token ids. Also tests that no token
+represents more bytes than the maximum that the tokenizer reports."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ TEXT = st.lists(st.sampled_from(PARTS) | st.characters(exclude_categories=["Cs"]
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make pieces so small that texts are cut at every possible position."""
+    """Make the pieces so small that texts are cut at every permitted position."""
     monkeypatch.setattr(cuts, "PIECE_CHARACTERS", 1)
     monkeypatch.setattr("appliance.text.encoder.PIECE_CHARACTERS", 1)
 

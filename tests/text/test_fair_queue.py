@@ -1,5 +1,5 @@
-"""Tests that tenants share the capacity for processing texts, and that each tenant's work is limited without
-affecting other tenants."""
+"""Tests that tenants share the capacity for processing text, and that the limits on one tenant's work do not
+affect other tenants."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_tenant_is_refused_for_its_own_bytes_only() -> None:
     with memory.reserved("hog", 900_000):
         with pytest.raises(TooMuchWorkError, match="'hog'"), memory.reserved("hog", 200_000):
             pass
-        # The other tenant may use half of the memory, although both tenants together exceed the limit.
+        # The small tenant may use half of the memory, even if the total then exceeds the limit.
         with memory.reserved("small", 100_000), memory.reserved("small", 300_000):
             with pytest.raises(TooMuchWorkError, match="'small'"), memory.reserved("small", 200_000):
                 pass

@@ -1,1 +1,1 @@
-"""Tests of attacks on a running service. Each file covers one class of defect."""
+"""Tests of attacks on a running service. Each file covers one kind of weakness."""

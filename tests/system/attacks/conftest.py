@@ -1,4 +1,4 @@
-"""Services shared by the tests of one kind of attack."""
+"""Services that are shared by the tests of several attacks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.system.service import Service, service
 
 
 class Target(NamedTuple):
-    """A service under attack, with the key of a separate tenant."""
+    """A service under attack, and the key of a separate tenant."""
 
     running: Service
     tcp: Address
@@ -61,6 +61,6 @@ def target(folder: Path, limits: str = "", fronts: int = 1, flags: Sequence[str]
 
 @pytest.fixture(scope="session")
 def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
-    """Start a service with the default limits for the tests in all files."""
+    """Start a service with the default limits. The tests in all files share it."""
     with target(tmp_path_factory.mktemp("attacked"), fronts=2) as made:
         yield made

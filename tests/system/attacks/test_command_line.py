@@ -1,7 +1,7 @@
-"""Tests that no command sends or shows data if another user owns the directory in /tmp or the process behind
-a socket.
+"""Tests that commands send and show no data if the directory in /tmp, or the process behind a socket, belongs
+to another user.
 
-The commands run as one unprivileged user and the attacker as another. Only root can start both.
+The commands run as one unprivileged user and the attacker runs as another. Only root can start both.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ while True:
 
 
 class Commands:
-    """Runs commands as `CALLER`, without a terminal. One process imports everything that the commands need.
-    Each call forks that process to run its commands."""
+    """Runs commands as `CALLER`, without a terminal. One process imports everything that the commands need,
+    and each call forks that process to run its commands."""
 
     def __init__(self) -> None:
         kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
@@ -156,7 +156,7 @@ class Listener:
         assert self._process.stdout.readline() == b"\n"
 
     def stop(self) -> bytes:
-        """End the process and return the data that it received."""
+        """Stop the process and return the data that it received."""
         self._process.send_signal(signal.SIGKILL)
         received, _ = self._process.communicate()
         return received
@@ -176,7 +176,7 @@ def trap() -> Iterator[Path]:
     """As the attacker, create the run directory in /tmp in which the caller's commands look for the service.
     Its lock file names a forged request log."""
     path = Path(f"/tmp/appliance-{CALLER}")
-    shutil.rmtree(path, ignore_errors=True)  # a killed test run may have left it behind
+    shutil.rmtree(path, ignore_errors=True)  # it may be left over from a test run that was killed
     path.mkdir()
     try:
         forge_run_dir(path, path / "state")
@@ -232,8 +232,8 @@ def test_the_owner_of_a_directory_is_trusted_by_name_only(
 
 
 def test_another_users_process_behind_a_socket_of_ours_gets_nothing(commands: Commands, folder: Path) -> None:
-    """This can happen if a socket was passed on, or was moved by a user who once had write access to the
-    directory."""
+    """This can happen if the socket was handed over by another process, or was moved by a user who once had
+    write access to the directory."""
     run, elsewhere = folder / "run", folder / "elsewhere"
     for path, uid in ((run, CALLER), (elsewhere, ATTACKER)):
         path.mkdir()
@@ -277,7 +277,8 @@ def test_a_database_of_another_user_is_not_read(commands: Commands, folder: Path
 
 
 def test_a_directory_that_root_gave_to_the_services_user_is_trusted(commands: Commands, folder: Path) -> None:
-    """systemd does this with /run/appliance, so the service and the operator are different users."""
+    """This is the case for /run/appliance under systemd, so the service and the operator are different
+    users."""
     place = Path(tempfile.mkdtemp(prefix="appl-", dir="/run"))
     place.chmod(0o755)
     run = place / "run"

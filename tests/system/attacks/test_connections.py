@@ -1,5 +1,5 @@
-"""Tests of many connections, and of many requests on one connection. The attacker is limited, and other
-clients keep their connections."""
+"""Tests of clients with many connections, or with many requests on one connection. Such a client is limited,
+and other clients keep their connections."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.system.attacks.wire import (
 pytestmark = pytest.mark.system
 GET = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
 MAX_GROWTH = 60 * MEGABYTE
-"""Maximum growth of a process in bytes. Before connections were limited, each of these floods made a process
+"""Maximum growth of a process, in bytes. Without limits on connections, each of these floods made a process
 grow by more than 150 MB."""
 
 
@@ -145,8 +145,7 @@ def test_wrong_keys_leave_one_line_and_are_visible(attacked: Target) -> None:
 
 @pytest.mark.parametrize("kind", ["tcp", "admin"])
 def test_bad_keys_by_the_thousand_delay_and_cost_nobody_else(attacked: Target, kind: str) -> None:
-    """Sends as many requests per second as the machine can handle, which is 1,000 or more on two free
-    cores."""
+    """Sends as many requests per second as the machine can handle: 1,000 or more if two cores are free."""
     memory, seconds = Memory(attacked.running), 3.0
     path = "/status" if kind == "admin" else "/v1/models"
     slowest_status = 0.0
@@ -188,7 +187,7 @@ def test_connections_without_a_key_take_no_place_of_others(small: Target) -> Non
 
 
 def test_a_connect_flood_from_one_address_closes_no_connection_of_another(small: Target) -> None:
-    """A client with a long round-trip time sends its request one second after connecting."""
+    """Simulates a client with a long round-trip time, which sends its request one second after connecting."""
     flood = Orders("idle_connections", small.tcp, 6.0, 100, source="127.0.0.2")
     ask = post("/v1/chat/completions", chat(), small.authorization, "Connection: close")
     with attackers([flood]) as processes:
@@ -210,7 +209,7 @@ def test_a_full_front_refuses_with_503_and_says_so(small: Target) -> None:
     body = chat(max_tokens=500, ignore_eos=True, stream=True)
     streams = [connect(small.unix) for _ in range(40)]
     try:
-        # One tenant may hold 35 of the 40 connections.
+        # One tenant may have 35 of the 40 connections.
         for sock in streams[:35]:
             sock.sendall(post("/v1/chat/completions", body))
         for sock in streams[35:]:

@@ -1,8 +1,6 @@
-"""Tests of databases that are deleted, locked or damaged, and of disks that are full or read-only, under
-load.
-
-None of these faults may fail a request or lose a row, and `status` and `doctor` must report the cause.
-"""
+"""Tests, under load, of databases that are deleted, locked or damaged, and of disks that are full or
+read-only. None of these faults may make a request fail or lose a row. `status` and `doctor` must report the
+cause."""
 
 from __future__ import annotations
 
@@ -28,7 +26,8 @@ PAGE_BYTES = 4096
 
 @pytest.fixture(scope="module")
 def disk() -> Iterator[Path]:
-    """Yield a small separate disk for the state directory, which is an ext4 image next to its mount point."""
+    """Yield a small, separate disk for the state directory. The disk is an ext4 image next to its mount
+    point."""
     folder = Path(tempfile.mkdtemp(prefix="appl-"))
     mounted, image = folder / "state", folder / "image"
     mounted.mkdir()
@@ -55,8 +54,8 @@ def running(disk: Path) -> Iterator[Service]:
 
 @contextmanager
 def load(running: Service) -> Iterator[None]:
-    """Send requests during the block. All of them must be answered, and afterwards the log must contain all
-    of their rows."""
+    """Send requests during the block. All of them must be answered, and the log must contain all of their
+    rows afterwards."""
     clients = [Load(running) for _ in range(2)]
     for client in clients:
         client.start()
@@ -152,7 +151,8 @@ def test_with_damaged_logs_the_service_starts_serves_and_says_so(running: Servic
 
 
 def test_a_disk_that_becomes_read_only_stops_no_request(running: Service, disk: Path) -> None:
-    # ext4 does this after a disk error. Nothing can be written any more, not even through open files.
+    # ext4 becomes read-only after a disk error. Nothing can be written then, not even through files that are
+    # already open.
     subprocess.run(["mount", "-o", "remount,abort", disk], check=True)
     assert all(answer(running) for _ in range(3))
     problem(running, "history.db", "has refused writes")
@@ -162,7 +162,7 @@ def test_a_disk_that_becomes_read_only_stops_no_request(running: Service, disk: 
 
 
 def damage(path: Path) -> bytes:
-    """Overwrite all pages except the first, as a failing disk might. Return the original content."""
+    """Overwrite all pages except the first, as a failing disk might. Returns the original content."""
     before = path.read_bytes()
     assert len(before) > 4 * PAGE_BYTES
     with path.open("r+b") as file:

@@ -1,5 +1,5 @@
-"""Tests that each request with unusual framing gets one answer or is refused, and cannot smuggle in another
-request."""
+"""Tests that each request with unusual framing is either answered once or refused, and cannot be used to
+smuggle in another request."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ def test_curl_gets_its_answer(attacked: Target, option: str) -> None:
         timeout=60,
         check=True,
     )
-    assert b"messages" in done.stdout  # the error is about the empty conversation, so the body has arrived
+    # the error concerns the empty conversation, so the service has received the body
+    assert b"messages" in done.stdout
 
 
 @pytest.mark.parametrize(

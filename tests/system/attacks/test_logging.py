@@ -22,7 +22,7 @@ pytestmark = pytest.mark.system
 
 
 class Piped(Service):
-    """A service whose standard error is a pipe that this process can read or leave unread."""
+    """A service whose standard error is a pipe. This process can read the pipe or leave it unread."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -47,7 +47,7 @@ class Piped(Service):
             self.reading.wait()
 
     def stall(self) -> None:
-        """Stop reading until the pipe is full."""
+        """Stop reading, and wait until the pipe is full."""
         self.reading.clear()
         os.write(self.writer, b"(filled by the test)\n")  # the reader receives this line and then stops
         self.wait_until(lambda: "filled by the test" in self.text, 60, "the reader to stop")

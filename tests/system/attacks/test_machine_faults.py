@@ -1,8 +1,6 @@
-"""Tests of machine and user actions that may harm a service.
-
-The clock is changed, 1,000 queued requests are cancelled at the same time, a connection is passed to another
-user, and one tenant measures whether the prefix cache contains another tenant's prompts.
-"""
+"""Tests of machine and user actions that may harm a service. The system clock is changed, 1,000 queued
+requests are cancelled at the same time, and a connection is passed to another user. In addition, one tenant
+tries to measure whether the prefix cache contains another tenant's prompts."""
 
 from __future__ import annotations
 
@@ -62,15 +60,15 @@ def ask(http: httpx.Client, key: str, prompt: list[int]) -> tuple[float, httpx.R
 
 @contextmanager
 def clock_that_can_be_set(monkeypatch: pytest.MonkeyPatch, setting: Path) -> Iterator[Service]:
-    """Start a service whose time of day is set by the content of the file, for example "+1h"."""
+    """Start a service whose clock is offset by the content of a file, for example "+1h"."""
     if not FAKETIME.exists():
         pytest.skip("needs libfaketime (Debian: apt-get install libfaketime)")
     setting.write_text("+0")
     with monkeypatch.context() as patched:
         patched.setenv("LD_PRELOAD", str(FAKETIME))
         patched.setenv("FAKETIME_TIMESTAMP_FILE", str(setting))
-        # Without a cache, every call that reads the clock reads the file, which makes the service ten times
-        # slower.
+        # Without a cache, the file would be read whenever the service reads the clock, which would make the
+        # service ten times slower.
         patched.setenv("FAKETIME_CACHE_DURATION", "1")
         patched.setenv("FAKETIME_DONT_FAKE_MONOTONIC", "1")
         context = service()
@@ -153,9 +151,9 @@ socket.send_fds(to_test, [b"x"], [connection.fileno()])
 
 
 def test_a_connection_keeps_the_rights_of_the_user_who_made_it(running: Service) -> None:
-    """The kernel reports the user who connected, not the user who writes. Root therefore gains no rights on
-    another user's connection. A user who passes a connection on also passes on its rights, as with every open
-    file."""
+    """The kernel reports the user who opened the connection, not the user who writes to it. Root therefore
+    gains no rights by writing to another user's connection. A user who passes a connection to another user
+    also passes on its rights, as with every open file."""
     if os.geteuid():
         pytest.skip("needs root to switch to another user")
     running.folder.chmod(0o755)
@@ -192,8 +190,8 @@ def test_a_tenant_cannot_tell_which_prompts_another_has_in_the_prefix_cache(runn
 
 
 def timed(http: httpx.Client, key: str, prompt: list[int], *, cached: bool) -> float:
-    """Return the duration of a request in seconds. Check that its prompt is in the caller's part of the cache
-    if `cached`, and otherwise not."""
+    """Return the duration of a request in seconds. Checks that its prompt was found in the caller's part of
+    the cache if `cached` is true, and that it was not found otherwise."""
     seconds, answered = ask(http, key, prompt)
     details = answered.json()["usage"].get("prompt_tokens_details") or {}
     assert bool(details.get("cached_tokens")) == cached, answered.text

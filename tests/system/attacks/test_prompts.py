@@ -1,4 +1,4 @@
-"""Tests that huge prompts cost time, memory and quota only for the tenant that sends them."""
+"""Tests that huge prompts use time, memory and quota only of the tenant that sends them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ pytestmark = pytest.mark.system
 HUGE = "word " * ((Limits().max_body_bytes - 1000) // 5)
 WORD = "some words " * 10 + "x" * (Limits().max_body_bytes - 1000)
 MAX_DELAY_S = 2.0
-"""Maximum delay of a small request during the attack. Before fronts encoded prompts in turns, it was 64 s."""
+"""Maximum delay, in seconds, of a small request during the attack. It was 64 s before fronts encoded the
+prompts of tenants in turns."""
 
 
 def small_request_s(http: httpx.Client) -> float:
-    """Return the duration of the local user's request with a prompt of 720 characters, in seconds."""
+    """Return the duration, in seconds, of a request from the local user with a prompt of 720 characters."""
     began = time.monotonic()
     message = {"role": "user", "content": "some text " * 72}
     answer = http.post("/v1/chat/completions", json={"model": "demo", "messages": [message], "max_tokens": 1})
@@ -39,8 +40,8 @@ def small_request_s(http: httpx.Client) -> float:
 def flood(
     caller: Caller, path: str, connections: int, refusals: list[str] | None = None, **body: Any
 ) -> Iterator[Counter[int]]:
-    """Send the body repeatedly on the given number of connections. Yield the count of each status code, and
-    add the messages of 503 responses to `refusals`."""
+    """Send the body repeatedly on the given number of connections. Yields a counter of status codes. The
+    messages of 503 responses are added to `refusals`."""
     statuses: Counter[int] = Counter()
     over = threading.Event()
     headers = {"authorization": f"Bearer {caller.key}"}
@@ -192,7 +193,7 @@ def test_a_front_keeps_nothing_of_the_prompts_that_it_refuses(demo: Service) -> 
     send(10)
     before = front_bytes(demo)
     send(100)
-    # Each prompt has 2 MB. The front must not keep these prompts in memory.
+    # Each prompt is 2 MB long. The front must not keep these prompts in memory.
     demo.wait_until(lambda: front_bytes(demo) - before < 60e6, 30, "the memory to be free")
 
 

@@ -1,5 +1,5 @@
 """Tests that replicas that die or stop responding are detected within seconds and replaced, and that their
-requests continue."""
+requests are completed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOKENS = 120
 
 
 def begun(running: Service) -> Stream:
-    """Return a stream whose first tokens have been delivered."""
+    """Start a stream, and return it after its first tokens have been delivered."""
     stream = Stream(running, max_tokens=TOKENS)
     assert stream.begun.wait(60)
     return stream

@@ -1,4 +1,4 @@
-"""Tests that a hostile chat template in a checkpoint affects only the users of that model."""
+"""Tests that a malicious chat template in a checkpoint affects only the users of that model."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def workers(running: Service) -> list[psutil.Process]:
 
 
 def memory(process: psutil.Process) -> int:
-    """Return the resident memory of a process in bytes, or 0 after the process has ended."""
+    """Return the resident memory of a process in bytes, or 0 if the process has exited."""
     try:
         return process.memory_info().rss
     except psutil.NoSuchProcess:
@@ -81,7 +81,7 @@ def test_a_template_that_exceeds_a_bound_is_refused_and_delays_nobody_else(
         assert message in answer.json()["error"]["message"]
         assert chat(http, "hostile", "something else").status_code == 200
     assert 0 < most < MAX_TEMPLATE_MEMORY_BYTES + (64 << 20)
-    # A template that uses too much memory is ended immediately.
+    # The process of a template that uses too much memory is killed immediately.
     assert (len(latencies) > 3 or content == "hungry") and max(latencies) < 2.0, latencies
 
     def shown() -> bool:

@@ -46,7 +46,7 @@ def read_all(sock: socket.socket) -> bytes:
 
 
 def exchange(address: Address, request: bytes) -> bytes:
-    """Send `request` and nothing more. Return the bytes received until the connection is closed."""
+    """Send `request` and nothing else. Returns the bytes received until the connection is closed."""
     with connect(address) as sock:
         sock.sendall(request)
         return read_all(sock)
@@ -65,8 +65,8 @@ def chat(**fields: Any) -> dict[str, Any]:
 
 
 def flood(address: Address, data: bytes, connections: int, seconds: float) -> list[bytes]:
-    """Send `data` on many connections at the same time, as fast as the service accepts it. Return the data
-    that each connection received before it closed or the time was over."""
+    """Send `data` on many connections at the same time, as fast as the service accepts it. Returns the data
+    that each connection received before it was closed or the time was over."""
     sockets = [connect(address) for _ in range(connections)]
     left = {sock: memoryview(data) for sock in sockets}
     answers = dict.fromkeys(sockets, b"")
@@ -98,7 +98,7 @@ def flood(address: Address, data: bytes, connections: int, seconds: float) -> li
 
 
 class Memory:
-    """The resident memory of the core and the fronts."""
+    """Tracks the resident memory of the core and the fronts."""
 
     def __init__(self, running: Service) -> None:
         fronts = [front["pid"] for front in running.status()["fronts"]]
@@ -109,7 +109,7 @@ class Memory:
         return [process.memory_info().rss for process in self._processes]
 
     def growth(self) -> int:
-        """Return the largest growth of any of the processes, in bytes."""
+        """Return the largest growth among the processes, in bytes."""
         return max(now - before for now, before in zip(self._sizes(), self.before, strict=True))
 
 
