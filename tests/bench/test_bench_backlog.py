@@ -145,7 +145,7 @@ def test_a_trial_shorter_than_two_responses_proves_nothing() -> None:
 
 
 def test_requests_that_are_open_when_a_trial_is_stopped_are_behind() -> None:
-    # One request arrives every 1/8 s for 4 s. The first ten take 1/4 s each, and the rest are still open when
+    # One request arrives every 1/8 s for 4 s. The first ten take 1/4 s each. The others are still open when
     # the trial is stopped at 6 s.
     due = [number / 8 for number in range(32)]
     ended = [RequestTimes(at, 250.0, 250.0, 0.0, None, 1, "", "") for at in due[:10]]

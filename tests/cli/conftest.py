@@ -109,7 +109,7 @@ def run_unprivileged_cli(open_folder: Path) -> Run:
     the command reads must be in `open_folder`."""
 
     def run(*words: object) -> Outcome:
-        # First run a command that imports all modules, because the other user may not be able to read the
+        # First run a command that imports all modules: the other user may not be able to read the
         # interpreter's own files.
         source = (
             "import contextlib, io, os, sys; from appliance.cli import main\n"

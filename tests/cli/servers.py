@@ -23,7 +23,7 @@ class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     request_queue_size = 32
 
     def handle_error(self, request: object, client_address: object) -> None:
-        pass  # some tests disconnect on purpose
+        pass  # some tests disconnect deliberately
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -36,7 +36,7 @@ def alive(pid: int) -> bool:
 
 
 class Service:
-    """A core in its own process, with fake fronts and replicas."""
+    """A core in a separate process, with fake fronts and replicas."""
 
     def __init__(self, folder: Path, settings: str = "", models: tuple[str, ...] = ("m",)) -> None:
         self.folder = folder

@@ -143,8 +143,8 @@ def random_mix(seed: int, seconds: float = 5.0) -> Mix:
 
 
 def broken_promises(mix: Mix) -> list[str]:
-    """Run a mix. Return a description of each probe that waited longer than a probe alone does, plus two full
-    steps."""
+    """Run a mix. Return a description of each probe whose time to first token exceeds the time without load
+    by more than two full steps."""
     alone, beside = _run(mix, ()), _run(mix, mix.loads)
     middle = mix.seconds / 2
     bound_s = 2 * full_step_s(mix.slots) + MARGIN_S

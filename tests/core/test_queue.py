@@ -298,7 +298,7 @@ def test_promises_know_when_serving_them_must_begin_property(
             promises.remove(gone[0], gone[1])
     assert promises.latest_begin() == latest(plain)
     ahead = [one for one in plain if one[0] <= time]
-    # The new promise does not affect earlier promises, which were checked when they were added.
+    # The new promise does not affect earlier promises. Those were checked when they were added.
     unaffected = latest(ahead)
     assert min(unaffected, promises.latest_begin_with(time, work)) == latest([*plain, (time, 1 << 40, work)])
 

@@ -380,7 +380,8 @@ def test_a_reload_during_a_drain_does_not_change_the_drain(make_service: Make) -
     assert "503 model 'm' is draining" in read_answer(service.connect("m 1"))[-1]
     service.admin.resume(ResumeService(model="m"))
     assert read_answer(service.connect("m 1"))[-1] == "front-0 length"
-    # Removing a model ends its drain, so a later model with the same name serves requests.
+    # Removing a model ends its drain. A model that is added later under the same name is therefore not
+    # draining.
     change(service, ('[models.n]\nfolder = "n"\n', ""))
     wait_until(lambda: len(service.pids()) == 2)
     assert service.admin.status().drains == []

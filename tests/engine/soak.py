@@ -1,10 +1,10 @@
 """Soak test: random traffic through one engine, `python -m tests.engine.soak --minutes 30`.
 
-Requests arrive in bursts and lulls, with prompts of one token up to several steps' budgets, shared prefixes,
-several samples, every kind of sampling, cancels at any moment, preemptions, invalid requests and non-finite
-values. After each round the test checks that every request ended exactly once with the right result, that all
-slots, blocks and credits are free, and that memory use has not grown. Requests with known outputs run in
-between (`soak_known`).
+Requests arrive in bursts and lulls. Their prompts have between one token and several steps' budgets, and some
+share prefixes. The traffic includes requests with several samples, every kind of sampling, cancels at any
+moment, preemptions, invalid requests and non-finite values. After each round the test checks that every
+request ended exactly once with the right result, that all slots, blocks and credits are free, and that memory
+use has not grown. Requests with known outputs run in between (`soak_known`).
 
 On a GPU: `python -m tests.engine.soak --minutes 5 --device cuda --shape llama-3.1-8b`, and for FP8 with
 `--spec quantization=fp8 --spec kv_cache_dtype=fp8`. `--spec tensor_parallel_size=4` splits the model over

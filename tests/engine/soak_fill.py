@@ -1,8 +1,8 @@
 """A wave of long sequences that uses every block of the pool, in all slots, with every kind of sampling.
 
 Every slot has a prompt, and all prompts together nearly fill the pool. All sequences then decode until no
-block is left and sequences are preempted, and for some steps after that. The remaining sequences are
-cancelled. This shows that the pool can be used to its last block without running out of memory, and how
+block is left and sequences are preempted. After some more steps, the remaining sequences are cancelled. The
+test shows that every block of the pool can be used without running out of memory. It also shows how
 accurately `engine.sizing` predicts the memory use.
 """
 

@@ -365,8 +365,8 @@ def test_a_rank_sees_only_the_gpus_of_its_replica(tmp_path: Path, monkeypatch: p
 def test_nothing_is_imported_from_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The operator's working directory may contain an `engine/` or a `random.py`, which must not be
-    imported."""
+    """The operator's working directory may contain a folder `engine/` or a file `random.py`. The replica must
+    not import them."""
     (tmp_path / "engine").mkdir()
     for name in ("engine/__init__.py", "random.py"):
         (tmp_path / name).write_text("raise SystemExit(3)")

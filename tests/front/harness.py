@@ -119,7 +119,7 @@ class Harness:
     module: str = "appliance.front"
     """Name of the module that implements the front process."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Environment variables of the front, in addition to those of the test."""
+    """Environment variables that the front gets in addition to the environment of the test."""
 
     def __post_init__(self) -> None:
         self.tokenizer = Tokenizer.load(self.folder)

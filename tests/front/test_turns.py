@@ -22,7 +22,7 @@ from appliance.http.request_memory import HeadHolder, RequestMemory
 from appliance.http.turns import BURST_S, MAX_SHARE, MAX_TURNS_PER_PASS, TURN_S, Source, Turns
 
 GREEDY = 200
-"""Number of connections of the greedy client, which sends requests without pausing."""
+"""Number of connections of the greedy client. It sends requests without pausing."""
 
 
 ONE = Source("one", "one")

@@ -1,5 +1,4 @@
-"""Tests of the identity table, which is computed from tenants, keys, peers and settings, and sent to
-fronts."""
+"""Tests of the identity table. It is computed from tenants, keys, peers and settings, and sent to fronts."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def made(request: pytest.FixtureRequest) -> Iterator[LocalEngine]:
 
 @pytest.fixture(scope="module")
 def unquantised() -> Iterator[LocalEngine]:
-    """The same model with an unquantised cache, which runs eager passes."""
+    """An engine with the same model but an unquantised cache. It runs eager passes."""
     made = engine("cuda", "bfloat16")
     yield made
     made.close()

@@ -139,8 +139,8 @@ LENS = {
     "padding only": [0, 0],
 }
 WINDOWED = {"one page", "three pages", "ragged", "one is much longer"}
-"""Batches that are tested with every window. Each of the other batches is tested with at most one window,
-which ends inside a sequence."""
+"""Names of the batches that are tested with every window. Each of the other batches is tested with at most
+one window. That window ends inside a sequence."""
 BATCHES = [
     *((name, None) for name in LENS),
     *((name, window) for name in LENS if name in WINDOWED for window in (1, 50, 64, 100)),
@@ -158,7 +158,7 @@ class New:
     rotation: Rotation
 
     def run(self, **options: object) -> torch.Tensor:
-        """Run the kernel, which also writes the new keys and values to the case's cache."""
+        """Run the kernel. It also writes the new keys and values to the case's cache."""
         heads, head_dim = self.case.q.shape[1:]
         case, kv_heads = self.case, self.case.keys.shape[1]
         workspace = kernel.allocate_workspace(len(case.lens), heads, kv_heads, head_dim, self.qkv.device)

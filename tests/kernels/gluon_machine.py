@@ -119,7 +119,7 @@ class Memory:
 
 
 class Shared:
-    """A view of shared memory, which maps each position to an element of the allocation."""
+    """A view of shared memory. It maps each position to an element of the allocation."""
 
     def __init__(
         self, memory: Memory, places: torch.Tensor, layout: Any, granules: list[int] | None = None

@@ -1,5 +1,5 @@
-"""Checks that every seeded defect still matches the source. `scripts/seed_defects` runs the tests with each
-defect, which takes minutes."""
+"""Checks that every seeded defect still matches the source. Running the tests with each defect takes minutes,
+so `scripts/seed_defects` does that separately."""
 
 from __future__ import annotations
 

@@ -37,7 +37,8 @@ def _random(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 class Case:
-    """Tokens, and a router in which some experts have equal rows and therefore equal logits."""
+    """Tokens and a router. Some experts have equal rows in the router's matrix, and therefore equal
+    logits."""
 
     def __init__(self, tokens: int, experts: int, top_k: int, hidden: int, dtype: torch.dtype) -> None:
         self.x = _random(tokens, hidden, seed=1, dtype=dtype)

@@ -7,7 +7,8 @@ and that a graph replays the captured kernels.
 
 Tolerances: the error of a bfloat16 or float16 result against float64 is at most twice the reference's error
 in the same dtype, plus half a unit in the last place (the reference may be accurate by chance). e4m3 values
-and scales equal the reference's quantisation of the kernel's own unquantised result bit for bit.
+and scales must be bitwise equal to the values and scales that the reference computes from the kernel's own
+unquantised result.
 """
 
 from __future__ import annotations
@@ -78,8 +79,8 @@ def test_a_non_contiguous_tensor_is_refused() -> None:
 
 
 def _scaled_only(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise as the reference does, but without rounding to e4m3, which the interpreter does not
-    support."""
+    """Quantise like the reference, but without rounding to e4m3, because the interpreter does not support
+    e4m3."""
     largest = x.float().abs().amax(-1, keepdim=True)
     full = torch.full_like(largest, 448.0)
     return x.float() * (full / torch.where(largest > 0, largest, 1.0)), largest / full

@@ -1,4 +1,4 @@
-"""Tests of the spool, which holds entries of the audit trail while the database cannot take them."""
+"""Tests of the spool. It stores entries of the audit trail while they cannot be written to the database."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from tests.audit_trail import ROOT, announced, fill, read_audit
 
 
 class FullDatabase:
-    """Context manager in which every write to `control.db` fails as on a full disk."""
+    """Context manager in which every write to `control.db` fails, as it would on a full disk."""
 
     def __init__(self, control: ControlStore) -> None:
         self._writer = control._writer
 
     def __enter__(self) -> None:
-        # The next row is longer than the space that is left in the last page.
+        # Limit the database to its current pages. The next row is longer than the free space in the last
+        # page.
         self._writer.call(
             lambda connection: connection.execute(
                 f"PRAGMA max_page_count={connection.execute('PRAGMA page_count').fetchone()[0]}"
@@ -92,7 +93,7 @@ def test_what_waits_outlives_the_service(tmp_path):
     with FullDatabase(first):
         actor = announced(first, "requests.cancel", why=LONG)
         first.trail.conclude(actor, "requests.cancel", {"why": LONG}, "ok").result(60)
-        # This simulates that the process is killed here.
+        # Simulate that the process is killed here.
         kept = (tmp_path / "audit.spool").read_bytes()
     first.close()
     (tmp_path / "audit.spool").write_bytes(kept)
@@ -100,7 +101,7 @@ def test_what_waits_outlives_the_service(tmp_path):
     second = ControlStore(tmp_path / "control.db")
     second.start()
     second.close()
-    # An entry that was both in the spool and in the chain appears only once.
+    # This entry was both in the spool and in the chain, but appears only once.
     assert before == 2
     assert [row.phase for row in read_audit(first.path)] == ["intent", "result"]
     assert not (tmp_path / "audit.spool").exists()

@@ -1,4 +1,4 @@
-"""One client of a burst: its random request, and what it received."""
+"""One client of a burst: its random request and the response that it received."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ class Got:
     refusal: str = ""
     """Error code, if the response was an error."""
     whole: bool = False
-    """Whether the answer was complete, so that `tokens` is the number of generated tokens that it reports."""
+    """Whether the answer was complete. If so, `tokens` is the number of generated tokens that the answer
+    reports."""
     tokens: int = 0
-    """Number of tokens received. For an answer that was cut off or abandoned, it includes only tokens that
-    the client certainly received."""
+    """Number of tokens received. If the answer was cut off or abandoned, only tokens that the client has
+    certainly received are counted."""
     left: bool = False
 
 
@@ -88,7 +89,7 @@ async def _ask(
 
 
 def read_answer(received: bytes, stream: bool, got: Got) -> None:
-    """Record what the client received."""
+    """Record the response that the client received."""
     top, _, rest = received.partition(b"\r\n\r\n")
     lines = top.decode("latin-1").split("\r\n")
     if len(lines[0].split(" ")) < 2:

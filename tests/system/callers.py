@@ -1,4 +1,4 @@
-"""The callers of the authentication matrix, with their keys, sockets and users."""
+"""The callers used by the authentication tests, with their keys, sockets and users."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ STRANGER, MAPPED_UID, MAPPED_GID = 4301, 4302, 4303
 
 
 class Caller(NamedTuple):
-    """A caller, and the socket and credentials that it uses."""
+    """A caller, with the socket and the credentials that it uses."""
 
     name: str
     address: Any
     headers: list[list[str]]
     user: int | None = None
-    """The uid and gid that send the request. If None, the test's own process sends it."""
+    """The uid and gid of the process that sends the request. If None, the test's own process sends it."""
 
 
 class Matrix(NamedTuple):

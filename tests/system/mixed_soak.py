@@ -146,11 +146,9 @@ def clients(attacked: Target, count: int, seconds: float, tally: Tally) -> list[
 
 
 def run(attacked: Target, key: str, seconds: float, count: int, every_s: float) -> dict[str, Any]:
-    """Run all traffic. Return the result, in which `failures` lists the violated expectations.
-
-    `key` belongs to the attackers' tenant, `count` is the number of clients, and `every_s` is the sampling
-    interval.
-    """
+    """Run all traffic and return the result. Its `failures` field lists the violated expectations. `key`
+    belongs to the attackers' tenant, `count` is the number of clients, and `every_s` is the sampling interval
+    in seconds."""
     tally = Tally()
     orders = [
         replace(

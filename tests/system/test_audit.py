@@ -60,7 +60,7 @@ def record() -> Iterator[Record]:
 
 
 def operate(running: Service) -> None:
-    """Perform some operator actions, which leave 12 rows."""
+    """Perform some operator actions. They result in 12 audit rows."""
     running.command("tenants", "create", "acme", "--weight", "2")
     running.command("tenants", "set", "acme", "--weight", "3")
     key = running.command("keys", "create", "--name", "ci", "--tenant", "acme")

@@ -29,7 +29,7 @@ def test_without_a_terminal_the_demo_shows_answer_and_row_and_stops_the_service(
 
 
 class Terminal:
-    """A program in its own terminal."""
+    """A program that runs in a separate terminal."""
 
     def __init__(self, command: list[str]) -> None:
         self.text = ""

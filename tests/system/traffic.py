@@ -13,7 +13,7 @@ from tests.system.service import APPLIANCE, Service
 
 
 class Load(threading.Thread):
-    """A client that sends one request after another until it is told to stop."""
+    """A client that sends one request after another until it is stopped."""
 
     def __init__(self, running: Service, key: str = "placeholder") -> None:
         super().__init__(daemon=True)

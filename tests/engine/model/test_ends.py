@@ -30,8 +30,8 @@ FAMILIES = {
 
 
 def plan(step: int, decodes: list[int], chunks: list[tuple[int, int, int, bool]]) -> StepPlan:
-    """Return a plan. Each chunk is a tuple of slot, start, number of tokens, and whether the chunk ends the
-    prompt. Slot s has blocks 3s, 3s + 1 and 3s + 2."""
+    """Return a plan. Each chunk is given as a tuple: slot, start, number of tokens, and whether the chunk is
+    the last of its prompt. Slot s has blocks 3s, 3s + 1 and 3s + 2."""
     rows = {row for row, start, _, _ in chunks if not start}
     return StepPlan(
         step,

@@ -74,8 +74,8 @@ def _load(folder: Path, quantised: bool = False) -> Decoder:
 
 
 def _equal(decoder: Decoder, model: Any) -> float:
-    """Return the fraction of SEQUENCES whose logits equal those of a transformers model. Each sequence has a
-    prompt of 7 tokens in two chunks, followed by 5 more tokens."""
+    """Return the fraction of sequences whose logits equal those of a transformers model. There are SEQUENCES
+    sequences. Each has a prompt of 7 tokens in two chunks, followed by 5 more tokens."""
     with torch.no_grad():
         expected = model(torch.tensor(SEQUENCES)).logits
     assert expected.std() > 0.3, "the logits are too small for a meaningful comparison"

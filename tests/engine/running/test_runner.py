@@ -95,7 +95,7 @@ def test_greedy_tokens_are_those_of_a_full_pass(engine: LocalEngine) -> None:
 
 
 def test_samples_of_one_prompt_share_blocks_and_then_diverge(engine: LocalEngine) -> None:
-    """With n > 1, samples diverge after copy-on-write, which must copy the actual keys and values."""
+    """With n > 1, samples diverge after copy-on-write. The copies must contain the actual keys and values."""
     params = SamplingParams(max_tokens=40, temperature=0.9, seed=77)
     for length in (5, 64, 100):
         [samples] = engine.generate([prompt_of(length, seed=1)], params, n=4)

@@ -273,8 +273,8 @@ def test_a_shared_setup_gives_forks_the_same_tables_as_separate_setups(which: in
 
 
 def test_a_setup_is_uploaded_once_for_all_of_its_forks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One upload of history, bias, stop tokens, allowed tokens and bad words serves all forks. Setting up a
-    new sequence in one fork's slot leaves the other forks unchanged."""
+    """All forks share one upload of history, bias, stop tokens, allowed tokens and bad words. When a new
+    sequence is set up in one fork's slot, the other forks stay unchanged."""
     sent: list[list[float]] = []
 
     def noted(array: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -26,7 +26,7 @@ def test_pinned_memory_is_reserved_for_every_power_of_two_up_to_the_largest_tran
 
 
 class Memory:
-    """A stand-in for a pinned buffer, which counts as allocated while it is referenced."""
+    """A stand-in for a pinned buffer. It counts as allocated while it is referenced."""
 
 
 def test_all_buffers_of_a_size_are_allocated_before_any_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 class ThreadRank(Collectives):
-    """One of `size` ranks, which share `slots` and `barrier`."""
+    """One of `size` ranks. All of them share `slots` and `barrier`."""
 
     collectives = "threads"
 

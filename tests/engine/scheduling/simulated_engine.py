@@ -17,7 +17,7 @@ FRONT = "front-0"
 
 
 class SimulatedEngine:
-    """An engine on the simulated runner, which records all of its outputs."""
+    """An engine on the simulated runner. It records all outputs of the engine."""
 
     def __init__(self, *, overlap: bool = True, runner: Any = None, **sizes: Any) -> None:
         sizes = {

@@ -173,8 +173,8 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture
 def trap() -> Iterator[Path]:
-    """As the attacker, create the run directory in /tmp in which the caller's commands look for the service.
-    Its lock file names a forged request log."""
+    """As the attacker, create the run directory in /tmp where the caller's commands look for the service. Its
+    lock file names a forged request log."""
     path = Path(f"/tmp/appliance-{CALLER}")
     shutil.rmtree(path, ignore_errors=True)  # it may be left over from a test run that was killed
     path.mkdir()

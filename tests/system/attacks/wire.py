@@ -132,7 +132,7 @@ def is_closed(sock: socket.socket) -> bool:
 
 
 def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
-    """Poll until `condition` holds."""
+    """Poll until `condition` is true."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"timed out after {timeout_s} s waiting for {what}"
