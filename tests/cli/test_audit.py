@@ -138,7 +138,7 @@ def test_a_tail_that_was_cut_with_its_heads_shows_against_the_journals(
 
 @pytest.fixture
 def journalctl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Return a function that installs a shell script as `journalctl`, first in PATH."""
+    """Return a function that installs a shell script as `journalctl` in a folder that is first in PATH."""
 
     def put(script: str) -> None:
         (tmp_path / "journalctl").write_text(f"#!/bin/sh\n{script}\n")

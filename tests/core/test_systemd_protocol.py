@@ -95,7 +95,7 @@ def test_a_manager_that_does_not_listen_is_not_waited_for(tmp_path: Path) -> Non
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         systemd.bind(str(tmp_path / "notify"))
         manager = Manager({"NOTIFY_SOCKET": str(tmp_path / "notify")})
-        while manager.tell(WATCHDOG=1):  # until the kernel's buffer is full
+        while manager.tell(WATCHDOG=1):  # send until the kernel's buffer is full
             pass
         assert not manager.tell(READY=1)
         systemd.recv(4096)

@@ -34,7 +34,7 @@ class Divergence:
     place: int
     """Index of the diverging token in the answer."""
     gap: float
-    """Gap between the reference's top two tokens at that position."""
+    """Gap between the reference's top two tokens at the diverging position."""
     second: bool
     """Whether the other device chose the reference's second-best token."""
 
@@ -57,7 +57,7 @@ class Parity:
     least_gap: float
     """Smallest gap between the reference's top two tokens, over all counted tokens."""
     most_moved: float
-    """Largest change of that gap on the other device."""
+    """Largest difference between the gap on the other device and the gap in the reference."""
     divergences: list[Divergence]
 
     @property

@@ -46,8 +46,8 @@ SEQUENCES, STEP_TOKENS = 8, 64
 
 
 class ToyLayer(Layer):
-    """A dense layer followed by a gate. A linear computes a gate value for each element of the residual,
-    which is multiplied by 1 + sigmoid(gate)."""
+    """A dense layer followed by a gate. A linear computes a gate value for each element of the residual, and
+    the element is multiplied by 1 + sigmoid(gate value)."""
 
     def __init__(self, config: ModelConfig, shard: Shard, factory: ParameterFactory, index: int) -> None:
         super().__init__(config, shard, factory, index)

@@ -57,7 +57,7 @@ class Round:
     scope: str
     """Owner of the quota: "tenant" or "key"."""
     limit: str
-    """Limit of the quota."""
+    """Name of the limit that the quota sets."""
     capacity: float
     per_s: float
     """Number of tokens or requests that the quota regains per second."""

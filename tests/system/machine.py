@@ -78,7 +78,7 @@ class Machine:
     def __init__(self, process: subprocess.Popen[bytes], init: int, log: Path) -> None:
         self.process = process
         self.init = init
-        """The machine's process 1, by its process id on the host."""
+        """Process id, on the host, of the machine's init process."""
         self.log = log
         self.root = Path(f"/proc/{init}/root")
 
