@@ -3,31 +3,36 @@ expert, and Mixtral names them differently; transformers 5 can store all experts
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from engine.model.checkpoint import TensorEntry
+from engine.model.layers import WeightShard
 
-_MIXTRAL = re.compile(r"\.block_sparse_moe\.(?:experts\.(\d+)\.(w[123])\.)?")
-_MIXTRAL_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_MIXTRAL = ".block_sparse_moe."
+_MIXTRAL_NAMES = {".mlp.": _MIXTRAL, ".gate_proj.": ".w1.", ".down_proj.": ".w2.", ".up_proj.": ".w3."}
+"""Parts of tensor names, and what they are in Mixtral's published checkpoints."""
 _FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """The matrices of each expert that a tensor of all experts has, one after the other."""
 
 
+def with_names_of(entries: dict[str, TensorEntry], shards: Iterable[WeightShard]) -> list[WeightShard]:
+    """Return the shards with the names that their tensors have in a checkpoint with `entries`."""
+    if not any(_MIXTRAL in name for name in entries):
+        return list(shards)
+    return [replace(shard, name=_mixtral_name(shard.name)) for shard in shards]
+
+
+def _mixtral_name(name: str) -> str:
+    for part, theirs in _MIXTRAL_NAMES.items():
+        name = name.replace(part, theirs)
+    return name
+
+
 def split_experts(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """Return the tensors of a checkpoint with those of experts named `….mlp.experts.INDEX.gate_proj.weight`,
-    `up_proj` and `down_proj`. A tensor of all experts `[experts, rows, columns]` becomes its matrices."""
-    return {
-        part: each
-        for name, entry in entries.items()
-        for part, each in _split(_MIXTRAL.sub(_named, name), entry)
-    }
-
-
-def _named(found: re.Match[str]) -> str:
-    expert, part = found.groups()
-    return ".mlp." if expert is None else f".mlp.experts.{expert}.{_MIXTRAL_PARTS[part]}."
+    """Return the tensors of a checkpoint, with each tensor of all experts `[experts, rows, columns]` replaced
+    by its matrices, named `….mlp.experts.INDEX.gate_proj.weight`, `up_proj` and `down_proj`."""
+    return {part: each for name, entry in entries.items() for part, each in _split(name, entry)}
 
 
 def _split(name: str, entry: TensorEntry) -> Iterator[tuple[str, TensorEntry]]:

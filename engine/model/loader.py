@@ -19,7 +19,7 @@ from engine.config import CheckpointError
 from engine.model.checkpoint import TensorEntry, read_entries
 from engine.model.decoder import Decoder
 from engine.model.exchange import ColumnExchange
-from engine.model.expert_names import split_experts
+from engine.model.expert_names import split_experts, with_names_of
 from engine.model.layers import WeightShard
 from engine.model.slices import TensorSlice
 from engine.model.streaming import stream
@@ -52,7 +52,7 @@ def load(decoder: Decoder, folder: str | Path, progress: ProgressCallback, *, ex
     """
     folder = Path(folder)
     entries = split_experts(read_entries(folder))
-    shards = {shard.name: shard for shard in decoder.weight_shards()}
+    shards = {shard.name: shard for shard in with_names_of(entries, decoder.weight_shards())}
     _check(entries, shards, folder, tied=decoder.config.tie_word_embeddings)
     with decoder.fit.explained():
         done = _fill(shards, entries, decoder, progress, exchange)
