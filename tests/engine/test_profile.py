@@ -372,4 +372,4 @@ def test_a_profile_of_a_small_model_on_a_cpu(tmp_path: Path) -> None:
     assert "mean step of 8:" in few.stdout
     too_many = profile("--skip", "300")
     assert too_many.returncode == 1
-    assert "--skip is 300, but the workload has no more than 255 decode steps" in too_many.stderr
+    assert "--skip is 300, but the workload has at most 255 consecutive decode steps" in too_many.stderr
