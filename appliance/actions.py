@@ -24,7 +24,7 @@ Danger = Literal["none", "confirm", "typed"]
 """Required confirmation: none, yes or no, or typing the target's name."""
 TargetKind = Literal["service", "model", "tenant", "key", "peer", "request"]
 Visibility = Literal["shown", "internal"]
-"""Whether the action is offered to people, or is only called by a command as one of its steps."""
+"""Whether operators can choose the action, or only a command performs it as one of its steps."""
 
 
 def _changes(record: type[msgspec.Struct]) -> Any:
@@ -39,8 +39,8 @@ def _changes(record: type[msgspec.Struct]) -> Any:
 
 
 def _parameter(field: Declared) -> Any:
-    """Return the type of an optional field. Values are checked by `store.rules`, whose messages name the
-    remedy; the type only describes them in the schema."""
+    """Return the type of an optional field. It only describes values in the schema: `store.rules` checks
+    them, because its messages name the remedy."""
     plain: dict[str, Any] = {"choice": str, "list": tuple[str, ...]}
     kind = plain.get(field.kind, field.type)
     if field.optional:
@@ -220,20 +220,20 @@ class Action(NamedTuple):
     name: str
     """Name in the URL and in the audit chain."""
     title: str
-    """Title for people, in the imperative. With the target, it becomes the question of the confirmation
-    dialog: "Revoke key X?"."""
+    """Displayed title, in the imperative. The confirmation dialog appends the target to it: "Revoke key
+    X?"."""
     danger: Danger
     target: TargetKind
     parameters: type[msgspec.Struct]
     """Struct whose fields are the parameters and whose docstring describes the action."""
     result: type[msgspec.Struct]
     named_by: str = ""
-    """Parameter that names the target, or empty if the action has only one target."""
+    """Parameter that names the target, or empty if there is only one possible target."""
     visibility: Visibility = "shown"
 
     @property
     def description(self) -> str:
-        """Description of the action, in sentences."""
+        """Description of the action, in full sentences."""
         return " ".join((inspect.getdoc(self.parameters) or "").split())
 
     def target_name(self, parameters: msgspec.Struct) -> str:

@@ -30,7 +30,7 @@ def configure_logging(level: str, process: str = "") -> None:
     logs.log_to_stderr(LineFormatter(process))
     root = logging.getLogger()
     root.setLevel(level.upper())
-    # Heads of the audit chain are logged at every level, because their copy in the journal proves that the
+    # Heads of the audit chain are logged at every level, because the copy in the journal proves that the
     # chain is complete.
     logging.getLogger("store.heads").setLevel(logging.INFO)
     logging.getLogger("asyncio").setLevel(max(logging.WARNING, root.level))

@@ -11,8 +11,8 @@ from store.policies import INTERACTIVE, LogPolicy
 
 SocketKind = Literal["unix", "tcp"]
 ExceededLimit = Literal["", "requests", "tokens"]
-"""Which kind of limit was exceeded, sent as OpenAI's `type` of the error. "" means that the status determines
-the type."""
+"""The kind of limit that was exceeded, sent in the `type` field of OpenAI's error format. "" means that the
+status determines the type."""
 SecretKind = Literal["keys", "bearer_tokens", "passwords", "private_keys", "emails", "cards"]
 
 # ── core to front ────────────────────────────────────────────────────────────────────────────────
@@ -25,7 +25,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     """Folder with the tokenizer and the chat template."""
     version: str
-    """Identifier of the model's files: a fingerprint of the folder."""
+    """Identifies the version of the model's files: a fingerprint of the folder."""
     created: int
     """When the model's files were created, in unix seconds."""
     max_model_len: int
@@ -34,11 +34,9 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The tenant to which a request is billed, and the request's rights: the tenant's rights, restricted by
-    the key.
-
-    The core looks up the rights by `tenant` and `key_id`. A front uses its copy only to refuse requests
-    early.
+    """Identifies the tenant that is billed for a request, and contains the request's rights: the tenant's
+    rights, restricted by the key. The core looks up the rights by `tenant` and `key_id`. A front uses its
+    copy only to refuse requests early.
     """
 
     tenant: str
@@ -64,8 +62,8 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Identities(msgspec.Struct, tag="identities", frozen=True, kw_only=True):
-    """The table with which a front authenticates callers: either the whole table (if `whole` is set), which
-    replaces the previous table, or the changes since the previous message."""
+    """The table that a front uses to authenticate callers. If `whole` is set, the table replaces the previous
+    table. Otherwise it contains the changes since the previous message."""
 
     keys: dict[str, Identity | None] = {}
     """Identities by SHA-256 (hex) of the bearer key. None means that the key is no longer valid."""
@@ -74,7 +72,8 @@ class Identities(msgspec.Struct, tag="identities", frozen=True, kw_only=True):
     gids: dict[int, Identity] = {}
     """Identities by the peer's groups, for peers whose uid is not in `uids`."""
     any_uid: Identity | None = None
-    """Identity of all other uids that the socket's file mode admits. None means that they are refused."""
+    """Identity of every other uid that the socket's file mode admits. None means that other uids are
+    refused."""
     whole: bool = True
 
 
@@ -161,8 +160,8 @@ class Configure(msgspec.Struct, tag="configure", frozen=True, kw_only=True):
 
     front: str
     serial: int = 0
-    """Serial number, which increases with each message. The front reports the last one that it has
-    applied."""
+    """Serial number, which increases with each message. The front reports the serial number that it has
+    applied last."""
     models: list[ServedModel]
     limits: Limits
     ready: bool
@@ -191,10 +190,10 @@ class ClientConnection(msgspec.Struct, tag="connection", frozen=True):
     peer: str
     """Address of a TCP peer, or empty for a Unix socket (the front reads SO_PEERCRED)."""
     has_request: bool = False
-    """Whether another front has already read a request from the connection. If so, the message carries a
-    second descriptor, a memfd that holds the request's bytes."""
+    """Whether another front has already read a request from the connection. In that case the message carries
+    a second descriptor: a memfd with the request's bytes."""
     number: int = 0
-    """Number of the connection, unique per front. `Taken` repeats it."""
+    """Number of the connection, unique per front. The front repeats it in `Taken`."""
 
 
 class Claimed(msgspec.Struct, tag="claimed", frozen=True):
@@ -202,10 +201,10 @@ class Claimed(msgspec.Struct, tag="claimed", frozen=True):
 
     scope: bytes
     is_elsewhere: bool
-    """Whether another front runs the request or keeps its answer. If so, send the connection to that front
-    (`HandOver`). Otherwise this front runs the request."""
+    """Whether another front runs the request or keeps its answer. In that case, send the connection to that
+    front (`HandOver`). Otherwise run the request."""
     retry_of: str = ""
-    """Request id of an earlier run whose answer is lost."""
+    """Request id of an earlier run whose answer is no longer kept."""
 
 
 class RateLimits(msgspec.Struct, array_like=True, frozen=True):
@@ -238,9 +237,9 @@ class Admitted(msgspec.Struct, tag="admitted", frozen=True):
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
-    """The request will not run, or will not continue. If the first attempt is refused, the core has already
-    closed the request's row in the log, and no `Settle` follows. If a later attempt is refused, `Settle`
-    follows, because the client may have received part of the answer."""
+    """The request is refused before it runs or before it continues. If the first attempt is refused, the core
+    has already closed the request's row in the log, and no `Settle` follows. If a later attempt is refused,
+    `Settle` follows, because the client may have received part of the answer."""
 
     request_id: str
     attempt: int
@@ -250,7 +249,7 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
     retry_after_s: float | None = None
     kind: ExceededLimit = ""
     useless: bool = False
-    """Whether an automatic retry, such as OpenAI's clients make, would be useless."""
+    """Whether an automatic retry, as OpenAI's clients make it, would be useless."""
     rate_limits: RateLimits | None = None
 
 
@@ -292,9 +291,9 @@ class LoggedFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Admit(LoggedFields, tag="admit", frozen=True, kw_only=True):
-    """Asks for permission to run a request. The reply is exactly one `Admitted`, when it is the request's
-    turn, or one `Refused` with the same attempt number, unless the front withdraws the request with `Settle`
-    first."""
+    """Requests permission to run a request. The reply has the same attempt number. It is one `Admitted`, sent
+    when it is the request's turn, or one `Refused`. There is no reply if the front withdraws the request with
+    `Settle` first."""
 
     attempt: int = 0
     """0 for the first attempt, and one more for each resubmission after a replica was lost."""
@@ -304,18 +303,18 @@ class Admit(LoggedFields, tag="admit", frozen=True, kw_only=True):
     num_seqs: int
     """Total number of sequences in all submissions."""
     prompt_tokens: int
-    """Number of prompt tokens in all submissions, including the output so far when resuming. The request uses
-    this much of the token credit."""
+    """Number of prompt tokens in all submissions, including the output so far when resuming. This number is
+    subtracted from the token credit."""
     max_tokens: int
     """Maximum number of tokens to generate, over all samples."""
     may_lower: bool = False
     """Whether the core may lower the limit (`Admitted.most_tokens`) because the client set none."""
     asked_class: str = ""
-    """Class that the client asked for, or "" for the default."""
+    """Class that the client requested, or "" for the default."""
     retry_of: str = ""
-    """Request id of an earlier run with the same `Idempotency-Key` whose answer is lost."""
+    """Request id of an earlier run with the same `Idempotency-Key` whose answer is no longer kept."""
     deadline_ms: float | None = None
-    """Time after `arrived_at` within which the whole answer is needed, or None for no deadline."""
+    """Time limit for the whole answer, measured from `arrived_at`, or None for no deadline."""
 
 
 class Claim(msgspec.Struct, tag="claim", frozen=True):
@@ -328,14 +327,9 @@ class Claim(msgspec.Struct, tag="claim", frozen=True):
 
 
 class Release(msgspec.Struct, tag="release", frozen=True):
-    """The front no longer has an answer for this scope, so the next request will run."""
+    """The front no longer keeps an answer for this scope, so the next request with the same key will run."""
 
     scope: bytes
-    request_id: str
-    """Request id of the run."""
-    void: bool
-    """Whether the run failed, was given up, or was dropped early. If so, the next request is a retry that
-    runs from the beginning."""
 
 
 class HandOver(msgspec.Struct, tag="hand_over", frozen=True):
@@ -379,10 +373,10 @@ class Settle(msgspec.Struct, tag="settle", frozen=True, kw_only=True):
 
 
 class Rejected(LoggedFields, tag="rejected", frozen=True, kw_only=True):
-    """Log record of a request that the front refused (4xx) although its caller is known. If the refusal took
-    much work, the work is charged against the caller's rate limits.
+    """Log record of a request that the front refused (4xx) although its caller is authenticated. If refusing
+    the request took much work, the work is charged against the caller's rate limits.
 
-    Requests from unknown callers are only counted, so that a flood of them cannot fill the disk.
+    Requests from unauthenticated callers are only counted, so that a flood of requests cannot fill the disk.
     """
 
     status: int
@@ -394,8 +388,8 @@ class Rejected(LoggedFields, tag="rejected", frozen=True, kw_only=True):
 
 
 class Worked(msgspec.Struct, tag="worked", frozen=True):
-    """Tokens that a front encoded or decoded outside any request, such as those that `truncate_prompt_tokens`
-    removed. They are charged against the caller's token limits."""
+    """Tokens that a front encoded or decoded outside any request, such as the tokens that
+    `truncate_prompt_tokens` removed. They are charged against the caller's token limits."""
 
     identity: Identity
     tokens: int
@@ -405,14 +399,12 @@ class Retried(LoggedFields, tag="retried", frozen=True, kw_only=True):
     """Log record of a retry that was answered with the result of an earlier request."""
 
     retry: Literal["joined", "repeated"]
-    """"joined" means that the run had not yet ended."""
+    """"joined" means that the earlier request was still running when the retry arrived."""
     retry_of: str
     """Request id of the earlier request."""
     request_class: int
     status: int
     finish_reason: str
-    error: str
-    ttft_ms: float | None
     e2e_ms: float
 
 
@@ -431,8 +423,8 @@ class FrontReport(FrontStats, tag="front_report", frozen=True, kw_only=True):
     """The state of a front, sent every half second and before `FrontReady`."""
 
     template_problems: dict[str, tuple[int, str]] = msgspec.field(default_factory=dict)
-    """For each model whose chat templates have exceeded their limits since startup: how often, and which
-    limit was exceeded last. Such a model is still served."""
+    """For each model whose chat templates have exceeded their limits since startup, how often this happened
+    and which limit was exceeded last. The model is still served."""
     configured: int = 0
     """`serial` of the last `Configure` message that was applied."""
 

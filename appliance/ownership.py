@@ -30,8 +30,8 @@ class UntrustedError(Exception):
 def trusted_directory(path: Path, option: str, service: frozenset[int] = frozenset()) -> frozenset[int]:
     """Return the users who are trusted to answer in this directory: root, the caller, and the service's user.
 
-    `option` is the command-line option for choosing a different directory. `service` holds users whom another
-    directory of the service has shown to be trusted. Raises UntrustedError for a symbolic link, for a
+    `option` is the command-line option for choosing a different directory. `service` holds users who are
+    trusted because of another directory of the service. Raises UntrustedError for a symbolic link, for a
     directory that other users can write to, and for an owner who is not trusted. No process can listen in a
     directory that does not exist, so in that case root and the caller are trusted.
     """
@@ -132,7 +132,7 @@ def _uid_of(name: str) -> int:
 
 def _placed_by(path: Path, uids: frozenset[int]) -> bool:
     """Return whether only these users can have created `path`: every parent directory belongs to one of them,
-    and no other user can write to it. /tmp does not qualify, because its sticky bit protects existing
+    and no other user can write to it. Return False for a path in /tmp: the sticky bit protects existing
     entries, but any user may have created them."""
     for parent in Path(os.path.realpath(path.parent)), *Path(os.path.realpath(path.parent)).parents:
         try:

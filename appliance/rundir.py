@@ -25,7 +25,7 @@ _UNIT_FOLDERS = (
 )
 _UNIT = "appliance.service"
 _BOOTED = Path("/run/systemd/system")
-"""Exists if systemd is running (sd_booted(3))."""
+"""A directory that exists if systemd is running (sd_booted(3))."""
 _LOCK = "service.lock"
 _RENDEZVOUS = "ranks-"
 _MAX_LOCK_BYTES = 64 << 10
@@ -43,7 +43,7 @@ class LockHolder(msgspec.Struct, kw_only=True):
 
 
 class RunDirLock:
-    """Holds a run directory for this process, until `release` is called or the process ends."""
+    """Locks a run directory for this process, until `release` is called or the process ends."""
 
     def __init__(self, run_dir: Path, state_dir: Path) -> None:
         """Raises RunDirError if another service holds the directory, or if the lock file cannot be opened."""
@@ -78,8 +78,8 @@ class RunDirLock:
 
 
 def last_holder(run_dir: Path) -> LockHolder | None:
-    """Return the process that holds the directory or last held it. From the result, clients learn which state
-    directory belongs to the service. The directory must be trusted (`appliance.ownership`)."""
+    """Return the process that holds the directory or last held it. The result also contains the service's
+    state directory. The directory must be trusted (`appliance.ownership`)."""
     try:
         descriptor = os.open(run_dir / _LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:
@@ -95,7 +95,7 @@ def unit_is_installed() -> bool:
 
 def start_remedy(run_dir: Path) -> str:
     """Return instructions for starting the service. If its unit is installed, only systemd's command is
-    named, because a second service started beside it would begin with an empty state."""
+    named, because a second service, started in another way, would begin with an empty state."""
     if unit_is_installed():
         return "start the service with: systemctl start appliance"
     return f"start a service with: appliance serve --run-dir {run_dir}"

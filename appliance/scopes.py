@@ -1,8 +1,8 @@
-"""The scope that each route requires.
+"""Defines the scope that each route requires.
 
-Routes of this service are `ScopedRoute`s: each names the scope that its callers need, and checks it before
-the endpoint is called. `check_routes` rejects an application that has any other kind of route, so that no
-route can be added without deciding who may call it.
+Every route of this service is a `ScopedRoute`. It names the scope that its callers need, and checks the scope
+before the endpoint is called. `check_routes` rejects an application that has any other kind of route, so that
+no route can be added without a scope.
 """
 
 from __future__ import annotations

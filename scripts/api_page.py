@@ -2,7 +2,7 @@
 """Writes the tables of request fields in docs/api.md: scripts/api_page.py [--check]
 
 A field is declared in `appliance/front/schemas.py` or `appliance/front/refused_fields.py`. The tables show
-its type, its bounds and its description. With --check nothing is written, and the exit code is 1 if the page
+its type, its bounds and its description. With --check, nothing is written, and the exit code is 1 if the page
 is out of date.
 """
 

@@ -3,7 +3,7 @@
 [--check]
 
 A setting is a field of `appliance/settings/fields.py`. The page shows its type, its default and its
-docstring. With --check nothing is written, and the exit code is 1 if the page is out of date.
+docstring. With --check, nothing is written, and the exit code is 1 if the page is out of date.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _sentence(text: str) -> str:
 
 
 def _type(shape: shapes.Type) -> str:
-    """Return a description of the values that may follow the equals sign."""
+    """Return a description of the values that a setting accepts."""
     if isinstance(shape, shapes.Metadata):
         return _type(shape.type)
     if isinstance(shape, shapes.UnionType):

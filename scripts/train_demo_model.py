@@ -2,13 +2,13 @@
 """Makes the demo model that ships in appliance/demo_model, in three steps, and a mixture of experts from
 it.
 
-    python scripts/train_demo_model.py corpus          # on CPython 3.11: its sources become build/demo_corpus
+    python scripts/train_demo_model.py corpus          # on CPython 3.11; writes build/demo_corpus
     python scripts/train_demo_model.py train FOLDER    # on a GPU; needs torch, numpy, safetensors, tokenizers
     python scripts/train_demo_model.py score FOLDER    # anywhere; needs transformers
     python scripts/train_demo_model.py mixture FOLDER  # on a CPU; makes a mixture of experts
 
 The corpus comes from the Python that runs the first step; the other steps run on any Python. A run is seeded,
-and is repeatable on the same machine with the same software. One H200 trains for a minute and a half.
+and is repeatable on the same machine with the same software. Training takes a minute and a half on one H200.
 """
 
 import argparse

@@ -1,5 +1,5 @@
 """Reads and verifies the audit trail: the chain in `control.db`, the chain heads recorded outside it, and the
-entries in the spool. Needs only read permission, and no running service."""
+entries in the spool. Needs only read permission; the service need not be running."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Recorded(NamedTuple):
     head: Head
     source: str
     signed: SignedHead | None = None
-    """Whether the head is signed; None for a head from an auditor's own records, which has no signature."""
+    """The head with its signature; None for a head from an auditor's own records, which has no signature."""
 
 
 class Findings(NamedTuple):
@@ -44,13 +44,13 @@ class Findings(NamedTuple):
 
     verdict: Verdict
     problems: list[str]
-    """The faults found, starting with the first wrong row of the chain."""
+    """Descriptions of the faults, starting with the first wrong row of the chain."""
     notes: list[str]
-    """Anything that could not be checked, and other remarks."""
+    """Remarks, including checks that could not be made."""
     sources: dict[str, int]
     """Number of recorded heads that the chain was checked against, by source."""
     confirmed_seq: int
-    """The newest row that a recorded head confirms."""
+    """Seq of the newest row that a recorded head confirms."""
     spooled: int
 
     @property
@@ -60,7 +60,7 @@ class Findings(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether no fault was found."""
         return not self.problems
 
 
@@ -78,7 +78,7 @@ class ActionRecord(NamedTuple):
     action: str
     params: str
     result: str | None
-    """None if there is no result yet, or none was recorded."""
+    """None if no result has been recorded."""
     before: str | None
     after: str | None
     note: str | None
@@ -173,7 +173,7 @@ def read_spool(folder: Path) -> list[Entry]:
 
 
 def read_heads(path: Path) -> list[Recorded]:
-    """Return the chain heads in a file of any format. Raises a `StoreError`."""
+    """Return the chain heads found in a file of any format. Raises a `StoreError`."""
     try:
         with path.open(encoding="utf-8", errors="replace") as lines:
             return recorded_in(lines, str(path))
@@ -230,7 +230,7 @@ def examine_folder(folder: Path, recorded: Iterable[Recorded] = ()) -> Findings:
 
 def _recorded_by_now(folder: Path, seq: int) -> int:
     """Return the seq of the newest row up to `seq` that has a recorded head. Heads are read again, because a
-    running service may have recorded more in the meantime."""
+    running service may have recorded more."""
     try:
         return max((head.seq for head, _, _ in read_heads(folder / HEADS_FILE) if head.seq <= seq), default=0)
     except StoreError:

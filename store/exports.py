@@ -1,6 +1,6 @@
 """The audit chain as an export file: one line of JSON per row, followed by a signed trailer line.
 
-A row's line contains every column that is not null. The last line is
+A row's line contains every non-null column. The last line is
 
     {"trailer": {"at": …, "hash": …, "rows": …, "seq": …, "sha256": …, "sig": …}}
 

@@ -32,12 +32,13 @@ def without_secrets(text: str) -> str:
 
 
 def new_id() -> str:
-    """Return a new key id, as used in lists, logs and commands."""
+    """Return a new key id, which identifies the key in lists, logs and commands."""
     return "key_" + secrets.token_hex(8)
 
 
 def sha256(secret: str) -> str:
-    """Return the hash of a secret, as stored. A plain hash is safe because the secret has 256 random bits."""
+    """Return the hash that is stored for a secret. A plain hash is safe because the secret has 256 random
+    bits."""
     return hashlib.sha256(secret.encode("utf-8", "backslashreplace")).hexdigest()
 
 
@@ -54,7 +55,7 @@ def create(connection: sqlite3.Connection, key: KeyRecord) -> Change:
 
 
 def alter(connection: sqlite3.Connection, key_id: str, changes: Mapping[str, object], now: float) -> Change:
-    """Set fields of a key that is valid at unix time `now`. Raises ValueError, UnknownKeyError,
+    """Set fields of a key that is valid at unix time `now`. Raises ValueError, UnknownKeyError or
     ConflictError."""
     before = _valid(connection, key_id, now)
     after = tenants.replaced(before, changes)

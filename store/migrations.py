@@ -31,7 +31,7 @@ class Schema(NamedTuple):
     name: str
     migrations: tuple[Migration, ...]
     mode: int = 0o640
-    """File mode of a new database."""
+    """Permissions of a new database file."""
 
 
 def schema_version(connection: sqlite3.Connection) -> int:
@@ -76,7 +76,7 @@ def _step(statements: tuple[str, ...]) -> Callable[[Database], None]:
         # transaction.
         for statement in statements:
             database.conn.execute(statement)
-        # The number of applied migrations, regardless of the order in which this file got them.
+        # Store the number of applied migrations, in whatever order they were applied to this file.
         database.conn.execute(f"PRAGMA user_version = {schema_version(database.conn) + 1}")
 
     return apply

@@ -1,8 +1,8 @@
-"""The records in `control.db`: tenants, keys and Unix peers, as configured by operators. They contain only
-data.
+"""The records in `control.db`: tenants, keys and Unix peers, as configured by operators. The records contain
+only data.
 
-This is the only place where fields of tenants, keys and quotas are declared (`store.fields`). A new field of
-`TenantRecord` or `KeyFields` goes to the end of its class and has a default; the next startup adds its
+This is the only place where fields of tenants, keys and quotas are declared (`store.fields`). To add a field
+to `TenantRecord` or `KeyFields`, append it to the class and give it a default; the next startup adds its
 column.
 
 A quota limits a tenant, or a key within its tenant. Both limits apply; None means no limit.
@@ -25,14 +25,13 @@ KeyScope = Literal["inference", "admin", "read"]
 SCOPES: tuple[KeyScope, ...] = get_args(KeyScope)
 """Permissions of a key: use the inference API, perform all operator actions, or read the service's state."""
 LogPolicy = Literal["metadata", "hashes", "full"]
-"""Part of prompts and answers that the request log stores: nothing, the SHA-256 of each, or their redacted
-text."""
+"""Whether to store prompts and answers: not at all, as SHA-256 hashes, or as redacted text."""
 
 PeerKind = Literal["uid", "gid"]
 PEER_KINDS: tuple[PeerKind, ...] = get_args(PeerKind)
 
 _MIN_RATE, _MAX_RATE = 1e-6, 1e15
-"""Above the maximum, a float can no longer count single requests or tokens."""
+"""The maximum keeps amounts small enough for a float to count single requests and tokens."""
 _MAX_DAYS = 36525.0
 _LAST_CLASS = CLASSES - 1
 
@@ -115,7 +114,7 @@ class TenantRecord(msgspec.Struct, frozen=True, kw_only=True):
     created_at: float
     weight: Annotated[
         float,
-        # The smallest weight whose share can still be measured next to other tenants.
+        # the smallest weight whose share is still measurable among other tenants
         Field(
             "Weight in fair sharing, relative to other tenants with requests of the same class",
             low=0.001,
@@ -167,8 +166,8 @@ class TenantRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PeerRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Maps a local user or group to a tenant on `api.sock`. A user's mapping takes precedence over the
-    mappings of the user's groups."""
+    """Maps a local user or group that connects to `api.sock` to a tenant. A user's mapping takes precedence
+    over the mappings of the user's groups."""
 
     kind: PeerKind
     number: int
@@ -206,7 +205,7 @@ class KeyFields(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     quota: Quota = Quota()
-    """Limits within those of the key's tenant."""
+    """Limits of this key. The limits of its tenant apply as well."""
     replaced_by: str | None = None
     """The id of the key that replaced this one in a rotation."""
 
@@ -238,7 +237,7 @@ class Policies:
         self.keys_by_hash: Mapping[str, KeyRecord] = {key.sha256: key for key in self.keys.values()}
 
     def latest(self, key: KeyRecord) -> KeyRecord:
-        """Return the key that replaced this one after all rotations. The limits of that key apply to both."""
+        """Return the newest key in this key's chain of rotations. The limits of that key apply to both."""
         while key.replaced_by is not None and (successor := self.keys.get(key.replaced_by)) is not None:
             key = successor
         return key
@@ -261,8 +260,8 @@ Record = TenantRecord | KeyRecord | PeerRecord
 
 
 class Change(NamedTuple):
-    """A record before and after an operator's change. A created record has no `before`, a deleted one no
-    `after`."""
+    """A record before and after an operator's change. `before` is None for a created record, `after` for a
+    deleted one."""
 
     before: Record | None
     after: Record | None

@@ -13,7 +13,7 @@ from store.fields import MAX_NAMES, MAX_TEXT_CHARS, Declared, declared, either
 from store.policies import PEER_KINDS, KeyRecord, PeerRecord, Quota, TenantRecord
 
 MAX_PEER_NUMBER = 2**32 - 2
-"""Highest uid and gid on Linux; the next number means "none"."""
+"""Highest valid uid and gid on Linux; the next number is reserved as "no id"."""
 
 _TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 

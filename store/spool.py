@@ -39,11 +39,11 @@ class SpoolState(NamedTuple):
 
     rows: int
     in_memory: int
-    """Number of entries that are not in the file. If the service ends, they remain only in its log."""
+    """Number of entries that are not in the file. If the service is killed, they remain only in its log."""
     path: Path | None
     """File that contains the other entries; None if there are none in the file."""
     since: str | None
-    """Time of the oldest entry, as in `Entry.at`."""
+    """Time of the oldest entry, in the format of `Entry.at`."""
     lost: int
     """Entries dropped because too many were waiting; they are in the service's log."""
 
@@ -60,7 +60,8 @@ class SpoolContent(NamedTuple):
 
 def read_spool(path: Path, key: SigningKey | None = None) -> SpoolContent:
     """Read a spool file; a missing file has no entries. With `key`, entries with a wrong signature are marked
-    with a note. A line that cannot be parsed becomes an entry that says so. Raises OSError."""
+    with a note. A line that cannot be parsed is returned as an entry that reports the damage. Raises
+    OSError."""
     try:
         lines = path.read_bytes().partition(b"\0")[0].splitlines(keepends=True)
     except FileNotFoundError:
@@ -90,7 +91,7 @@ class Spool:
         self._descriptor: int | None = None
         self._entries, self._end, self._mac = SpoolContent([])
         self._in_memory = 0
-        """Number of entries, counted from the newest, that are not in the file."""
+        """Number of entries that are not in the file; they are the newest ones."""
         self._lost = 0
 
     def start(self) -> None:
@@ -119,7 +120,7 @@ class Spool:
                 log.critical("this audit entry is only in memory: %s", _content(entry))
 
     def retry(self) -> None:
-        """Try again to write the entries that are only in memory to the file."""
+        """Try again to write to the file the entries that are only in memory."""
         with self._lock:
             self._write()
 
@@ -145,7 +146,7 @@ class Spool:
                 log.warning("%s cannot be cleared (%s)", self._path, error.strerror)
 
     def state(self) -> SpoolState:
-        """Return how many entries are waiting, and where."""
+        """Return the number of waiting entries and their locations."""
         with self._lock:
             rows = len(self._entries)
             return SpoolState(

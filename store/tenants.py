@@ -22,7 +22,7 @@ BUILT_IN = (LOCAL, DEFAULT)
 
 
 def create(connection: sqlite3.Connection, tenant: TenantRecord) -> Change:
-    """Add a tenant. Raises ValueError, ConflictError."""
+    """Add a tenant. Raises ValueError or ConflictError."""
     check_tenant_name(tenant.name)
     check_tenant(tenant)
     if records.find(connection, TenantRecord, tenant.name) is not None:
@@ -32,7 +32,7 @@ def create(connection: sqlite3.Connection, tenant: TenantRecord) -> Change:
 
 
 def alter(connection: sqlite3.Connection, name: str, changes: Mapping[str, object]) -> Change:
-    """Set fields of a tenant. Raises ValueError, UnknownTenantError."""
+    """Set fields of a tenant. Raises ValueError or UnknownTenantError."""
     before = find(connection, name)
     after = replaced(before, changes)
     check_tenant(after)
@@ -53,7 +53,7 @@ def suspend(connection: sqlite3.Connection, name: str, now: float | None) -> Cha
 
 def delete(connection: sqlite3.Connection, name: str, now: float) -> Change:
     """Delete a tenant, which must have no peer and no key that is valid at unix time `now`. Raises
-    UnknownTenantError, ConflictError."""
+    UnknownTenantError or ConflictError."""
     tenant = find(connection, name)
     if name in BUILT_IN:
         raise ConflictError(
@@ -72,7 +72,7 @@ def delete(connection: sqlite3.Connection, name: str, now: float) -> Change:
 
 
 def map_peer(connection: sqlite3.Connection, peer: PeerRecord) -> Change:
-    """Map a user or group to a tenant, replacing any earlier mapping. Raises ValueError,
+    """Map a user or group to a tenant, replacing any earlier mapping. Raises ValueError or
     UnknownTenantError."""
     check_peer(peer)
     find(connection, peer.tenant)

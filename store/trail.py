@@ -1,5 +1,5 @@
-"""The audit trail of the running service. Entries go into the chain. While the database refuses writes, they
-go into the spool, and from there into the chain. The chain heads are recorded regularly.
+"""The audit trail of the running service. Entries are appended to the chain. While the database refuses
+writes, they are stored in the spool and moved to the chain later. The chain heads are recorded regularly.
 
     acting, recorded = trail.intend(actor, action, params)   before anything is done
     trail.append(connection, entry)                          within the transaction of a change, or
@@ -25,10 +25,10 @@ from store.writer import Writer
 log = logging.getLogger(__name__)
 
 WITHIN_S = 5.0
-"""A change to the control database that has not begun within this time fails, so that its caller gets an
-answer. An audit entry that has not begun within it goes into the spool."""
+"""Time limit for the start of a write to the control database. After that, a change fails, so that its caller
+gets an answer, and an audit entry is stored in the spool."""
 _LOOKED_THROUGH = 10_000
-"""Number of newest rows that a startup searches for intents without a result."""
+"""Number of rows, counted from the newest, that a startup searches for intents without a result."""
 
 
 _SERVICE = "service"
@@ -40,7 +40,7 @@ class TrailState(NamedTuple):
     head: Head
     """The newest row of the chain."""
     recorded_seq: int
-    """Newest row whose head is recorded outside the database."""
+    """Seq of the newest row whose head is recorded outside the database."""
     spool: SpoolState
     last_error: str | None
     """The reason why entries are spooled or heads cannot be recorded, or a description of missing rows; None
@@ -67,8 +67,8 @@ class AuditTrail:
         self._shorter: str | None = None
 
     def start(self) -> None:
-        """Append the entries that an earlier run left in the spool, and a result for each intent without one.
-        Record the head after that. If the database refuses writes, all this happens later."""
+        """Append the entries that an earlier run left in the spool, and a result for each of its intents
+        without one. Then record the head. If the database refuses writes, all of this is done later."""
         self._heads.start()
         self._call(self._begin).exception()
 
@@ -82,8 +82,8 @@ class AuditTrail:
         self, actor: Actor | str, action: str, params: Mapping[str, object]
     ) -> tuple[Actor, Future[None]]:
         """Record the intent of an action. Returns the actor with this action's id (`act`), and a future that
-        resolves when the intent is recorded. The future never fails: if the database refuses the entry, it
-        goes into the spool; if the spool refuses it, it is kept in memory and logged.
+        resolves when the intent is recorded. The future never fails: an entry that the database refuses is
+        stored in the spool, and one that the spool refuses is kept in memory and logged.
 
         Raises the same errors as `canonical_json` for `params`.
         """
@@ -143,7 +143,8 @@ class AuditTrail:
         return Appended(audit.head(connection), len(waiting))
 
     def committed(self, appended: Appended) -> None:
-        """Handle the commit of a transaction: record heads and remove the appended entries from the spool."""
+        """Record the new head and remove the appended entries from the spool. Call this after the transaction
+        was committed."""
         # Record heads before entries leave the spool. Otherwise unrecorded rows with an empty spool would
         # look as if heads had been removed.
         self._heads.saw(appended.head)

@@ -1,7 +1,7 @@
 """The thread that writes a database. Each database has exactly one.
 
-Operations are functions that take the connection. They run in the order in which they were submitted. There
-are two ways to submit one:
+Operations are functions that take the connection. They run in the order in which they were submitted, by one
+of two methods:
 
 - `submit` never blocks and never raises. Operations share commits (at most 200 ms and 500 operations apart).
   While the disk refuses writes, they wait in memory, up to a limit, so that a full disk does not stop the
@@ -39,10 +39,10 @@ Operation = Callable[[sqlite3.Connection], T]
 _FIRST_RETRY_S = 0.2
 _LAST_RETRY_S = 2.0
 _LOOK_EVERY_S = 2.0
-"""Interval at which an idle writer checks whether its file is still the one on disk."""
+"""Interval at which an idle writer checks whether its file has been deleted or replaced on disk."""
 
-# SQLite errors caused by the operation itself, which would occur at every attempt. All others come from the
-# disk or a lock.
+# SQLite errors that the operation itself causes and that would occur at every attempt. All other errors are
+# caused by the disk or a lock.
 _OWN_FAULTS = frozenset(
     {
         sqlite3.SQLITE_ERROR,
@@ -53,17 +53,22 @@ _OWN_FAULTS = frozenset(
         sqlite3.SQLITE_TOOBIG,
     }
 )
-# Faults after which the same connection works again once their cause has been removed.
+# Faults after which the same connection works again as soon as the cause is removed.
 _KEEP_CONNECTION = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
 
 
 class _Item(NamedTuple):
     operation: Operation[Any]
-    submitted_at: float  # time.monotonic()
-    future: Future[Any] | None  # a caller waits for this item, so its batch is committed immediately
-    once: bool  # runs in a separate transaction; a failure goes to the future instead of being retried
+    submitted_at: float
+    """Time of the submission, from `time.monotonic()`."""
+    future: Future[Any] | None
+    """Future for the result. If there is one, a caller waits, so the item is committed immediately."""
+    once: bool
+    """Whether to run the operation in a separate transaction, and only once. A failure is not retried, but is
+    raised by the future."""
     after_commit: Callable[[Any], None] | None
-    begin_by: float | None = None  # time.monotonic(); an item that has not begun by then fails
+    begin_by: float | None = None
+    """Time limit for the start of the operation, from `time.monotonic()`. After it, the item fails."""
 
 
 class Writer:
@@ -158,8 +163,8 @@ class Writer:
         return future
 
     def submit_for_result(self, operation: Operation[T]) -> Future[T]:
-        """Like `submit` (shared commit, retried while the disk refuses writes), but committed immediately,
-        and with a future for the result."""
+        """Submit an operation to be committed immediately, and return a future for its result. As with
+        `submit`, the operation shares its commit and is retried while the disk refuses writes."""
         future: Future[T] = Future()
         future.set_running_or_notify_cancel()
         self._enqueue(_Item(operation, time.monotonic(), future, False, None))
@@ -196,7 +201,7 @@ class Writer:
                 )
 
     def count_dropped(self, rows: int) -> None:
-        """Count rows that the caller dropped before submitting them, because of a lack of memory."""
+        """Count rows that the caller dropped instead of submitting them, to limit memory use."""
         with self._condition:
             self._dropped_rows += rows
 
@@ -217,8 +222,8 @@ class Writer:
 
     @property
     def stalled_s(self) -> float:
-        """How long the thread has been working on its current operation, in seconds; 0 while it waits for
-        work. A high value means that the disk hangs without an error."""
+        """Time that the thread has spent on its current operation, in seconds; 0 while it waits for work. A
+        high value means that the disk hangs without reporting an error."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
@@ -282,7 +287,7 @@ class Writer:
                 if now >= due:
                     self._look_at = now + _LOOK_EVERY_S
                     return self._next_batch()
-                # While closing, the timeout also limits the retries of operations that the disk refuses.
+                # While closing, retries of operations that the disk refuses also end at the timeout.
                 ends = [moment for moment in (due, self._close_by) if moment is not None]
                 self._condition.wait(min(ends) - now)
 
@@ -453,7 +458,7 @@ class Writer:
 
 
 def _nothing(connection: sqlite3.Connection) -> None:
-    """Do nothing. `flush` waits until this operation's position in the queue has been reached."""
+    """Do nothing. `flush` submits this operation and waits until it has been committed."""
 
 
 def _deliver(item: _Item, result: object) -> None:

@@ -45,12 +45,12 @@ class Backend(NamedTuple):
     act: Callable[[Actor, msgspec.Struct], Awaitable[msgspec.Struct]]
     """Performs the action that the parameters belong to. Raises ActionError."""
     record_denied: Callable[[Actor, Action, str], None]
-    """Audits that a caller lacked the scope for an action, with the reason."""
+    """Records in the audit trail that a caller lacked the scope for an action, and the reason."""
 
 
 def admin_app(backend: Backend, authenticator: Authenticator) -> tuple[Starlette, App]:
-    """Return two applications: the one with the routes, whose route table tests inspect, and the one to
-    serve, which authenticates callers before it calls the first."""
+    """Return two applications: the routed application, whose route table tests inspect, and the application
+    to serve, which authenticates each caller and then calls the routed application."""
 
     async def openapi(request: Request) -> Response:
         return _json(openapi_document("Appliance admin API", check_routes(app)))
@@ -132,7 +132,7 @@ def admin_app(backend: Backend, authenticator: Authenticator) -> tuple[Starlette
 
 
 def _asked(scope: Scope) -> str:
-    """Return method and path for the log, escaped so that a client cannot forge log lines."""
+    """Return the request's method and path for the log, escaped so that a client cannot forge log lines."""
     return f"{scope['method']} {scope['path'][:100]!r}"
 
 

@@ -44,8 +44,8 @@ class Caller(NamedTuple):
 
     @property
     def actor(self) -> Actor:
-        """Return the actor as named in the audit chain: `uid:0`, or `uid:1000 key:key_12ab` for a request
-        with a key."""
+        """Return the actor's name for the audit chain: `uid:0`, or `uid:1000 key:key_12ab` for a request with
+        a key."""
         return Actor(f"uid:{self.uid} key:{self.key_id}" if self.key_id else f"uid:{self.uid}", self.host)
 
 
@@ -57,7 +57,7 @@ class Authenticator:
         self._valid_key = valid_key
         self._host = socket.gethostname()
         self.gid: int | None = None
-        """Group of the socket."""
+        """Id of the group that owns the admin socket."""
         self.configure(settings)
 
     def configure(self, settings: AdminSettings) -> None:

@@ -1,6 +1,6 @@
-"""The running service's current problems, each with its remedy, as one list for `status` and `doctor`.
+"""The running service's current problems, each with its remedy, for `status` and `doctor`.
 
-`appliance.core.problems` keeps past events. A problem stays in this list for as long as it lasts.
+A problem is listed only while it lasts. `appliance.core.problems` keeps past problems.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from appliance.protocol import (
 from engine.logs import LogState
 
 _STALLED_S = 3.0
-"""A write to standard error or a database operation is reported as a problem if it takes longer than this."""
+"""A write to standard error or a database operation that takes longer than this is reported as a problem."""
 
 
 def current_problems(

@@ -15,7 +15,7 @@ from store.audit import Actor
 
 @dataclass
 class DrainAdmin:
-    """Drains of a model or of the whole service."""
+    """Begins and ends drains of a model or of the whole service on behalf of operators."""
 
     drains: Drains
     status: Callable[[Drain], DrainStatus]

@@ -103,7 +103,8 @@ class RequestAdmin:
         )
 
     async def show(self, actor: Actor, asked: ShowContents) -> Effect:
-        """Return the stored prompts and answers. Raises LookupError if there are none, or a StoreError."""
+        """Return the stored prompts and answers. Raises LookupError if there are none, and StoreError if the
+        database fails."""
         return Effect(await self._contents(asked.request_id))
 
 
@@ -114,7 +115,7 @@ class BackupAdmin:
         self._trail = trail
 
     async def begin(self, actor: Actor, asked: BeginBackup) -> Effect:
-        """Record the audit chain's head and return it, so that the backup can be checked against it."""
+        """Record the audit chain's head and return it. The backup can then be checked against this head."""
         self._trail.record_head()
         head = self._trail.state().head
         return Effect(AuditHead(seq=head.seq, hash=head.hash))

@@ -26,11 +26,12 @@ class KeyAdmin:
     cancel: CancelRequests
 
     def list(self) -> list[Key]:
-        """Return all keys, including revoked and expired ones, oldest first."""
+        """Return all keys, oldest first. Revoked and expired keys are included."""
         return [self._shown(record) for record in self.control.list_keys()]
 
     async def create(self, actor: Actor, asked: CreateKey) -> Effect:
-        """Create a key. Like all changes, raises ValueError or a StoreError."""
+        """Create a key. Like every method that changes keys, raises ValueError for an invalid change and
+        StoreError if the database fails."""
         fields = changes(asked, KeyFields)
         name = str(fields.pop("name"))
         created = await committed(

@@ -51,7 +51,8 @@ class PeerAdmin:
         ]
 
     async def map(self, actor: Actor, asked: MapPeer) -> Effect:
-        """Map a user or group to a tenant. Like `unmap`, raises ValueError or a StoreError."""
+        """Map a user or group to a tenant. Like `unmap`, raises ValueError for an invalid change and
+        StoreError if the database fails."""
         kind, number = parse_peer(asked.peer)
         await committed(self.control.map_peer(actor=actor, kind=kind, number=number, tenant=asked.tenant))
         self.publish()

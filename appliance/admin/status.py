@@ -1,4 +1,4 @@
-"""The service's status as shown to operators. This module reads the other parts and changes nothing."""
+"""Collects the service's status for operators. This module only reads the state of the other parts."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ class StatusReader:
         ]
 
     def _state(self, reason: str, degraded: bool) -> ServiceState:
-        """Return the service's state. `degraded` says whether there are current problems."""
+        """Return the service's state. `degraded` indicates whether there are current problems."""
         if (drain := self.drains.of_service) is not None:
             return drain.public_state
         drains = [self.drains.of(model) for model in self.models.models]
@@ -209,13 +209,13 @@ class StatusReader:
         )
 
     def _model_state(self, model: str, replicas: list[ReplicaStatus]) -> tuple[ModelState, str]:
-        """Return a model's state and the explanation of the state."""
+        """Return a model's state and an explanation of it."""
         if (drain := self.drains.of(model)) is not None:
             return (
                 drain.public_state,
                 f"taken out of service by an operator; put it back with: appliance resume --model {model}",
             )
-        # A model's state is that of its best replica, because that replica serves the clients.
+        # The replica in the best state serves the clients, so a model has the state of that replica.
         best = min(replicas, key=lambda replica: _BEST_FIRST.index(replica.state), default=None)
         if best is None:
             return "loading", "the model's replica is being replaced"

@@ -20,10 +20,11 @@ from store.policies import Quota, TenantRecord
 from store.tenants import BUILT_IN
 
 CancelRequests = Callable[[Callable[[Identity], bool], str], int]
-"""Cancels the running and queued requests of matching callers with a message, and returns the number of these
-requests."""
+"""Cancels the running and queued requests of the matching callers, sends their clients the message, and
+returns the number of cancelled requests."""
 Usage = Callable[[str, str], list[LimitUsage]]
-"""Returns a tenant's ("tenant", name) or key's ("key", id) usage of its limits."""
+"""Returns how much of its limits a tenant or key has used. The arguments are ("tenant", name) or ("key",
+id)."""
 
 
 @dataclass(kw_only=True)
@@ -46,7 +47,8 @@ class TenantAdmin:
         return [self._shown(tenant, keys, peers) for tenant in policies.tenants.values()]
 
     async def create(self, actor: Actor, asked: CreateTenant) -> Effect:
-        """Create a tenant. Like all changes, raises ValueError or a StoreError."""
+        """Create a tenant. Like every method that changes tenants, raises ValueError for an invalid change
+        and StoreError if the database fails."""
         fields = changes(asked, TenantRecord)
         await committed(self.control.create_tenant(actor=actor, name=asked.name, changes=fields))
         return self._changed(asked.name)
@@ -96,7 +98,8 @@ class TenantAdmin:
 
 
 def changes(asked: msgspec.Struct, record: type[msgspec.Struct]) -> dict[str, object]:
-    """Return the declared fields of `record` that were given. Those of its quota are under "quota"."""
+    """Return the declared fields of `record` that the caller gave. The quota's fields are nested under
+    "quota"."""
     given = _given(asked, record)
     limits = _given(asked, Quota)
     return given | ({"quota": limits} if limits else {})

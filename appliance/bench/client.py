@@ -122,8 +122,9 @@ class Exchange:
         for choice in event.choices:
             if choice.finish_reason is not None:
                 self.ended_at = now
+                # The last chunk has no token.
                 if not choice.text:
-                    continue  # the last chunk has no token
+                    continue
             # An empty text without a finish_reason is a token whose characters are incomplete.
             self.chunks += 1
             if self.first_at is None:
@@ -134,7 +135,7 @@ class Exchange:
 
 
 class Connection(asyncio.Protocol):
-    """A connection that carries one exchange at a time. httptools calls its `on_` methods."""
+    """A connection that carries one exchange at a time. httptools calls the methods that begin with `on_`."""
 
     transport: asyncio.Transport
     _parser: Any
@@ -142,7 +143,7 @@ class Connection(asyncio.Protocol):
     def __init__(self) -> None:
         self.is_open = False
         self.has_response = False
-        """Whether any byte of the response to the last request has arrived."""
+        """Whether at least one byte of the response to the last request has arrived."""
         self._exchange: Exchange | None = None
         self._has_length = self._ends_at_close = False
 
@@ -219,7 +220,7 @@ class Client:
         self._tls = ssl.create_default_context() if target.tls_name else None
 
     async def complete(self, request: bytes, exchange: Exchange, due_at: float) -> Record:
-        """Send a streamed completion that was due at `due_at`, and return its record."""
+        """Send the request for a streamed completion, which was due at `due_at`, and return its record."""
         sent_at = time.monotonic()
         await self.send(request, exchange)
         return Record(
@@ -296,7 +297,7 @@ class Client:
                         )
                     return connection
                 except BlockingIOError:
-                    # The backlog of the Unix socket is full; a blocking connect would have to wait as well.
+                    # The backlog of the Unix socket is full, so a blocking connect would have to wait too.
                     await asyncio.sleep(_CONNECT_AGAIN_S)
 
 

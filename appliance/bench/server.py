@@ -1,4 +1,4 @@
-"""Checks made before a run: the server's address, its model, its token ids, and whether it answers."""
+"""Checks made before a run: the server's address, model, token ids and response."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from appliance.bench.workloads import Shape
 
 _ANSWER_S = 30.0
 _SAFE_VOCAB_SIZE = 1000
-"""Vocabulary size that every model in common use reaches, used if the server reports none."""
+"""Vocabulary size that is assumed if the server reports none. Every model in common use has at least this
+many tokens."""
 _SAMPLE = "".join(chr(code) for code in (*range(32, 127), *range(0xA1, 0x17F), *range(0x391, 0x3CA))) + (
     " The quick brown fox jumps over the lazy dog; international organisations nevertheless reconsidered "
     "their responsibilities. def __init__(self, parameters): return [] # 1234567890 пример 例文 مثال उदाहरण"
@@ -25,7 +26,7 @@ _SAMPLE = "".join(chr(code) for code in (*range(32, 127), *range(0xA1, 0x17F), *
 
 
 class Server(msgspec.Struct, frozen=True):
-    """A server that has answered."""
+    """A server that has answered the checks, and its properties."""
 
     target: Target
     model: str
@@ -73,7 +74,8 @@ def socket_target(
     path: str, api_key: str | None = None, trusted_uids: frozenset[int] = frozenset()
 ) -> Target:
     """Return the target for a Unix socket. Raises BenchError."""
-    # The path is kept as given: a relative path may fit into the limit although the absolute path does not.
+    # The path is kept as given, because a relative path may fit into the length limit when the absolute path
+    # does not.
     if len(path.encode()) > 107:
         raise BenchError(f"--socket {path!r} is too long: a socket path can have at most 107 bytes")
     if not Path(path).exists():
@@ -82,7 +84,7 @@ def socket_target(
 
 
 def find_server(target: Target, model: str | None, vocab_size: int | None) -> Server:
-    """Ask the server for its models and its vocabulary size, and send it a request for two tokens. Raises
+    """Request the server's models and vocabulary size, and send a completion request for two tokens. Raises
     BenchError."""
     return asyncio.run(_find_server(target, model, vocab_size))
 
@@ -162,7 +164,8 @@ async def _vocab_size(client: Client, document: dict[str, Any], model: str) -> t
 
 
 async def _try(client: Client, server: Server) -> None:
-    """Send a request like those of the run, so that a problem is reported once, before the run starts."""
+    """Send one request with the same shape as the run's requests, so that a problem is reported once, before
+    the run starts."""
     load = Load(
         target=server.target,
         model=server.model,

@@ -71,7 +71,7 @@ def list_actions(
     since: str | None,
     as_json: bool,
 ) -> None:
-    """Print the recorded actions, oldest first, followed by those waiting in the spool."""
+    """Print the recorded actions, oldest first, followed by the actions that are waiting in the spool."""
     location = _location(run_dir, state_dir, file)
     wanted = ActionFilter(
         actor, action, None if since is None else _iso(moment(since, "--since", ahead=False))
@@ -104,8 +104,8 @@ def verify(
     as_json: bool,
 ) -> int:
     """Check the chain against all recorded chain heads, print the result and return the exit code. `journal`
-    selects which heads to use from the journal: all (True), those of this state directory if there are any
-    (None), or none (False)."""
+    selects the heads that are used from the journal: all (True), only this state directory's heads if there
+    are any (None), or none (False)."""
     location = _location(run_dir, state_dir, file)
     with as_failure(StoreError):
         recorded = [_noted(text) for text in noted]
@@ -134,7 +134,7 @@ def verify(
 def export(
     run_dir: str | None, state_dir: str | None, file: str | None, target: str | None, *, as_json: bool
 ) -> None:
-    """Write the chain to a file or to standard output. The file is either complete or not created."""
+    """Write the chain to a file or to standard output. If the export fails, no file is created."""
     location = _location(run_dir, state_dir, file)
     key = _key(location)
     with as_failure(StoreError), reading(location.database, CONTROL) as connection, _output(target) as out:
@@ -156,7 +156,7 @@ def export(
 
 
 def _examine_file(path: Path, recorded: list[Recorded], state_dir: str | None) -> Findings:
-    """Examine a copy or an export, using the key next to it or the key of the given state directory."""
+    """Check a copy or an export, using the key next to it or the key in the given state directory."""
     try:
         key = read_key((path.parent if state_dir is None else Path(state_dir)) / KEY_FILE)
     except StoreError:
@@ -323,7 +323,8 @@ def _value(value: object) -> str:
 def _shown(record: ActionRecord) -> dict[str, Any]:
     fields = record._asdict()
     for name in ("params", "before", "after"):
-        with suppress(ValueError):  # not JSON: the row was tampered with, so show it as it is
+        # The text is not JSON because the row was tampered with, so show it unchanged.
+        with suppress(ValueError):
             fields[name] = json.loads(fields[name] or "null")
     return fields
 

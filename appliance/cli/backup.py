@@ -65,7 +65,7 @@ def take_backup(
 
 
 def _begun(run: Path, begin: BeginBackup) -> Head | None:
-    """Have the running service record the beginning of the backup. Returns the chain head that the copy must
+    """Make the running service record the beginning of the backup. Returns the chain head that the copy must
     contain; None if no service is running."""
     with AdminClient(run, key=admin_key()) as client:
         try:
@@ -79,8 +79,8 @@ def _begun(run: Path, begin: BeginBackup) -> Head | None:
 
 
 def _ended(run: Path, end: EndBackup) -> None:
-    """Have the service record the result of the backup. The copy is valid even if the service has stopped in
-    the meantime."""
+    """Make the service record the result of the backup. If the service has stopped by then, the copy is still
+    valid."""
     with AdminClient(run, key=admin_key()) as client:
         try:
             client.act(end)

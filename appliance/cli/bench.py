@@ -67,8 +67,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Document(msgspec.Struct, kw_only=True):
-    """The document that --json writes. Names that end in `_ms` are milliseconds, names that end in `_s` are
-    seconds. null means that nothing was measured."""
+    """The document that --json writes. Fields whose names end in `_ms` are in milliseconds, and fields whose
+    names end in `_s` are in seconds. null means that nothing was measured."""
 
     appliance: str
     at: str
@@ -252,7 +252,7 @@ def _check_writable(path: str | None) -> None:
         with file.open("a"):
             pass
         if is_new:
-            file.resolve().unlink()  # removes the target of a symbolic link, not the link
+            file.resolve().unlink()  # remove the target of a symbolic link, not the link
     except OSError as error:
         raise Failure(f"--json {path!r} cannot be written: {error.strerror}") from error
 

@@ -25,7 +25,7 @@ _STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class Conversation:
-    """The messages so far, and the parameters of the next request."""
+    """The messages of a conversation, and the parameters of the next request."""
 
     def __init__(self, client: ChatClient, system: str | None, options: dict[str, Any]) -> None:
         self._client = client
@@ -38,12 +38,12 @@ class Conversation:
         self.messages = list(self._opening)
 
     def ask(self, question: str) -> Generator[Piece | End, None, None]:
-        """Send a question and yield the answer as it arrives. If the answer is cut off, the part received so
-        far stays in the conversation; a question without any answer is removed. Raises AnswerError."""
+        """Send a question and yield the answer as it arrives. If the answer is cut off, the conversation
+        keeps the part that was received. A question that got no answer is removed. Raises AnswerError."""
         self.messages.append({"role": "user", "content": _sendable(question)})
         said: list[str] = []
         try:
-            # Close the stream however this block is left, because closing it tells the service to stop.
+            # Close the stream no matter how this block ends: closing it tells the service to stop generating.
             with contextlib.closing(
                 self._client.answer({**self._options, "messages": self.messages})
             ) as answer:

@@ -18,7 +18,7 @@ _READ_BYTES = 64 << 10
 
 
 class AnswerError(Exception):
-    """The service did not answer, or its answer was cut off; the message gives the reason."""
+    """Raised if the service does not answer or its answer is cut off. The message gives the reason."""
 
 
 class Piece(NamedTuple):
@@ -28,7 +28,7 @@ class Piece(NamedTuple):
 
 
 class End(NamedTuple):
-    """The end of an answer, with its statistics."""
+    """The end of an answer, with statistics about the answer."""
 
     finish_reason: str
     completion_tokens: int | None
@@ -36,7 +36,7 @@ class End(NamedTuple):
     ttft_s: float | None
     """Time from the request to the first text."""
     tokens_per_s: float | None
-    """Rate of the generated tokens between the first text and the end of the answer."""
+    """Generated tokens per second between the first text and the end of the answer."""
 
 
 class ChatClient:
@@ -76,9 +76,8 @@ class ChatClient:
             ) from error
 
     def answer(self, body: dict[str, Any]) -> Generator[Piece | End, None, None]:
-        """Stream the answer to a chat completion request; closing the iterator cancels it.
-
-        Raises AnswerError for a refusal, an error event or a broken connection.
+        """Stream the answer to a chat completion request. Closing the iterator cancels the request. Raises
+        AnswerError for a refusal, an error event or a broken connection.
         """
         asked = time.monotonic()
         first: float | None = None

@@ -43,8 +43,8 @@ def check(file: str | None, *, as_json: bool) -> int:
 
 
 def show(run_dir: str | None, config: str | None, *, origin: bool, as_json: bool) -> None:
-    """Print the settings of the running service, or those from a file if one is given or no service is
-    running."""
+    """Print the running service's settings. If a settings file is given or no service is running, print the
+    settings that a service would start with."""
     running = None if config is not None else _of_service(run_dir)
     if running is None:
         with as_failure(SettingsError):
@@ -62,7 +62,7 @@ def show(run_dir: str | None, config: str | None, *, origin: bool, as_json: bool
 
 
 def reload(run_dir: str | None, *, as_json: bool) -> None:
-    """Have the service reload its settings and print the result. Raises Failure if the service refuses."""
+    """Make the service reload its settings, and print the result. Raises Failure if the service refuses."""
     perform(run_dir, ReloadConfig(), as_json=as_json, show=_show_reloaded)
 
 

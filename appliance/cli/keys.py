@@ -66,7 +66,7 @@ def set_key(run_dir: str | None, key_id: str, options: Mapping[str, Any], *, as_
 
 
 def list_keys(run_dir: str | None, tenant: str | None, *, as_json: bool) -> None:
-    """Print all keys, or those of one tenant, oldest first."""
+    """Print all keys, or the keys of one tenant, oldest first."""
     with admin_client(run_dir) as client:
         every = client.keys()
     found = [key for key in every if tenant in (None, key.tenant)]
@@ -97,7 +97,7 @@ def _print(keys: list[Key]) -> None:
 
 
 def _print_new(made: NewKey) -> None:
-    """Print a new key. Standard output contains only the key, so that a script can read it."""
+    """Print a new key. Only the key is written to standard output, so that a script can read it."""
     until = f", valid until {local(made.expires_at)}" if made.expires_at is not None else ""
     print(made.key)
     print(

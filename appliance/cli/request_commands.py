@@ -9,6 +9,10 @@ import typer
 
 from appliance.cli.options import Json, Limit, RunDir, StateDir, Yes
 
+RequestId = Annotated[
+    str, typer.Argument(metavar="ID", help="The request's id, as shown by `requests`.", show_default=False)
+]
+
 requests = typer.Typer(help="Show the request log, oldest requests first.", invoke_without_command=True)
 
 
@@ -59,10 +63,7 @@ def requests_read(
 
 @requests.command("cancel")
 def requests_cancel(
-    request_id: Annotated[
-        str,
-        typer.Argument(metavar="ID", help="The request's id, as shown by `requests`.", show_default=False),
-    ],
+    request_id: RequestId,
     yes: Yes = False,
     run_dir: RunDir = None,
     json: Json = False,
@@ -76,10 +77,7 @@ def requests_cancel(
 
 @requests.command("show")
 def requests_show(
-    request_id: Annotated[
-        str,
-        typer.Argument(metavar="ID", help="The request's id, as shown by `requests`.", show_default=False),
-    ],
+    request_id: RequestId,
     run_dir: RunDir = None,
     json: Json = False,
 ) -> None:

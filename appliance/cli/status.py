@@ -144,7 +144,7 @@ def _fronts(fronts: list[FrontStatus], width: int | None) -> list[str]:
 
 
 def _per_token(front: FrontStatus) -> str:
-    # With few tokens, the value would mostly reflect the start of the process.
+    # With few tokens, the value would mostly reflect the startup of the process.
     if front.cpu_us_per_token is None or front.tokens < _MIN_TOKENS:
         return ""
     return f"{front.cpu_us_per_token:.1f}"
@@ -206,8 +206,8 @@ def _replicas(replicas: list[ReplicaStatus], width: int | None) -> list[str]:
 
 
 def _by_kind(replica: ReplicaStatus, decode: str, mixed: str) -> str:
-    """Format the values for decode-only steps and for steps that compute prompts; "-" if there were no such
-    steps."""
+    """Format the values for decode-only steps and for steps that compute prompts; "-" if there were no steps
+    of that kind."""
     return f"{decode if replica.step_ms else '-'}/{mixed if replica.mixed_step_ms else '-'}"
 
 

@@ -9,16 +9,15 @@ from datetime import datetime
 from appliance.cli.failure import CommandLineError
 
 MAX_SPAN_S = 36525 * 86400.0
-"""A hundred years. Every time within this distance from now can be stored and printed."""
+"""One hundred years. Any time within this distance from now can be stored and displayed."""
 _FIRST_YEAR, _LAST_YEAR = 1971, 2999
 _SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
 _SPAN = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*(s|m|min|h|d|w)")
 
 
 def moment(text: str, option: str, *, ahead: bool, now: float | None = None) -> float:
-    """Parse a date, or a duration before (`ahead`: after) `now`, and return it in unix seconds.
-
-    Raises CommandLineError, which names `option`.
+    """Parse a date or a duration, and return unix seconds. A duration counts back from `now`, or forward if
+    `ahead` is set. Raises CommandLineError, whose message names `option`.
     """
     now = time.time() if now is None else now
     if _SPAN.fullmatch(text.strip()):
@@ -44,7 +43,7 @@ def moment(text: str, option: str, *, ahead: bool, now: float | None = None) -> 
 
 
 def span_s(text: str, option: str, max_s: float = MAX_SPAN_S) -> float:
-    """Parse a duration and return it in seconds. Raises CommandLineError, which names `option`."""
+    """Parse a duration and return it in seconds. Raises CommandLineError, whose message names `option`."""
     span = _SPAN.fullmatch(text.strip())
     if span is None:
         raise CommandLineError(

@@ -45,7 +45,7 @@ class Housekeeper:
         self._history = history
         self._contents = contents
         self._rules = rules
-        # An earlier run of the service may have left removed contents in the log.
+        # SQLite's write-ahead log may still contain texts that an earlier run of the service removed.
         self._log_has_removed = True
         self._tasks: set[asyncio.Task[None]] = set()
 

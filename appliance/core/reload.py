@@ -1,7 +1,7 @@
 """Reloads the settings while the service is running. Only changed settings are applied.
 
-All steps that can fail come first. If a file cannot be used, a model's folder cannot be read or an address is
-already in use, the whole reload is refused and nothing changes.
+All steps that can fail are done first. If a file cannot be used, a model's folder cannot be read or an
+address is already in use, the whole reload is refused and nothing changes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ReloadError(Exception):
 
 
 class LiveSettings:
-    """Returns the settings in effect, which a reload replaces."""
+    """Returns the settings in effect. Each reload replaces them."""
 
     def __init__(self, current: Settings) -> None:
         self.current = current

@@ -16,7 +16,7 @@ from typing import TypeVar
 log = logging.getLogger(__name__)
 
 EXTENSION_US = 30_000_000
-"""Extension of the start timeout, requested repeatedly while an operation takes a long time."""
+"""Amount by which the start timeout is extended, repeatedly, during a long operation."""
 _EVERY_S = 1.0
 _FIRST_DESCRIPTOR = 3
 T = TypeVar("T")
@@ -26,7 +26,8 @@ class Manager:
     """The service manager that started this process, if any."""
 
     def __init__(self, environ: MutableMapping[str, str] = os.environ) -> None:
-        """Removes the service manager's variables from `environ`, so that child processes do not use them."""
+        """Reads the service manager's variables and removes them from `environ`, so that child processes do
+        not use them."""
         self.sockets = _take_sockets(environ)
         """Listening sockets that the service manager opened. The code that takes a socket over must close
         it."""

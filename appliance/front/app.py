@@ -33,12 +33,12 @@ the peer's uid identifies the user, and a valid key takes precedence. `x-applian
 `service_tier` select the service class. With `x-appliance-deadline-ms`, a request is refused immediately if
 its answer cannot be complete in time. Every response contains the header `x-request-id`."""
 _MAX_CHARS_SHOWN = 100
-"""Maximum number of characters of a path or method in an error message."""
+"""Maximum number of characters that an error message shows of a path or method."""
 
 
 def build_app(state: AppState) -> tuple[Starlette, ASGIApp]:
-    """Return two applications: the one with the routes, whose route table tests read, and the one to serve,
-    which authenticates callers before it calls the first."""
+    """Return two applications: the routed application, whose route table tests read, and the application to
+    serve, which authenticates each caller and then calls the routed application."""
 
     async def refuse(request: Request, error: Exception) -> Response:
         return _refuse(state, request, error)

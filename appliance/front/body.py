@@ -14,19 +14,22 @@ from appliance.front.validation import Body, FieldError, parse_struct
 
 _BYTES_PER_VALUE = 8
 _BYTES_PER_CONTAINER = 128
-"""A body of the maximum size may have one JSON value per 8 bytes and one list or object per 128 bytes:
-262,144 and 16,384 for 2 MiB. Parsing them takes about 0.1 µs per value and 1 µs per list or object, on the
-event loop. A token id takes 6 to 8 bytes. Commas and brackets inside text are counted too, but text with that
-many of them has more tokens than one eighth of its bytes."""
+"""Limits on the JSON values and on the lists and objects in a body. A body may have one value per 8 bytes and
+one list or object per 128 bytes of the maximum body size. For 2 MiB, these are 262,144 values and 16,384
+lists or objects.
+
+Parsing takes about 0.1 µs per value and 1 µs per list or object, on the event loop. A list of token ids stays
+within the limit, because each id takes 6 to 8 bytes. Commas and brackets inside text are counted too, but a
+text with that many of them has more tokens than one eighth of its bytes."""
 
 _FREE_BYTES = 64 << 10
-"""Refusing a body of up to this size is not charged as work."""
+"""Refused bodies of up to this size are not charged against the caller's token limits."""
 _BYTES_PER_TOKEN = 8
-"""A refused body is charged as one token per this many bytes."""
+"""A larger refused body is charged one token for each of these bytes above the free size."""
 
 
 class ClientDisconnected(Exception):
-    """The client disconnected before its request was complete."""
+    """Raised if the client disconnects before the request is complete."""
 
 
 async def read_body(request: Request, model: type[Body], max_bytes: int) -> Body:

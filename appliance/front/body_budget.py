@@ -19,8 +19,8 @@ class BodyBudget:
         self._by_tenant: dict[str, int] = {}
 
     def reserve(self, tenant: str, size: int) -> None:
-        """Reserve `size` more bytes. Raises a 503 if the tenant, or all tenants together, would hold too
-        many."""
+        """Reserve `size` more bytes. Raises a 503 if the tenant, or all tenants together, would then hold too
+        many bytes."""
         held = self._by_tenant.get(tenant, 0)
         # One body of the maximum size is always allowed, regardless of the settings.
         tenant_limit = max(self.limits.max_tenant_body_bytes, self.limits.max_body_bytes)
@@ -71,13 +71,6 @@ class BodyReservation:
         if size > self._bytes:
             self._budget.reserve(self._tenant, size - self._bytes)
             self._bytes = size
-
-    def moved(self) -> BodyReservation:
-        """Move the bytes to a new reservation and return it. This reservation is then empty, and the caller
-        may release it."""
-        other = BodyReservation(self._budget, self._tenant)
-        other._bytes, self._bytes = self._bytes, 0
-        return other
 
     def release(self) -> None:
         """Release all bytes. Further calls have no effect."""

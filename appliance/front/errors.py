@@ -51,7 +51,7 @@ class ApiError(Exception):
         """Return the error as an HTTP response."""
         headers = self.headers
         if self.retry_after_s is not None:
-            # Send both Retry-After in whole seconds, as HTTP requires, and the header in milliseconds that
+            # Send Retry-After in whole seconds, as HTTP requires, and also the header in milliseconds that
             # OpenAI's client prefers.
             headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
             headers["retry-after-ms"] = str(max(1, round(self.retry_after_s * 1000)))

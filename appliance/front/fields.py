@@ -1,4 +1,5 @@
-"""Types for request fields that have more than one JSON form, or limits that JSON Schema cannot express."""
+"""Types for request fields that have more than one JSON form, or that have limits that JSON Schema cannot
+express."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from appliance.text.stop import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 MAX_PROMPTS = 1024
 MAX_LOGIT_BIASES = 1024
 MAX_ALLOWED_TOKEN_IDS = 1 << 18
-"""Size of the largest known vocabulary. It limits both the number of ids and their values."""
+"""Size of the largest known vocabulary. It limits the number of token ids and the value of each id."""
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
 """Maximum length of one bad word. Each word is tokenized twice, with and without a leading space."""
@@ -59,7 +60,7 @@ class TextFormatField:
 
     @classmethod
     def parse(cls, value: Any) -> None:
-        """Accept the text format. Raises FieldError."""
+        """Accept only the text format. Raises FieldError."""
         kind = value.get("type") if isinstance(value, dict) else value
         if not isinstance(value, dict) or kind != "text":
             raise FieldError(
@@ -76,7 +77,7 @@ class NoToolChoiceField:
 
     @classmethod
     def parse(cls, value: Any) -> None:
-        """Accept "none". Raises FieldError."""
+        """Accept only "none". Raises FieldError."""
         if value != "none":
             raise FieldError(
                 f"{shown(value)} is not supported by this server; tools are not available, so omit this "
@@ -127,7 +128,7 @@ _STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTERS}
 
 
 class StopsField(tuple[str, ...]):
-    """`stop`: a string, or a list of strings."""
+    """The field `stop`: a string, or a list of strings."""
 
     json_schema: ClassVar[dict[str, Any]] = {
         "anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOP_STRINGS}]
@@ -141,7 +142,7 @@ class StopsField(tuple[str, ...]):
 
 
 class BadWordsField(tuple[str, ...]):
-    """`bad_words`: a list of strings."""
+    """The field `bad_words`: a list of strings."""
 
     json_schema: ClassVar[dict[str, Any]] = {
         "type": "array",
@@ -171,7 +172,7 @@ def _strings(value: Any, kind: str, unit: str, max_count: int) -> tuple[str, ...
 
 
 class LogitBiasField(dict[int, float]):
-    """`logit_bias`: an object from token ids to numbers."""
+    """The field `logit_bias`: an object that maps token ids to numbers."""
 
     json_schema: ClassVar[dict[str, Any]] = {
         "type": "object",
@@ -212,7 +213,7 @@ class TokenIdsField(list[int]):
 
 
 class AllowedTokenIdsField(list[int]):
-    """`allowed_token_ids`: a list of token ids that is not empty."""
+    """The field `allowed_token_ids`: a list of token ids that is not empty."""
 
     json_schema: ClassVar[dict[str, Any]] = {**_TOKEN_IDS, "minItems": 1, "maxItems": MAX_ALLOWED_TOKEN_IDS}
 
@@ -230,7 +231,7 @@ class AllowedTokenIdsField(list[int]):
 
 
 class PromptsField(list[str | list[int]]):
-    """`prompt`: one text, the token ids of one prompt, or a list of either."""
+    """The field `prompt`: one text, the token ids of one prompt, or a list of texts or of token id lists."""
 
     json_schema: ClassVar[dict[str, Any]] = {
         "anyOf": [
@@ -273,7 +274,7 @@ class PromptsField(list[str | list[int]]):
 
 
 class TemplateVariablesField(dict[str, Any]):
-    """`chat_template_kwargs`: any JSON object."""
+    """The field `chat_template_kwargs`: any JSON object."""
 
     json_schema: ClassVar[dict[str, Any]] = {"type": "object", "maxProperties": MAX_TEMPLATE_VARIABLES}
 

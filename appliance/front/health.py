@@ -53,14 +53,14 @@ class _Health:
         return _answer(200, "live")
 
     async def simple(self, request: Request) -> Response:
-        """Report readiness as /health/ready does, but without the reason, because it names models. Other
-        servers use this path as well."""
+        """Report readiness as /health/ready does, but without the reason, because the reason names models.
+        Other servers use this path as well."""
         is_ready = self._state.ready and not self._state.catalog.problem
         return _answer(200, "ready") if is_ready else _answer(503, "not_ready")
 
     async def ready(self, request: Request) -> Response:
-        """Report the readiness of one model, which requires a key, or of all models that are not drained. The
-        reason is shown only to clients with a key or from a user that the service knows."""
+        """Report the readiness of one model, which requires an identity, or of all models that are not
+        drained. For all models, the reason is shown only to callers who may use every model."""
         state = self._state
         identity: Identity | None = request.scope["state"].get("identity")
         model = request.query_params.get("model")

@@ -14,10 +14,10 @@ from appliance.front.schemas import DEFAULT_COMPLETION_TOKENS, CompletionRequest
 from appliance.front.tokenization import decode, prompt_param, text_tokens
 
 MAX_SEQUENCES = 1024
-"""Maximum number of prompts times samples in one request."""
+"""Maximum number of samples in one request, over all prompts."""
 MAX_SENT_BIASES = 65_536
-"""Maximum number of prompts times `logit_bias` entries, because each prompt is sent to the replica with its
-own copy of the biases."""
+"""Maximum product of the number of prompts and the number of `logit_bias` entries. Each prompt is sent to the
+replica with its own copy of the biases."""
 MAX_ECHOED = 131_072
 """Maximum number of prompt tokens, or of their log probabilities, in one answer."""
 

@@ -13,7 +13,7 @@ from appliance.front.validation import UNSUPPORTED, FieldError, shown
 
 
 class RefusedField(NamedTuple):
-    """A field that is refused, with the remedy for the error message."""
+    """A refused field, and the remedy for the error message."""
 
     name: str
     remedy: str
@@ -43,8 +43,8 @@ class RefusedField(NamedTuple):
 
 
 def _each(remedy: str, *names: str, **neutral: tuple[Any, ...]) -> tuple[RefusedField, ...]:
-    """Return fields that share one remedy: those in `names`, and those in `neutral` with their neutral
-    values."""
+    """Return fields that share one remedy: the fields in `names`, and the fields in `neutral` with the values
+    that do not change the answer."""
     return (
         *(RefusedField(name, remedy) for name in names),
         *(RefusedField(name, remedy, values) for name, values in neutral.items()),

@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 
 class ReplicaChannels:
-    """Channels by replica name. A restarted replica keeps its name."""
+    """Channels by replica name. A replica keeps its name when it restarts."""
 
     def __init__(self) -> None:
         self._clients: dict[str, ReplicaClient] = {}

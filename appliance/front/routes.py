@@ -180,7 +180,7 @@ class _Api:
         kind: type[Body],
         make_task: Callable[[AppState, LoadedModel, RequestContext, Body], Awaitable[GenerationTask]],
     ) -> Response:
-        """Answer a generation request whose body is of this kind. A model in the path replaces the model in
+        """Answer a generation request whose body has this type. A model in the path overrides the model in
         the body."""
         state, context = self._state, context_of(request)
         data = await receive_body(request, state.limits.max_body_bytes)
@@ -189,12 +189,10 @@ class _Api:
         found = named_model(state, context, body)
         key = key_of(request)
         if key is None:
-            # Free the body's bytes. Otherwise up to two megabytes would be held until the prompt is encoded.
+            # Free the body's bytes. Otherwise up to 2 MB would stay in memory until the prompt is encoded.
             data.clear()
             return GenerationResponse(state, context, await make_task(state, found, context, body))
-        return await answer(
-            state, request, context, key, data, lambda: make_task(state, found, context, body)
-        )
+        return await answer(state, request, key, data, lambda: make_task(state, found, context, body))
 
 
 def _route(

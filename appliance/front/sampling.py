@@ -17,7 +17,8 @@ from appliance.text.encoder import LoneSurrogateError
 from engine.messages import MAX_BAD_WORD_TOKENS, SamplingParams
 
 _MAX_INLINE_IDS = 32_768
-"""For up to this many ids, the bit map is built on the event loop, which takes 2 ms."""
+"""The bit map is built on the event loop for up to this many ids, which takes 2 ms. Longer lists are
+processed in a thread."""
 
 
 async def sampling_params(
@@ -32,7 +33,8 @@ async def sampling_params(
 ) -> SamplingParams:
     """Return the sampling parameters for answers of at most `max_tokens`. Raises `ApiError`.
 
-    `logprobs` and `prompt_logprobs` are the numbers for the engine. The answer may show fewer.
+    `logprobs` and `prompt_logprobs` are the numbers of alternatives that the engine returns. The answer may
+    show fewer.
     """
     temperature = 1.0 if body.temperature is None else body.temperature
     top_p = 1.0 if body.top_p is None else body.top_p
@@ -76,8 +78,7 @@ async def sampling_params(
         logit_bias=body.logit_bias or None,
         allowed_tokens=allowed_tokens,
         bad_words=bad_words,
-        # The seed is drawn here, so that a resubmission after the loss of a replica continues with the same
-        # text.
+        # The seed is drawn here, so that a resubmission to another replica continues the same text.
         seed=secrets.randbits(63) if body.seed is None else body.seed & ((1 << 63) - 1),
         min_tokens=min_tokens,
         stop_token_ids=tuple(stop_ids),

@@ -1,4 +1,4 @@
-"""Decides when to tell an operator that a front is refusing clients: at most once a minute for each
+"""Decides when to report to operators that a front is refusing clients: at most once a minute for each
 reason."""
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from appliance.messages import FrontReport
 
 MANY_DENIALS = 100
-"""Number of requests without a valid key per minute that is reported as a problem. Misconfigured clients send
-fewer by mistake."""
+"""A problem is reported when the number of requests without a valid key per minute reaches this limit.
+Misconfigured clients send fewer by mistake."""
 _MINUTE_S = 60.0
 
 

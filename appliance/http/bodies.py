@@ -23,7 +23,7 @@ class Body(Protocol):
     complete: bool
 
     def feed(self, data: bytes) -> tuple[bytes, int]:
-        """Return the content in `data` and the number of bytes of `data` that belong to this body. Raises
+        """Return the content in `data`, and the number of bytes of `data` that belong to this body. Raises
         RequestError."""
         ...
 
@@ -47,8 +47,8 @@ class ChunkedBody:
     """A body sent in chunks.
 
     A separate llhttp parser, primed with a fixed request head, decodes the body. The last chunk and the
-    trailers end with an empty line, so the parser is fed up to one empty line at a time. It therefore stops
-    exactly at the end of the body, and the next request stays unparsed. Trailers are dropped.
+    trailers end with an empty line, so the parser is fed up to one empty line at a time. The parser therefore
+    stops exactly at the end of the body, and the next request stays unparsed. Trailers are dropped.
     """
 
     def __init__(self) -> None:
@@ -89,7 +89,8 @@ class ChunkedBody:
     # ── the parser's callbacks ──
 
     def on_message_begin(self) -> None:
-        """Count the messages that the parser has found. A second message would be a smuggled request."""
+        """Count the messages that the parser has found. A second message means that a request was smuggled
+        into the body."""
         self._messages += 1
 
     def on_body(self, content: bytes) -> None:

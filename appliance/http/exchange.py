@@ -116,7 +116,7 @@ class Exchange:
     # ── called by the application ──
 
     async def receive(self) -> dict[str, Any]:
-        """Return the next part of the body, or the message that the client has disconnected (ASGI)."""
+        """Return the next ASGI event: a part of the body, or the client's disconnection."""
         while not (self._disconnected or self.complete):
             if self._content or (self.request_complete and not self._end_delivered):
                 content = b"".join(self._content)
@@ -134,7 +134,7 @@ class Exchange:
         return {"type": "http.disconnect"}
 
     async def send(self, message: Any) -> None:
-        """Write part of the response (ASGI)."""
+        """Write the part of the response that is in this ASGI event."""
         connection = self._connection
         if not connection.writable and not self._disconnected:
             await connection.drain()

@@ -162,8 +162,9 @@ def _split(target: bytes) -> tuple[bytes, bytes]:
 def _framing(headers: list[tuple[bytes, bytes]], version: str) -> tuple[int, bool]:
     """Return the body's length, and whether the body is sent in chunks instead.
 
-    The parser has already refused continued headers, a Content-Length that is repeated, is not a number or
-    accompanies a Transfer-Encoding, and a Transfer-Encoding in which another coding follows `chunked`.
+    The parser has already refused continued headers. It has also refused a Content-Length that is repeated,
+    is not a number or accompanies a Transfer-Encoding, and a Transfer-Encoding in which another coding
+    follows `chunked`.
     """
     lengths = [value for name, value in headers if name == b"content-length"]
     encodings = [value for name, value in headers if name == b"transfer-encoding"]

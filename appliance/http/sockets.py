@@ -124,8 +124,8 @@ def format_address(name: str | tuple[object, ...]) -> str:
 
 
 def listens_on(address: str, wanted: tuple[str, int]) -> bool:
-    """Return whether a listener on `address` serves the wanted host and port. A wanted port of 0 matches
-    every port."""
+    """Return whether a listener on `address` accepts connections to the wanted host and port. A wanted port
+    of 0 matches every port."""
     host, port = wanted
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4]

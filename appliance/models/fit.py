@@ -35,7 +35,7 @@ class MemoryFit:
     longest: int
     """Length in tokens of the longest sequence that the settings or the checkpoint allow."""
     blocks: int
-    """Number of KV blocks: as configured, or as many as fit."""
+    """The configured number of KV blocks, or as many blocks as fit."""
     usable_bytes: int
     weight_bytes: int
     fixed_bytes: int
@@ -109,13 +109,13 @@ def fit(model: ModelSettings, gpus: list[DetectedGpu], available_bytes: int) -> 
 
 
 def why_not_beside(model: ModelSettings, chosen: Sequence[int] = ()) -> str:
-    """Return why a replica with these settings cannot run beside the running replicas, or an empty string if
-    it can.
+    """Return why a replica with these settings cannot run in addition to the running replicas, or an empty
+    string if it can.
 
     `chosen` holds the numbers of the GPUs that the replica would use; if empty, the first GPUs are used. On a
-    GPU, the replica must have as much memory as if it were alone, because a replica that shares a GPU is left
-    with a smaller cache for its whole lifetime. This function calls NVML and reads from the kernel, so it
-    must not run on the event loop.
+    GPU, the replica must have as much memory as if no other replica used the GPU. Otherwise its cache would
+    stay smaller for its whole lifetime. This function calls NVML and reads from the kernel, so it must not
+    run on the event loop.
     """
     import psutil
 

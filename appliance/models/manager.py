@@ -55,7 +55,7 @@ class FrontChannels(Protocol):
         """Open no further channels to a replica that has ended."""
 
     def channel_closed(self, front: str, replica: str) -> None:
-        """Handle a front's closing of its channel to a running replica."""
+        """Handle a front that has closed its channel to a running replica."""
 
 
 class ModelManager:
@@ -126,13 +126,13 @@ class ModelManager:
         return [name for name in self.models if name in self._wanted and self._wanted[name].pinned]
 
     def set_timeouts(self) -> None:
-        """Read the timeouts after which replicas are killed from the settings."""
+        """Read from the settings the timeouts after which replicas are killed."""
         for replica in self.replicas:
             replica.hang_timeout_s = self._settings().hang_timeout_s
             replica.load_timeout_s = self._settings().load_timeout_s
 
     def cancel(self, request_id: str) -> None:
-        """Cancel a request in the replicas that are running it."""
+        """Cancel a request on the replicas that are running it."""
         accounts = self._requests.state.accounts_of(request_id)
         for replica in self.replicas:
             if replica.account in accounts and replica.group is not None:
@@ -155,8 +155,8 @@ class ModelManager:
         except OSError as error:
             replica.kill(f"its channels to the fronts could not be created: {error}")
             return
-        # The account is added after the channels are open, because a front needs its channel before a request
-        # is dispatched to the replica.
+        # Add the account after opening the channels, because a front needs its channel before a request is
+        # dispatched to the replica.
         self._requests.add_replica(account)
         self._publish()
 
@@ -224,8 +224,8 @@ class ModelManager:
     def change(self, wanted: dict[str, ModelSettings], served: list[ServedModel]) -> list[str]:
         """Serve these models with these settings from now on. Returns a description of each change.
 
-        `served` describes at least the new models. Unchanged models are left as they are, except that
-        settings that could not be loaded before are tried again.
+        `served` contains descriptions of at least the new models. Unchanged models are left as they are,
+        except that settings that could not be loaded before are tried again.
         """
         described = {model.name: model for model in served}
         former, self._wanted = self._wanted, dict(wanted)
@@ -263,11 +263,11 @@ class ModelManager:
             self._requests.add_model(model.name, model.version)
         for replica in self.of(model.name):
             if replica.account is not None:
-                self._learn(replica)  # An earlier change had begun to remove the model.
+                self._learn(replica)  # an earlier change had begun to remove the model
 
     async def _apply(self, name: str) -> None:
-        """Change a model's replicas step by step until they match the settings or cannot be changed
-        further."""
+        """Change a model's replicas step by step until they match the settings or no further change is
+        possible."""
         try:
             while await self._next_step(name):
                 pass
@@ -280,7 +280,7 @@ class ModelManager:
         """Take one step. Return whether another step may follow."""
         for replica in self.of(name):
             if replica.retiring:
-                await self._retire(replica)  # An earlier change had begun to retire the replica.
+                await self._retire(replica)  # an earlier change had begun to retire the replica
         wanted = self._wanted.get(name)
         if wanted is None:
             await self._remove(name)
@@ -330,8 +330,8 @@ class ModelManager:
         return True
 
     async def _retire(self, replica: Replica) -> None:
-        """Send the replica no further requests, let it finish its requests, and end it. A later change does
-        not interrupt this."""
+        """Stop sending requests to the replica, let it finish its requests, and end it. A later change does
+        not interrupt this method."""
         if (task := self._retirements.get(replica)) is None:
             task = asyncio.get_running_loop().create_task(self._finish_and_end(replica))
             self._retirements[replica] = task

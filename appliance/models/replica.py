@@ -39,9 +39,9 @@ log = logging.getLogger(__name__)
 
 SILENT_AFTER_S = 3.0
 """A ready replica that has not reported for this long gets no new requests. Replicas report at least twice a
-second. If a replica has announced a long step, the step's predicted time is added."""
+second. If a replica has announced a long step, the predicted time of the step is added to this limit."""
 _MAX_STEP_FACTOR = 10.0
-"""A replica hangs if its step takes longer than this multiple of the predicted time."""
+"""A replica is considered to hang if a step takes longer than this multiple of its predicted time."""
 _AFTER_FATAL_S = 5.0
 _RETRY_FIRST_S, _RETRY_MAX_S = 5.0, 300.0
 """The first and the maximum delay before a replica is started again after its load failed for an expected
@@ -64,7 +64,7 @@ class StepTotal:
         """Time that the device spent waiting for the host before these steps."""
 
     def add(self, steps: int, mean_ms: float, mean_idle_us: float) -> None:
-        """Add steps with these mean durations."""
+        """Add steps, given their mean durations."""
         self.steps += steps
         self.seconds += steps * mean_ms / 1e3
         self.idle_s += steps * mean_idle_us / 1e6
@@ -77,7 +77,7 @@ class StepTotals:
         self.decode, self.mixed = StepTotal(), StepTotal()
 
     def add(self, report: Report) -> None:
-        """Add the steps that a report counts, which are those since the previous report."""
+        """Add the steps that a report counts, which are the steps since the previous report."""
         self.decode.add(report.decode_steps, report.step_ms, report.idle_us)
         self.mixed.add(report.mixed_steps, report.mixed_step_ms, report.mixed_idle_us)
 
@@ -143,8 +143,8 @@ class Replica:
         self.restarts = 0
         self.last_error = ""
         self.failure = ""
-        """Reason why requests do not wait for this replica. Set in the state "failed", and cleared when the
-        replica becomes ready or ends for another reason."""
+        """Reason why requests are refused instead of waiting for this replica. Set in the state "failed", and
+        cleared when the replica becomes ready or ends for another reason."""
         self.incarnation = 0
         """Number of starts so far."""
         self.steps = StepTotals()
@@ -205,7 +205,8 @@ class Replica:
 
     @property
     def hang_limit_s(self) -> float:
-        """Seconds without a message after which the replica is killed. No announced step takes this long."""
+        """Time in seconds without a message after which the replica is killed. It is longer than any
+        announced step."""
         return max(self.hang_timeout_s, _MAX_STEP_FACTOR * self._expected_s)
 
     # ── start and stop ──
@@ -285,7 +286,7 @@ class Replica:
         elif isinstance(message, Ready):
             self._ready(message.info)
         elif self._fatal is None:
-            # The first rank to report an error has the cause. The errors of other ranks follow from it.
+            # The first reported error has the cause, and the errors of the other ranks follow from it.
             self._fatal = message
             group = self.group
             if group is not None:
@@ -384,7 +385,7 @@ class Replica:
 
 
 def _fields(source: msgspec.Struct | None, kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return those fields of `kind` that `ReplicaStatus` also has. Empty if `source` is None."""
+    """Return the fields of `kind` that `ReplicaStatus` also has. Empty if `source` is None."""
     if source is None:
         return {}
     names = set(kind.__struct_fields__) & set(ReplicaStatus.__struct_fields__)

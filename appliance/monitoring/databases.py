@@ -21,8 +21,7 @@ from store.schemas import CONTENTS, CONTROL, HISTORY
 
 def databases(state_dir: Path, run_dir: Path, running: bool) -> Iterator[Finding]:
     """Check the databases' owners, pages, schema versions and sizes, the audit chain, and open requests.
-
-    Files that an untrusted user could have put there are not opened.
+    Files that an untrusted user could have created are not opened.
     """
     try:
         uids = _owners(state_dir, run_dir)

@@ -62,8 +62,8 @@ def running_models(models: list[ModelStatus]) -> Iterator[Finding]:
 
 
 def _is_removed(folder: Path) -> bool:
-    """Return whether the folder was removed. The check uses this user's permissions, although the service's
-    user may be able to read more."""
+    """Return whether the folder was removed. The check uses this user's permissions. The service's user may
+    be able to read more."""
     try:
         return not folder.is_dir()
     except PermissionError:

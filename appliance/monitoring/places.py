@@ -53,7 +53,7 @@ def directories(run_dir: Path, state_dir: Path) -> Iterator[Finding]:
 
 
 def api_state(socket: Path) -> SocketState:
-    """Ask `/health/ready` on `api.sock`."""
+    """Request `/health/ready` on `api.sock`."""
     if not os.path.exists(socket):
         return SocketState(False, False, text="does not exist")
     connection = unix_connection(socket, timeout_s=5.0)
@@ -81,7 +81,7 @@ def _reason(body: bytes) -> str:
 
 
 def sockets(run_dir: Path, api: SocketState, running: bool) -> Iterator[Finding]:
-    """Check which sockets answer. `running` tells whether the admin socket answered."""
+    """Check that the sockets respond. `running` indicates whether the admin socket responded."""
     if running and not api.answered:
         yield Finding(
             area="sockets",
@@ -197,7 +197,7 @@ def _directory(name: str, path: Path, flag: str) -> Finding:
 
 
 def _missing(path: Path) -> Path | None:
-    """Return the outermost part of `path` that does not exist."""
+    """Return the outermost directory of `path` that does not exist."""
     found = None
     for part in (path, *path.parents):
         if os.path.lexists(part):

@@ -12,8 +12,8 @@ _CHILDREN = ("engine.replica", "appliance.front")
 
 
 def orphans(service_pid: int | None) -> Iterator[Finding]:
-    """Check for ranks and fronts whose parent has ended. Normally the kernel or their channels would have
-    ended them too."""
+    """Check for ranks and fronts whose parent has ended. Normally they end with their parent, because the
+    kernel kills them or their channels are closed."""
     import psutil
 
     found = []

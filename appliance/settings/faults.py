@@ -38,7 +38,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SettingsError(Exception):
-    """The settings cannot be used. Each fault has its location, the problem and a remedy."""
+    """Raised if the settings cannot be used. Each fault has its location, the problem and a remedy."""
 
     def __init__(self, *faults: Fault) -> None:
         super().__init__("\n".join(map(str, faults)))

@@ -28,7 +28,8 @@ class Tables(NamedTuple):
 
 
 def find_config(flag: str | None, environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the main settings file; None if there is none. The file need not exist if its `conf.d` does.
+    """Return the main settings file; None if there is none. The file need not exist if its `conf.d` directory
+    exists.
 
     Raises SettingsError if an explicitly named file does not exist, or if this user may not access it.
     """
@@ -83,8 +84,8 @@ def read_tables(path: Path | None) -> Tables:
 def field_lines(text: str) -> dict[faults.Path, int]:
     """Return the line on which each setting and table in a TOML text begins.
 
-    The parser does not record line numbers, so the text is split into statements. Each statement ends at the
-    first line with which it parses.
+    The parser does not record line numbers, so the text is split into statements. A statement ends at the
+    first line that makes it valid TOML.
     """
     import tomllib
 

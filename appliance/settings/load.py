@@ -86,7 +86,7 @@ def demo_model_folder() -> Path:
 
 
 def _lay_flags_over(tables: Tables, flags: Flags) -> None:
-    """Apply the flags as if they came from one last settings file."""
+    """Apply the flags as if they came from a settings file that is read last."""
     values, places = tables.values, tables.places
     for name in _FLAGS_OF_SERVICE:
         if (value := getattr(flags, name)) is not None:

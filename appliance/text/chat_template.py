@@ -32,7 +32,7 @@ _MAX_ERROR_CHARACTERS = 500
 
 
 class ChatTemplate:
-    """A model's chat templates, compiled once: `default`, and further ones by name (`tool_use`)."""
+    """A model's compiled chat templates: `default`, and further templates by name (`tool_use`)."""
 
     def __init__(
         self,
@@ -123,8 +123,8 @@ class ChatTemplate:
 
 
 def _for_client(message: str) -> str:
-    """Shorten an error message and make sure that it can be encoded, because it may quote any text of any
-    length."""
+    """Shorten an error message and replace characters that cannot be encoded, because it may quote any text
+    of any length."""
     return message[:_MAX_ERROR_CHARACTERS].encode("utf-8", "replace").decode()
 
 
@@ -163,7 +163,8 @@ class _BoundedSandbox(ImmutableSandboxedEnvironment):
 
 
 class _PlainNamespace(jinja2.utils.Namespace):
-    """`namespace(…)` in templates, without the attributes that have a special meaning in Python."""
+    """The `namespace(…)` function of templates, without the attributes that have a special meaning in
+    Python."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

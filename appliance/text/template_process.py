@@ -38,15 +38,16 @@ MAX_RENDER_S = 5.0
 """Time limit for rendering one conversation. The longest possible conversation (4,096 messages, 2 MiB) takes
 about 50 ms."""
 MAX_COMPILE_S = 10.0
-"""Time limit for compiling, measured from the start of the process. Starting Python takes 0.1 s of this
-time."""
+"""Time limit for compiling, measured from the start of the process. This includes 0.1 s for starting
+Python."""
 MAX_TEMPLATE_MEMORY_BYTES = 256 << 20
 """Memory for templates, in addition to the process's own 30 MB."""
 MAX_WAIT_S = 30.0
-"""A conversation that has waited for its turn for this long is refused."""
+"""A conversation that has waited this long for its turn is refused."""
 
 _ALARM_GRACE_S = 5.0
-"""Delay between the parent's kill and the child's own alarm, which ends a child that has lost its parent."""
+"""Delay of the child's own alarm after the time at which the parent kills the child. The alarm ends a child
+that has lost its parent."""
 _ENVIRONMENT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "TZ")
 _KINDS: dict[str, type[ChatTemplateError]] = {
     "messages": ChatTemplateError,
@@ -64,8 +65,8 @@ class _Job:
 class TemplateProcess:
     """One model's chat templates: `default`, and further ones by name. Belongs to one event loop.
 
-    The process renders one conversation at a time, serving the tenants in turn. It is started by `compile` or
-    by the first conversation, and restarted after it was killed.
+    The process renders one conversation at a time, serving the tenants in turn. The process is started by
+    `compile` or by the first conversation, and is restarted after it has been killed.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class TemplateProcess:
         self.bounds_exceeded = 0
         """Number of conversations that the templates could not render within their limits."""
         self.problem = ""
-        """The limit that the latest of these conversations exceeded."""
+        """The limit that the latest failed conversation exceeded."""
         self._queue: TenantQueue[_Job] = TenantQueue()
         self._child: _Child | None = None
         self._background = Background()

@@ -73,7 +73,8 @@ def main() -> int:
                 reply = Rendered(text)
             data = msgspec.msgpack.encode(reply)
         except Exception as error:
-            # This also catches MemoryError and everything else that a hostile template can make Python raise.
+            # This also catches MemoryError and every other exception that a hostile template can make Python
+            # raise.
             data = msgspec.msgpack.encode(_failure(error))
         del frame
         signal.setitimer(signal.ITIMER_REAL, 0)

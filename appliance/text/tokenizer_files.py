@@ -1,4 +1,4 @@
-"""Reads the JSON files beside a Hugging Face tokenizer. Error messages are written for the operator who
+"""Reads the JSON files next to a Hugging Face tokenizer. Error messages are written for the operator who
 created the folder."""
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ When a request is accepted, and before it waits, the maximum that it may need is
 waiting request is therefore never refused because of a quota, and any number of concurrent requests stays
 within the quota. What a request did not use is returned once, when the request ends.
 
-The request manager does no I/O, and has no clock of its own and no event loop. Its methods may be called in
-any order.
+The request manager does no I/O and uses no event loop, and its clocks are passed in. Its methods may be
+called in any order.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class RequestManager:
         self._release_held()
 
     def _release_held(self) -> None:
-        """Queue or refuse the held requests that no pause holds any longer."""
+        """Queue or refuse the held requests that no longer need to be held."""
         for request, pause in self.state.pauses.released():
             model = self.state.models[request.first.model]
             if pause is not None:
@@ -129,7 +129,7 @@ class RequestManager:
                 self._lifecycle.queue(request, model)
 
     def abort(self, request_id: str, message: str) -> bool:
-        """Tell a request's front to end it. Returns False if the request is not in flight or is already
+        """Make a request's front end the request. Returns False if the request is not in flight or is already
         ending."""
         request = self.state.in_flight.get(request_id)
         if request is None or request.settled is not None:
@@ -138,8 +138,8 @@ class RequestManager:
         return True
 
     def abort_all(self, message: str, model: str | None = None) -> int:
-        """Abort every request in flight that is not held: those for `model`, or all if it is None. Returns
-        their number."""
+        """Abort every request in flight that is not held, for `model` or, if it is None, for all models.
+        Returns the number of aborted requests."""
         return sum(
             [self.abort(request.request_id, message) for request in list(self.state.unfinished(model))]
         )
@@ -151,7 +151,7 @@ class RequestManager:
         self.state.models[name] = ModelTraffic(name, version, self._lifecycle.rules, self.state.tenants)
 
     def remove_model(self, name: str) -> None:
-        """Stop accepting requests for this model and refuse those that wait. The model must have no
+        """Stop accepting requests for this model, and refuse its waiting requests. The model must have no
         replicas."""
         state = self.state
         waiting = [*state.models[name].waiting(), *state.pauses.held(name)]
@@ -187,7 +187,7 @@ class RequestManager:
         self._lifecycle.dispatch(model)
 
     def retire_replica(self, account: CreditAccount) -> None:
-        """Dispatch nothing more to the replica. Its running requests continue: see
+        """Dispatch no more requests to the replica. Its running requests continue: see
         `TrafficState.occupied`."""
         model = self.state.models[account.model]
         if account in model.accounts:
@@ -243,8 +243,8 @@ class RequestManager:
         self.state.broken_fronts.discard(front)
 
     def admit(self, front: str, admit: Admit) -> None:
-        """Handle a front's request for admission, either the first attempt or the next one after a replica
-        was lost."""
+        """Handle a front's request for admission. It is the first attempt, or the next attempt after a
+        replica was lost."""
         state = self.state
         known = state.in_flight.get(admit.request_id)
         if known is not None:
@@ -331,7 +331,7 @@ class RequestManager:
         self._rows.end(rejected_row(rejected, self._version(rejected.model), self._unix()))
 
     def charge_work(self, worked: Worked) -> None:
-        """Charge front work that belongs to no request."""
+        """Charge a caller for a front's work that belongs to no request."""
         self._charge_for_work(worked.identity, worked.tokens, requests=0)
 
     def log_retry(self, retried: Retried) -> None:
@@ -349,8 +349,8 @@ class RequestManager:
     # ── time ──
 
     def expire(self) -> None:
-        """Refuse requests that have waited too long, and adapt to the load. Call this a few times per
-        second."""
+        """Refuse requests that have waited too long, and update predictions and load shedding. Call this a
+        few times per second."""
         now = self.state.clock()
         self._lifecycle.refuse_late(now)
         for model in self.state.models.values():

@@ -51,6 +51,6 @@ class QueueRules(msgspec.Struct, frozen=True, kw_only=True):
         return float("inf")
 
     def late_s(self, request_class: int) -> float:
-        """Return the waiting time from which a request counts as late, in seconds. P3 has the same value as
+        """Return the waiting time in seconds after which a request counts as late. P3 has the same value as
         P2."""
         return self.ageing * self.targets_ms[min(request_class, len(self.targets_ms) - 1)] / 1e3

@@ -1,5 +1,6 @@
-"""The names of experts' tensors in checkpoints. Published checkpoints have a tensor for each matrix of each
-expert, and Mixtral names them differently; transformers 5 can store all experts of a layer in one tensor."""
+"""Finds experts' tensors in checkpoints. Published checkpoints have one tensor for each matrix of each expert;
+Mixtral's tensors have different names. transformers 5 can store the matrices of all experts of a layer in one
+tensor."""
 
 from __future__ import annotations
 
@@ -11,9 +12,10 @@ from engine.model.layers import WeightShard
 
 _MIXTRAL = ".block_sparse_moe."
 _MIXTRAL_NAMES = {".mlp.": _MIXTRAL, ".gate_proj.": ".w1.", ".down_proj.": ".w2.", ".up_proj.": ".w3."}
-"""Parts of tensor names, and what they are in Mixtral's published checkpoints."""
+"""Parts of tensor names, and the corresponding parts in Mixtral's published checkpoints."""
 _FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""The matrices of each expert that a tensor of all experts has, one after the other."""
+"""For each tensor that contains all experts, the matrices of one expert, in the order in which they are
+stored."""
 
 
 def with_names_of(entries: dict[str, TensorEntry], shards: Iterable[WeightShard]) -> list[WeightShard]:
@@ -30,8 +32,9 @@ def _mixtral_name(name: str) -> str:
 
 
 def split_experts(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """Return the tensors of a checkpoint, with each tensor of all experts `[experts, rows, columns]` replaced
-    by its matrices, named `….mlp.experts.INDEX.gate_proj.weight`, `up_proj` and `down_proj`."""
+    """Return a checkpoint's tensors. A tensor `[experts, rows, columns]` that contains all experts is
+    replaced by one entry per matrix: `….mlp.experts.INDEX.gate_proj.weight`, and the same with `up_proj` and
+    `down_proj`."""
     return {part: each for name, entry in entries.items() for part, each in _split(name, entry)}
 
 

@@ -31,8 +31,8 @@ class StagingBuffer:
             self._copied.synchronize()
 
     def copy(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copy parts of `host` to tensors on the device. The copies are complete when the ring has been
-        closed."""
+        """Copy parts of `host` to tensors on the device. The copies are guaranteed to be complete only when
+        the ring has been closed."""
         if self._copy_stream is None:
             for numbers, target in copies:
                 target.copy_(numbers)
@@ -51,8 +51,8 @@ class StagingBuffer:
         self._locked = True
 
     def on_device(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return device copies of parts of `host` in different pages, for work on the current stream. Call
-        `mark_used` after this work has been launched."""
+        """Return device copies of parts of `host` for use on the current stream. The parts must be in
+        different pages. Call `mark_used` after the work that uses the copies has been launched."""
         if self._copy_stream is None:
             # A tensor may begin at any offset in the file, but some dtypes require aligned memory.
             return [part.clone() if part.data_ptr() % torch.float32.itemsize else part for part in parts]
@@ -69,7 +69,8 @@ class StagingBuffer:
         return copies
 
     def mark_used(self) -> None:
-        """Mark the device copies as reusable after all work launched so far on the current stream."""
+        """Record that the device copies may be overwritten once all work launched so far on the current
+        stream has finished."""
         if self._copy_stream is not None:
             self._used.record(torch.cuda.current_stream(self._copy_stream.device))
 
@@ -94,7 +95,7 @@ class StagingRing:
         copy_stream = None
         if device.type == "cuda":
             copy_stream = torch.cuda.Stream(device)
-            # Earlier work may still use the memory that the parameters now occupy.
+            # Wait for earlier work, which may still use the memory that the parameters now occupy.
             copy_stream.wait_stream(torch.cuda.current_stream(device))
         self.buffers = [StagingBuffer(part, copy_stream) for part in host.split(buffer_bytes)]
 

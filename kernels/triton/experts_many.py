@@ -1,19 +1,20 @@
 # mypy: allow-untyped-defs
-"""The experts of many tokens: choices are sorted by expert on the device, and each GEMM is one launch over
-the tokens of all experts.
+"""Computes the experts of many tokens. The choices are sorted by expert on the device, and each GEMM is one
+launch for the tokens of all experts.
 
-`sort` is a stable counting sort: one launch counts the choices of each expert in blocks of tokens, and one
-adds the counts of the blocks and writes each choice to its place. `up` reads the tokens in this order and
-computes SwiGLU. `down` writes its results back in the order of the choices, and `combine` multiplies them by
-their routing weights and adds those of each token in the order of its choices, plus the residual. No kernel
-adds with atomics, so results do not depend on timing.
+`sort` is a stable counting sort. One launch counts the choices of each expert in each block of tokens. A
+second launch adds the counts of all blocks and writes each choice to its position. `up` reads the tokens in
+the sorted order and computes SwiGLU. `down` writes its results in the original order of the choices.
+`combine` multiplies the results by their routing weights, and adds each token's results, in the order of its
+choices, and the residual. No kernel uses atomic additions, so results do not depend on timing.
 
-The GEMMs have a fixed number of programs, which read the number of tokens of each expert on the device and
-compute the tiles one after another. So no launch depends on the routing, and all can be captured in a graph.
-The weight is the 64-row side of the tensor-core instruction, so that experts with few tokens need small tiles
-only.
+The GEMMs have a fixed number of programs, which read each expert's number of tokens on the device and compute
+the tiles one after another. No launch depends on the routing, so all launches can be captured in a CUDA
+graph. The weight is the 64-row operand of the tensor-core instruction, so small tiles suffice for experts
+with few tokens.
 
-Rounding is the reference's, except that the residual is added to the float32 sum, which is rounded once.
+Results are rounded as in the reference, except that the residual is added to the float32 sum before the sum
+is rounded.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from kernels.triton.experts_plans import ExpertsPlan
 from kernels.triton.linear_rows import gated, weight_rows
 
 _ONE_HOT = 8192
-"""Number of elements of a program's table of tokens and experts in `sort`."""
+"""Number of elements in the one-hot table (tokens × experts) of one `sort` program."""
 
 _COMBINED_COLUMNS = 1024
 """Number of columns per program of `combine`."""
@@ -36,17 +37,18 @@ _COMBINED_COLUMNS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Sorted:
-    """Choices of experts in the order of the experts, for each expert in the order of the tokens. A choice is
-    numbered token × top_k + turn."""
+    """The choices of all tokens, sorted by expert and then by token. Choice `i` of a token has the number
+    token × top_k + i."""
 
     order: torch.Tensor
-    """The choices: [tokens × top_k] int32."""
+    """Numbers of the choices: [tokens × top_k] int32."""
     begins: torch.Tensor
-    """First position in `order` of each expert, then the number of choices: [experts + 1] int32."""
+    """Each expert's first position in `order`, followed by the number of choices: [experts + 1] int32."""
 
 
 def sort(chosen: torch.Tensor, experts: int, *, pdl: bool = True) -> Sorted:
-    """Sort `chosen [tokens, top_k]` int32, contiguous; the experts of a token are distinct."""
+    """Sort the choices `chosen [tokens, top_k]` int32 by expert. `chosen` must be contiguous, and each
+    token's experts must be distinct."""
     tokens, top_k = chosen.shape
     device = chosen.device
     order = torch.empty(tokens * top_k, dtype=torch.int32, device=device)
@@ -80,7 +82,8 @@ def up(
     """Return `silu(gate) × up` of the choices in the order of `by_expert`: `[tokens × top_k, intermediate]`
     in the model's dtype.
 
-    x, x_scale, weight, weight_scale, dtype: as in `experts_few.up`. multiprocessors: of the device.
+    x, x_scale, weight, weight_scale, dtype: as in `experts_few.up`. multiprocessors: number of the device's
+    multiprocessors.
     """
     columns = weight.shape[1] // 2
     out = torch.empty((len(x) * top_k, columns), dtype=dtype or x.dtype, device=x.device)
@@ -102,9 +105,9 @@ def down(
 ) -> torch.Tensor:
     """Return `down(x)` in the order of the choices: `[tokens × top_k, hidden]` in the model's dtype.
 
-    x: `[tokens × top_k, intermediate]` in the order of `by_expert`, of the weight's dtype; quantised with
-    x_scale `[tokens × top_k, 1]`. weight: `[experts, hidden, intermediate]`; weight_scale: `[experts,
-    hidden]`.
+    x: `[tokens × top_k, intermediate]` in the order of `by_expert`, in the weight's dtype; if it is
+    quantised, x_scale is `[tokens × top_k, 1]`. weight: `[experts, hidden, intermediate]`; weight_scale:
+    `[experts, hidden]`.
     """
     out = torch.empty((len(x), weight.shape[1]), dtype=dtype or x.dtype, device=x.device)
     _launch(x, x_scale, by_expert, weight, weight_scale, out, plan, multiprocessors, pdl, None)
@@ -120,8 +123,8 @@ def combine(
     pdl: bool = True,
 ) -> torch.Tensor:
     """Return the sum of each token's `results [tokens × top_k, hidden]` times its routing `weights [tokens,
-    top_k]` float32, plus the residual: `[tokens, hidden]`, in results' dtype or in `out`, which may be the
-    residual."""
+    top_k]` float32, plus the residual: `[tokens, hidden]` in the dtype of `results`. The sum is written to
+    `out` if given, which may be the residual."""
     tokens, top_k = weights.shape
     hidden = results.shape[1]
     out = torch.empty((tokens, hidden), dtype=results.dtype, device=results.device) if out is None else out
@@ -158,7 +161,7 @@ def _launch(
     pdl: bool,
     top_k: int | None,
 ) -> None:
-    """Launch `_grouped` for `up`, or, if top_k is None, for `down`."""
+    """Launch `_grouped` for `up`, or for `down` if top_k is None."""
     experts, n, k = weight.shape
     if x.shape[1] != k or not x.is_contiguous() or not weight.is_contiguous():
         raise ValueError(
@@ -204,8 +207,8 @@ def _launch(
 
 @triton.jit
 def _one_hot(chosen, tokens, TOP_K: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr):
-    """Return for each expert and each token of a block whether the token has chosen the expert (0 or 1), and
-    the number of this choice: `[ALL, BLOCK]` int32 each."""
+    """Return two tables for the experts and the tokens of a block, `[ALL, BLOCK]` int32: whether the token
+    has chosen the expert (0 or 1), and the number of this choice."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     index = tl.arange(0, ALL)
     taken = tl.zeros([ALL, BLOCK], tl.int32)
@@ -246,8 +249,8 @@ def _place(
     ALL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Write the choices of a block of tokens to their places. Each program adds the counts of all blocks
-    itself, SUMMED blocks at once."""
+    """Write the choices of a block of tokens to their sorted positions. Every program adds up the counts of
+    all blocks, SUMMED blocks at a time."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -297,9 +300,9 @@ def _grouped(
     SCALED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute tiles of BLOCK_N weight rows by ROWS choices of one expert. UP: x has a row per token, and the
-    result is SwiGLU in the order of x's choices. Otherwise x has a row per choice, and the result is
-    written to the choice's own row."""
+    """Compute tiles of BLOCK_N weight rows by ROWS choices of one expert. With UP, x has one row per token,
+    and the result is SwiGLU in the sorted order. Otherwise, x has one row per choice in the sorted order, and
+    results are written in the original order of the choices."""
     dtype: tl.constexpr = out.dtype.element_ty
     width: tl.constexpr = BLOCK_N // 2 if UP else BLOCK_N
     across: tl.constexpr = (COLUMNS + width - 1) // width
@@ -320,7 +323,7 @@ def _grouped(
         last = tl.sum(tl.where(this, end, 0), axis=0) - 1
         first = tl.sum(tl.where(this, begin - (group_ends - groups) * ROWS, 0), axis=0) + group * ROWS
         place = first + tl.arange(0, ROWS)
-        # Rows past the last choice repeat it; their results are not stored.
+        # Rows past the expert's last choice repeat that choice, and their results are not stored.
         choice = tl.load(order + tl.minimum(place, last))
         source = choice // TOP_K if UP else tl.minimum(place, last)
         weight_row = weight_rows(tile, COLUMNS, BLOCK_N, UP) + expert.to(tl.int64) * N

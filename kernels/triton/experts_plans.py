@@ -1,6 +1,6 @@
-"""The rules that divide the kernels of mixture-of-experts layers into programs.
+"""Contains the rules that divide the kernels of mixture-of-experts layers into programs.
 
-This module does not import Triton, so plans can be made and tested on any machine.
+This module does not import Triton, so plans can be created and tested on any machine.
 """
 
 from __future__ import annotations
@@ -13,42 +13,44 @@ import torch
 from kernels.triton.linear_plans import HOPPER_SHARED
 
 _SHARED_BESIDE = 4 << 10
-"""Upper bound on the shared memory in bytes that a program uses besides its tiles."""
+"""Upper bound on the bytes of shared memory that a program uses in addition to its tiles."""
 
 _REGISTERS, _MAX_REGISTERS = 1 << 16, 255
-"""Registers of a multiprocessor, and the largest number of registers of a thread (CUDA programming guide)."""
+"""Number of registers of a multiprocessor, and maximum number of registers per thread (CUDA programming
+guide)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsPlan:
-    """How one kernel of the experts is divided into programs."""
+    """Describes how one of the experts' kernels is divided into programs."""
 
     form: Literal["gemv", "dot", "grouped"]
-    """The kernel variant. gemv: a program multiplies weight rows of one chosen expert by one token on the
-    CUDA cores. dot: a program multiplies weight rows of one expert by all tokens on the tensor cores, and
-    keeps the results of the tokens that have chosen the expert (both in `experts_few`). grouped: tokens are
-    sorted by expert (`experts_many`)."""
+    """The kernel variant. In `gemv`, a program multiplies weight rows of one chosen expert by one token on
+    the CUDA cores. In `dot`, a program multiplies weight rows of one expert by all tokens on the tensor
+    cores, and keeps the results of the tokens that have chosen the expert. Both are in `experts_few`. In
+    `grouped`, the tokens are sorted by expert (`experts_many`)."""
     rows: int
-    """Number of tokens in the tile, padding included."""
+    """Number of tokens in a tile, including padding."""
     block_n: int
     """Number of weight rows per program or tile."""
     block_k: int
     """Number of columns per pipeline step."""
     warps: int
     stages: int = 1
-    """Number of pipeline stages: steps whose weights are being loaded."""
+    """Number of pipeline stages, that is, of steps whose weights can be in flight at the same time."""
     programs: int = 1
-    """Number of programs per multiprocessor, for `grouped`, whose programs compute several tiles."""
+    """Number of programs per multiprocessor. Only used by `grouped`, whose programs each compute several
+    tiles."""
 
     @property
     def max_registers(self) -> int:
-        """Number of registers per thread with which `programs` programs fit on a multiprocessor."""
+        """Maximum number of registers per thread with which `programs` programs fit on a multiprocessor."""
         return min(_MAX_REGISTERS, _REGISTERS // (self.programs * self.warps * 32) // 8 * 8)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPlans:
-    """The plans of the two GEMMs of the experts. Either both are `grouped` or none."""
+    """The plans of the experts' two GEMMs. Either both plans are `grouped`, or neither is."""
 
     up: ExpertsPlan
     down: ExpertsPlan
@@ -59,15 +61,16 @@ class LayerPlans:
 
 
 MAX_GEMV_TOKENS, MAX_FP8_GEMV_TOKENS = 2, 1
-"""Largest number of tokens for `gemv`. With more tokens, several tokens choose the same expert, whose weights
-`gemv` reads again for each of them; and `gemv` converts FP8 weights on the CUDA cores."""
+"""Maximum number of tokens for `gemv`, for 16-bit and for FP8 weights. With more tokens, several tokens
+choose the same expert, and `gemv` reads its weights once for each of these tokens. The limit for FP8 weights
+is lower, because `gemv` converts them on the CUDA cores."""
 
 MAX_FEW_TOKENS = 64
-"""Largest number of tokens for `dot`. With more tokens, multiplying each expert by all tokens takes longer
+"""Maximum number of tokens for `dot`. With more tokens, multiplying each expert by all tokens takes longer
 than reading its weights."""
 
 _QUANTISED = 1 << 14
-"""Largest number of activations of a token that a program of `gemv` quantises in registers."""
+"""Maximum number of a token's activations that a `gemv` program quantises in registers."""
 
 
 def choose(
@@ -83,7 +86,8 @@ def choose(
     per program. intermediate: width of one expert on this rank."""
     size = dtype.itemsize
     if tokens > MAX_FEW_TOKENS:
-        # Tiles fit the mean number of tokens of an expert; an expert with more tokens gets several tiles.
+        # Tiles are sized for the mean number of tokens per expert. Experts with more tokens get several
+        # tiles.
         mean = -(-tokens * top_k // experts)
         rows = min(128, max(16, _power_of_2(mean)))
         if rows == 128:
@@ -95,7 +99,7 @@ def choose(
     one = ExpertsPlan("dot", rows, 64, 256 // size, warps=4, stages=4 if rows < 64 else 3)
     up, down = (_fit(one, k, size, shared_bytes) for k in (hidden, intermediate))
     if tokens <= (MAX_GEMV_TOKENS if size > 1 else MAX_FP8_GEMV_TOKENS):
-        # With FP8 weights, each program quantises the activations itself, so it has more weight rows.
+        # With FP8 weights, every program quantises the activations, so each program gets more weight rows.
         block_n = 4 if size > 1 else 8
         up = ExpertsPlan("gemv", 1, block_n, min(1024, _power_of_2(hidden)), warps=4)
         chosen = _power_of_2(top_k)
@@ -106,7 +110,7 @@ def choose(
 
 
 def _fit(plan: ExpertsPlan, k: int, size: int, shared_bytes: int) -> ExpertsPlan:
-    """Return the plan with steps that divide K and fit the shared memory."""
+    """Return the plan with a step size that divides K, and with as many stages as fit into shared memory."""
     block_k = plan.block_k
     while k % block_k and block_k > 32:
         block_k //= 2

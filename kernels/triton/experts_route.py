@@ -1,14 +1,15 @@
 # mypy: allow-untyped-defs
-"""Router of a mixture-of-experts layer: RMSNorm, the gate's logits and the top-k choice.
+"""The router of a mixture-of-experts layer, which computes the RMSNorm and the router's logits, and chooses
+the top-k experts.
 
-`route` serves few tokens with one launch: several programs per token compute parts of its logits, and the
-program that finishes last chooses the experts. `route_many` serves many tokens: the norm is a launch of its
-own, and each program computes all logits of a tile of tokens on the tensor cores.
+`route` makes one launch, for few tokens. Several programs per token compute parts of the logits, and the
+program that finishes last chooses the token's experts. `route_many` is for many tokens. It computes the norm
+in a separate launch, and then each program computes all logits of a tile of tokens on the tensor cores.
 
-The input is normalised in float32 and rounded once to its dtype; logits are float32 sums of its products with
-the router's rows, and are not rounded. Experts are ordered by falling logit, of equal logits the lower id
-first, as in `reference.route`. A NaN counts as the lowest logit, so that every token has top_k distinct
-experts whatever its values are.
+The input is normalised in float32 and rounded once to its dtype. Its products with the router's rows are
+summed in float32, and these logits are not rounded. Experts are ordered by decreasing logit, and for equal
+logits by increasing id, as in `reference.route`. A NaN counts as the lowest logit, so that every token has
+top_k distinct experts for any input.
 """
 
 from __future__ import annotations
@@ -52,11 +53,13 @@ def route(
     values: torch.dtype | None = None,
     pdl: bool = True,
 ) -> Routed:
-    """Normalise few tokens `x [tokens, hidden]`, contiguous, and choose their experts, in one launch.
+    """Normalise a few tokens, `x [tokens, hidden]`, and choose their experts, in one launch. x must be
+    contiguous.
 
-    router: `[experts, hidden]` of x's dtype. normalised: the softmax is over the chosen experts' logits, so
-    that the weights add up to one; else over all experts' logits. values: dtype of quantised normalised
-    values, or None for x's dtype. workspace: has a counter per token.
+    router: `[experts, hidden]` of x's dtype. normalised: if true, the softmax covers only the chosen experts'
+    logits, so that the weights add up to one; otherwise, it covers the logits of all experts. values: dtype
+    of the normalised values if they are quantised, or None for x's dtype. workspace: contains at least one
+    counter per token.
     """
     tokens, hidden = x.shape
     experts = _check(x, norm_weight, router, top_k)
@@ -105,7 +108,8 @@ def route_many(
     values: torch.dtype | None = None,
     pdl: bool = True,
 ) -> Routed:
-    """`route` for any number of tokens, in two launches, or three if the normalised tokens are quantised."""
+    """Compute `route` for any number of tokens, in two launches, or in three if the normalised tokens are
+    quantised."""
     tokens, hidden = x.shape
     experts = _check(x, norm_weight, router, top_k)
     routed = _allocate(x, top_k, values)
@@ -113,7 +117,7 @@ def route_many(
         return routed
     normed = fused.rms_norm(x, norm_weight, eps, pdl=pdl)
     every = max(16, triton.next_power_of_2(experts))
-    # Few tokens get small tiles, so that more programs share the latency of reading the router.
+    # With few tokens, tiles are small, so that more programs read the router's matrix concurrently.
     rows = 64 if tokens > 1024 else 16
     _route_tile[(triton.cdiv(tokens, rows),)](
         normed,
@@ -196,7 +200,7 @@ def _route(
     NORMALISED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute the logits of BLOCK_E experts for one token. The last program of a token chooses its
+    """Compute the logits of BLOCK_E experts for one token. The program that finishes a token last chooses its
     experts."""
     tiles: tl.constexpr = (EXPERTS + BLOCK_E - 1) // BLOCK_E
     token = tl.program_id(0) // tiles
@@ -292,7 +296,8 @@ def _route_tile(
             part = tl.load(xs + at)
             w = tl.load(ws + at)
         logit = tl.dot(part, tl.trans(w), logit, input_precision="ieee")
-    # Experts that do not exist or are chosen are below every other expert, also below those with a NaN.
+    # Padding and experts that are already chosen get the lowest value of all, below that of experts whose
+    # logit is NaN.
     gone = float("-inf")
     left = tl.where(logit > _LOWEST, logit, _LOWEST)
     left = tl.where((index < EXPERTS)[None, :], left, gone)
@@ -302,7 +307,7 @@ def _route_tile(
     share = tl.zeros([ROWS, TOP_K_BLOCK], tl.float32)
     total = tl.sum(tl.exp(left - top), axis=1)
     for turn in tl.static_range(TOP_K):
-        highest, best = tl.max(left, axis=1, return_indices=True)  # of equal values the first
+        highest, best = tl.max(left, axis=1, return_indices=True)  # the first index wins a tie
         now = (place == turn)[None, :]
         picked = tl.where(now, best[:, None], picked)
         share = tl.where(now, tl.exp(highest[:, None] - top), share)

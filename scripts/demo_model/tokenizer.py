@@ -18,7 +18,7 @@ END_OF_TURN = "<|end|>"
 SPECIAL_TOKENS = (BEGIN, END_OF_TEXT, PAD, SYSTEM, USER, ASSISTANT, END_OF_TURN)
 
 # Each turn consists of its role's token, the trimmed content and <|end|>, without whitespace in between, so
-# that a turn has the same tokens wherever it occurs.
+# that a turn always has the same tokens, wherever it occurs.
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
     "{% for message in messages %}"

@@ -42,7 +42,7 @@ def test_a_run_prints_a_table_and_writes_its_measurements(cli: Run, fake: FakeSe
     assert (result["metric"], result["unit"]) == ("output_tok_s", "tok/s")
     assert (run["requests"], run["rate"]) == (4, None)
     assert len(run["per_request"]) == 4 and run["per_request"][0]["tokens"] == 4
-    # One request as a probe, two as a warm-up, and four that are measured.
+    # The command sends one request as a probe, two as a warm-up, and four that are measured.
     assert len(fake.bodies) == 7
 
 
@@ -97,8 +97,8 @@ def test_every_mode_warms_up_unless_no_warm_up_is_given(
 
 
 def test_the_highest_sustainable_rate_is_found(cli: Run, fake: FakeServer, tmp_path: Path) -> None:
-    # Four at a time, 50 ms each: at most 80 per second. Answers of one token have no ITL that could exceed a
-    # limit.
+    # The server handles four requests at a time, 50 ms each, so at most 80 per second. Answers of one token
+    # have no ITL that could exceed a limit.
     fake.behaviour.at_once = 4
     fake.behaviour.ttft_s = lambda number: 0.05
     words = "--find-rate --rate 60 --duration 0.6 --itl-p99-ms 200 --output-tokens 1 --seed 1"
@@ -106,8 +106,8 @@ def test_the_highest_sustainable_rate_is_found(cli: Run, fake: FakeServer, tmp_p
     search = json.loads((tmp_path / "j").read_text())["search"]
     assert outcome.code == 0 and "highest sustained rate" in outcome.out
     rate, arrived = search["best"]["rate"], search["best"]["requests"]
-    # Stricter bounds are tested with simulated servers. The rate found here depends on how busy other
-    # processes keep the machine.
+    # The rate found here depends on the load of the machine. Tests with simulated servers check stricter
+    # bounds.
     assert rate <= 80 * (1 + 2 / arrived**0.5 + 0.1) and fake.capacity <= 80
     assert rate > 0 and search["best"]["goodput"] > 0
     for trial in search["trials"]:
@@ -117,7 +117,7 @@ def test_the_highest_sustainable_rate_is_found(cli: Run, fake: FakeServer, tmp_p
     reasons = {trial["rate"]: trial["reasons"] for trial in search["trials"]}
     failed = [tried for tried in reasons if reasons[tried]]
     assert rate == max(tried for tried in reasons if not reasons[tried])
-    if not failed:  # other processes made the client late, which ended the search
+    if not failed:  # a busy machine made the client late, which ended the search
         assert "client" in search["note"]
         return
     assert rate < min(failed) <= max(1.05 * rate, rate + 1 / 0.6) + 1e-9
@@ -137,7 +137,8 @@ def test_a_hopeless_trial_is_stopped_and_a_search_without_a_sustained_rate_fails
 ) -> None:
     fake.behaviour.ttft_s = lambda number: 200.0 if number else 0.0
     began = time.monotonic()
-    # With this seed, the only request arrives in the first quarter, in which the response time is measured.
+    # With this seed, the only request arrives in the first quarter of the trial, where the response time is
+    # measured.
     words = "--find-rate --rate 5 --duration 0.2 --output-tokens 1 --no-warm-up --seed 8"
     outcome = cli("bench", "--base-url", fake.url, *words.split(), limit, "10", "--json", tmp_path / "j")
     assert outcome.code == 1 and "did not sustain any tested rate, down to 5 requests/s" in outcome.out
@@ -284,7 +285,7 @@ def test_more_requests_than_fit_into_memory_are_refused(cli: Run) -> None:
 
 
 def on_a_terminal(*words: str, **environment: str) -> str:
-    """Return what the command writes to a terminal of 80 columns."""
+    """Return the command's output on a terminal of 80 columns."""
     leader, follower = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "appliance.cli", *words],
@@ -295,7 +296,7 @@ def on_a_terminal(*words: str, **environment: str) -> str:
     )
     os.close(follower)
     written = b""
-    with contextlib.suppress(OSError):  # the end of a terminal
+    with contextlib.suppress(OSError):  # reading a closed terminal raises OSError on Linux
         while data := os.read(leader, 65536):
             written += data
     os.close(leader)

@@ -34,7 +34,7 @@ def some(count: int, **fields: object) -> list[Record]:
 
 
 def trial(records: list[Record], *, slo: Slo = TTFT_100, grew: bool = False, busy: float = 0.1) -> Run:
-    """Return a judged trial with these records."""
+    """Return the evaluated result of a trial with these records."""
     load = Load(
         target=Target(),
         model="m",
@@ -59,7 +59,7 @@ def test_arrivals_come_at_the_rate_with_exponential_gaps() -> None:
     gaps = [after - before for before, after in itertools.pairwise(arrivals)]
     assert len(arrivals) == 10_000
     assert statistics.mean(gaps) == pytest.approx(0.01, rel=0.05)
-    # The standard deviation of exponential gaps equals their mean; that of equal gaps is 0.
+    # The standard deviation of exponentially distributed gaps equals their mean. For equal gaps it is 0.
     assert statistics.stdev(gaps) == pytest.approx(0.01, rel=0.1)
     assert list(arrivals) == sorted(arrivals) and arrivals[0] >= 0 and arrivals[-1] <= 100
 
@@ -135,7 +135,7 @@ def test_a_rate_is_sustained_with_one_percent_of_failures_and_no_more() -> None:
 
 
 def test_failures_and_late_requests_count_together() -> None:
-    # Of 200 requests, two may miss the limit in any way.
+    # Of 200 requests, two may miss the limit, whether they are late or fail.
     late, failed = some(2, first_at=0.5), some(1, failure="closed")
     assert trial([*some(198), *late[:1], *failed]).reasons == []
     assert trial([*some(197), *late, *failed]).reasons == ["TTFT p99 500 > 100 ms"]

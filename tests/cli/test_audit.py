@@ -28,8 +28,8 @@ TAIL = "DELETE FROM audit WHERE seq > 3; UPDATE sqlite_sequence SET seq = 3 WHER
 
 @pytest.fixture
 def state(databases: Path) -> Path:
-    """Return a state directory whose audit chain contains two new keys, a change and a refused action. The
-    last two have intents."""
+    """Return a state directory whose audit chain contains two created keys, a change and a refused action.
+    The last two rows have intents."""
     control = ControlStore(databases / "control.db")
     control.start()
     actor, _ = control.trail.intend(Actor("uid:7", "box"), "tenants.create", {"name": "acme", "weight": 2.0})
@@ -138,7 +138,7 @@ def test_a_tail_that_was_cut_with_its_heads_shows_against_the_journals(
 
 @pytest.fixture
 def journalctl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Return a function that installs a `journalctl` with this shell script first in PATH."""
+    """Return a function that installs a shell script as `journalctl`, first in PATH."""
 
     def put(script: str) -> None:
         (tmp_path / "journalctl").write_text(f"#!/bin/sh\n{script}\n")
@@ -255,7 +255,7 @@ def test_an_export_is_whole_signed_and_verified_anywhere(cli: Run, state: Path, 
 def test_an_export_that_was_rewritten_as_a_whole_does_not_carry_the_signature(
     cli: Run, state: Path, tmp_path: Path
 ) -> None:
-    """All hashes in the export are correct, because the forger recomputed them."""
+    """The forger recomputed all hashes, so only the missing signature reveals the change."""
     target = tmp_path / "elsewhere" / "audit.jsonl"
     target.parent.mkdir()
     chain = [row._replace(actor="uid:0") for row in read_audit(state / "control.db")]

@@ -148,8 +148,8 @@ class Terminal:
         os.write(self.fd, text.encode())
 
     def press(self, keys: str, text: str) -> None:
-        """Send the keys repeatedly until `text` appears. One attempt is not enough, because a signal that
-        arrives just before the program reads does not interrupt the read."""
+        """Send the keys repeatedly until `text` appears. One attempt is not enough: a signal that arrives
+        just before a read starts does not interrupt that read."""
         for _ in range(10):
             self.type(keys)
             if self.appears(text, 6.0):
@@ -158,7 +158,7 @@ class Terminal:
 
     def wait_for(self, text: str) -> None:
         """Read until `text` appears. The next call searches only the output after it."""
-        assert self.appears(text, 60.0), f"{text!r} did not appear; there is {self.seen!r}"
+        assert self.appears(text, 60.0), f"{text!r} did not appear; the output is {self.seen!r}"
         self.seen = self.seen.partition(text)[2]
 
     def appears(self, text: str, timeout_s: float) -> bool:
@@ -171,7 +171,7 @@ class Terminal:
                     self.seen += os.read(self.fd, 65536).decode("utf-8", "replace")
                 except OSError:
                     assert text in self.seen, (
-                        f"{text!r} did not appear before the end; there is {self.seen!r}"
+                        f"{text!r} did not appear before the end; the output is {self.seen!r}"
                     )
         return True
 

@@ -203,7 +203,7 @@ def test_a_directory_that_cannot_be_made_or_written_is_a_problem(doctor: Doctor,
 
 def test_a_directory_of_somebody_else_is_a_problem(run_dir: Path) -> None:
     if os.geteuid():
-        pytest.skip("needs root, to become somebody else")
+        pytest.skip("needs root to switch to another user")
     from appliance.monitoring.places import directories
 
     run_dir.chmod(0o755)
@@ -309,11 +309,11 @@ def test_a_service_that_holds_its_directory_but_does_not_answer_is_a_problem(
 
 def test_a_service_that_keeps_this_user_out_is_no_problem(run_dir: Path, tmp_path: Path) -> None:
     if os.geteuid():
-        pytest.skip("needs root, to become somebody else")
+        pytest.skip("needs root to switch to another user")
     from appliance.models import gpus
     from appliance.monitoring import doctor
 
-    gpus.find_gpus()  # imports, which the other user may not be able to do
+    gpus.find_gpus()  # imports modules that the other user may not be able to read
     (run_dir / "admin.sock").unlink(missing_ok=True)
     run_dir.chmod(0o755)
     lock = RunDirLock(run_dir, tmp_path)
@@ -337,14 +337,14 @@ def test_a_writer_of_the_databases_without_a_service_is_a_problem(doctor: Doctor
 
 
 def test_a_rank_that_outlived_its_service_is_a_problem(doctor: Doctor) -> None:
-    # The doctor looks only at the command line, so this process just sleeps. Its parent exits immediately.
+    # The doctor looks only at command lines, so this process just sleeps. Its parent exits immediately.
     sleeper = [sys.executable, "-c", "import time; time.sleep(60)", "-m", "engine.replica"]
     source = f"import subprocess; print(subprocess.Popen({sleeper!r}, stdout=subprocess.DEVNULL).pid)"
     started = subprocess.run([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True, check=True)
     orphan = int(started.stdout)
     try:
         if parent_of(orphan) != 1:
-            pytest.skip("orphans do not go to process 1 here")
+            pytest.skip("process 1 does not adopt orphans here")
         code, findings = doctor()
     finally:
         os.kill(orphan, 9)

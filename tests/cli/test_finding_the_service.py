@@ -1,4 +1,4 @@
-"""Tests which run directory a command uses by default, and the message when no service is running."""
+"""Tests of the run directory that commands use by default, and of the message when no service is running."""
 
 from __future__ import annotations
 

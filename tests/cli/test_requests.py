@@ -25,8 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def filled(history: History, tmp_path: Path) -> Path:
-    """Return a state directory whose request log is open for writing and contains four ended requests and an
-    open one."""
+    """Return a state directory whose request log is open for writing and contains four ended requests and one
+    open request."""
     log, now = history.log, time.time()
     log.end(a_row("req-old", created_at=now - 7200, finished_at=now - 7199, tenant="acme"))
     log.end(a_row("req-bad", created_at=now - 60, status=503, finish_reason="error", error="the box is full"))
@@ -164,7 +164,7 @@ def test_a_request_that_ends_between_two_looks_is_shown_once(history: History, t
     history.flush()
     reader = RequestReader(tmp_path / "history.db")
     both = reader.query(RequestFilter(request_id="req-both"), 1)[0]
-    # The request was in the list already shown, and its end came after the position at which following
+    # The list already shown contains this request as open. It ended after the position at which following
     # starts.
     assert next(_ends(reader, 0, RequestFilter(), {"req-both": both})).request_id == "req-new"
 

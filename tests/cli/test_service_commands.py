@@ -1,4 +1,4 @@
-"""Tests of `serve`, `status` and `keys`: the requests to the service, and the output."""
+"""Tests of `serve`, `status` and `keys`: their requests to the service and their output."""
 
 from __future__ import annotations
 
@@ -280,6 +280,6 @@ def test_flags_of_serve_reach_the_core(
 
 def test_settings_that_cannot_be_used_are_told_in_a_line(cli: Run) -> None:
     outcome = cli("serve", "--model", "a=/no/such/folder")
-    # 78 is EX_CONFIG, which tells a service manager not to try again.
+    # Exit code 78 is EX_CONFIG, which tells a service manager not to restart the service.
     assert outcome.code == 78 and "/no/such/folder" in outcome.err and "Traceback" not in outcome.err
     assert len(outcome.err.splitlines()) == 1

@@ -1,4 +1,4 @@
-"""Tests of `tenants`, `keys` and `peers`: the requests to the service, and the output."""
+"""Tests of `tenants`, `keys` and `peers`: their requests to the service and their output."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def test_peers_are_listed_by_name_and_mapped_by_name_or_number(
     ]
     lines = cli("peers", "list", "--run-dir", run_dir).out.splitlines()
     assert lines[1].split()[:3] == ["uid:0", "root", "local"] and lines[1].endswith("settings")
-    assert lines[2].split()[:5] == ["any", "every", "other", "user", "local"]
+    assert lines[2].split()[:5] == ["any", "all", "other", "users", "local"]
     assert lines[3].split()[:3] == ["gid:4000000000", "?", "acme"] and "operator" in lines[3]
     for typed, meant in (
         ("uid:7", "uid:7"),

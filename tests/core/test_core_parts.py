@@ -111,10 +111,10 @@ def test_the_client_says_where_it_looked_and_how_to_start_a_service(tmp_path: Pa
 
 
 class Nothing:
-    """A backend that must not be called."""
+    """A backend that fails the test if it is called."""
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *words: pytest.fail("a stranger was answered")
+        return lambda *words: pytest.fail("an unknown sender reached the backend")
 
 
 def ask(path: str, uid: int | None, method: str = "GET", body: bytes = b"") -> tuple[int, bytes]:

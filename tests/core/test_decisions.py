@@ -136,7 +136,7 @@ def test_a_denied_client_cannot_forge_a_line_of_the_log(service: Service) -> Non
         refused = http.post("/actions/keys.revoke", headers={"Authorization": f"Bearer {key}"}, json={})
         nobody = http.get("/status%0Aforged line", headers={"Authorization": "Bearer ak-wrong"})
     assert (refused.status_code, nobody.status_code) == (403, 401)
-    # A thread of the service writes the log.
+    # The service writes the log in a separate thread.
     wait_until(lambda: "denied GET '/status\\nforged line'" in service.log.read_text())
     lines = service.log.read_text().splitlines()
     assert not any(line.startswith("forged") for line in lines)
@@ -150,14 +150,14 @@ def test_denied_actions_are_audited_a_limited_number_of_times_a_minute(service: 
         reader = {"Authorization": f"Bearer {made.key}"}
         for _ in range(30):
             assert http.post("/actions/keys.revoke", headers=reader, json={"id": made.id}).status_code == 403
-        # Reads, requests from unknown senders, and invalid parameters are logged at most.
+        # A read, a request with an unknown key, and a request with invalid parameters add no row.
         http.get("/actions/keys.revoke", headers=reader)
         http.post("/actions/keys.revoke", headers={"Authorization": "Bearer ak-wrong"}, json={})
         assert http.post("/actions/keys.revoke", json={"bogus": 1}).status_code == 400
     with AdminClient(service.run_dir) as client:
-        client.act(CreateTenant(name="after"))  # This row comes after all of the others in the chain.
+        client.act(CreateTenant(name="after"))  # This row comes last in the chain.
     rows = [row for row in read_audit(service.state_dir / "control.db") if row.action == "keys.revoke"]
-    assert 10 <= len(rows) <= 20, "of one minute, or of two"
+    assert 10 <= len(rows) <= 20, "10 rows per minute, for one minute or two"
     assert {row.actor for row in rows} == {f"uid:{os.geteuid()} key:{made.id}"}
     assert {row.params for row in rows} == {"{}"} and {row.phase for row in rows} == {"result"}
     assert all(row.result.startswith("refused: this request needs a key with scope 'admin'") for row in rows)
@@ -271,7 +271,7 @@ def test_an_operator_key_of_a_suspended_tenant_is_denied(service: Service) -> No
             acting.act(ResumeTenant(name="ops"))
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can switch to another user")
 def test_operators_are_identified_by_uid_and_group(open_folder: Path, make_service: Make) -> None:
     service = make_service(
         "[admin]\nuids = [4001]\ngroups = [4100, 'no such group']\n[unix]\nadmin_mode = '0666'",
@@ -357,7 +357,8 @@ def test_every_action_of_the_registry_is_audited_before_and_after(make_service: 
     service.wait_ready()
     tried = []
     for action in ACTIONS:
-        # All actions are refused, except creating a key, reloading unchanged settings and beginning a backup.
+        # All of these actions are refused, except creating a key, reloading unchanged settings, and beginning
+        # a backup.
         named = {"model": "none:such"} if action.name in ("drain", "resume") else {}
         required = {
             field.name: "none:such" for field in msgspec.structs.fields(action.parameters) if field.required

@@ -14,12 +14,12 @@ from appliance.core.drains import Drain, DrainError, Drains, DrainTools
 
 
 class FakeRequestManager:
-    """A request manager with one request fewer at each call."""
+    """A fake request manager that reports one fewer running request with each call."""
 
     def __init__(self, told: list[str], looks: int) -> None:
         self.told, self.looks = told, looks
         self.state = self
-        """The fake also acts as its own state."""
+        """The fake is also its own `state`."""
 
     def pause_admission(self, model: str | None, why: str, *, hold: bool = False) -> None:
         self.told.append(f"close {model} {hold}: {why}")
@@ -40,7 +40,7 @@ class Unfinished:
 
 
 class FakeService:
-    """Records the calls that drains make. Fronts apply a configuration when `fronts_know` is set."""
+    """Records the calls made by drains. Fronts have applied the configuration once `fronts_know` is set."""
 
     def __init__(self, looks: int = 3) -> None:
         self.told: list[str] = []

@@ -69,7 +69,7 @@ def test_the_level_of_a_removed_limit_is_forgotten(history: Writer) -> None:
 
 def test_levels_that_a_full_writer_dropped_are_saved_the_next_time(history: Writer, tmp_path: Path) -> None:
     full = Writer(tmp_path / "other.db", HISTORY, synchronous="NORMAL")
-    full.close()  # From this point on, it accepts nothing.
+    full.close()  # From this point on, it drops everything.
     quotas = fresh()
     spend(quotas, 300)
     LevelKeeper(quotas, QuotaLog(full)).save()

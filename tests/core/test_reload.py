@@ -1,4 +1,4 @@
-"""Reloads the settings of a running service. Changes are applied, and everything else stays untouched."""
+"""Tests that reloading a running service's settings applies the changes and nothing else."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_settings_of_the_service_are_applied_without_restarting_a_process(make_s
         f"{service.config}:2",
     )
     assert (shown.settings["queue"]["limit"], shown.places["queue.limit"]) == (7, f"{service.config}:6")
-    # Settings that only a restart changes are reported until the service has been restarted.
+    # Changes that require a restart are reported until the service is restarted.
     assert reload(service).at_restart == reloaded.at_restart
 
 
@@ -244,7 +244,7 @@ def test_fronts_are_added_and_surplus_fronts_finish_their_requests(make_service:
     change(service, ("fronts = 1", "fronts = 2"))
     wait_until(lambda: [front.state for front in service.admin.status().fronts] == ["ready"] * 2)
     answers = [read_answer(service.connect("m 2"))[-1] for _ in range(2)]
-    # A name about which replicas may still send a message is not reused.
+    # A front's name is not reused while replicas may still send messages about it.
     assert sorted(answers) == ["front-0 length", "front-3 length"]
 
 
@@ -259,7 +259,7 @@ def test_a_surplus_front_that_hangs_is_killed(make_service: Make) -> None:
     wait_until(lambda: [front.name for front in service.admin.status().fronts] == ["front-0"])
     (problem,) = service.admin.status().problems
     assert problem.where == "front-1"
-    assert "sent nothing for" in problem.what and "while stopping" in problem.what
+    assert "sent no message for" in problem.what and "while stopping" in problem.what
     for stream in streams:
         stream.close()
 
@@ -328,7 +328,7 @@ class OpeningDoor:
         return self.opened
 
     def change(self, settings: Settings, opened: socket.socket | None) -> None:
-        raise AssertionError("nothing was applied")
+        raise AssertionError("change() was called although the reload was refused")
 
 
 def loaded(*files: str) -> Loaded:
@@ -380,7 +380,7 @@ def test_a_reload_during_a_drain_does_not_change_the_drain(make_service: Make) -
     assert "503 model 'm' is draining" in read_answer(service.connect("m 1"))[-1]
     service.admin.resume(ResumeService(model="m"))
     assert read_answer(service.connect("m 1"))[-1] == "front-0 length"
-    # A model's drain ends when the model is removed, so a later model with the same name serves.
+    # Removing a model ends its drain, so a later model with the same name serves requests.
     change(service, ('[models.n]\nfolder = "n"\n', ""))
     wait_until(lambda: len(service.pids()) == 2)
     assert service.admin.status().drains == []

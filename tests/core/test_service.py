@@ -1,4 +1,4 @@
-"""The real core with its sockets, databases and processes; only HTTP and the engine are fakes."""
+"""Tests of the real core with its sockets, databases and processes. Only HTTP and the engine are faked."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_a_front_that_hangs_during_its_start_is_killed_and_restarted(make_servic
     service.start()
     wait_until(lambda: service.state() != "down" and service.admin.status().fronts[0].restarts > 0)
     last_error = service.admin.status().fronts[0].last_error
-    assert "was not ready 2 s after its start" in last_error
+    assert "was not ready within 2 s after its start" in last_error
     (service.folder / "m" / "hang").unlink()
     service.have_time_to_load()
     service.wait_ready()
@@ -421,7 +421,7 @@ def test_operator_actions_are_audited_with_the_peers_uid(make_service: Make) -> 
     (running,) = service.admin.in_flight()
     service.admin.cancel_request(running.request_id)
     assert read_answer(stream)[-1] == "front-0 aborted an operator cancelled the request"
-    # This front leaves its submission behind, so the core has the engine end it.
+    # This front does not end its submission, so the core makes the engine end it.
     wait_until(lambda: service.admin.in_flight() == [])
     database = service.state_dir / "control.db"
     audit = read_audit(database)

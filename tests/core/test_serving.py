@@ -1,4 +1,4 @@
-"""The links between front pool, model manager and request manager, without processes."""
+"""Tests of the links between the front pool, the model manager and the request manager, without processes."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def test_a_file_that_may_not_be_looked_for_is_named(
 ) -> None:
     path = tmp_path / ".config" / "appliance" / "appliance.toml"
 
-    def is_file(self: Path) -> bool:  # Root may run this test, and has access everywhere.
+    def is_file(self: Path) -> bool:  # Root may run this test and can read everything.
         if self == path:
             raise PermissionError(13, "Permission denied", str(path))
         return False
@@ -156,7 +156,7 @@ def test_files_in_conf_d_are_laid_over_the_main_one_in_order_of_their_names(tmp_
     settings = load(tmp_path, text)
     a, b = settings.models["a"], settings.models["b"]
     assert (settings.fronts, a.max_num_seqs, a.dtype, a.folder) == (3, 16, "float16", str(tmp_path))
-    assert b.folder == str(drop_ins)  # relative to the file that names it
+    assert b.folder == str(drop_ins)  # relative to the folder of the file that sets it
     assert (settings.unix.uids, settings.unix.api_mode) == ([7], "0666")
 
 
@@ -210,7 +210,7 @@ def test_every_fault_of_every_file_is_told_with_its_line(tmp_path: Path) -> None
 
 
 def numbers_of(kind: Any, path: str = "", around: str = "{}") -> Iterator[tuple[str, str, Any]]:
-    """Yield, for every number in a type: its path, text that puts a number there, and the number's type."""
+    """Yield the path, a template that places a number there, and the type of each number in `kind`."""
     match kind:
         case msgspec.inspect.IntType() | msgspec.inspect.FloatType():
             yield path, around, kind

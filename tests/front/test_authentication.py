@@ -1,4 +1,4 @@
-"""Tests of authentication, and of what responses reveal to clients that are not authenticated."""
+"""Tests of authentication, and of the information in responses to unauthenticated clients."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_revoked_key_stops_working_at_once(front: Harness) -> None:
 
 
 def test_the_body_of_an_unauthenticated_request_is_not_read(front: Harness) -> None:
-    # The test sends only the request head, so a server that waited for the body would never respond.
+    # The test sends only the request head. A server that waited for the body would never respond.
     answer = ask(front, "POST", "/v1/chat/completions", None, {"Content-Length": "1000000"}, tcp=True)
     assert answer.status == 401
 

@@ -1,4 +1,4 @@
-"""Tests of refused fields and disallowed values, and of the messages for both."""
+"""Tests of refused fields and refused values, and of the messages for both."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.pages import check_page
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
 WRONG: dict[str, Any] = {"do_sample": 0, "suffix": "secret end", "add_special_tokens": 7}
-"""Values that are not neutral, for those fields for which 3 is neutral or is not a clear example."""
+"""Values that are refused, for the fields for which 3 is accepted or is not a clear example."""
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])

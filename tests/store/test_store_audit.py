@@ -41,7 +41,7 @@ def append(connection: sqlite3.Connection, number: int) -> audit.Head:
 
 
 def forge(connection: sqlite3.Connection, first: int) -> None:
-    """Recompute every hash from `first` on, as a skilled forger would."""
+    """Recompute every hash from row `first` on, as a skilled forger would."""
     for row in [row for row in audit.all_rows(connection) if row.seq >= first]:
         before = connection.execute(
             "SELECT hash FROM audit WHERE seq < ? ORDER BY seq DESC", (row.seq,)

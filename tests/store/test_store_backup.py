@@ -1,4 +1,4 @@
-"""Tests of backups: they are consistent, checked, and complete or absent."""
+"""Tests that backups are consistent and verified, and that a failed backup leaves no file."""
 
 from __future__ import annotations
 
@@ -127,7 +127,8 @@ def test_nothing_is_overwritten(running, tmp_path):
 
 
 def test_a_target_that_may_not_be_looked_at_is_named(running, tmp_path, monkeypatch):
-    def refuse(*asked, **options):  # as a folder owned by another user refuses callers other than root
+    # A folder owned by another user refuses every caller except root in this way.
+    def refuse(*asked, **options):
         raise PermissionError(13, "Permission denied", str(tmp_path / "theirs"))
 
     monkeypatch.setattr(Path, "stat", refuse)
@@ -189,7 +190,7 @@ def test_the_writer_does_not_wait_for_a_backup_which_is_of_one_moment(history, r
     def write() -> None:
         number = 0
         while not stop.is_set():
-            # Either both rows or neither, in every copy.
+            # Every copy must contain both rows or neither.
             for half in ("a", "b"):
                 history.log.end(request_row(f"req-{number}-{half}", finished_at=2_000_000.0))
             number += 1

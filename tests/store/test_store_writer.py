@@ -51,7 +51,7 @@ def limit_pages(writer: Writer, pages: int) -> None:
 def test_a_row_is_committed_within_the_interval_without_being_asked(writer, eventually):
     writer.submit(insert(1))
     eventually(lambda: numbers(writer.path) == [1])
-    assert writer._interval_s == 0.2  # the documented limit of what a crash may lose
+    assert writer._interval_s == 0.2  # a crash loses at most this many seconds of writes, as documented
 
 
 def test_rows_share_commits(writer):
@@ -61,7 +61,7 @@ def test_rows_share_commits(writer):
         assert writer.submit(insert(number))
     assert writer.flush(60)
     assert numbers(writer.path) == list(range(20_000))
-    # One commit per 500 operations, plus a few that became due while this thread was paused.
+    # There is one commit per 500 operations, plus a few that became due while this thread was paused.
     assert 40 <= statements.count("COMMIT") <= 400
     assert writer.state().committed_rows == 20_001  # including the call
 
@@ -83,8 +83,9 @@ def test_submit_returns_at_once_while_another_process_locks_the_database(writer,
 def test_a_full_database_keeps_the_rows_and_recovers_by_itself(writer, eventually, caplog):
     allowed_pages = [20]
 
-    # Runs at each attempt as the oldest waiting operation, so the limit is lifted while the writer retries.
-    # There is no space for its own row, however few other rows the writer commits with it.
+    # As the oldest waiting operation, this function runs at each attempt, so the limit can be lifted while
+    # the writer retries. Until then, its own row does not fit, however few other rows the writer commits with
+    # it.
     def first(connection: sqlite3.Connection) -> None:
         connection.execute(f"PRAGMA max_page_count = {allowed_pages[0]}").fetchone()
         insert(0, "x" * 100_000)(connection)
@@ -317,7 +318,7 @@ for number in range(10**9):
 def test_a_call_that_does_not_begin_in_time_is_never_made(writer):
     with closing(sqlite3.connect(writer.path, isolation_level=None)) as intruder:
         intruder.execute("BEGIN IMMEDIATE")
-        first = writer.call(insert(1), within_s=60)  # waits for the lock in vain
+        first = writer.call(insert(1), within_s=60)  # waits for the lock until it times out
         second = writer.call(insert(2), within_s=0.1)
         with pytest.raises(StorageFaultError, match="locked"):
             first.result(60)

@@ -38,13 +38,13 @@ class Terminal:
             os.execv(command[0], command)
 
     def expect(self, words: str, timeout_s: float = 60) -> None:
-        """Read until `words` have appeared, after the text that was expected before."""
-        assert self._comes(words, timeout_s), f"{words!r} did not come within {timeout_s} s: {self.text}"
+        """Read until `words` have appeared after the text that was found last."""
+        assert self._comes(words, timeout_s), f"{words!r} did not appear within {timeout_s} s: {self.text}"
         self.text = self.text.partition(words)[2]
 
     def press(self, keys: str, words: str) -> None:
-        """Type repeatedly until `words` appear, because a signal that arrives just before the program reads
-        does not interrupt the read."""
+        """Type repeatedly until `words` appear. One attempt is not enough, because a signal that arrives just
+        before the program reads does not interrupt the read."""
         for _ in range(10):
             self.type(keys)
             if self._comes(words, 6):

@@ -1,5 +1,5 @@
-"""Tests that settings can be reloaded in a running service with its real engine, and that loaded models keep
-their processes."""
+"""Tests that a running service with a real engine can reload its settings, and that loaded models keep their
+processes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Box:
         return [pid for replica in found if replica.state == "ready" for pid in replica.pids]
 
     def completes(self, model: str) -> int:
-        """Return the status of the answer to a request."""
+        """Return the status of the response to a request."""
         with self.running.http() as http:
             body = {"model": model, "prompt": "import ", "max_tokens": 4}
             return http.post("/v1/completions", json=body).status_code
@@ -57,7 +57,7 @@ class Box:
 @pytest.fixture(scope="module")
 def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
     path = tmp_path_factory.mktemp("reload") / "appliance.toml"
-    # The settings of the service come first, because the tests insert tables after `fronts`.
+    # Top-level settings come before all tables, because the tests insert tables after `fronts`.
     path.write_text(
         f'drain_grace_s = 120\nlisten = "127.0.0.1:{free_port()}"\nfronts = 2\n'
         f"[models.demo]\n{MODEL}[models.other]\n{MODEL}"
@@ -106,7 +106,7 @@ def test_what_changed_is_applied_under_load_and_nothing_else_is_touched(box: Box
     with running.http() as http:
         too_long = {"model": "demo", "prompt": "x" * 1000}
         assert http.post("/v1/completions", json=too_long).status_code == 413
-    running.wait_until(lambda: not running.rows(state="open"), 60, "the end of all rows")
+    running.wait_until(lambda: not running.rows(state="open"), 60, "all rows to end")
     assert {row["status"] for row in running.rows()} <= {200, 413}
 
 

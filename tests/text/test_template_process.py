@@ -1,4 +1,4 @@
-"""Tests that chat templates run in a process with limits on time and memory."""
+"""Tests that chat templates are rendered in a process with limits on time and memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of loading tokenizers and of encoding, compared with transformers."""
+"""Tests of loading tokenizers, and of encoding compared with transformers."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_long_words_take_little_memory_after_they_were_encoded():
     memory = psutil.Process().memory_info
     before = memory().rss
     ours.encode_blocking(words)
-    assert memory().rss - before < 20e6, "the library's default keeps 9 KB for each of these words"
+    assert memory().rss - before < 20e6, "the library's default cache keeps 9 KB for each of these words"
 
 
 def test_a_special_token_without_an_id_is_left_out(tmp_path):
@@ -171,8 +171,8 @@ def test_the_event_loop_keeps_ticking_while_two_megabytes_are_encoded(loaded):
         return stall / (last - began), ticks
 
     assert sum(len(text.encode()) for text in texts) > 2_000_000
-    # Take the best of three attempts, because other processes may delay an attempt. Only the encoder must not
-    # stall the loop.
+    # Use the best of three attempts, because other processes may delay an attempt. The test checks only that
+    # the encoder does not stall the loop.
     stalled, ticks = min(asyncio.run(watch()) for _ in range(3))
     assert ticks > 20
     assert stalled < 0.25  # fraction of the time that encoding took

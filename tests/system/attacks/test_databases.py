@@ -1,7 +1,7 @@
 """Tests of databases that are deleted, locked or damaged, and of disks that are full or read-only, under
 load.
 
-No request may fail because of it, no row may be lost, and `status` and `doctor` must report the cause.
+None of these faults may fail a request or lose a row, and `status` and `doctor` must report the cause.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PAGE_BYTES = 4096
 
 @pytest.fixture(scope="module")
 def disk() -> Iterator[Path]:
-    """Yield a small separate disk for the state directory: an ext4 image next to its mount point."""
+    """Yield a small separate disk for the state directory, which is an ext4 image next to its mount point."""
     folder = Path(tempfile.mkdtemp(prefix="appl-"))
     mounted, image = folder / "state", folder / "image"
     mounted.mkdir()
@@ -55,7 +55,8 @@ def running(disk: Path) -> Iterator[Service]:
 
 @contextmanager
 def load(running: Service) -> Iterator[None]:
-    """Send requests, all of which must be answered, and whose rows must all be in the log afterwards."""
+    """Send requests during the block. All of them must be answered, and afterwards the log must contain all
+    of their rows."""
     clients = [Load(running) for _ in range(2)]
     for client in clients:
         client.start()
@@ -97,7 +98,7 @@ def test_deleted_databases_are_written_back(running: Service) -> None:
                 and [database["restored"] for database in running.status()["databases"]]
             ),
             60,
-            "the status to say so",
+            "the status to report the problem",
         )
         assert all("was deleted while the service was running" in note for note in notes)
     found = doctor(running, "warning")
@@ -151,7 +152,7 @@ def test_with_damaged_logs_the_service_starts_serves_and_says_so(running: Servic
 
 
 def test_a_disk_that_becomes_read_only_stops_no_request(running: Service, disk: Path) -> None:
-    # ext4 does this after a disk error: nothing can be written any more, not even through open files.
+    # ext4 does this after a disk error. Nothing can be written any more, not even through open files.
     subprocess.run(["mount", "-o", "remount,abort", disk], check=True)
     assert all(answer(running) for _ in range(3))
     problem(running, "history.db", "has refused writes")
@@ -161,7 +162,7 @@ def test_a_disk_that_becomes_read_only_stops_no_request(running: Service, disk: 
 
 
 def damage(path: Path) -> bytes:
-    """Overwrite all pages except the first, as a failing disk would. Returns the original content."""
+    """Overwrite all pages except the first, as a failing disk might. Return the original content."""
     before = path.read_bytes()
     assert len(before) > 4 * PAGE_BYTES
     with path.open("r+b") as file:
