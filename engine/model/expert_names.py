@@ -1,6 +1,6 @@
-"""Finds experts' tensors in checkpoints. Published checkpoints have one tensor for each matrix of each expert;
-Mixtral's tensors have different names. transformers 5 can store the matrices of all experts of a layer in one
-tensor."""
+"""Finds experts' tensors in checkpoints. Published checkpoints have one tensor for each matrix of each
+expert; Mixtral's tensors have different names. transformers 5 can store the matrices of all experts of a
+layer in one tensor."""
 
 from __future__ import annotations
 
