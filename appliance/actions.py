@@ -24,7 +24,7 @@ Danger = Literal["none", "confirm", "typed"]
 """Required confirmation: none, yes or no, or typing the target's name."""
 TargetKind = Literal["service", "model", "tenant", "key", "peer", "request"]
 Visibility = Literal["shown", "internal"]
-"""Whether operators can choose the action, or only a command performs it as one of its steps."""
+"""Whether operators can choose the action. Otherwise, only a command performs it, as one of its steps."""
 
 
 def _changes(record: type[msgspec.Struct]) -> Any:
@@ -39,8 +39,8 @@ def _changes(record: type[msgspec.Struct]) -> Any:
 
 
 def _parameter(field: Declared) -> Any:
-    """Return the type of an optional field. It only describes values in the schema: `store.rules` checks
-    them, because its messages name the remedy."""
+    """Return the type of an optional field. The type only describes the values in the schema. `store.rules`
+    checks the values, because its messages name the remedy."""
     plain: dict[str, Any] = {"choice": str, "list": tuple[str, ...]}
     kind = plain.get(field.kind, field.type)
     if field.optional:

@@ -17,8 +17,8 @@ _HEALTHY_S = 30.0
 
 
 class Background:
-    """Keeps a reference to each task until the task ends, because the event loop keeps only weak references.
-    Failed tasks are logged."""
+    """Keeps a reference to each task until the task finishes, because the event loop keeps only weak
+    references. Failed tasks are logged."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
@@ -30,7 +30,7 @@ class Background:
         task.add_done_callback(self._done)
 
     async def ended(self) -> None:
-        """Wait until all tasks started so far have ended."""
+        """Wait until all tasks started so far have finished."""
         if self._tasks:
             await asyncio.wait(set(self._tasks))
 
@@ -60,8 +60,8 @@ class Timer:
 
 
 class Backoff:
-    """Determines the delay before each restart of a process. The delay doubles up to a limit, and is reset
-    after the process has been in service for 30 s."""
+    """Determines the delay before each restart of a process. The delay doubles with each restart, up to a
+    limit. It is reset after the process has been in service for 30 s."""
 
     def __init__(self, first_s: float = _FIRST_DELAY_S, max_s: float = _MAX_DELAY_S) -> None:
         self._first_s = self._next_s = first_s
@@ -77,8 +77,8 @@ class Backoff:
 
 
 class TimeBudgets:
-    """In the long run, limits each user of a thread to a share of the thread's time. All times are in seconds
-    on one clock."""
+    """Limits the share of a thread's time that each user may use, averaged over a longer time. All times are
+    in seconds on one clock."""
 
     def __init__(self, max_share: float, burst_s: float) -> None:
         """`max_share` is between 0 and 1. A user that has been idle for `burst_s` may use its share of that
@@ -86,8 +86,8 @@ class TimeBudgets:
         self._max_share = max_share
         self._burst_s = burst_s
         self._rests_until: dict[str, float] = {}
-        """For each user that has recently used time, the time at which its use falls back within its
-        share."""
+        """For each user that has recently used time, the time at which the user's average use will be within
+        its share again."""
 
     def rest_s(self, user: str, now: float) -> float:
         """Return how long the user must pause, in seconds, or 0 if it is within its share."""

@@ -8,11 +8,11 @@ CLASS_NAMES = ("P0", "P1", "P2", "P3")
 """Names of the real-time, interactive, batch and background classes."""
 
 _ASKED = {name: number for number, name in enumerate(CLASS_NAMES)} | {"priority": 0, "flex": 2}
-"""Class names and OpenAI's service tiers. OpenAI's tiers "auto", "default" and "scale" select the default
-class."""
+"""The service class for each class name and each of OpenAI's service tiers. OpenAI's tiers "auto", "default"
+and "scale" are not listed, because they select the default class."""
 
 
 def service_class(asked: str, identity: Identity) -> int:
-    """Return the service class of a request. It is the class that the client asked for, or else the tenant's
-    default. It never has a higher priority than the tenant and the key allow."""
+    """Return the service class of a request: the class that the client requested, or else the tenant's
+    default. The result never has a higher priority than the tenant and the key allow."""
     return max(_ASKED.get(asked, identity.default_class), identity.highest_class)

@@ -34,16 +34,17 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 
 _ACTION_TIMEOUT_S = 30.0
-"""Time limit for an action. The service responds to every action that waits for its database within 25 s,
-even if the action fails."""
+"""Time limit for an action. Even if an action has to wait for the service's database and then fails, the
+service responds within 25 s."""
 
 
 class ServiceNotRunningError(Exception):
-    """Raised if no service answers on the socket. The message says why, and how to start the service."""
+    """Raised if no service answers on the socket. The message gives the reason and the command that starts
+    the service."""
 
 
 class NotAllowedError(ServiceNotRunningError):
-    """Raised if this user may not open the socket, so the caller cannot tell whether a service is listening
+    """Raised if this user may not open the socket. The caller then cannot tell whether a service is listening
     on it."""
 
 
@@ -58,8 +59,8 @@ class AdminError(Exception):
 class AdminClient:
     """Calls the service of one run directory. Use as a context manager. Not thread-safe.
 
-    Every call raises ServiceNotRunningError if no service answers, AdminError if the service refuses the
-    call, and UntrustedError if a user who is not trusted might answer in place of the service
+    Every call can raise three errors: ServiceNotRunningError if no service answers, AdminError if the service
+    refuses the call, and UntrustedError if a user who is not trusted might answer in place of the service
     (`appliance.ownership`).
     """
 
@@ -82,7 +83,7 @@ class AdminClient:
         return self._call("GET", "/status", Status)
 
     def in_flight(self) -> list[InFlight]:
-        """Return the requests that have not ended, oldest first."""
+        """Return the unfinished requests, oldest first."""
         return self._call("GET", "/requests", list[InFlight])
 
     def keys(self) -> list[Key]:
@@ -130,7 +131,7 @@ class AdminClient:
         try:
             body = msgspec.json.encode(parameters)
         except UnicodeEncodeError as error:
-            # The bytes of a command line are not necessarily UTF-8.
+            # Command-line arguments are not necessarily UTF-8.
             raise AdminError(400, f"{name}: {error.object!r} is not UTF-8 text: write it in UTF-8") from error
         return self._call("POST", f"/actions/{name}", result, body)
 
@@ -162,7 +163,7 @@ class AdminClient:
                 + (
                     ""
                     if body is None
-                    else "; whether the action was performed is shown by: appliance audit list"
+                    else "; to see whether the action was performed, run: appliance audit list"
                 )
             ) from error
         finally:
@@ -184,11 +185,11 @@ class AdminClient:
 
 
 def unix_connection(path: Path, timeout_s: float | None, connect_timeout_s: float = 10.0) -> HTTPConnection:
-    """Return an HTTP connection to the service's socket at `path`. The connection is not yet open.
+    """Return an HTTP connection to the service's socket at `path`, not yet open. `timeout_s` limits each wait
+    for the answer; None means no limit.
 
-    `connect` raises UntrustedError unless the run directory and the process behind the socket belong to users
-    whom the caller trusts (`appliance.ownership`), and OSError if nothing is listening. `timeout_s` limits
-    each wait for the answer; None means no limit.
+    Its `connect` raises OSError if nothing is listening. It raises UntrustedError unless the run directory
+    and the process behind the socket belong to users whom the caller trusts (`appliance.ownership`).
     """
     import http.client
 

@@ -25,8 +25,8 @@ class LineFormatter(logs.UtcFormatter):
 
 
 def configure_logging(level: str, process: str = "") -> None:
-    """Write the process's log records of at least `level` ("debug", "info", …) to standard error, without
-    waiting for the reader. `process` is the process name, unless the process is the core."""
+    """Write the process's log records of at least `level` ("debug", "info", …) to standard error. Writing
+    never waits for the reader of standard error. `process` is the process name; for the core, it is empty."""
     logs.log_to_stderr(LineFormatter(process))
     root = logging.getLogger()
     root.setLevel(level.upper())

@@ -113,8 +113,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     a valid key has arrived yet. At the limit, the address with the most unauthenticated connections loses its
     oldest one."""
     unauthenticated_timeout_s: _PositiveSeconds = 10.0
-    """An unauthenticated connection that sends no request for this long is closed. On these connections, this
-    timeout also limits the other timeouts."""
+    """An unauthenticated connection that sends no request for this long is closed. On these connections, no
+    other timeout is longer than this one."""
     max_tenant_body_bytes: _Bytes = 32 << 20
     """Maximum total size in bytes of one tenant's unfinished request bodies per front. A body that would
     exceed it is refused with 503. A single body of up to `max_body_bytes` is always accepted."""
@@ -201,8 +201,8 @@ class Claimed(msgspec.Struct, tag="claimed", frozen=True):
 
     scope: bytes
     is_elsewhere: bool
-    """Whether another front runs the request or keeps its answer. In that case, send the connection to that
-    front (`HandOver`). Otherwise run the request."""
+    """Whether another front runs the request or keeps its answer. If so, this front must send the connection
+    to that front (`HandOver`). If not, this front must run the request."""
     retry_of: str = ""
     """Request id of an earlier run whose answer is no longer kept."""
 
@@ -249,7 +249,8 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
     retry_after_s: float | None = None
     kind: ExceededLimit = ""
     useless: bool = False
-    """Whether an automatic retry, as OpenAI's clients make it, would be useless."""
+    """Whether the client should not retry automatically, as OpenAI's clients do, because a retry would be
+    useless."""
     rate_limits: RateLimits | None = None
 
 
@@ -262,7 +263,7 @@ class Abort(msgspec.Struct, tag="abort", frozen=True):
 
 
 class StopFront(msgspec.Struct, tag="stop_front", frozen=True):
-    """Accept no more connections, finish the running answers within `grace_s`, and end."""
+    """Accept no more connections, finish the running answers within `grace_s`, and exit."""
 
     grace_s: float
 
@@ -318,8 +319,8 @@ class Admit(LoggedFields, tag="admit", frozen=True, kw_only=True):
 
 
 class Claim(msgspec.Struct, tag="claim", frozen=True):
-    """Asks which front runs a request with an `Idempotency-Key`. The reply is `Claimed`. If this front runs
-    the request, the claim lasts until `Release`."""
+    """Claims a request with an `Idempotency-Key` for this front. The reply is `Claimed`, which says whether
+    this front or another front runs the request. If this front runs it, the claim lasts until `Release`."""
 
     scope: bytes
     """SHA-256 of the caller, the endpoint and the key."""
@@ -343,16 +344,16 @@ class HandOver(msgspec.Struct, tag="hand_over", frozen=True):
 
 
 class Taken(msgspec.Struct, tag="taken", frozen=True):
-    """The front is about to read from a connection. If the front ends before sending this message, no byte of
-    the connection is lost, and the core gives the connection to another front."""
+    """The front is about to read from a connection. If the front exits before sending this message, no byte
+    of the connection is lost, and the core gives the connection to another front."""
 
     number: int
     """Same as `ClientConnection.number`."""
 
 
 class Settle(msgspec.Struct, tag="settle", frozen=True, kw_only=True):
-    """The end of a request that was not refused, with data about the answer that the client received. Sent
-    exactly once."""
+    """Reports that a request that was not refused has finished, with data about the answer that the client
+    received. Sent exactly once."""
 
     request_id: str
     submitted: bool
@@ -373,8 +374,8 @@ class Settle(msgspec.Struct, tag="settle", frozen=True, kw_only=True):
 
 
 class Rejected(LoggedFields, tag="rejected", frozen=True, kw_only=True):
-    """Log record of a request that the front refused (4xx) although its caller is authenticated. If refusing
-    the request took much work, the work is charged against the caller's rate limits.
+    """Log record of a request from an authenticated caller that the front refused (4xx). If refusing the
+    request took much work, the work is charged against the caller's rate limits.
 
     Requests from unauthenticated callers are only counted, so that a flood of requests cannot fill the disk.
     """
@@ -423,8 +424,8 @@ class FrontReport(FrontStats, tag="front_report", frozen=True, kw_only=True):
     """The state of a front, sent every half second and before `FrontReady`."""
 
     template_problems: dict[str, tuple[int, str]] = msgspec.field(default_factory=dict)
-    """For each model whose chat templates have exceeded their limits since startup, how often this happened
-    and which limit was exceeded last. The model is still served."""
+    """Models whose chat templates have exceeded a limit since startup. Each entry gives the number of times
+    and the limit that was exceeded last. These models are still served."""
     configured: int = 0
     """`serial` of the last `Configure` message that was applied."""
 

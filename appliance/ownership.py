@@ -2,9 +2,9 @@
 behind a socket.
 
 Clients check both before they send a key, a prompt or a command, because any user can create a directory in
-/tmp. Three users are trusted: root, the caller, and the service's user. The service's user is the one that
-$APPLIANCE_SERVICE_USER names, or the owner of a run directory that only root or the caller can have created
-at that path (as systemd does with /run/appliance).
+/tmp. Three users are trusted: root, the caller, and the service's user. $APPLIANCE_SERVICE_USER names the
+service's user. The owner of a run directory is also accepted as the service's user if only root or the caller
+can have created the directory at its path. For example, systemd, which runs as root, creates /run/appliance.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ class UntrustedError(Exception):
 
 def trusted_directory(path: Path, option: str, service: frozenset[int] = frozenset()) -> frozenset[int]:
     """Return the users who are trusted to answer in this directory: root, the caller, and the service's user.
+    If the directory does not exist, return root and the caller, because no process can listen there. `option`
+    is the command-line option for choosing a different directory. `service` contains users who are trusted
+    because of another directory of the service.
 
-    `option` is the command-line option for choosing a different directory. `service` holds users who are
-    trusted because of another directory of the service. Raises UntrustedError for a symbolic link, for a
-    directory that other users can write to, and for an owner who is not trusted. No process can listen in a
-    directory that does not exist, so in that case root and the caller are trusted.
+    Raises UntrustedError for a symbolic link, for a directory that other users can write to, and for an owner
+    who is not trusted.
     """
     uids = _given_uids() | service
     try:

@@ -27,8 +27,8 @@ class FrontStats(msgspec.Struct, frozen=True, kw_only=True):
 
     connections: int = 0
     busy_connections: int = 0
-    """Number of connections of authenticated clients (local users, or clients with a valid key) whose request
-    is being answered."""
+    """Number of connections of authenticated clients on which a request is being answered. Authenticated
+    clients are local users and clients with a valid key."""
     max_connections: int = 0
     """Maximum number of connections of authenticated clients: the configured limit, or fewer if file
     descriptors are scarce."""
@@ -56,11 +56,12 @@ class FrontStats(msgspec.Struct, frozen=True, kw_only=True):
     kept_bytes: int = 0
     """Memory that these runs' answers occupy, in bytes."""
     dropped_texts: int = 0
-    """Number of requests whose texts were not kept because too many were waiting."""
+    """Number of requests whose prompts and answers were not stored because too many were waiting to be
+    stored."""
     log_dropped_lines: int = 0
     """Number of the front's log lines that were dropped because standard error was not being read."""
     problems: dict[str, str] = {}
-    """The reason why the front cannot serve a model, by model name. An example is an unreadable tokenizer."""
+    """Models that the front cannot serve, each with the reason, such as an unreadable tokenizer."""
 
 
 class FrontStatus(FrontStats, frozen=True, kw_only=True):
@@ -183,16 +184,17 @@ class DrainStatus(msgspec.Struct, kw_only=True):
     """The drained model, or null for the whole service."""
     state: DrainState
     grace_s: float
-    """Grace period in seconds, measured from when the drain begins to refuse requests. Requests that are
-    still running at its end are ended."""
+    """Grace period in seconds, measured from when the drain begins to refuse requests. After it, the requests
+    that are still running are stopped."""
     grace_left_s: float
-    """Seconds until the remaining requests are ended."""
+    """Seconds until the remaining requests are stopped."""
     queue: bool
     """Whether new requests wait until service is resumed, instead of being refused."""
     started_at: float
     """When the drain began, in unix seconds."""
     elapsed_s: float
-    """Seconds from the beginning of the drain until now. For a complete drain, until its completion."""
+    """Seconds since the beginning of the drain. For a completed drain, the time from its beginning to its
+    completion."""
     running: int
     queued: int
     """Number of requests that the drain is waiting for: running requests, and requests that were already
@@ -203,10 +205,10 @@ class DrainStatus(msgspec.Struct, kw_only=True):
     """Number of output tokens that the remaining requests are expected to need, based on the lengths of
     recent answers."""
     eta_s: float | None = None
-    """Predicted time until the remaining requests have ended, in seconds, based on measured rates. Null
+    """Predicted time until the remaining requests have finished, in seconds, based on measured rates. Null
     without measurements."""
     ended: int = 0
-    """Number of requests that were ended after the grace period."""
+    """Number of requests that were stopped after the grace period."""
 
 
 class ClassStatus(msgspec.Struct, kw_only=True):
@@ -238,9 +240,10 @@ class QueueStats(msgspec.Struct, kw_only=True):
     waiting_tokens: int = 0
     """Number of prompt tokens in waiting requests."""
     preemptions: int = 0
-    """Total number of preemptions of requests that have ended."""
+    """Total number of preemptions of finished requests."""
     overload: str = ""
-    """Overloaded models and the requests that they refuse. Empty without overload."""
+    """Description of the overloaded models and of the requests that are refused for them. Empty without
+    overload."""
     overload_step: int = 0
     """Step of the load shedder. 0 without overload."""
     classes: list[ClassStatus] = []
@@ -280,8 +283,8 @@ class AuditStatus(msgspec.Struct, kw_only=True):
     places: list[str] = []
     """Files in which these rows are waiting."""
     in_memory: int = 0
-    """Number of these rows that could not be written to any file. If the service ends, they remain only in
-    the service's log."""
+    """Number of these rows that could not be written to any file. If the service exits, these rows remain
+    only in its log."""
     lost: int = 0
     """Number of rows that could not be stored anywhere. They are only in the service's log."""
     last_error: str | None = None
@@ -360,11 +363,11 @@ class Status(msgspec.Struct, kw_only=True):
 
 
 RequestState = Literal["queued", "running", "lost", "ending"]
-"""The replica of a "lost" request has ended unexpectedly; its front resubmits the request."""
+"""The replica of a "lost" request has exited unexpectedly; the front will resubmit the request."""
 
 
 class InFlight(msgspec.Struct, kw_only=True):
-    """A request that has not ended."""
+    """An unfinished request."""
 
     request_id: str
     state: RequestState
@@ -384,21 +387,21 @@ class LimitUsage(msgspec.Struct, kw_only=True):
     """A tenant's or key's usage of one limit."""
 
     limit: str
-    """One of "requests_per_minute", "tokens_per_minute", "tokens_per_day", "concurrent_requests",
-    "queued_requests" and "kv_share". For "kv_share", the amounts are tokens in the KV cache of the model in
-    which the share is greatest."""
+    """Name of the limit: "requests_per_minute", "tokens_per_minute", "tokens_per_day", "concurrent_requests",
+    "queued_requests" or "kv_share". For "kv_share", amounts are tokens in the KV cache, for the model of
+    which the tenant or key uses the largest share."""
     capacity: int
     """Capacity of the limit: the amount that refills within `burst_s` seconds for a per-minute limit, or
     within a day for a per-day limit."""
     used: int
-    """Amount of the capacity that is in use and has not been refilled yet. A running request counts with the
-    maximum that it may use."""
+    """Amount of the capacity that is in use and has not been refilled yet. For a running request, this
+    includes the maximum that the request may use."""
     held: int
-    """Amount held by requests that have not ended. The unused part is returned, except for the amount
-    refilled since it was reserved. `held` can therefore exceed `used`."""
+    """Amount held by unfinished requests. When a request finishes, the unused part of its amount is returned,
+    except for the amount refilled since it was reserved. `held` can therefore exceed `used`."""
     resets_in_s: float | None
     """Time until the limit is fully available again if nothing more is used. None means that the limit
-    becomes available when requests end."""
+    becomes available when requests finish."""
 
 
 class Key(KeyFields, frozen=True, kw_only=True):
@@ -439,13 +442,13 @@ class PeerMapping(msgspec.Struct, kw_only=True):
     """A local user or group that needs no key on `api.sock`."""
 
     kind: Literal["uid", "gid", "any"]
-    """"any" applies to all users without a separate entry whom the socket's file mode admits."""
+    """"any" stands for all users whom the socket's file mode admits and who have no separate entry."""
     number: int
     """The uid or gid, or -1 for "any"."""
     tenant: str
     source: Literal["mapped", "settings"]
-    """Source of the entry: "mapped" by an operator, or the "settings", which list the service's own user,
-    root and `unix.uids`."""
+    """Source of the entry: "mapped" (by an operator), or "settings" (the service's own user, root and the
+    users in `unix.uids`)."""
     created_at: float | None = None
     """When the entry was mapped, in unix seconds."""
 

@@ -43,7 +43,7 @@ class LockHolder(msgspec.Struct, kw_only=True):
 
 
 class RunDirLock:
-    """Locks a run directory for this process, until `release` is called or the process ends."""
+    """Locks a run directory for this process, until `release` is called or the process exits."""
 
     def __init__(self, run_dir: Path, state_dir: Path) -> None:
         """Raises RunDirError if another service holds the directory, or if the lock file cannot be opened."""
@@ -94,8 +94,8 @@ def unit_is_installed() -> bool:
 
 
 def start_remedy(run_dir: Path) -> str:
-    """Return instructions for starting the service. If its unit is installed, only systemd's command is
-    named, because a second service, started in another way, would begin with an empty state."""
+    """Return instructions for starting the service. If the service's unit is installed, only the systemctl
+    command is given, because a service started in another way would begin with an empty state."""
     if unit_is_installed():
         return "start the service with: systemctl start appliance"
     return f"start a service with: appliance serve --run-dir {run_dir}"

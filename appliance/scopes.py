@@ -45,7 +45,8 @@ class ScopedRoute(Route):
         wanted: str,
         operation: Operation | None = None,
     ) -> None:
-        """`operation` describes the route in the OpenAPI document. None leaves the route out."""
+        """`operation` describes the route in the OpenAPI document. If it is None, the document omits the
+        route."""
         if wanted not in (OPEN, *SCOPES):
             raise ValueError(f"{wanted!r} is not a scope; available scopes: {', '.join((OPEN, *SCOPES))}")
         super().__init__(path, endpoint, methods=[method])

@@ -1,11 +1,11 @@
-"""The hash chain of operator actions in `control.db`. Every action has two rows with the same `act`: an
-`intent` row, written before the action begins, and a `result` row with its outcome.
+"""The hash chain of operator actions in `control.db`. Every action has two rows with the same action id
+(`act`). The `intent` row is written before the action begins, and the `result` row contains the outcome.
 
 A row's hash is the SHA-256 of the previous row's hash followed by the row's own canonical JSON. The JSON (RFC
 8259, sorted keys, no spaces, ASCII) contains all non-null columns except the two hashes. Changing, removing
 or inserting a row therefore breaks every later hash. A column added by a later version leaves the hashes of
-older rows unchanged. A chain that was rewritten as a whole, or lost rows from its end, can be detected only
-with a chain head that was recorded elsewhere (`store.heads`).
+older rows unchanged. If the whole chain was rewritten, or rows were removed from its end, only a chain head
+that was recorded elsewhere reveals this (`store.heads`).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ INTENT: Final = "intent"
 RESULT: Final = "result"
 
 KEY_ACTION = "audit.key"
-"""Action of the rows that record a new signing key. From such a row on, chain heads are signed with the key
-that it names."""
+"""Value of `action` in the rows that record a new signing key. The heads of such a row and of all later rows
+are signed with the key that the row names."""
 
 _HASHES = frozenset({"previous_hash", "hash"})
 
 
 class Head(NamedTuple):
-    """The newest row of a chain. A stored copy of it can later prove that all rows up to this one are
-    unchanged."""
+    """The newest row of a chain. A copy that is kept elsewhere can later prove that no row up to this one has
+    changed."""
 
     seq: int
     hash: str
@@ -127,13 +127,13 @@ def new_act() -> str:
 
 
 def as_actor(actor: Actor | str) -> Actor:
-    """Return `actor` as an `Actor`. A string is the actor's name."""
+    """Return `actor` as an `Actor`. If it is a string, it is the actor's name."""
     return Actor(actor) if isinstance(actor, str) else actor
 
 
 def intent(actor: Actor, action: str, params: Mapping[str, object]) -> Entry:
-    """Return the entry of an action that is about to begin. `actor.act` must be set. Raises the same errors
-    as `canonical_json`."""
+    """Return the intent row for an action that is about to begin. `actor.act` must be set. Raises the same
+    errors as `canonical_json`."""
     return Entry(
         at=utc_now(),
         actor=_storable(actor.name),
@@ -154,11 +154,8 @@ def outcome(
     before: object = None,
     after: object = None,
 ) -> Entry:
-    """Return the entry for an action's outcome. `result` is `ok` or the error; `before` and `after` are the
-    old and new values.
-
-    Raises the same errors as `canonical_json`.
-    """
+    """Return the result row for an action. `result` is `ok` or the error; `before` and `after` are the old
+    and new values. Raises the same errors as `canonical_json`."""
     actor = as_actor(actor)
     return intent(actor, action, params)._replace(
         result=without_secrets(_storable(result)),
@@ -207,7 +204,7 @@ def holds(connection: sqlite3.Connection, entry: Entry) -> bool:
 
 
 def unfinished(connection: sqlite3.Connection, among: int) -> list[AuditRow]:
-    """Return the intents without a result among the newest `among` rows, oldest first."""
+    """Search the newest `among` rows, and return the intents that have no result, oldest first."""
     found = connection.execute(
         f"SELECT {_COLUMNS} FROM audit AS intended "
         f"WHERE phase = ? AND seq > (SELECT max(seq) FROM audit) - ? "
@@ -218,8 +215,8 @@ def unfinished(connection: sqlite3.Connection, among: int) -> list[AuditRow]:
 
 
 def key_named(chain: Iterable[AuditRow], key: str) -> int:
-    """Return the seq of the newest row that names the key with this id as the signing key. Returns 0 if there
-    is none, which means that the key has signed from the start."""
+    """Return the seq of the newest row that names the key with this id as the signing key. Returns 0 if no
+    row names it, which means that the chain was signed with this key from the start."""
     named = canonical_json({"key": key})
     return max((row.seq for row in chain if row.action == KEY_ACTION and row.params == named), default=0)
 
@@ -246,11 +243,11 @@ def all_rows(connection: sqlite3.Connection) -> Iterator[AuditRow]:
 
 
 def verify(connection: sqlite3.Connection, recorded: Iterable[Head] = ()) -> Verdict:
-    """Check the whole chain, and check that it contains every head in `recorded`, which was kept outside the
-    database.
+    """Check the whole chain, and check that it contains every head in `recorded`. These heads were kept
+    outside the database. Returns the fault with the lowest seq.
 
-    Returns the fault with the lowest seq. Without recorded heads, two kinds of tampering go undetected:
-    rewriting the whole chain, and removing the last rows together with their number in `sqlite_sequence`.
+    Without recorded heads, two kinds of tampering go undetected: rewriting the whole chain, and removing the
+    last rows together with their number in `sqlite_sequence`.
     """
     return check(all_rows(connection), recorded, highest_seq_given(connection))
 

@@ -1,9 +1,10 @@
 """Backs up the state directory, whether or not the service is running. A backup is checked before it gets its
 final name.
 
-SQLite's backup copies each database in one read transaction, over a read-only connection. The copy is
-therefore a consistent snapshot, the writer does not have to wait, and only the writer runs checkpoints (see
-`store.database`). During the copy, the write-ahead log grows by the amount of data written.
+SQLite's backup API copies each database in one read transaction, over a read-only connection. The copy is
+therefore a consistent snapshot, and the service's writer does not have to wait. The connection runs no
+checkpoints, because only the writer may run them (see `store.database`). During the copy, the write-ahead log
+grows by the amount of data that the service writes.
 """
 
 from __future__ import annotations
@@ -184,7 +185,7 @@ def _copy_database(source: Path, target: Path) -> None:
 
 
 def _is_reserve(path: Path) -> bool:
-    """Return whether the file is a spool that contains only reserved space."""
+    """Return whether the file is a spool without entries, which contains only reserved space."""
     return path.name == SPOOL_FILE and not path.read_bytes().strip(b"\0")
 
 

@@ -1,9 +1,7 @@
 """Stores in `contents.db` the prompts and answers that tenants' log policies keep, either as hashes or as
-text with secrets removed.
-
-Fewer people may read them than the request log, so they are in a separate file that only the service's user
-can open. Operators read them through an audited action of the service.
-"""
+text with secrets removed. Access to them is more restricted than access to the request log. They are
+therefore in a separate file that only the service's user can open. Operators read them through an audited
+action of the service."""
 
 from __future__ import annotations
 
@@ -52,7 +50,7 @@ class ContentLog:
     @property
     def dropped(self) -> int:
         """Number of requests whose contents were dropped because too many texts were waiting or the database
-        cannot store them."""
+        could not store them."""
         return self._dropped
 
     def keep(self, contents: Iterable[Content]) -> bool:

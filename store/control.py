@@ -87,7 +87,7 @@ class ControlStore:
             why = self._writer.state().last_error
             self._writer.close()
             if why is not None and isinstance(error, MissingDatabaseError | SchemaVersionError):
-                # A new database could not be created, so report the disk error as the cause.
+                # Creating the database failed, so report the writer's error as the cause.
                 raise StorageFaultError(why) from error
             raise
 
@@ -184,11 +184,10 @@ class ControlStore:
     def create_tenant(
         self, *, actor: Actor | str, name: str, changes: Mapping[str, object]
     ) -> Future[Change]:
-        """Create a tenant. `changes` contains the fields of `TenantRecord` that differ from the default; a
-        quota is a mapping of the fields that differ.
+        """Create a tenant. `changes` contains the fields of `TenantRecord` that differ from the default. For
+        a quota, pass a mapping that contains only the fields that differ.
 
-        The future raises `ValueError` for a value that cannot be used, and `ConflictError` if the name
-        exists.
+        The future raises `ValueError` for an invalid value, and `ConflictError` if the name exists.
         """
 
         def apply(connection: sqlite3.Connection) -> Change:
@@ -198,9 +197,10 @@ class ControlStore:
         return self._decide(actor, "tenants.create", {"name": name}, apply)
 
     def set_tenant(self, *, actor: Actor | str, name: str, changes: Mapping[str, object]) -> Future[Change]:
-        """Change fields of a tenant, given as in `create_tenant`.
+        """Change fields of a tenant. `changes` has the same format as in `create_tenant`.
 
-        The future raises `ValueError` or `UnknownTenantError`.
+        The future raises `ValueError` for an invalid value, and `UnknownTenantError` if there is no such
+        tenant.
         """
         return self._decide(
             actor, "tenants.set", {"name": name}, lambda connection: tenants.alter(connection, name, changes)
@@ -241,7 +241,8 @@ class ControlStore:
     def map_peer(self, *, actor: Actor | str, kind: PeerKind, number: int, tenant: str) -> Future[Change]:
         """Map a local user ("uid") or group ("gid") to a tenant.
 
-        The future raises `ValueError` or `UnknownTenantError`.
+        The future raises `ValueError` for an invalid kind or number, and `UnknownTenantError` if there is no
+        such tenant.
         """
         peer = PeerRecord(kind=kind, number=number, tenant=tenant, created_at=time.time())
         return self._decide(
@@ -265,11 +266,11 @@ class ControlStore:
     def create_key(
         self, *, actor: Actor | str, name: str, tenant: str, **fields: object
     ) -> Future[CreatedKey]:
-        """Create a key for `tenant` with these declared fields; other fields get their defaults. The future
-        returns the secret, which is shown only once, or raises `UnknownTenantError`.
+        """Create a key for `tenant`. `fields` contains the declared fields that differ from the default. The
+        future returns the key with its secret, which is shown only once. The future raises
+        `UnknownTenantError` if there is no such tenant.
 
-        Raises `ValueError` for a value that cannot be used, such as an unprintable name or an expiry time in
-        the past.
+        Raises `ValueError` for an invalid value, such as an unprintable name or an expiry time in the past.
         """
         now, secret = time.time(), keys.new_secret()
         plain = KeyRecord(id=keys.new_id(), name="", tenant=tenant, prefix="", sha256="", created_at=now)
@@ -285,10 +286,11 @@ class ControlStore:
         )
 
     def set_key(self, *, actor: Actor | str, key_id: str, changes: Mapping[str, object]) -> Future[Change]:
-        """Change fields of a key. They must be declared in `KeyFields`; a quota is a mapping of the fields to
-        set.
+        """Change fields of a key. `changes` contains only the fields to change, which must be declared in
+        `KeyFields`. For a quota, pass a mapping that contains only the fields to change.
 
-        The future raises `ValueError`, `UnknownKeyError`, or `ConflictError` for a key that is not valid.
+        The future raises `ValueError` for an invalid value, `UnknownKeyError` if there is no such key, and
+        `ConflictError` if the key is revoked or expired.
         """
         return self._decide(
             actor,
@@ -300,11 +302,12 @@ class ControlStore:
     def rotate_key(
         self, *, actor: Actor | str, key_id: str, overlap_s: float, expires_at: float | None = None
     ) -> Future[RotatedKey]:
-        """Replace a key by a new one with the same rights. The old key stays valid for `overlap_s` seconds.
+        """Replace a key by a new one with the same rights. The old key stays valid for at most `overlap_s`
+        seconds. Without `expires_at`, the new key gets the lifetime that the old key was created with.
 
-        Without `expires_at`, the new key gets the lifetime that the old key was created with. The future
-        raises `ValueError`, `UnknownKeyError`, or `ConflictError` for a key that is not valid or was rotated
-        before.
+        Raises `ValueError` for an invalid `overlap_s`. The future raises `ValueError` for an invalid expiry
+        time, `UnknownKeyError` if there is no such key, and `ConflictError` if the key is revoked or expired,
+        or was rotated before.
         """
         if not 0 <= overlap_s <= _MAX_OVERLAP_S:
             raise ValueError(
@@ -363,7 +366,8 @@ class ControlStore:
         apply: Callable[[sqlite3.Connection], list[Change]],
         outcome: Callable[[list[Change]], T],
     ) -> Future[T]:
-        """Change records: audit their old and new values, and update the copy in memory after the commit."""
+        """Apply changes to records, audit the old and new values, and update the copy in memory after the
+        commit."""
         changes: list[Change] = []
 
         def apply_and_keep(connection: sqlite3.Connection) -> T:
@@ -384,9 +388,9 @@ class ControlStore:
 
 
 def _before_and_after(changes: list[Change]) -> BeforeAndAfter:
-    """Return the values to audit: the fields that differ for a changed record, or all fields for a created or
-    deleted one. A second change is the creation of the key that replaces a rotated key, and is audited as
-    `successor`."""
+    """Return the old and new values to audit. For a changed record, these are the fields that differ; for a
+    created or deleted record, all fields. In a rotation, the second change creates the new key, whose fields
+    are audited as `successor`."""
     before, after = (_shown(record) for record in changes[0])
     if before is not None and after is not None:
         same = {name for name in before if before[name] == after[name]}

@@ -51,10 +51,8 @@ class WritableDatabase:
     """
 
     def __init__(self, path: Path, schema: Schema, synchronous: Synchronous) -> None:
-        """Open or create the file and migrate it to `schema`.
-
-        Raises a `StorageFaultError` if a later attempt can succeed, otherwise another `StoreError`.
-        """
+        """Open or create the file and migrate it to `schema`. Raises a `StorageFaultError` if a later attempt
+        may succeed, and another `StoreError` for all other errors."""
         self.path = path
         self._schema = schema
         self._synchronous = synchronous
@@ -70,11 +68,9 @@ class WritableDatabase:
             raise
 
     def displaced(self) -> str:
-        """Return a message if an open file was deleted or replaced on disk; empty if none was.
-
-        No data is lost yet, because the connection keeps the original file open, but new commits are written
-        to a file that no longer has a name.
-        """
+        """Return a message if a file of the open database was deleted or replaced on disk; empty otherwise.
+        No data is lost yet, because the connection keeps the original file open. New commits are written to
+        this file, which no longer has a name."""
         for path, found in self._identities().items():
             known = self._files[path]
             if known is None:
@@ -86,8 +82,9 @@ class WritableDatabase:
         return ""
 
     def write_back(self, progress: Callable[[], None]) -> str:
-        """Write the content of the displaced file back to the path and continue with the new file. A foreign
-        file at the path is renamed. Returns its new name; empty if there was none.
+        """Write the content of the deleted or replaced file back to its path, and continue with the new file.
+        If the path contains a foreign file, rename the foreign file. Returns the foreign file's new name, or
+        an empty string if there was none.
 
         `progress` is called every few pages. Raises a `StoreError` if the disk refuses the content, which
         then remains in the open file.
@@ -124,8 +121,8 @@ class WritableDatabase:
         _sync(copy)
 
     def _move_aside(self) -> str:
-        """Rename a foreign file at the path, and return its new name. Also remove the displaced file's log
-        files, because SQLite would otherwise apply them to the file that is written back."""
+        """Rename a foreign file at the path, and return its new name. Also remove the original database's
+        -wal and -shm files, because SQLite would otherwise apply them to the file that is written back."""
         known, found = self._files[self.path], _identity(self.path)
         foreign = found is not None and found != known
         aside = self.path.with_name(f"{self.path.name}.replaced-{datetime.now(UTC):%Y%m%dT%H%M%SZ}")
@@ -170,7 +167,8 @@ class WritableDatabase:
 
     def _leave_wal(self) -> None:
         self.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-        # The busy timeout does not apply to this switch, so retry until no reader has the file open.
+        # The busy timeout does not apply when the journal mode changes, so retry until no reader has the file
+        # open.
         deadline = time.monotonic() + _LEAVE_WAL_TIMEOUT_S
         while True:
             try:
@@ -203,9 +201,9 @@ def open_readonly(path: Path, schema: Schema | None = None) -> sqlite3.Connectio
     try:
         connection = _open_and_touch(path, "mode=ro")
     except sqlite3.Error as error:
-        # The file may be in WAL mode without -wal and -shm (a copy, for example), in a folder where this
-        # process cannot create these files. In that case the file is complete and no process is writing it,
-        # so open it as immutable.
+        # A database in WAL mode may lack its -wal and -shm files (a copy, for example) and be in a folder
+        # where this process cannot create them. In that case the database file is complete and no process is
+        # writing to it, so open it as immutable.
         wal = path.with_name(path.name + "-wal")
         stopped = not wal.exists() or wal.stat().st_size == 0
         if primary_code(error) not in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY) or not stopped:
@@ -296,7 +294,7 @@ def _open_and_touch(path: Path, how: str) -> sqlite3.Connection:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Return the device and inode; None if there is no file."""
+    """Return the file's device and inode; None if the file does not exist."""
     try:
         found = path.stat()
     except OSError:
@@ -327,8 +325,8 @@ def _check_writable(path: Path) -> None:
 
 
 def _create(path: Path, mode: int = 0o640) -> int:
-    """Open `path`, creating it if it is missing. Unlike a file that SQLite creates, it cannot be read by
-    users outside the service's group. SQLite gives the -wal and -shm files the same mode."""
+    """Open `path`, creating it if it is missing. Users outside the service's group cannot read the new file,
+    unlike a file that SQLite creates. SQLite gives the -wal and -shm files the same mode."""
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
     except OSError as error:
@@ -337,7 +335,7 @@ def _create(path: Path, mode: int = 0o640) -> int:
 
 def _lock(path: Path) -> int:
     """Acquire the writer's lock and return its file descriptor. The lock is released when the descriptor is
-    closed or the process ends.
+    closed or the process exits.
 
     The lock is on a separate file, because opening and closing the database file would drop SQLite's own
     POSIX locks on it.

@@ -16,7 +16,7 @@ class MissingDatabaseError(StoreError):
 
 
 class CorruptDatabaseError(StoreError):
-    """The file is not a SQLite database, or it is damaged."""
+    """The file is damaged or not a SQLite database."""
 
 
 class SchemaVersionError(StoreError):
@@ -61,7 +61,7 @@ class UnknownPeerError(UnknownRecordError):
 
 
 class ConflictError(StoreError):
-    """An existing record, or one still in use, prevents the change."""
+    """The change conflicts with an existing record, or the record is still in use."""
 
 
 def primary_code(error: sqlite3.Error) -> int:

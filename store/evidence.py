@@ -31,12 +31,12 @@ AUDIT_FILES = ("control.db", KEY_FILE, HEADS_FILE, SPOOL_FILE)
 
 
 class Recorded(NamedTuple):
-    """A chain head and its source."""
+    """A recorded chain head and its source."""
 
     head: Head
     source: str
     signed: SignedHead | None = None
-    """The head with its signature; None for a head from an auditor's own records, which has no signature."""
+    """The head with its signature. None for a head that an auditor kept without its signature."""
 
 
 class Findings(NamedTuple):
@@ -44,9 +44,9 @@ class Findings(NamedTuple):
 
     verdict: Verdict
     problems: list[str]
-    """Descriptions of the faults, starting with the first wrong row of the chain."""
+    """Descriptions of the faults. A fault in the chain comes first."""
     notes: list[str]
-    """Remarks, including checks that could not be made."""
+    """Remarks, such as checks that could not be made."""
     sources: dict[str, int]
     """Number of recorded heads that the chain was checked against, by source."""
     confirmed_seq: int
@@ -229,8 +229,8 @@ def examine_folder(folder: Path, recorded: Iterable[Recorded] = ()) -> Findings:
 
 
 def _recorded_by_now(folder: Path, seq: int) -> int:
-    """Return the seq of the newest row up to `seq` that has a recorded head. Heads are read again, because a
-    running service may have recorded more."""
+    """Return the seq of the newest recorded head that is not newer than row `seq`. The heads file is read
+    again, because a running service may have added heads since."""
     try:
         return max((head.seq for head, _, _ in read_heads(folder / HEADS_FILE) if head.seq <= seq), default=0)
     except StoreError:
@@ -238,9 +238,8 @@ def _recorded_by_now(folder: Path, seq: int) -> int:
 
 
 def examine(path: Path, recorded: Iterable[Recorded] = (), key: SigningKey | None = None) -> Findings:
-    """Check the chain in the database or export at `path` against recorded heads. If a `key` is given, the
-    signatures are checked as well, and a head with a wrong signature is not accepted as evidence. Raises a
-    `StoreError`."""
+    """Check the chain in the database or export at `path` against recorded heads. If `key` is given,
+    signatures are also checked, and heads with a wrong signature are not used. Raises a `StoreError`."""
     known = list(recorded)
     exported = exports.is_export(path)
     trailer = None
@@ -260,8 +259,8 @@ def examine(path: Path, recorded: Iterable[Recorded] = (), key: SigningKey | Non
     signed, replaced, forged = _by_signature(known, key, since)
     verdict = checked(signed)
     problems = [
-        f"the head of row {one.head.seq} in {one.source} does not carry this service's signature: it "
-        "was signed with another key, or forged"
+        f"the head of row {one.head.seq} in {one.source} is not signed by this service: it was signed "
+        "with another key, or it was forged"
         for one in forged
     ]
     notes = []
@@ -301,9 +300,9 @@ def _by_signature(
 ) -> tuple[list[Recorded], list[Recorded], list[Recorded]]:
     """Sort heads into three lists:
 
-    - heads signed by this key, and heads that need no signature,
-    - heads of earlier keys, for rows before `since`, which is the row that records the replacement of the
-      key,
+    - heads signed with this key, and heads that need no signature,
+    - heads of rows before `since`, which were signed with an earlier key (row `since` records the replacement
+      of that key),
     - heads with a wrong signature."""
     signed, replaced, forged = [], [], []
     for one in known:

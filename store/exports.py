@@ -25,7 +25,7 @@ _FIRST_BYTE = b"{"
 
 
 class Trailer(NamedTuple):
-    """The last line of an export. `content` is the signed text."""
+    """The last line of an export. `content` is the text that the signature covers."""
 
     head: Head
     rows: int
@@ -105,7 +105,7 @@ def problems_of(trailer: Trailer | None, found: Head, key: SigningKey | None) ->
         problems.append("the export is not signed")
     elif key is not None and not key.signed(_PURPOSE, trailer.content, trailer.signature or ""):
         problems.append(
-            "the export does not carry this service's signature: it was signed with another key, or forged"
+            "the export is not signed by this service: it was signed with another key, or it was forged"
         )
     return problems
 

@@ -60,7 +60,7 @@ class Declared(NamedTuple):
 
     @property
     def description(self) -> str:
-        """One line that describes the field and the meaning of None."""
+        """One line that describes the field and, for an optional field, the meaning of None."""
         return self.field.help + (f" (none: {self.field.none})" if self.optional else "")
 
     @property

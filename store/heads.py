@@ -1,8 +1,6 @@
-"""Signed heads of the audit chain, recorded outside the database. They reveal a chain that was rewritten or
-shortened.
-
-A signed head is one line, with the same format in the service's journal and in `audit.heads` next to the
-database:
+"""Signed heads of the audit chain, recorded outside the database. They reveal that a chain was rewritten or
+shortened. A signed head is one line, with the same format in the service's journal and in `audit.heads` next
+to the database:
 
     audit head seq=41 hash=<64 hex> at=2026-11-20T23:16:01.123456+00:00 key=<16 hex> sig=<64 hex>
 
@@ -10,9 +8,9 @@ In the log, the line ends with ` of ` and the state directory, because a journal
 other services. `sig` is an HMAC-SHA256 under `audit.key`, which the service creates at its first startup and
 only its user can read. `key` is the id of that key, which changes when the key is replaced.
 
-The signature proves that this service wrote the head. It does not protect against an attacker who can read
-the key, and can therefore sign any head. In that case, only a head that was copied off the machine earlier
-reveals a change, for example one in a forwarded journal or on paper."""
+The signature proves that this service wrote the head. It does not protect against attackers who can read the
+key, because they can sign any head. In that case, only a head that was copied off the machine earlier reveals
+a change. Examples are a forwarded journal and a head noted on paper."""
 
 from __future__ import annotations
 
@@ -155,15 +153,13 @@ def _of(folder: Path) -> str:
 
 
 class HeadKeeper:
-    """Signs chain heads and records them in the file and in the log, which systemd's journal stores.
-
-    Must be used by one thread at a time, the database's writer.
-    """
+    """Signs chain heads and records them in the file and in the log, which systemd's journal stores. Not
+    thread-safe: only the database's writer thread may record heads."""
 
     def __init__(self, path: Path, key: SigningKey) -> None:
         self.path = path
         self.last_error: str | None = None
-        """The reason why the latest head could not be written to the file and is only in the log; None if it
+        """The reason why the latest head is only in the log and could not be written to the file; None if it
         was written."""
         self.recorded: SignedHead | None = None
         self.newest = Head(0, "")
@@ -175,29 +171,34 @@ class HeadKeeper:
         return self._key.id
 
     def start(self) -> None:
-        """Create the file if it does not exist. If the file is missing later although the chain has rows, it
-        was removed."""
+        """Create the file if it does not exist. The file is created before the chain has rows. If the chain
+        has rows but the file does not exist, the file was removed."""
         try:
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o640))
         except OSError as error:
             self.last_error = f"{self.path} cannot be created ({error.strerror})"
 
     def replaced_another(self, named: int, newest: int) -> bool:
-        """Return whether a row must be added to the chain that names this key as the signing key. This is the
-        case if the key was just created, or if the file has heads of another key for rows after `named`, the
-        latest row that names this key. `newest` is the newest row of the chain."""
+        """Return whether a row that names this key as the signing key must be added to the chain. This is the
+        case if
+
+        - the key was just created, or
+        - the file has heads that were signed with another key for rows after `named`, the latest row that
+          names this key.
+
+        `newest` is the newest row of the chain."""
         return self._key.fresh or any(
             named < head.seq <= newest and not self._key.signed_head(head) for head in self._filed()
         )
 
     def beyond(self, newest: int) -> SignedHead | None:
-        """Return the newest signed head of a row after `newest`; None if there is none. If there is one, the
-        chain has lost rows."""
+        """Return the newest signed head of a row after `newest`, the end of the chain. Such a head shows that
+        the chain has lost rows. None if there is none."""
         ours = (head for head in self._filed() if head.seq > newest and self._key.signed_head(head))
         return max(ours, key=lambda head: head.seq, default=None)
 
     def _filed(self) -> list[SignedHead]:
-        """Return the heads in the file; none if it cannot be read."""
+        """Return the heads in the file; an empty list if the file cannot be read."""
         try:
             with self.path.open(encoding="utf-8", errors="replace") as lines:
                 return list(heads_in(lines))
@@ -205,8 +206,8 @@ class HeadKeeper:
             return []
 
     def saw(self, head: Head) -> None:
-        """Store the newest head of the chain in memory, and record it if it is the first one or
-        `ROWS_BETWEEN_HEADS` rows after the last recorded one."""
+        """Keep the newest head of the chain in memory. Record it if it is the first head, or if the chain has
+        grown by `ROWS_BETWEEN_HEADS` rows since the last recorded head."""
         self.newest = head
         if self.recorded is None or head.seq - self.recorded.seq >= ROWS_BETWEEN_HEADS:
             self.record()
@@ -230,7 +231,8 @@ class HeadKeeper:
 
 
 def append_line(path: Path, line: str, mode: int = 0o640) -> None:
-    """Append a line to a file and sync it to disk. Raises OSError, and leaves no partial line in the file."""
+    """Append a line to a file and sync it to disk. If this fails, remove the partial line and raise
+    OSError."""
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, mode), "rb+", 0) as file:
         end = file.seek(0, os.SEEK_END)
         try:

@@ -43,7 +43,7 @@ def sha256(secret: str) -> str:
 
 
 def of_secret(record: KeyRecord, secret: str) -> KeyRecord:
-    """Return the record with the prefix and hash of this secret."""
+    """Return a copy of the record with the prefix and hash of this secret."""
     return msgspec.structs.replace(record, prefix=secret[:_SHOWN_PREFIX_CHARS], sha256=sha256(secret))
 
 
@@ -55,8 +55,8 @@ def create(connection: sqlite3.Connection, key: KeyRecord) -> Change:
 
 
 def alter(connection: sqlite3.Connection, key_id: str, changes: Mapping[str, object], now: float) -> Change:
-    """Set fields of a key that is valid at unix time `now`. Raises ValueError, UnknownKeyError or
-    ConflictError."""
+    """Set fields of a key. Raises ValueError for an invalid value, UnknownKeyError if there is no such key,
+    and ConflictError if the key is not valid at unix time `now`."""
     before = _valid(connection, key_id, now)
     after = tenants.replaced(before, changes)
     check_key(after, now)
@@ -74,10 +74,11 @@ def rotate(
     expires_at: float | None,
 ) -> tuple[Change, Change]:
     """Replace a key by a new one with the same rights. The old key stays valid for at most `overlap_s`
-    seconds. Returns the changes to the old key and to the new one.
+    seconds. Without `expires_at`, the new key gets the lifetime that the old key was created with. Returns
+    the changes to the old key and to the new one.
 
-    Without `expires_at`, the new key gets the lifetime that the old one was created with. Raises ValueError,
-    UnknownKeyError, and ConflictError for a key that is not valid or was rotated before.
+    Raises ValueError for an invalid expiry time, UnknownKeyError if there is no such key, and ConflictError
+    if the key is not valid or was rotated before.
     """
     before = _valid(connection, key_id, now)
     if before.replaced_by is not None:
@@ -96,8 +97,8 @@ def rotate(
 
 
 def revoke(connection: sqlite3.Connection, key_id: str, now: float) -> Change:
-    """Revoke a key at unix time `now`. A key that is already revoked keeps its original time. Raises
-    UnknownKeyError."""
+    """Revoke a key at unix time `now`. If the key is already revoked, keep its original revocation time.
+    Raises UnknownKeyError."""
     before = find(connection, key_id)
     if before.revoked_at is not None:
         return Change(before, before)

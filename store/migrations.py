@@ -40,7 +40,8 @@ def schema_version(connection: sqlite3.Connection) -> int:
 
 
 def check_not_newer(connection: sqlite3.Connection, path: Path, schema: Schema) -> None:
-    """Raise `SchemaVersionError` if the file has migrations that this version does not know."""
+    """Raise `SchemaVersionError` if the file has migrations that this version of the product does not
+    have."""
     found, known = schema_version(connection), len(schema.migrations)
     if found > known:
         raise SchemaVersionError(
@@ -50,11 +51,9 @@ def check_not_newer(connection: sqlite3.Connection, path: Path, schema: Schema) 
 
 
 def migrate(connection: sqlite3.Connection, path: Path, schema: Schema) -> list[str]:
-    """Migrate the file to `schema`, each migration in its own transaction. Returns the names of the
-    migrations applied by this call.
-
-    Raises `SchemaVersionError` if the file is newer than `schema`; errors from sqlite3 are passed on.
-    """
+    """Apply the missing migrations to the file, each in its own transaction. Returns the names of the applied
+    migrations. Raises `SchemaVersionError` if the file is newer than `schema`; errors from sqlite3 are passed
+    on."""
     check_not_newer(connection, path, schema)
     if schema_version(connection) == len(schema.migrations):
         return []
@@ -76,7 +75,7 @@ def _step(statements: tuple[str, ...]) -> Callable[[Database], None]:
         # transaction.
         for statement in statements:
             database.conn.execute(statement)
-        # Store the number of applied migrations, in whatever order they were applied to this file.
+        # Only the number of applied migrations is stored, because their order may differ between files.
         database.conn.execute(f"PRAGMA user_version = {schema_version(database.conn) + 1}")
 
     return apply

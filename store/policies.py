@@ -5,7 +5,8 @@ This is the only place where fields of tenants, keys and quotas are declared (`s
 to `TenantRecord` or `KeyFields`, append it to the class and give it a default; the next startup adds its
 column.
 
-A quota limits a tenant, or a key within its tenant. Both limits apply; None means no limit.
+A quota limits a tenant, or a key within its tenant. A request must stay within the limits of both. None means
+no limit.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ R = TypeVar("R")
 INTERACTIVE = 1
 KeyScope = Literal["inference", "admin", "read"]
 SCOPES: tuple[KeyScope, ...] = get_args(KeyScope)
-"""Permissions of a key: use the inference API, perform all operator actions, or read the service's state."""
+"""Permissions that a key can have: use the inference API, perform all operator actions, or read the service's
+state."""
 LogPolicy = Literal["metadata", "hashes", "full"]
-"""Whether to store prompts and answers: not at all, as SHA-256 hashes, or as redacted text."""
+"""How to store prompts and answers: not at all, as SHA-256 hashes, or as redacted text."""
 
 PeerKind = Literal["uid", "gid"]
 PEER_KINDS: tuple[PeerKind, ...] = get_args(PeerKind)
 
 _MIN_RATE, _MAX_RATE = 1e-6, 1e15
-"""The maximum keeps amounts small enough for a float to count single requests and tokens."""
+"""Smallest and largest possible limit. A float can represent every whole number up to the largest limit."""
 _MAX_DAYS = 36525.0
 _LAST_CLASS = CLASSES - 1
 
@@ -108,13 +110,13 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class TenantRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A tenant, to whom requests are billed. Times are in unix seconds."""
+    """A tenant, which is billed for its requests. Times are in unix seconds."""
 
     name: str
     created_at: float
     weight: Annotated[
         float,
-        # the smallest weight whose share is still measurable among other tenants
+        # with a smaller weight, a tenant's share would be too small to measure
         Field(
             "Weight in fair sharing, relative to other tenants with requests of the same class",
             low=0.001,
@@ -166,8 +168,8 @@ class TenantRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PeerRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Maps a local user or group that connects to `api.sock` to a tenant. A user's mapping takes precedence
-    over the mappings of the user's groups."""
+    """Maps a local user or group to a tenant, for connections to `api.sock`. A user's own mapping takes
+    precedence over the mappings of the user's groups."""
 
     kind: PeerKind
     number: int
@@ -221,8 +223,8 @@ class KeyRecord(KeyFields, frozen=True, kw_only=True):
 
 
 class Policies:
-    """All tenants, keys and peers at one moment. The object is immutable, and a change creates a new one. Any
-    thread may therefore read it, and comparing two objects with `is` shows whether anything has changed."""
+    """All tenants, keys and peers at one moment. The object is immutable, so any thread may read it. A change
+    creates a new object, so comparing two objects with `is` shows whether anything has changed."""
 
     def __init__(
         self,
@@ -237,7 +239,8 @@ class Policies:
         self.keys_by_hash: Mapping[str, KeyRecord] = {key.sha256: key for key in self.keys.values()}
 
     def latest(self, key: KeyRecord) -> KeyRecord:
-        """Return the newest key in this key's chain of rotations. The limits of that key apply to both."""
+        """Follow the rotations of a key, and return the newest key. Old and new keys share the limits of the
+        newest key."""
         while key.replaced_by is not None and (successor := self.keys.get(key.replaced_by)) is not None:
             key = successor
         return key

@@ -1,9 +1,9 @@
-"""Stores in `history.db` how much of each quota remains, so that a restart does not refill the quotas.
+"""Stores in `history.db` how much of each quota remains, so that a restart does not refill the quotas. The
+remaining amounts (levels) are written as a snapshot every few seconds instead of after each request.
 
-A snapshot of the remaining amounts (levels) is written every few seconds, not for each request. After a
-crash, the request log supplies the usage since the last snapshot: each row has its request's tokens
-(`quota_tokens`), and `QuotaState.used` lists the usage that the levels do not include. The request log's
-writer also writes the snapshots, so each snapshot records the last row that it includes.
+After a crash, the request log supplies the usage since the last snapshot. Each row contains its request's
+tokens (`quota_tokens`), and `QuotaState.used` lists the usage that the levels do not include. The request
+log's writer also writes the snapshots, so each snapshot records the last row that it includes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from store.writer import Writer
 
 
 class QuotaLevels(msgspec.Struct, frozen=True, kw_only=True):
-    """How much of each limit one tenant or key has left; None for a limit that is not set.
+    """The remaining amount of each limit of one tenant or key; None for a limit that is not set.
 
     The levels do not include the usage of requests with open rows, because those rows record it.
     """
@@ -38,7 +38,7 @@ class QuotaLevels(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Used(msgspec.Struct, frozen=True):
-    """The usage of one request that the stored levels do not include."""
+    """The part of a request's usage that is not included in the stored levels."""
 
     tenant: str
     key_id: str
@@ -54,7 +54,7 @@ class QuotaState(msgspec.Struct, frozen=True):
 
     levels: list[QuotaLevels] = []
     used: list[Used] = []
-    """Usage that the levels do not include, oldest first."""
+    """Usage that is not included in the levels, oldest first."""
 
 
 _COLUMNS = QuotaLevels.__struct_fields__
@@ -72,9 +72,9 @@ class QuotaLog:
         self._writer = writer
 
     def save(self, levels: Iterable[QuotaLevels], gone: Iterable[tuple[str, str]] = ()) -> bool:
-        """Store these levels, and delete those of the (scope, name) pairs in `gone`. Never blocks; returns
-        False if the snapshot was dropped. Call this after the rows of all requests that the levels include
-        have been submitted, and before any further row is submitted."""
+        """Store these levels, and delete the levels of the (scope, name) pairs in `gone`. Never blocks;
+        returns False if the snapshot was dropped. Call this after submitting the rows of all requests that
+        the levels include, and before submitting any other row."""
         values = [msgspec.structs.astuple(level) for level in levels]
         return self._writer.submit(partial(_save, values, list(gone)))
 
@@ -95,8 +95,8 @@ def read_quotas(path: Path) -> QuotaState:
             QuotaLevels(**dict(zip(_COLUMNS, row, strict=True)))
             for row in connection.execute(f"SELECT {', '.join(_COLUMNS)} FROM quota_levels")
         ]
-        # A snapshot holds only the levels that changed since the previous one, so levels that are missing
-        # from the newest snapshot are still current.
+        # A snapshot contains only the levels that changed since the previous snapshot. A level that is
+        # missing from the newest snapshot is therefore still current.
         (sequence,) = connection.execute("SELECT max(sequence) FROM quota_levels").fetchone()
         if sequence is None:
             return QuotaState()

@@ -59,7 +59,8 @@ def find(connection: sqlite3.Connection, kind: type[R], *name: object) -> R | No
 
 
 def select(connection: sqlite3.Connection, kind: type[R], where: str = "1", *values: object) -> list[R]:
-    """Return the records that match `where` (SQL, with a placeholder for each value), oldest first."""
+    """Return the records that match `where`, oldest first. `where` is SQL with a placeholder for each
+    value."""
     table, _ = _TABLES[kind]
     columns = kind.__struct_fields__
     rows = connection.execute(

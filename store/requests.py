@@ -1,7 +1,6 @@
-"""The request log in `history.db`: one row per request, opened at admission and ended exactly once.
-
-`RequestLog` writes through the writer thread and never blocks. `RequestReader` can read from any process.
-"""
+"""The request log in `history.db`. It has one row per request, which is opened at admission and closed
+exactly once. `RequestLog` writes through the writer thread and never blocks. `RequestReader` can read from
+any process."""
 
 from __future__ import annotations
 
@@ -21,16 +20,15 @@ from store.writer import Writer
 
 log = logging.getLogger(__name__)
 
-# Clients choose some of the texts (model, error). Longer texts are cut to keep the in-memory spool small.
+# Clients can choose the text of some fields (model, error). Cut long texts, so that the rows waiting in
+# memory stay small.
 _TEXT_LIMIT_CHARS = 2000
 
 
 class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_class": "class"}):
-    """The stored record of one request. Times are in unix seconds. It contains neither prompt nor answer.
-
-    A row is open while `finished_at` is None; fields such as `finish_reason` are set when the request ends.
-    The fields are the table's columns (`request_class` is the column `class`).
-    """
+    """The stored record of one request, which contains neither prompt nor answer. Times are in unix seconds.
+    A row is open while `finished_at` is None; fields such as `finish_reason` are set when the row is closed.
+    The fields are the table's columns (`request_class` is the column `class`)."""
 
     request_id: str
     created_at: float
@@ -47,7 +45,7 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_cla
     stream: bool = False
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """Prompt tokens found in the prefix cache; `prompt_tokens` includes them."""
+    """Number of prompt tokens found in the prefix cache. `prompt_tokens` includes these tokens."""
     generated_tokens: int = 0
     billed_tokens: int = 0
     queue_ms: float | None = None
@@ -65,15 +63,15 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_cla
     preemptions: int = 0
     resubmissions: int = 0
     quota_tokens: int = 0
-    """Tokens charged to quotas: the reserved tokens while the row is open, the used tokens after it has
-    ended. 0 for a request that never ran, which is not charged to request quotas either."""
+    """Number of tokens charged to quotas: the reserved tokens while the row is open, the used tokens after it
+    has been closed. 0 for a request that never ran. Such a request is not charged to request quotas
+    either."""
     retry: Literal["joined", "repeated", "anew"] | None = None
     """How a retry with a known `Idempotency-Key` was answered; None if the request is not a retry.
 
-    - "joined": at the end of a run that was in progress.
+    - "joined": with the first run's response, after waiting for that run to finish.
     - "repeated": from the stored response of a finished run.
-    - "anew": by running the request again, because the response of the first run was
-      not kept."""
+    - "anew": by running the request again, because the first run's response was not kept."""
     retry_of: str | None = None
     """Id of the request whose run answered the retry."""
     user: str | None = None
@@ -87,7 +85,8 @@ class LoggedRequest(RequestRow, frozen=True, kw_only=True):
     """Sequence number of the row's last change, used by `RequestReader.changes`."""
     state: Literal["open", "ended"]
     double_ends: int
-    """How often the request ended again after its first end; 0 unless the service has a defect."""
+    """Number of times that the request was closed again after its row had been closed. A value above 0
+    indicates a defect in the service."""
 
 
 _COLUMNS = RequestRow.__struct_encode_fields__
@@ -97,7 +96,7 @@ _INSERT = (
     f"ON CONFLICT (request_id) "
 )
 _OPEN = _INSERT + "DO NOTHING"
-# The first end is kept: a row that has already ended is not changed, and the number of changed rows is 0.
+# Only the first closing counts. Closing a row again changes no row, so the number of changed rows is 0.
 _END = (
     _INSERT
     + "DO UPDATE SET "
@@ -117,7 +116,7 @@ class RequestLog:
         """Log an admitted request. Never blocks; returns False if the row was dropped (counted in the
         writer's state).
 
-        Raises `ValueError` for a row that has already ended.
+        Raises `ValueError` for a row that has `finished_at`.
         """
         if row.finished_at is not None:
             raise ValueError(
@@ -127,9 +126,9 @@ class RequestLog:
         return self._writer.submit(partial(self._write_open, row))
 
     def end(self, row: RequestRow) -> bool:
-        """Log the end of a request: `row` replaces the open row, or is inserted if there is none. Never
-        blocks; returns False if the row was dropped. If a request ends more than once, the first end is kept,
-        and the row's `double_ends` counts the others.
+        """Log the end of a request. `row` replaces the open row, or is inserted if there is none. Never
+        blocks; returns False if the row was dropped. If this is called more than once for a request, the
+        first call's row is kept, and `double_ends` counts the other calls.
 
         Raises `ValueError` for a row without `finished_at`.
         """
@@ -140,10 +139,10 @@ class RequestLog:
         return self._writer.submit(partial(self._write_end, row))
 
     def seal_open_rows(self, reason: str) -> Future[int]:
-        """End every row that is currently open, with status 500 and finish reason `interrupted`. Called at
-        startup after a crash, before the first `open`. The future returns the number of rows. This is written
-        before any row that is submitted later, even if the disk refuses writes at first, so callers need not
-        wait for the future."""
+        """Close all open rows, with status 500 and finish reason `interrupted`. Called at startup after a
+        crash, before the first `open`. The future returns the number of closed rows. Callers need not wait
+        for the future: even if the disk refuses writes at first, the rows are closed before any row that is
+        submitted later is written."""
         return self._writer.submit_for_result(partial(self._write_seals, reason, time.time()))
 
     def _write_open(self, row: RequestRow, connection: sqlite3.Connection) -> None:
@@ -207,7 +206,7 @@ class RequestFilter(msgspec.Struct, frozen=True, kw_only=True):
     status: int | None = None
     finish_reason: str | None = None
     failed: bool | None = None
-    """True selects requests with a status of 400 or more, or with an error. False selects all other ended
+    """True selects requests with a status of 400 or more, or with an error. False selects all other closed
     requests."""
 
 
@@ -233,7 +232,8 @@ class RequestReader:
     is running.
 
     Each call opens and closes a connection, so that no reader keeps the file in WAL mode when the service
-    stops. Calls block for milliseconds and raise a `StoreError`. All lists start with the oldest row.
+    stops. Calls block for milliseconds. They raise a `StoreError` if the log cannot be read. All lists start
+    with the oldest row.
     """
 
     def __init__(self, path: Path) -> None:
@@ -250,11 +250,11 @@ class RequestReader:
         return self._read(where, (*values, _checked(limit)))[::-1]
 
     def changes(self, after: int, limit: int = 1000) -> list[LoggedRequest]:
-        """Return the first `limit` rows that were opened or ended after the change with sequence number
+        """Return the first `limit` rows that were opened or closed after the change with sequence number
         `after`, in the order of their last change.
 
-        Each row is in its latest state: a row that was both opened and ended after `after` appears once, as
-        ended.
+        Each row is returned once, in its latest state. A row that was opened and closed after `after` is
+        returned as closed.
         """
         return self._read("WHERE sequence > ? ORDER BY sequence LIMIT ?", (after, _checked(limit)))
 
@@ -285,7 +285,7 @@ def _logged(values: tuple[Any, ...]) -> LoggedRequest:
 
 
 def _storable(value: Any) -> Any:
-    """Return `value` with escapes in place of code points that UTF-8 cannot encode."""
+    """Return `value` with code points that UTF-8 cannot encode replaced by escapes."""
     return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 
 

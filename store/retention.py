@@ -1,7 +1,8 @@
-"""Removes rows of the request log and stored contents of requests when their retention time has passed, and
-returns free pages to the file system. Batches are small, so that other operations never wait long.
+"""Removes rows of the request log and stored contents after their retention time, and returns free pages to
+the file system.
 
-Functions that take a connection are operations for the database's writer.
+Batches are small, so that other operations never wait long. Functions that take a connection are operations
+for the database's writer.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ class Removed(NamedTuple):
     pages: int
     """Number of pages returned to the file system."""
     more: bool
-    """Whether another batch may remain."""
+    """Whether there may be more rows or pages to remove."""
 
 
 def remove_requests(connection: sqlite3.Connection, before: float) -> Removed:
-    """Remove a batch of ended requests that were admitted before `before` (unix seconds). The most recently
-    changed row is kept, because readers that follow the log count from it."""
+    """Remove a batch of closed requests that were admitted before `before` (unix seconds). The most recently
+    changed row is kept, because readers that follow the log continue from its sequence number."""
     gone = connection.execute(
         "DELETE FROM requests WHERE rowid IN (SELECT rowid FROM requests WHERE created_at < ? "
         "AND finished_at IS NOT NULL AND sequence < (SELECT max(sequence) FROM requests) "
@@ -55,9 +56,9 @@ def remove_requests(connection: sqlite3.Connection, before: float) -> Removed:
 def remove_contents(
     connection: sqlite3.Connection, before: Mapping[str, float | None], otherwise: float | None
 ) -> Removed:
-    """Remove a batch of stored contents. `before` gives each tenant's time limit, in unix seconds; contents
-    of requests admitted earlier are removed. For deleted tenants, `otherwise` applies; if it is None, their
-    contents are kept."""
+    """Remove a batch of stored contents. For each tenant, contents of requests admitted before the tenant's
+    time in `before` (unix seconds) are removed. For tenants that are not in `before`, such as deleted
+    tenants, the time is `otherwise`. None keeps the contents."""
     # Overwrite removed data instead of only unlinking its pages.
     connection.execute("PRAGMA secure_delete=ON").fetchone()
     tenants = [name for (name,) in connection.execute(_TENANTS)]
@@ -82,8 +83,8 @@ class Emptying:
 
 def empty_log(writer: Writer) -> Future[Emptying]:
     """Write the write-ahead log into the database and empty it, because removed data stays in the log until
-    it is overwritten. Does not wait for readers, because pending writes would have to wait too. If a reader
-    prevents it, call this again later. The future raises a `StoreError`."""
+    it is overwritten. This does not wait for readers, because pending writes would have to wait too. If
+    `Emptying.done` is False, call this again later. The future raises a `StoreError`."""
 
     def empty(emptying: Emptying) -> None:
         connection = emptying.connection
@@ -119,7 +120,7 @@ def _and_pages(connection: sqlite3.Connection, gone: int, more: bool) -> Removed
     free, pages = (
         int(connection.execute(f"PRAGMA {n}").fetchone()[0]) for n in ("freelist_count", "page_count")
     )
-    # Some of the free pages will soon be needed again, so only the excess is returned, after all rows have
+    # Some of the free pages will soon be needed again. Return only the excess, and only after all rows have
     # been removed.
     if more or free <= max(BATCH_PAGES, pages * KEPT_FREE):
         return Removed(gone, 0, more)

@@ -13,7 +13,7 @@ from store.fields import MAX_NAMES, MAX_TEXT_CHARS, Declared, declared, either
 from store.policies import PEER_KINDS, KeyRecord, PeerRecord, Quota, TenantRecord
 
 MAX_PEER_NUMBER = 2**32 - 2
-"""Highest valid uid and gid on Linux; the next number is reserved as "no id"."""
+"""Highest valid uid and gid on Linux. The next number means "no id"."""
 
 _TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -66,7 +66,7 @@ def allows(field: Declared, value: Any) -> bool:
 
 
 def wrong(name: str, value: object, remedy: str) -> ValueError:
-    """Return the error for a field whose value cannot be used."""
+    """Return the error for a field whose value is not allowed."""
     shown = list(value[:3]) if isinstance(value, tuple) else value
     return ValueError(f"{name} is {shown!r}: {remedy}")
 

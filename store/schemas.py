@@ -16,9 +16,9 @@ from store.migrations import Migration, Schema
 from store.policies import KeyFields, TenantRecord
 from store.records import column_type, column_value
 
-# Times are unix seconds. A request is open while finished_at is null. sequence is the number of the row's
-# last change, counted over all rows. Readers that follow the log select the rows above the last sequence
-# number that they have read.
+# Times are unix seconds. A request is open while finished_at is null. All changes to rows are numbered, and
+# sequence is the number of the row's last change. Readers that follow the log select the rows whose sequence
+# is above the last one that they have read.
 _REQUESTS = (
     """
 CREATE TABLE requests (
@@ -58,8 +58,9 @@ CREATE TABLE requests (
     "CREATE INDEX requests_created_at ON requests (created_at)",
     "CREATE INDEX requests_tenant ON requests (tenant, created_at)",
     "CREATE INDEX requests_model ON requests (model, created_at)",
-    # Partial indexes that always stay small or empty: one for the open rows, which a startup after a crash
-    # must end, and one for the rows that ended more than once (double_ends), which indicate a defect.
+    # Partial indexes that always stay small or empty. The first contains the open rows, which must be closed
+    # at startup after a crash. The second contains the rows that were closed more than once (double_ends),
+    # which indicates a defect.
     "CREATE INDEX requests_open ON requests (request_id) WHERE finished_at IS NULL",
     "CREATE INDEX requests_double_ends ON requests (request_id) WHERE double_ends > 0",
     """
@@ -160,8 +161,8 @@ SELECT
 FROM keys
 """
 
-# "local" is the tenant of local users without a mapping; "default" is the tenant of keys created without one.
-# Keys that are older than the tenants table keep their tenant's name.
+# "local" is the tenant of local users without a mapping; "default" is the tenant of keys created without a
+# tenant. Keys that were created before this table existed keep their tenant's name.
 _TENANTS = (
     """
 CREATE TABLE tenants (
@@ -227,7 +228,7 @@ BEGIN SELECT RAISE(ABORT, 'audit rows are never deleted'); END
 """,
 )
 
-# sequence is the latest change in the request log that the levels include.
+# sequence is the number of the latest change in the request log that the levels include.
 _QUOTA_LEVELS = (
     "ALTER TABLE requests ADD COLUMN quota_tokens INTEGER NOT NULL DEFAULT 0",
     """
@@ -317,9 +318,9 @@ HISTORY = Schema(
 def _added_fields(
     table: str, record: type[msgspec.Struct], after: str, view: str, view_sql: str
 ) -> Iterator[Migration]:
-    """Yield a migration for each field that `record` declares after the field `after`. The migration adds the
-    field's column to `table` and to the table's view. The columns up to `after` are created by hand-written
-    migrations."""
+    """Yield a migration for each field that `record` declares after the field `after`. Each migration adds
+    the field's column to `table` and to the table's view. Hand-written migrations create the columns of the
+    other fields."""
     names = record.__struct_fields__
     hints, fields, added = get_type_hints(record), declared(record), ""
     for name in names[names.index(after) + 1 :]:

@@ -1,11 +1,10 @@
-"""Stores audit entries while the control database refuses writes, in a file next to the database.
-
-Space for the file is reserved at each startup, so that it can hold entries even when the disk is full.
-Entries that do not fit into the file are kept in memory and written to the service's log in full.
+"""Stores audit entries in a file next to the control database while the database refuses writes. Space for
+the file is reserved at each startup, so that it can hold entries even when the disk is full. Entries that do
+not fit into the file are kept in memory and also written to the service's log in full.
 
 The file consists of lines of JSON, followed by zero bytes up to the reserved size. Each line's `mac` signs
-its entry and the previous line's `mac`, so that only the service's user can change, remove or reorder lines
-undetected.
+the line's entry and the previous line's `mac`. Without the service's key, nobody can change, remove or
+reorder lines undetected.
 """
 
 from __future__ import annotations
@@ -39,13 +38,14 @@ class SpoolState(NamedTuple):
 
     rows: int
     in_memory: int
-    """Number of entries that are not in the file. If the service is killed, they remain only in its log."""
+    """Number of entries that are not in the file. If the service is killed, these entries remain only in its
+    log."""
     path: Path | None
-    """File that contains the other entries; None if there are none in the file."""
+    """File that contains the spooled entries; None if the file contains no entries."""
     since: str | None
     """Time of the oldest entry, in the format of `Entry.at`."""
     lost: int
-    """Entries dropped because too many were waiting; they are in the service's log."""
+    """Number of entries dropped because too many were waiting. They are in the service's log."""
 
 
 class SpoolContent(NamedTuple):
@@ -59,8 +59,8 @@ class SpoolContent(NamedTuple):
 
 
 def read_spool(path: Path, key: SigningKey | None = None) -> SpoolContent:
-    """Read a spool file; a missing file has no entries. With `key`, entries with a wrong signature are marked
-    with a note. A line that cannot be parsed is returned as an entry that reports the damage. Raises
+    """Read a spool file; a missing file has no entries. If `key` is given, a note is added to each entry with
+    a wrong signature. A line that cannot be parsed is returned as an entry that reports the damage. Raises
     OSError."""
     try:
         lines = path.read_bytes().partition(b"\0")[0].splitlines(keepends=True)
@@ -98,12 +98,13 @@ class Spool:
         """Read the entries left by an earlier run of the service, and reserve space. Raises OSError if the
         file cannot be read."""
         self._entries, self._end, self._mac = read_spool(self._path, self._key)
-        # If space cannot be reserved, the file grows as it is written.
+        # If space cannot be reserved, the file grows when entries are written.
         with contextlib.suppress(OSError):
             os.posix_fallocate(self._open(), 0, RESERVED_BYTES)
 
     def put(self, entry: Entry) -> None:
-        """Store an entry. Never raises: an entry that does not fit into the file is logged in full."""
+        """Store an entry. Never raises. An entry that does not fit into the file is logged in full, and kept
+        in memory unless too many entries are waiting."""
         with self._lock:
             if len(self._entries) >= MAX_ENTRIES:
                 self._lost += 1
@@ -120,7 +121,7 @@ class Spool:
                 log.critical("this audit entry is only in memory: %s", _content(entry))
 
     def retry(self) -> None:
-        """Try again to write to the file the entries that are only in memory."""
+        """Try again to write the entries that are only in memory to the file."""
         with self._lock:
             self._write()
 
@@ -133,7 +134,7 @@ class Spool:
         """Remove the oldest `count` entries, which have been appended to the chain.
 
         The file is cleared only when no entry is waiting. Until then it also contains entries that are
-        already in the chain, which a later startup recognises by their `act`.
+        already in the chain. A later startup recognises these entries by their action id (`act`).
         """
         with self._lock:
             del self._entries[:count]
@@ -174,7 +175,7 @@ class Spool:
                     self._path.unlink(missing_ok=True)
 
     def _write(self) -> None:
-        """Write as many of the entries in memory to the file as fit."""
+        """Write the entries that are only in memory to the file, as far as they fit."""
         for entry in self._entries[len(self._entries) - self._in_memory :]:
             try:
                 self._append(entry)

@@ -14,8 +14,8 @@ class KeptText(msgspec.Struct, frozen=True):
     number: int
     """Index of this text among the request's prompts or answers."""
     sha256: str
-    """SHA-256 (hex) of `text`. If only hashes are kept, it is computed over the whole original text: JSON
-    without spaces for a conversation, the decoded text for token ids."""
+    """SHA-256 (hex) of `text`. If only hashes are kept, SHA-256 of the whole original text, which is JSON
+    without spaces for a conversation and the decoded text for token ids."""
     bytes: int
     """Size of the whole original text, in bytes."""
     text: str | None = None
@@ -34,14 +34,16 @@ class WriterState(msgspec.Struct, frozen=True, kw_only=True):
     lag_ms: float
     """Age of the oldest waiting operation; an age up to the commit interval is normal."""
     last_error: str | None
-    """The reason why the latest attempt failed; None once the database accepts writes again."""
+    """The reason why the latest write failed; None if writes succeed."""
     failing_s: float
     """How long the database has refused writes, in seconds; 0 if it accepts them."""
     committed_rows: int
     dropped_rows: int
-    """Operations dropped because the spool was full, or because they were still waiting when the writer
-    closed."""
+    """Number of operations dropped because the spool was full, or because they were still waiting when the
+    writer closed."""
     rejected_rows: int
-    """Operations dropped because the database cannot store them (a defect, logged each time)."""
+    """Number of operations dropped because the database cannot store them. This is a defect and is logged
+    each time."""
     restored: str = ""
-    """If the open file was deleted or replaced: what happened, and how the writer reacted."""
+    """How the open file was displaced (deleted or replaced), and how the writer restored it. Empty if this
+    has not happened."""

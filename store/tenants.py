@@ -32,7 +32,7 @@ def create(connection: sqlite3.Connection, tenant: TenantRecord) -> Change:
 
 
 def alter(connection: sqlite3.Connection, name: str, changes: Mapping[str, object]) -> Change:
-    """Set fields of a tenant. Raises ValueError or UnknownTenantError."""
+    """Set fields of a tenant. Raises ValueError for an invalid value, and UnknownTenantError."""
     before = find(connection, name)
     after = replaced(before, changes)
     check_tenant(after)
@@ -52,8 +52,8 @@ def suspend(connection: sqlite3.Connection, name: str, now: float | None) -> Cha
 
 
 def delete(connection: sqlite3.Connection, name: str, now: float) -> Change:
-    """Delete a tenant, which must have no peer and no key that is valid at unix time `now`. Raises
-    UnknownTenantError or ConflictError."""
+    """Delete a tenant. Raises UnknownTenantError, and ConflictError if the tenant is built in, has a peer, or
+    has a key that is valid at unix time `now`."""
     tenant = find(connection, name)
     if name in BUILT_IN:
         raise ConflictError(
@@ -72,8 +72,8 @@ def delete(connection: sqlite3.Connection, name: str, now: float) -> Change:
 
 
 def map_peer(connection: sqlite3.Connection, peer: PeerRecord) -> Change:
-    """Map a user or group to a tenant, replacing any earlier mapping. Raises ValueError or
-    UnknownTenantError."""
+    """Map a user or group to a tenant, replacing any earlier mapping. Raises ValueError for an invalid kind
+    or number, and UnknownTenantError."""
     check_peer(peer)
     find(connection, peer.tenant)
     before = records.find(connection, PeerRecord, peer.kind, peer.number)
@@ -107,8 +107,8 @@ def find(connection: sqlite3.Connection, name: str) -> TenantRecord:
 
 
 def replaced(before: records.R, changes: Mapping[str, object]) -> records.R:
-    """Return the record with these declared fields changed. `changes["quota"]` contains the quota fields to
-    change. Raises ValueError for a field that cannot be set."""
+    """Return a copy of the record with the declared fields in `changes` replaced. `changes["quota"]` contains
+    only the quota fields to change. Raises ValueError for a field that cannot be set."""
     settable = {*declared(type(before)), "quota"}
     if unknown := changes.keys() - settable:
         raise ValueError(

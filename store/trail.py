@@ -1,5 +1,6 @@
-"""The audit trail of the running service. Entries are appended to the chain. While the database refuses
-writes, they are stored in the spool and moved to the chain later. The chain heads are recorded regularly.
+"""The audit trail of the running service. Entries are appended to the chain, and the chain's heads are
+recorded regularly. While the database refuses writes, entries are stored in the spool and moved to the chain
+later.
 
     acting, recorded = trail.intend(actor, action, params)   before anything is done
     trail.append(connection, entry)                          within the transaction of a change, or
@@ -25,10 +26,10 @@ from store.writer import Writer
 log = logging.getLogger(__name__)
 
 WITHIN_S = 5.0
-"""Time limit for the start of a write to the control database. After that, a change fails, so that its caller
-gets an answer, and an audit entry is stored in the spool."""
+"""Maximum time until a write to the control database must start. After that, a change fails, so that the
+caller gets a response, and an audit entry is stored in the spool."""
 _LOOKED_THROUGH = 10_000
-"""Number of rows, counted from the newest, that a startup searches for intents without a result."""
+"""At startup, this number of rows, counted from the newest, is searched for intents without a result."""
 
 
 _SERVICE = "service"
@@ -43,8 +44,8 @@ class TrailState(NamedTuple):
     """Seq of the newest row whose head is recorded outside the database."""
     spool: SpoolState
     last_error: str | None
-    """The reason why entries are spooled or heads cannot be recorded, or a description of missing rows; None
-    if there is no problem."""
+    """The reason why entries are spooled or heads cannot be recorded, or a description of rows that are
+    missing from the chain; None if there is no problem."""
 
 
 class Appended(NamedTuple):
@@ -56,8 +57,8 @@ class Appended(NamedTuple):
 
 
 class AuditTrail:
-    """Records audit entries in the chain or the spool. Methods may be called from any thread, except `append`
-    and `committed`, which only operations of `writer` may call."""
+    """Records audit entries in the chain or the spool. Any thread may call the methods, except `append` and
+    `committed`. These two may only be called by operations of `writer`."""
 
     def __init__(self, writer: Writer, spool: Spool, heads: HeadKeeper) -> None:
         self._writer = writer
@@ -67,8 +68,9 @@ class AuditTrail:
         self._shorter: str | None = None
 
     def start(self) -> None:
-        """Append the entries that an earlier run left in the spool, and a result for each of its intents
-        without one. Then record the head. If the database refuses writes, all of this is done later."""
+        """Append the entries that an earlier run left in the spool. Also append a result for each intent of
+        an earlier run that has none. Then record the head. If the database refuses writes, all of this is
+        done later."""
         self._heads.start()
         self._call(self._begin).exception()
 
@@ -82,8 +84,8 @@ class AuditTrail:
         self, actor: Actor | str, action: str, params: Mapping[str, object]
     ) -> tuple[Actor, Future[None]]:
         """Record the intent of an action. Returns the actor with this action's id (`act`), and a future that
-        resolves when the intent is recorded. The future never fails: an entry that the database refuses is
-        stored in the spool, and one that the spool refuses is kept in memory and logged.
+        resolves when the intent is recorded. The future never fails: if the database refuses the entry, it is
+        stored in the spool, and if the spool file refuses it, it is kept in memory and logged.
 
         Raises the same errors as `canonical_json` for `params`.
         """
@@ -99,7 +101,7 @@ class AuditTrail:
         before: object = None,
         after: object = None,
     ) -> Future[None]:
-        """Record the outcome of an action in the same way as `intend`. Does nothing if the transaction of the
+        """Record the result of an action in the same way as `intend`. Does nothing if the transaction of a
         change has already recorded it.
 
         Raises the same errors as `canonical_json`.
@@ -145,8 +147,8 @@ class AuditTrail:
     def committed(self, appended: Appended) -> None:
         """Record the new head and remove the appended entries from the spool. Call this after the transaction
         was committed."""
-        # Record heads before entries leave the spool. Otherwise unrecorded rows with an empty spool would
-        # look as if heads had been removed.
+        # Record the head before removing entries from the spool. Rows with neither a recorded head nor a
+        # spooled entry would look as if heads had been removed.
         self._heads.saw(appended.head)
         if appended.from_spool:
             self._spool.drop(appended.from_spool)

@@ -9,8 +9,8 @@ of two methods:
 - `call` returns a future. The operation runs in a separate transaction, which is committed when the future
   resolves.
 
-An operation submitted with `submit` may run again after a rollback, so it must not have any effect other than
-on the connection.
+An operation submitted with `submit` may run again after a rollback, so it must change nothing outside the
+database.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _LAST_RETRY_S = 2.0
 _LOOK_EVERY_S = 2.0
 """Interval at which an idle writer checks whether its file has been deleted or replaced on disk."""
 
-# SQLite errors that the operation itself causes and that would occur at every attempt. All other errors are
+# SQLite errors that are caused by the operation itself and would occur at every attempt. All other errors are
 # caused by the disk or a lock.
 _OWN_FAULTS = frozenset(
     {
@@ -53,7 +53,7 @@ _OWN_FAULTS = frozenset(
         sqlite3.SQLITE_TOOBIG,
     }
 )
-# Faults after which the same connection works again as soon as the cause is removed.
+# Errors after which the same connection can be used again once their cause is gone.
 _KEEP_CONNECTION = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
 
 
@@ -62,13 +62,15 @@ class _Item(NamedTuple):
     submitted_at: float
     """Time of the submission, from `time.monotonic()`."""
     future: Future[Any] | None
-    """Future for the result. If there is one, a caller waits, so the item is committed immediately."""
+    """Future for the result. If there is a future, a caller is waiting, so the item is committed
+    immediately."""
     once: bool
-    """Whether to run the operation in a separate transaction, and only once. A failure is not retried, but is
-    raised by the future."""
+    """Whether to run the operation in a separate transaction and only once. If it fails, it is not retried;
+    the future raises the error."""
     after_commit: Callable[[Any], None] | None
     begin_by: float | None = None
-    """Time limit for the start of the operation, from `time.monotonic()`. After it, the item fails."""
+    """Latest start of the operation, as a `time.monotonic()` time. If the operation has not started by then,
+    the item fails."""
 
 
 class Writer:
@@ -89,8 +91,8 @@ class Writer:
         batch_rows: int = 500,
         spool_rows: int = 50_000,
     ) -> None:
-        """Prepare the writer. `spool_rows` limits the number of operations in memory; at about 1 KB each, the
-        default holds 50 MB."""
+        """Prepare the writer. `spool_rows` limits the number of operations that wait in memory. At about 1 KB
+        per operation, the default allows 50 MB."""
         for name, value in (
             ("commit_interval_ms", commit_interval_ms),
             ("batch_rows", batch_rows),
@@ -129,9 +131,9 @@ class Writer:
     def start(self) -> None:
         """Open the database, creating or migrating it if necessary, and start writing.
 
-        Raises a `StoreError` for a problem that needs an operator. A full or failing disk is not such a
-        problem: the writer starts, keeps operations in memory, reports the fault in `state()` and in the log,
-        and opens the database as soon as it can.
+        Raises a `StoreError` for a problem that an operator must fix. A full or failing disk raises no error.
+        In that case, the writer keeps operations in memory, reports the fault in `state()` and in the log,
+        and opens the database as soon as the disk allows it.
         """
         self._thread.start()
         self._opened.result()
@@ -181,7 +183,7 @@ class Writer:
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Commit the waiting operations, leave the file complete and readable without write permission, and
-        end the thread.
+        stop the thread.
 
         Operations that the disk still refuses after `timeout_s` are lost, counted and logged. A second call
         does nothing.
@@ -191,7 +193,8 @@ class Writer:
                 self._close_by = time.monotonic() + timeout_s
             self._condition.notify_all()
         if self._thread.ident is not None:
-            # In addition to the last commits, allow time for a checkpoint and for readers to close the file.
+            # In addition to the time for the last commits, allow time for a checkpoint and for readers to
+            # close the file.
             self._thread.join(timeout_s + 10.0)
             if self._thread.is_alive():
                 log.error(
@@ -234,8 +237,8 @@ class Writer:
                 self._queue.append(item)
                 if item.future is not None:
                     self._urgent += 1
-                # The thread sleeps until the commit of the first item is due, so wake it only if this item
-                # changes that time.
+                # The thread sleeps until the first item's commit is due. Wake it only if this item makes the
+                # commit due earlier.
                 if item.future is not None or len(self._queue) in (1, self._batch_rows):
                     self._condition.notify()
                 return True
@@ -276,8 +279,8 @@ class Writer:
             self._database.close()
 
     def _wait_for_batch(self) -> list[_Item] | None:
-        """Return the operations to commit next, oldest first. An empty list means that only the file must be
-        checked or reopened. None means that the thread must end."""
+        """Return the operations to commit next, oldest first. An empty list means that the file must only be
+        checked or reopened. None means that the thread must exit."""
         with self._condition:
             while True:
                 now = time.monotonic()
@@ -287,7 +290,7 @@ class Writer:
                 if now >= due:
                     self._look_at = now + _LOOK_EVERY_S
                     return self._next_batch()
-                # While closing, retries of operations that the disk refuses also end at the timeout.
+                # While the writer closes, it retries refused operations only until the timeout.
                 ends = [moment for moment in (due, self._close_by) if moment is not None]
                 self._condition.wait(min(ends) - now)
 
@@ -335,7 +338,8 @@ class Writer:
                 self._note_failure(str(self._explained(error)))
 
     def _write_one_by_one(self, database: WritableDatabase, batch: list[_Item]) -> None:
-        # One of the operations can never be written. Find it, so that it does not block the others.
+        # One of the operations can never be written. Find this operation, so that it does not block the other
+        # operations.
         for item in batch:
             try:
                 self._commit(database, [item])
@@ -436,7 +440,7 @@ class Writer:
             self._retry_s = min(self._retry_s * 2, _LAST_RETRY_S)
             waiting = len(self._queue)
         if news:
-            log.error("%s; %d rows are waiting in memory, and writing is retried", message, waiting)
+            log.error("%s; %d rows are waiting in memory, and writing will be retried", message, waiting)
 
     def _give_up_the_rest(self) -> None:
         with self._condition:

@@ -83,9 +83,7 @@ def test_a_field_added_in_its_one_place_is_everywhere(tree: Path, tmp_path: Path
             shown = {one["name"]: one for one in client._call("GET", "/tenants", list[dict])}  # type: ignore[type-arg]
             assert (shown["acme"]["max_images"], shown["local"]["max_images"]) == (8, None)
             body = msgspec.json.encode({"name": "acme", "max_images": 65})
-            with pytest.raises(
-                Exception, match="max_images is 65: give a whole number from 1 to 64, or none"
-            ):
+            with pytest.raises(Exception, match="max_images is 65: use a whole number from 1 to 64, or none"):
                 client._call("POST", "/actions/tenants.set", dict, body)
             document = client._call("GET", "/openapi.json", dict)
         described = document["components"]["schemas"]["SetTenant"]["properties"]["max_images"]

@@ -45,12 +45,13 @@ class Backend(NamedTuple):
     act: Callable[[Actor, msgspec.Struct], Awaitable[msgspec.Struct]]
     """Performs the action that the parameters belong to. Raises ActionError."""
     record_denied: Callable[[Actor, Action, str], None]
-    """Records in the audit trail that a caller lacked the scope for an action, and the reason."""
+    """Adds an audit row for an action that was denied because the caller lacked the required scope. The row
+    contains the reason."""
 
 
 def admin_app(backend: Backend, authenticator: Authenticator) -> tuple[Starlette, App]:
-    """Return two applications: the routed application, whose route table tests inspect, and the application
-    to serve, which authenticates each caller and then calls the routed application."""
+    """Return two applications. The first contains the routes, and tests inspect its route table. The second
+    is the one to serve: it authenticates each caller and then calls the first."""
 
     async def openapi(request: Request) -> Response:
         return _json(openapi_document("Appliance admin API", check_routes(app)))
@@ -78,7 +79,7 @@ def admin_app(backend: Backend, authenticator: Authenticator) -> tuple[Starlette
             "/requests",
             backend.in_flight,
             list[InFlight],
-            "List the requests that have not ended, oldest first",
+            "List the unfinished requests, oldest first",
         ),
         _shown("/keys", backend.keys, list[Key], "List all keys, without their secrets"),
         _shown("/tenants", backend.tenants, list[Tenant], "List all tenants"),

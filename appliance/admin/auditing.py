@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 
 _MAX_AUDIT_WAIT_S = 3.0
 _MAX_DENIALS_PER_MINUTE = 10
-"""Maximum number of denied actions per caller and minute that are audited, because each audit row is a disk
-write. The log contains every denial."""
+"""Maximum number of denied actions that are audited per caller and minute. There is a limit because each
+audit row is a disk write. The log contains every denial."""
 _STATUSES: Mapping[type[Exception], int] = {
     ValueError: 400,
     SettingsError: 400,
@@ -98,7 +98,7 @@ class AuditedActions:
 
     def record_denied(self, actor: Actor, action: Action, reason: str) -> None:
         """Record in the audit trail that an authenticated caller lacked the scope for an action. The action's
-        parameters have not been read."""
+        parameters are not recorded, because they have not been read."""
         minute = time.monotonic() // 60
         if minute != self._minute:
             self._denials.clear()

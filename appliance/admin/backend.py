@@ -1,4 +1,4 @@
-"""Assembles the admin API's backend and passes each part its dependencies on the service."""
+"""Creates the admin API's backend, and passes to each of its parts the parts of the service that it needs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Authenticates callers of the admin API: operators by uid or group, and keys with the `admin` or `read`
-scope.
+"""Authenticates callers of the admin API: operators by their uid or groups, and all other callers by a key
+with the `admin` or `read` scope. If a request carries a key, only the key determines the caller's rights, so
+that an operator can test a key's permissions.
 
-If a request carries a key, only the key determines the caller's rights, so that an operator can test a key's
-permissions. Every action is audited with the peer's uid, the key and the host.
+Every action is audited with the peer's uid, the key and the host.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def _front(front: FrontStatus) -> Iterator[CurrentProblem]:
         yield CurrentProblem(
             where=front.name,
             what=front.detail,
-            remedy="wait: a front that does not report again is killed and restarted; see the log"
+            remedy="wait: if the front does not report again, it is killed and restarted; see the log"
             if front.detail.startswith("silent")
             else "raise the limit named in the message, or start more fronts",
         )
@@ -149,5 +149,5 @@ def _log(log: LogState) -> Iterator[CurrentProblem]:
             where="log",
             what=f"standard error has not been read for {log.stalled_s:.0f} s; {log.dropped_lines:,} log "
             "lines were dropped",
-            remedy="resume the program that reads the log, such as a stopped terminal, a pipe or journald",
+            remedy="resume the program that reads the log (journald, a terminal or the reader of a pipe)",
         )

@@ -1,4 +1,4 @@
-"""Begins and ends operators' drains."""
+"""Lets operators begin, cancel and end drains."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from store.audit import Actor
 
 @dataclass
 class DrainAdmin:
-    """Begins and ends drains of a model or of the whole service on behalf of operators."""
+    """Begins, cancels and ends drains of a model or of the whole service, as operators request."""
 
     drains: Drains
     status: Callable[[Drain], DrainStatus]

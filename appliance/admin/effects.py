@@ -16,9 +16,9 @@ from store.errors import OutcomeUnknownError
 T = TypeVar("T")
 
 _MAX_CHANGE_S = 15.0
-"""Time limit for a change to `control.db`. It exceeds the longest possible wait for the writer
-(`store.trail.WITHIN_S`) and for the file lock (SQLite's busy timeout), so only an unresponsive disk can
-exceed it."""
+"""Time limit for a change to `control.db`. The limit is longer than the maximum waits for the writer
+(`store.trail.WITHIN_S`) and for the file lock (SQLite's busy timeout). Only an unresponsive disk can
+therefore cause a timeout."""
 
 
 class Effect(NamedTuple):
@@ -41,8 +41,8 @@ def done(message: str) -> Effect:
 
 
 async def committed(change: Future[T]) -> T:
-    """Return the result of a change to `control.db`. A change that does not start in time fails by itself. If
-    it starts but does not finish in time, raises OutcomeUnknownError."""
+    """Return the result of a change to `control.db`. If the change does not start in time, raises the
+    writer's error. If it starts but does not finish in time, raises OutcomeUnknownError."""
     waiting = asyncio.wrap_future(change)
     await asyncio.wait([waiting], timeout=_MAX_CHANGE_S)
     if not waiting.done():

@@ -91,7 +91,7 @@ class RequestAdmin:
         self._contents = contents
 
     async def cancel(self, actor: Actor, asked: CancelRequest) -> Effect:
-        """Cancel a request. Raises LookupError if the request has ended or is unknown."""
+        """Cancel a request. Raises LookupError if the request is finished or unknown."""
         request_id = asked.request_id
         before = next((one for one in self._in_flight() if one.request_id == request_id), None)
         if not self._cancel(request_id, "an operator cancelled the request"):

@@ -21,7 +21,7 @@ class AdminServer:
 
     def __init__(self, path: Path, mode: str, given: socket.socket | None = None) -> None:
         """`given` is the socket if the service manager created it. The service manager keeps this socket open
-        after the service has ended."""
+        after the service has exited."""
         self._path = path
         self._mode = mode
         self._given = given

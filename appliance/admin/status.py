@@ -154,7 +154,7 @@ class StatusReader:
         )
 
     def in_flight(self) -> list[InFlight]:
-        """Return the requests that have not ended, oldest first."""
+        """Return the unfinished requests, oldest first."""
         now = time.time()
         return [
             InFlight(
@@ -175,7 +175,7 @@ class StatusReader:
         ]
 
     def _state(self, reason: str, degraded: bool) -> ServiceState:
-        """Return the service's state. `degraded` indicates whether there are current problems."""
+        """Return the service's state. `degraded` tells whether there are current problems."""
         if (drain := self.drains.of_service) is not None:
             return drain.public_state
         drains = [self.drains.of(model) for model in self.models.models]
@@ -215,7 +215,8 @@ class StatusReader:
                 drain.public_state,
                 f"taken out of service by an operator; put it back with: appliance resume --model {model}",
             )
-        # The replica in the best state serves the clients, so a model has the state of that replica.
+        # A model's state is the best state among its replicas, because the replica in that state serves the
+        # clients.
         best = min(replicas, key=lambda replica: _BEST_FIRST.index(replica.state), default=None)
         if best is None:
             return "loading", "the model's replica is being replaced"

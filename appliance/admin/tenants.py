@@ -98,16 +98,16 @@ class TenantAdmin:
 
 
 def changes(asked: msgspec.Struct, record: type[msgspec.Struct]) -> dict[str, object]:
-    """Return the declared fields of `record` that the caller gave. The quota's fields are nested under
-    "quota"."""
+    """Return the fields that the caller set, out of the declared fields of `record`. The quota's fields are
+    nested under "quota"."""
     given = _given(asked, record)
     limits = _given(asked, Quota)
     return given | ({"quota": limits} if limits else {})
 
 
 def requests_after(cancelled: int | None) -> str:
-    """Return a text about the effect on running requests. `cancelled` is the number of cancelled requests, or
-    None if none were to be cancelled."""
+    """Return a text that describes the effect on running requests. `cancelled` is the number of cancelled
+    requests, or None if running requests continue."""
     if cancelled is None:
         return "its running requests continue"
     return f"cancelling {cancelled} request{'' if cancelled == 1 else 's'}"

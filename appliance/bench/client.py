@@ -1,9 +1,6 @@
-"""An HTTP client for streamed completions, based on httptools.
-
-No task is woken for individual chunks: the protocol callback records the arrival time, and the task that sent
-the request continues only at the end of the response. A general-purpose HTTP client uses more CPU time per
-token than a fast server does.
-"""
+"""An HTTP client for streamed completions, based on httptools. Chunks wake no task: the protocol callback
+records their arrival times, and the task that sent the request continues only at the end of the response. A
+general-purpose HTTP client uses more CPU time per token than a fast server does."""
 
 from __future__ import annotations
 
@@ -63,7 +60,7 @@ class Exchange:
         self._rest = b""
 
     def fail(self, kind: str, message: str) -> None:
-        """End the exchange with a failure."""
+        """Record a failure and finish the exchange."""
         if not self.done.done():
             self.failure, self.message = kind, message
             self.done.set_result(None)
@@ -122,10 +119,11 @@ class Exchange:
         for choice in event.choices:
             if choice.finish_reason is not None:
                 self.ended_at = now
-                # The last chunk has no token.
+                # The last chunk contains no token.
                 if not choice.text:
                     continue
-            # An empty text without a finish_reason is a token whose characters are incomplete.
+            # An empty text without a finish_reason stands for a token whose last character is still
+            # incomplete.
             self.chunks += 1
             if self.first_at is None:
                 self.first_at = now
@@ -220,7 +218,7 @@ class Client:
         self._tls = ssl.create_default_context() if target.tls_name else None
 
     async def complete(self, request: bytes, exchange: Exchange, due_at: float) -> Record:
-        """Send the request for a streamed completion, which was due at `due_at`, and return its record."""
+        """Send a request for a streamed completion and return its record. The request was due at `due_at`."""
         sent_at = time.monotonic()
         await self.send(request, exchange)
         return Record(
@@ -297,7 +295,7 @@ class Client:
                         )
                     return connection
                 except BlockingIOError:
-                    # The backlog of the Unix socket is full, so a blocking connect would have to wait too.
+                    # The backlog of the Unix socket is full. Try again soon.
                     await asyncio.sleep(_CONNECT_AGAIN_S)
 
 

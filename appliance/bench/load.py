@@ -66,10 +66,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     concurrency: int = 0
     arrivals: tuple[float, ...] = ()
     timeout_s: float = 600.0
-    """Time limit of one request."""
+    """Time limit for each request."""
     stop_after_s: float = math.inf
-    """Time limit of the run, from its start. Requests still open at that time are closed and counted as
-    stopped."""
+    """Time limit for the run, from its start. Requests that are still open at that time are closed and
+    counted as stopped."""
 
     @property
     def streams(self) -> int:
@@ -77,8 +77,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         return min(self.concurrency, self.requests) or self.requests
 
     def numbers(self, worker: int, workers: int) -> list[int]:
-        """Return the numbers of the requests that this worker sends. A worker gets every `workers`-th
-        stream."""
+        """Return the numbers of the requests that this worker sends. Streams are assigned round-robin, so a
+        worker gets every `workers`-th stream."""
         return [number for number in range(self.requests) if number % self.streams % workers == worker]
 
     def body(self, number: int) -> bytes:
@@ -104,7 +104,7 @@ class Record(msgspec.Struct):
     """The measurements of one completed request."""
 
     began_at: float
-    """Time when the request was sent. In open loop, the time when it was due, even if it was sent later."""
+    """Time when the request was sent. In open loop, its due time, even if it was sent later."""
     late_s: float
     """Delay between the time when the request was due and the time when it was sent."""
     ended_at: float
@@ -127,8 +127,8 @@ class Record(msgspec.Struct):
 
     @property
     def output_tokens(self) -> int:
-        """Number of output tokens according to the server. If the server sent no count, the number of
-        chunks."""
+        """Number of output tokens according to the server, or the number of chunks if the server sent no
+        count."""
         return self.chunks if self.tokens is None else self.tokens
 
 
@@ -136,7 +136,7 @@ class LoadProgress(msgspec.Struct):
     """A client process's report, sent several times a second and once at the end."""
 
     records: list[Record]
-    """Requests that have ended since the last report."""
+    """Requests that have finished since the last report."""
     running: int
     chunks: int
     """Chunks received since the start."""

@@ -41,7 +41,7 @@ def default_workers(streams: int) -> int:
 
 
 def run_load(load: Load, workers: int | None, show: Callable[[RawRun], None]) -> RawRun:
-    """Run a load and wait until all its requests have ended. `show` is called several times per second.
+    """Run a load and wait until all its requests have finished. `show` is called several times per second.
     Raises BenchError if a client process dies."""
     workers = min(workers or default_workers(load.streams), load.streams)
     processes: list[subprocess.Popen[bytes]] = []

@@ -1,12 +1,10 @@
 """Open-loop runs: requests that arrive at a given rate, the test of whether a server sustains that rate, and
 the search for the highest sustained rate.
 
-Arrivals form a Poisson process, like those of many independent users. They do not depend on whether the
-server keeps up, and a request's times count from when it was due.
-
-A rate is sustainable if response times do not keep growing (Karimov et al., "Benchmarking Distributed Stream
-Data Processing Systems", ICDE 2018). The percentiles of a short trial are not enough, because they can be low
-while the backlog grows.
+Arrivals form a Poisson process, like requests from many independent users. They do not depend on whether the
+server keeps up, and a request's times are measured from the time when it was due. A rate is sustainable if
+response times do not keep growing (Karimov et al., "Benchmarking Distributed Stream Data Processing Systems",
+ICDE 2018). The percentiles of a short trial are not enough, because they can be low while the backlog grows.
 """
 
 from __future__ import annotations
@@ -23,19 +21,19 @@ from appliance.bench.results import Backlog, RequestTimes, Run, Slo, percentile
 SATURATED = 0.8
 """CPU share of the busiest client process above which the client may be the bottleneck."""
 LATE_MS = 20.0
-"""Delay between the time when a request was due and the time when it was sent. A run with longer delays may
-also be limited by the client."""
+"""Maximum delay between the time when a request was due and the time when it was sent. In a run with longer
+delays, the client may be the bottleneck."""
 MAX_REQUESTS = 2_000_000
 """Maximum number of requests in one run. It is limited because all records of a run are kept in memory."""
 RESPONSE_SHARE = 0.5
 """Maximum response time, as a fraction of a trial's duration. With longer response times, a trial ends before
 it reaches a steady state."""
 TRIAL_SHARE = 1 + RESPONSE_SHARE
-"""A trial is stopped after this multiple of its duration, because any response that is still open then
-exceeds the maximum response time."""
+"""A trial is stopped after this multiple of its duration. Any response that is still open at that time has
+exceeded the maximum response time."""
 _FIRST_SHARE = 0.25
 _MIN_ALLOWED = 3
-"""A backlog of at most this many requests is never counted as growth, however short the trial is."""
+"""A backlog of at most this many requests never counts as growth, even in a short trial."""
 _MISSED_SHARE = 0.01
 _PRECISION = 0.05
 SLOW = "E2E p99 >"
@@ -74,10 +72,12 @@ def poisson_arrivals(requests: int, duration_s: float, seed: str) -> tuple[float
 def backlog(requests: Sequence[RequestTimes], duration_s: float) -> Backlog:
     """Return the backlog of a run whose requests arrived over `duration_s`.
 
-    A server that keeps up ends each request about one response time after it arrived. Requests that stay open
-    longer form the backlog. If a server can handle a fraction 1 − d of the load, the backlog grows to about a
-    fraction d of all requests. The number of Poisson arrivals varies by the square root of its mean. A
-    backlog of half that root is allowed, and servers at up to 90 % of their capacity rarely reach it.
+    A server that keeps up finishes each request about one response time after it arrived. Requests that stay
+    open longer form the backlog. If a server can handle a fraction 1 − d of the load, the backlog grows to
+    about a fraction d of all requests.
+
+    The number of Poisson arrivals has a standard deviation equal to the square root of its mean. A backlog of
+    up to half that value is allowed; servers at up to 90 % of their capacity rarely reach it.
 
     The response time is measured in the first quarter of the run, before a backlog can affect it. It is the
     90th percentile, or the fastest response if the percentile exceeds RESPONSE_SHARE of the duration.
@@ -104,7 +104,7 @@ def backlog(requests: Sequence[RequestTimes], duration_s: float) -> Backlog:
 
 def judge(run: Run, slo: Slo, duration_s: float) -> list[str]:
     """Return the reasons why a trial's rate is not sustained; empty if it is sustained. A failed or stopped
-    request counts as exceeding every limit."""
+    request is treated as if it had exceeded every limit."""
     allowed = _MISSED_SHARE * run.requests
     failed = [one for one in run.per_request if one.failure and one.failure != STOPPED]
     reasons = []
@@ -151,9 +151,9 @@ def resolution(run: Run, duration_s: float) -> float:
 
 def find_rate(attempt: Callable[[int], Run], first: int) -> Search:
     """Search for the highest sustained number of requests per trial. Starting at `first`, the number is
-    doubled (or halved) until the result lies between two numbers, which are then bisected. A trial that
-    failed without being stopped is repeated once, so that a short disturbance on the machine does not decide
-    the result.
+    doubled (or halved) until the result lies between two numbers. The interval between them is then bisected.
+    A trial that failed without being stopped is repeated once, so that a short disturbance on the machine
+    does not decide the result.
 
     `attempt` runs a trial, and raises UnsettledError if further trials are pointless.
     """

@@ -1,4 +1,4 @@
-"""The statistics of a run, in one structure that is printed, judged and written as JSON."""
+"""The statistics of a run, in one structure that is printed, evaluated and written as JSON."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Slo(msgspec.Struct, frozen=True):
         return self.ttft_p99_ms is not None or self.itl_p99_ms is not None
 
     def allows(self, record: Record) -> bool:
-        """Return whether a request succeeded within the limits. The mean of its gaps is compared, because an
-        individual request has too few gaps for a 99th percentile."""
+        """Return whether a request succeeded within the limits. The ITL limit applies to the request's mean
+        time between chunks, because a single request has too few chunks for a 99th percentile."""
         if record.failure or record.first_at is None:
             return False
         if self.ttft_p99_ms is not None and 1000 * (record.first_at - record.began_at) > self.ttft_p99_ms:
@@ -67,7 +67,7 @@ class Backlog(msgspec.Struct):
     run."""
 
     response_s: float
-    """Typical response time; infinite if the response time is too long for the run to show a backlog."""
+    """Typical response time; infinite if responses take too long for the run to show a backlog."""
     before: int
     """Number of requests in the backlog halfway through the arrivals."""
     after: int
@@ -93,7 +93,7 @@ class Run(msgspec.Struct, kw_only=True):
 
     requests: int
     seconds: float
-    """Time from the start until the last request ended. In open loop, this is at least the duration of the
+    """Time from the start until the last request finished. In open loop, this is at least the duration of the
     arrivals."""
     rate: float | None
     """In open loop, the number of requests that arrive per second."""

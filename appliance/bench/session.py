@@ -27,8 +27,8 @@ from appliance.bench.workloads import Shape, Workload
 REQUEST_TIMEOUT_S = 600.0
 _MAX_WARM_UP = 8
 _SETTLE_S = 60.0
-"""Minimum time limit for a trial's open requests to end. The limit is the trial's duration if that is
-longer."""
+"""After a failed trial, the server must answer a test request within this time, or within a trial's duration
+if that is longer. Otherwise the search is given up."""
 
 
 class Show(Protocol):
@@ -117,7 +117,8 @@ class Session:
 
     def search(self, shape: Shape, first_rate: float, duration_s: float) -> tuple[Search, Result | None]:
         """Search for the highest rate that the server sustains within the limits, in trials of `duration_s`.
-        Returns the search and, as a result, its best trial. Raises BenchError."""
+        Returns the search, and the result of its best trial (None if no rate was sustained). Raises
+        BenchError."""
         self._warm_up(shape, _MAX_WARM_UP)
         is_settled = True
 
@@ -148,8 +149,8 @@ class Session:
         run = self._run("settling", shape, 1, concurrency=1, timeout_s=limit_s)
         if "timeout" in run.failures:
             raise UnsettledError(
-                f"the search ended early, because the server still did not respond {limit_s:g} s after "
-                "a trial was stopped; it may be continuing requests whose clients have disconnected. "
+                f"the search ended early, because the server did not respond within {limit_s:g} s after "
+                "a trial was stopped; it may still be processing requests whose clients have disconnected. "
                 "Start at a lower --rate"
             )
 

@@ -104,7 +104,7 @@ class Sender:
 
 def main() -> None:
     """Run one load as a client process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the parent, which ends its workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the parent, which stops its workers
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
@@ -114,12 +114,13 @@ def main() -> None:
     try:
         sender = Sender(*pipe.recv())
         gc.freeze()
-        # Chunks create no reference cycles. By default, the collector runs once per 700 objects.
+        # Run the garbage collector less often than the default (every 700 objects), because chunks create no
+        # reference cycles.
         gc.set_threshold(50_000, 20, 100)
         pipe.send(None)
         uvloop.run(sender.run(pipe.recv(), pipe))
     except (EOFError, BrokenPipeError):
-        pass  # the parent process has ended
+        pass  # the parent process has exited
 
 
 if __name__ == "__main__":

@@ -323,7 +323,7 @@ def _value(value: object) -> str:
 def _shown(record: ActionRecord) -> dict[str, Any]:
     fields = record._asdict()
     for name in ("params", "before", "after"):
-        # The text is not JSON because the row was tampered with, so show it unchanged.
+        # The text is not valid JSON, probably because the row was tampered with. Show it unchanged.
         with suppress(ValueError):
             fields[name] = json.loads(fields[name] or "null")
     return fields

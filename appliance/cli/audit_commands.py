@@ -67,8 +67,8 @@ def audit_verify(
         list[str] | None,
         typer.Option(
             metavar="FILE",
-            help="Also check against the recorded heads in this text file, such as the output of "
-            "journalctl; - reads standard input. May be repeated.",
+            help="Also verify the audit trail against the recorded heads in this text file, such as the "
+            "output of journalctl; - reads standard input. May be repeated.",
             show_default=False,
         ),
     ] = None,
@@ -76,15 +76,16 @@ def audit_verify(
         bool | None,
         typer.Option(
             "--journal/--no-journal",
-            help="Also check against all recorded heads in the journal. By default, only the journal's "
-            "heads of this state directory are used.",
+            help="Also verify the audit trail against all recorded heads in the journal. By default, only "
+            "the journal's heads of this state directory are used.",
             show_default=False,
         ),
     ] = None,
     head: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="SEQ:HASH", help="Also check against this head from your own records. May be repeated."
+            metavar="SEQ:HASH",
+            help="Also verify the audit trail against this head, which you saved earlier. May be repeated.",
         ),
     ] = None,
     file: Annotated[

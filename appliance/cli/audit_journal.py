@@ -1,5 +1,5 @@
-"""Reads the chain heads that were anchored in systemd's journal, where the service's own user cannot remove
-them."""
+"""Reads the chain heads that the service recorded in systemd's journal, where the service's own user cannot
+remove them."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class JournalHeads(NamedTuple):
 
 def heads_in_journal(folder: Path | None) -> JournalHeads:
     """Return the heads of the service whose state directory is `folder`, or of every service that ran as
-    `UNIT` if `folder` is None. A missing systemd or a journal that the caller may not read is not an
-    error."""
+    `UNIT` if `folder` is None. If systemd is missing, or the caller may not read the journal, the result
+    gives the reason."""
     command = ["journalctl", "--quiet", "--no-pager", "--reverse", "--output=cat", f"--unit={UNIT}"]
     with tempfile.TemporaryFile() as said:
         try:

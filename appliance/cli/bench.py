@@ -206,8 +206,8 @@ def _target(options: Options) -> Target:
             "--base-url, --socket and --run-dir cannot be combined: use only one of them"
         )
     if options.base_url is not None:
-        # The environment variable is meant for servers on the network. A service that identifies its peer by
-        # the socket would reject the key.
+        # $OPENAI_API_KEY is meant for servers on the network, so it is not sent over a Unix socket. A service
+        # that identifies clients by their uid would reject it.
         return parse_url(options.base_url, options.api_key or os.environ.get("OPENAI_API_KEY"))
     if options.socket is not None:
         return socket_target(options.socket, options.api_key)

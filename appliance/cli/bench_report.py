@@ -39,7 +39,7 @@ class BenchReport:
             self.line(line, colour)
 
     def result(self, result: Result) -> None:
-        """Write the run whose result is the median for its workload."""
+        """Write the statistics of a workload's median run."""
         run = result.typical
         self.line()
         self.line(f"{result.name}: {result.description}", "bold")

@@ -180,6 +180,6 @@ def _end_line() -> None:
 
 
 def _sendable(text: str) -> str:
-    """Return `text` without the characters that UTF-8 cannot encode, which come from terminal input or
-    arguments that are not valid text."""
+    """Return `text` without the characters that UTF-8 cannot encode. Terminal input and arguments that are
+    not valid text contain such characters."""
     return text.encode("utf-8", "replace").decode()

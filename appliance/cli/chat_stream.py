@@ -1,4 +1,5 @@
-"""An API client for `chat`, which lists the models and streams one answer at a time over `api.sock`."""
+"""An API client for the `chat` command. It lists the models, and streams one answer at a time over
+`api.sock`."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def chat(
 ) -> None:
     """Chat with a model in the terminal.
 
-    Ctrl-C cancels an answer, Ctrl-D exits. With PROMPT or piped input, the command prints one answer and
+    Ctrl-C cancels an answer, and Ctrl-D exits. With PROMPT or piped input, the command prints one answer and
     exits.
     """
     from appliance.cli.chat import chat

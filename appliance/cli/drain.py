@@ -28,7 +28,7 @@ _DOES = {"announced": "reports not ready", "draining": "is draining", "drained":
 _ROOM_FOR_CTRL_C = 3
 """Columns left free for the echoed ^C, because a line that wraps cannot be overwritten."""
 INTERRUPTED = 130
-"""Exit code that shells use for a command ended by Ctrl-C."""
+"""Exit code that shells use for a command stopped by Ctrl-C."""
 
 
 def drain(

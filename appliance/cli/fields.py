@@ -36,14 +36,14 @@ def flag(field: Declared) -> str:
 
 
 def with_fields(record: type[msgspec.Struct], *, but: Collection[str] = ()) -> Callable[[Command], Command]:
-    """Add an option to a command for each declared field of `record` and its quota, except the fields in
+    """Add options to a command: one for each declared field of `record` and its quota, except the fields in
     `but`. The command receives the options as keyword arguments. Their values are strings, because "none" is
     also a valid value."""
 
     def decorate(command: Command) -> Command:
         signature = inspect.signature(command, eval_str=True)
         own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
-        # The options shared by all commands come last.
+        # Place the options that all commands share last.
         common = [one for one in own if one.name in ("run_dir", "json")]
         options = [_option(field) for field in fields_of(record) if field.name not in but]
         ordered = [*(one for one in own if one not in common), *options, *common]
@@ -93,7 +93,7 @@ def _value(field: Declared, text: str) -> Any:
     if field.kind == "time":
         return moment(text, name, ahead=True)
     value = _parsed(field, text)
-    # Texts and names are left to the service, whose error message is just as good.
+    # Leave checking texts and names to the service, whose error messages are just as clear.
     if value is None or (field.kind not in ("text", "list") and not allows(field, value)):
         expected = "P0, P1, P2 or P3" if field.kind == "class" else field.expected
         lifted = ", or none" if field.optional else ""

@@ -35,7 +35,7 @@ class Column(NamedTuple):
 
 
 class Layout:
-    """Table columns with fixed widths, so that further lines can be printed later."""
+    """Table columns with fixed widths. Lines that are printed later therefore line up with earlier lines."""
 
     def __init__(
         self, columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None, indent: int = 0

@@ -21,7 +21,7 @@ def requests_read(
     context: typer.Context,
     limit: Limit = 20,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Keep running and print requests as they end.")
+        bool, typer.Option("--follow", "-f", help="Keep running, and print requests when they finish.")
     ] = False,
     request_id: Annotated[
         str | None, typer.Option("--id", metavar="ID", help="Show only this request, with all its fields.")

@@ -74,7 +74,8 @@ def show_requests(
     follow: bool,
     as_json: bool,
 ) -> None:
-    """Print the matching rows, oldest first. With `follow`, keep printing requests as they end."""
+    """Print the matching rows, oldest first. With `follow`, keep running and print requests when they
+    finish."""
     run = find_run_dir(run_dir)
     folder = find_state_dir(state_dir, run)
     check_databases(folder, None if state_dir else run, "history.db")
@@ -187,8 +188,8 @@ def _show_fields(row: LoggedRequest) -> None:
 def _ends(
     reader: RequestReader, last: int, wanted: RequestFilter, shown: dict[str, LoggedRequest]
 ) -> Iterator[LoggedRequest]:
-    """Yield matching requests when they end, or when they begin if the filter selects open requests. Never
-    stops."""
+    """Yield matching requests when they finish, or when they are admitted if the filter selects open
+    requests. Never returns."""
     failing_since: float | None = None
     while True:
         try:
@@ -212,8 +213,8 @@ def _ends(
 
 
 def _matches(row: LoggedRequest, wanted: RequestFilter) -> bool:
-    """Return whether a row matches the filter fields that this command sets, with the same result as
-    `RequestReader.query`."""
+    """Return whether a row matches the filter fields that this command sets. The result is the same as that
+    of `RequestReader.query`."""
     return (
         wanted.request_id in (None, row.request_id)
         and wanted.tenant in (None, row.tenant)

@@ -18,17 +18,15 @@ _SOCKET = "admin.sock"
 
 def find_run_dir(flag: str | None, config: str | None = None) -> Path:
     """Return the run directory given by the flag or the settings file, or else a directory where a service is
-    running.
-
-    Without a flag and a file, these directories are tried in order:
+    running. Without a flag and a file, these directories are tried in order:
 
     - the caller's private run directory ($RUNTIME_DIRECTORY, $XDG_RUNTIME_DIR),
     - /run/appliance,
     - the caller's directory in /tmp, if the caller owns it.
 
-    If none has a service, the result is /run/appliance if systemd knows the unit, otherwise the default of
-    `appliance serve`. No other setting is read, so a model with a missing folder does not keep an operator
-    from reaching the running service.
+    If none of them has a service, the result is /run/appliance if systemd knows the unit, otherwise the
+    default of `appliance serve`. No other setting is read. An operator can therefore reach the running
+    service even if another setting is invalid, such as the folder of a model.
     """
     from appliance.rundir import SYSTEM_RUN_DIR, unit_is_installed
     from appliance.settings import default_run_dir

@@ -206,8 +206,8 @@ def _replicas(replicas: list[ReplicaStatus], width: int | None) -> list[str]:
 
 
 def _by_kind(replica: ReplicaStatus, decode: str, mixed: str) -> str:
-    """Format the values for decode-only steps and for steps that compute prompts; "-" if there were no steps
-    of that kind."""
+    """Format two values: one for decode-only steps and one for steps that compute prompts. "-" means that
+    there were no steps of that kind."""
     return f"{decode if replica.step_ms else '-'}/{mixed if replica.mixed_step_ms else '-'}"
 
 

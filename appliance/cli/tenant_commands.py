@@ -1,5 +1,5 @@
 """The commands for tenants, keys, and local users and groups. They are implemented in neighbouring modules,
-which are loaded on demand. The options for fields come from `store.policies`, the descriptions from
+which are loaded on demand. The options for fields come from `store.policies`, and the descriptions come from
 `appliance.actions`."""
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from datetime import datetime
 from appliance.cli.failure import CommandLineError
 
 MAX_SPAN_S = 36525 * 86400.0
-"""One hundred years. Any time within this distance from now can be stored and displayed."""
+"""One hundred years. Times at most this far from now can be stored and displayed."""
 _FIRST_YEAR, _LAST_YEAR = 1971, 2999
 _SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
 _SPAN = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*(s|m|min|h|d|w)")

@@ -85,7 +85,7 @@ def fit(model: ModelSettings, gpus: list[DetectedGpu], available_bytes: int) -> 
             blocks=None,
             on_gpu=on_gpu,
         )
-    except Exception as error:  # The engine's messages name the error in the checkpoint or the settings.
+    except Exception as error:  # The engine's message says what is wrong with the checkpoint or the settings.
         text, _, remedy = str(error).rpartition("; ")
         raise UnfitError(
             text or str(error), remedy if text else "fix the model's folder or settings"
@@ -109,13 +109,13 @@ def fit(model: ModelSettings, gpus: list[DetectedGpu], available_bytes: int) -> 
 
 
 def why_not_beside(model: ModelSettings, chosen: Sequence[int] = ()) -> str:
-    """Return why a replica with these settings cannot run in addition to the running replicas, or an empty
-    string if it can.
+    """Return the reason why a replica with these settings cannot run beside the running replicas; empty if it
+    can.
 
-    `chosen` holds the numbers of the GPUs that the replica would use; if empty, the first GPUs are used. On a
-    GPU, the replica must have as much memory as if no other replica used the GPU. Otherwise its cache would
-    stay smaller for its whole lifetime. This function calls NVML and reads from the kernel, so it must not
-    run on the event loop.
+    `chosen` contains the numbers of the GPUs that the replica would use; if empty, the first GPUs are used.
+    On a GPU, the replica must have as much memory as it would have if no other replica used the GPU.
+    Otherwise its cache would stay smaller for its whole lifetime. This function calls NVML and reads from the
+    kernel, so it must not run on the event loop.
     """
     import psutil
 

@@ -1,5 +1,4 @@
-"""Finds NVIDIA GPUs through NVML. NVML creates no CUDA context, so it takes no GPU memory away from
-models."""
+"""Finds NVIDIA GPUs through NVML. NVML creates no CUDA context, so it uses no GPU memory."""
 
 from __future__ import annotations
 

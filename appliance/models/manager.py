@@ -52,10 +52,10 @@ class FrontChannels(Protocol):
         returns the descriptor of a channel for the front with the given name. Raises OSError."""
 
     def disconnect_replica(self, name: str) -> None:
-        """Open no further channels to a replica that has ended."""
+        """Open no further channels to a replica that has exited."""
 
     def channel_closed(self, front: str, replica: str) -> None:
-        """Handle a front that has closed its channel to a running replica."""
+        """Handle a front that has closed its channel to a replica that is still running."""
 
 
 class ModelManager:
@@ -75,11 +75,11 @@ class ModelManager:
         """Create the manager without starting any replicas.
 
         - `settings` returns the settings in effect.
-        - `publish` is called when the served models, or whether they can answer requests, may have changed.
+        - `publish` is called when the list of served models or the readiness of a model may have changed.
         - `note` reports a problem (its location and description) to the operator.
         """
         self.models = {model.name: model for model in served}
-        """The served models as known to fronts."""
+        """The served models, as the fronts know them."""
         self.replicas: list[Replica] = []
         self._settings = settings
         self._wanted = dict(settings().models)
@@ -126,7 +126,7 @@ class ModelManager:
         return [name for name in self.models if name in self._wanted and self._wanted[name].pinned]
 
     def set_timeouts(self) -> None:
-        """Read from the settings the timeouts after which replicas are killed."""
+        """Read the timeouts after which replicas are killed from the settings."""
         for replica in self.replicas:
             replica.hang_timeout_s = self._settings().hang_timeout_s
             replica.load_timeout_s = self._settings().load_timeout_s
@@ -222,10 +222,11 @@ class ModelManager:
     # ── changing the served models ──
 
     def change(self, wanted: dict[str, ModelSettings], served: list[ServedModel]) -> list[str]:
-        """Serve these models with these settings from now on. Returns a description of each change.
+        """Serve these models with these settings from now on. Returns a description of each change. `served`
+        must contain descriptions of all new models.
 
-        `served` contains descriptions of at least the new models. Unchanged models are left as they are,
-        except that settings that could not be loaded before are tried again.
+        Models whose settings have not changed are left as they are, but settings that could not be loaded
+        before are tried again.
         """
         described = {model.name: model for model in served}
         former, self._wanted = self._wanted, dict(wanted)
@@ -330,7 +331,7 @@ class ModelManager:
         return True
 
     async def _retire(self, replica: Replica) -> None:
-        """Stop sending requests to the replica, let it finish its requests, and end it. A later change does
+        """Stop sending requests to the replica, let it finish its requests, and stop it. A later change does
         not interrupt this method."""
         if (task := self._retirements.get(replica)) is None:
             task = asyncio.get_running_loop().create_task(self._finish_and_end(replica))

@@ -9,7 +9,7 @@ from appliance.models.topology import NO_TOPOLOGY, Topology, choose_gpus, descri
 
 
 class GpuPlacement:
-    """Assigns GPUs to replicas. A replica keeps its GPUs from its first start until its end."""
+    """Assigns GPUs to replicas. A replica keeps its GPUs until it is stopped, even when it is restarted."""
 
     def __init__(self, topology: Topology) -> None:
         """If `topology` is empty, GPUs are not chosen, and every replica uses the first visible GPUs."""
@@ -32,7 +32,7 @@ class GpuPlacement:
         return choose_gpus(self._topology, count, replicas)
 
     def release(self, replica: str) -> None:
-        """Release the GPUs of a replica that has ended."""
+        """Release the GPUs of a replica that has been stopped."""
         self._of.pop(replica, None)
 
     def uuids(self, gpus: Sequence[int]) -> tuple[str, ...]:

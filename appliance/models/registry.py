@@ -18,9 +18,8 @@ _SAMPLE_BYTES = 1 << 20
 
 
 def describe_models(loaded: Loaded, former: Settings | None = None) -> list[ServedModel]:
-    """Describe the models that are not in `former` or have a different folder there. Raises SettingsError for
-    folders that cannot be read.
-    """
+    """Describe the models that are not in `former`, or whose folder differs from the one in `former`. Raises
+    SettingsError for folders that cannot be read."""
     served, faults = [], []
     for name, model in loaded.settings.models.items():
         known = former.models.get(name) if former is not None else None

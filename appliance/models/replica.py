@@ -1,4 +1,4 @@
-"""One replica: starts it, loads it, supervises it, and restarts it after it has ended.
+"""One replica: starts it, loads it, supervises it, and restarts it after it has exited.
 
 A replica is one running copy of a model. `engine.client.ReplicaGroup` starts and stops its processes, one per
 rank. Events of a replica are passed to its `ReplicaEvents` (`appliance.models.manager.ModelManager`).
@@ -45,8 +45,8 @@ _MAX_STEP_FACTOR = 10.0
 _AFTER_FATAL_S = 5.0
 _RETRY_FIRST_S, _RETRY_MAX_S = 5.0, 300.0
 """The first and the maximum delay before a replica is started again after its load failed for an expected
-reason, such as a damaged file or a missing mount. Such a failure lasts until an operator corrects it or the
-mount returns."""
+reason, such as a damaged file or a missing mount. Another start can succeed only after the file has been
+replaced or the mount is available again."""
 
 Launch = Callable[
     [ReplicaSpec, Callable[[int, RankOutbound], None], Callable[[str], None]],
@@ -77,7 +77,7 @@ class StepTotals:
         self.decode, self.mixed = StepTotal(), StepTotal()
 
     def add(self, report: Report) -> None:
-        """Add the steps that a report counts, which are the steps since the previous report."""
+        """Add the steps of a report, which counts the steps since the previous report."""
         self.decode.add(report.decode_steps, report.step_ms, report.idle_us)
         self.mixed.add(report.mixed_steps, report.mixed_step_ms, report.mixed_idle_us)
 
@@ -86,13 +86,13 @@ class ReplicaEvents(Protocol):
     """Receives the events of a replica."""
 
     def replica_starting(self, replica: Replica) -> None:
-        """Handle ranks that are about to read the model's folder."""
+        """Called before the ranks read the model's folder."""
 
     def replica_ready(self, replica: Replica) -> None:
         """Handle a replica that has begun to accept submissions. `replica.account` is new."""
 
     def replica_reported(self, replica: Replica, report: Report) -> None:
-        """Handle a replica's report: its heartbeat, its credits, and the submissions that have ended."""
+        """Handle a replica's report: its heartbeat, its credits, and the finished submissions."""
 
     def replica_silent(self, replica: Replica) -> None:
         """Handle a ready replica that has not reported in time and must get no new requests."""
@@ -101,10 +101,10 @@ class ReplicaEvents(Protocol):
         """Handle a silent replica that has reported again."""
 
     def replica_lost(self, replica: Replica) -> None:
-        """Handle the end of a ready replica. `replica.account` is no longer valid."""
+        """Handle a ready replica that has exited. `replica.account` is no longer valid."""
 
     def replica_changed(self, replica: Replica) -> None:
-        """Handle a replica that has ended and will be started again. If `replica.failure` is set, the
+        """Handle a replica that has exited and will be started again. If `replica.failure` is set, the
         operator must correct something before a start can succeed."""
 
     def replica_problem(self, replica: Replica, what: str) -> None:
@@ -114,9 +114,10 @@ class ReplicaEvents(Protocol):
 class Replica:
     """Supervises one replica. All methods must be called on the event loop's thread.
 
-    States: "starting" → "loading" → "ready" → (its processes ended) "restarting" → "starting" …; "stopped" at
-    the end. The state is "failed" instead of "restarting" if the checkpoint is bad, or if the memory or the
-    device that the replica needs was missing twice in a row. The delays between its starts then grow.
+    A replica's state is first "starting", then "loading", then "ready". When its processes exit, it is
+    "restarting" and then "starting" again. A replica that was stopped permanently is "stopped". The state is
+    "failed" instead of "restarting" if the checkpoint is bad, or if the memory or the device that the replica
+    needs was missing at two starts in a row. The delays between its starts then grow.
     """
 
     def __init__(
@@ -143,8 +144,8 @@ class Replica:
         self.restarts = 0
         self.last_error = ""
         self.failure = ""
-        """Reason why requests are refused instead of waiting for this replica. Set in the state "failed", and
-        cleared when the replica becomes ready or ends for another reason."""
+        """Reason why requests are refused instead of waiting for this replica. It is set in the state
+        "failed". It is cleared when the replica becomes ready or exits for another reason."""
         self.incarnation = 0
         """Number of starts so far."""
         self.steps = StepTotals()
@@ -233,7 +234,7 @@ class Replica:
         log.info("%s is starting (%s, pid %s)", self.name, self.spec.model_path, _join(self.group.pids))
 
     async def stop(self, grace_s: float) -> None:
-        """End the replica permanently. A replica that is not ready is killed, because it has no requests and
+        """Stop the replica permanently. A replica that is not ready is killed, because it has no requests and
         reads no messages while it loads."""
         self._stopping = True
         if self._timer is not None:
@@ -286,7 +287,7 @@ class Replica:
         elif isinstance(message, Ready):
             self._ready(message.info)
         elif self._fatal is None:
-            # The first reported error has the cause, and the errors of the other ranks follow from it.
+            # The first reported error is the cause. The errors of the other ranks are its consequences.
             self._fatal = message
             group = self.group
             if group is not None:
@@ -337,8 +338,8 @@ class Replica:
         fatal = self._fatal
         expected = fatal is not None and fatal.kind != "internal" and not was_ready
         self._expected_failures = self._expected_failures + 1 if expected else 0
-        # The previous incarnation may still hold memory and devices. A damaged file is not read again
-        # immediately, because it is unlikely to have been replaced so quickly.
+        # Do not start again immediately. The previous incarnation may still hold memory and devices, and a
+        # damaged file is unlikely to have been replaced so quickly.
         if fatal is not None and expected and (fatal.kind == "checkpoint" or self._expected_failures > 1):
             self.state, self.failure = "failed", self.last_error
             delay_s = self._retry.delay_s(0.0)
@@ -385,7 +386,8 @@ class Replica:
 
 
 def _fields(source: msgspec.Struct | None, kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return the fields of `kind` that `ReplicaStatus` also has. Empty if `source` is None."""
+    """Return the values that `source` has for the fields that `kind` and `ReplicaStatus` have in common.
+    Empty if `source` is None."""
     if source is None:
         return {}
     names = set(kind.__struct_fields__) & set(ReplicaStatus.__struct_fields__)

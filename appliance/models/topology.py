@@ -133,7 +133,7 @@ def _read() -> Topology:
     for a, b in combinations(range(len(handles)), 2):
         nvlinks = remotes[a].count(buses[b])
         if not nvlinks and _p2p(handles[a], handles[b], pynvml.NVML_P2P_CAPS_INDEX_NVLINK):
-            # All links of both GPUs end in NVSwitches.
+            # The links of both GPUs all lead to NVSwitches.
             nvlinks = min(len(remotes[a]), len(remotes[b]))
         both = (pynvml.NVML_P2P_CAPS_INDEX_READ, pynvml.NVML_P2P_CAPS_INDEX_WRITE)
         peer_access = all(_p2p(handles[a], handles[b], index) for index in both)

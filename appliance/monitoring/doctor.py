@@ -77,8 +77,12 @@ def examine(run_dir: Path, state_dir: Path, settings: Settings | str) -> Examina
 
 
 def _ask(run_dir: Path) -> tuple[Status | None, str, bool, str]:
-    """Return the service's status. If it is not available, return None together with the reason, whether only
-    this user lacks access, and the reason why the process on the socket is not trusted."""
+    """Request the service's status. Returns four values:
+
+    - the status, or None if it is not available,
+    - the reason why it is not available,
+    - whether it is not available because this user lacks access,
+    - the reason why the process on the socket is not trusted."""
     with AdminClient(run_dir, timeout_s=5.0) as client:
         try:
             return client.status(), "", False, ""

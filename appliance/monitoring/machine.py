@@ -16,8 +16,8 @@ from appliance.monitoring.versions import product_version, requirements, version
 from appliance.quantities import of_bytes
 
 _MIN_PYTHON = (3, 11)
-# The first SQLite version in which two connections may safely write or checkpoint at the same time, see
-# https://sqlite.org/wal.html#walresetbug.
+# The first SQLite version in which two connections may safely write or checkpoint at the same time
+# (https://sqlite.org/wal.html#walresetbug).
 _WAL_RESET_MENDED = (3, 51, 3)
 _MIN_DESCRIPTORS = 4096
 _LITTLE_MEMORY_BYTES = 1 << 30
@@ -104,7 +104,7 @@ def _gpus(report: GpuReport) -> Iterator[Finding]:
             "backend can be used",
         )
     elif not report.gpus:
-        yield _finding("devices", "GPU", "ok", "no NVIDIA GPU found: the CPU backend is used")
+        yield _finding("devices", "GPU", "ok", "no NVIDIA GPU found: using the CPU backend")
     for gpu in report.gpus:
         yield _finding(
             "devices",
@@ -119,7 +119,7 @@ def _gpus(report: GpuReport) -> Iterator[Finding]:
             "devices",
             "torch",
             "problem",
-            f"torch {torch} is built without CUDA, so no GPU is used",
+            f"torch {torch} was built without CUDA, so it cannot use a GPU",
             "install the CUDA build of torch (https://pytorch.org/get-started/locally)",
         )
 

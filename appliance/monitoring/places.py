@@ -106,7 +106,7 @@ def sockets(run_dir: Path, api: SocketState, running: bool) -> Iterator[Finding]
 
 
 def leftovers(run_dir: Path, state_dir: Path, running: bool) -> Iterator[Finding]:
-    """Check for sockets and locks left over from a service that has ended, and for a service that hangs."""
+    """Check for sockets and locks that a stopped service left behind, and for a service that hangs."""
     holder = None if running else lock_holder(run_dir / "service.lock")
     if holder is not None:
         yield Finding(

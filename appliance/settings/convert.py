@@ -102,8 +102,8 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def _items(value: Any, kind: Any) -> Iterator[tuple[int, Any, Any]]:
-    """Yield the index, value and type of each item in a list. Yield nothing if `value` is not a list, or if
-    the setting's type does not allow a list."""
+    """Yield the index, value and type of each item in a list. If `value` is not a list, or the setting's type
+    does not allow lists, yield nothing."""
     if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
     for each in get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,):

@@ -16,7 +16,7 @@ from appliance.protocol import LogLevel
 from appliance.traffic.rules import QueueRules
 from engine.messages import Device, DType, LoadFormat, Quantization, ReplicaSpec
 
-# Every number has an upper bound, so that a mistyped one is refused when the file is read.
+# Every number has an upper bound, so that a mistyped number is refused when the file is read.
 Positive = Annotated[int, msgspec.Meta(ge=1, le=1_000_000_000)]
 Processes = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
@@ -94,8 +94,8 @@ class UnixSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fro
     api_mode: SocketMode = "0660"
     """Octal file mode of `api.sock`. A socket created by systemd has the mode set in its unit."""
     admin_mode: SocketMode = "0660"
-    """Octal file mode of `admin.sock`. Whatever the mode, `admin.sock` can only be used by operators and with
-    keys of scope `admin` or `read`."""
+    """Octal file mode of `admin.sock`. A mode that admits other users gives them no access: only operators,
+    and clients with a key of scope `admin` or `read`, can use `admin.sock`."""
 
 
 class AdminSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -123,7 +123,8 @@ class LogSettings(KeepRules, forbid_unknown_fields=True, frozen=True, kw_only=Tr
     tenants set --log-policy`)."""
 
     days: Days = 90.0
-    """Number of days after which ended requests are removed from the log. With 0, they are never removed."""
+    """Number of days after which finished requests are removed from the log. With 0, they are never
+    removed."""
     contents_days: Days = 30.0
     """Number of days after which prompts, answers and their hashes are removed. A tenant's `log_days` takes
     precedence. With 0, they are never removed."""
@@ -169,12 +170,12 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     drain_grace_s: Seconds = 10.0
     """Time for which running requests may continue after SIGTERM."""
     drain_notice_s: Seconds = 0.2
-    """Time between the moment when `/health/ready` reports "not ready" and the moment when a drain begins to
-    refuse requests. Set it higher than the interval of a load balancer's health checks."""
+    """Delay before a drain begins to refuse requests. From the start of this delay, `/health/ready` reports
+    "not ready". Set it higher than the interval of a load balancer's health checks."""
     hang_timeout_s: PositiveSeconds = 20.0
-    """A ready replica or front that does not report for this long is killed. It is then restarted, unless it
-    was stopping. For a long step that a replica has announced, the limit is ten times the predicted time if
-    that is longer."""
+    """A ready replica or front that does not report for this long is killed. Unless it was already stopping,
+    it is then restarted. If a replica has announced a long step, the limit is ten times the step's predicted
+    time if that is longer."""
     load_timeout_s: PositiveSeconds = 600.0
     """A starting replica or front that reports no progress for this long is killed and restarted."""
     log_level: LogLevel = "info"

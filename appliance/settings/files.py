@@ -1,5 +1,5 @@
-"""Reads the main settings file, and the files in the `conf.d` directory next to it, which override it in
-order."""
+"""Reads the main settings file and the files in the `conf.d` directory next to it. The files in `conf.d`
+override the main file in name order."""
 
 from __future__ import annotations
 

@@ -38,8 +38,8 @@ def as_table(loaded: Loaded) -> Configuration:
 
 
 def differences(before: Settings, after: Settings) -> Iterator[SettingChange]:
-    """Yield the settings that differ. A setting that exists on only one side is None on the other. For a
-    model that exists on only one side, only the folder is compared."""
+    """Yield the settings that differ. If a setting exists on only one side, its value on the other side is
+    None. If a model exists on only one side, only its folder is compared."""
     old, new = dict(_leaves(_table(before))), dict(_leaves(_table(after)))
     lone = before.models.keys() ^ after.models.keys()
     for path in sorted(old.keys() | new.keys()):

@@ -268,7 +268,7 @@ def test_an_export_that_was_rewritten_as_a_whole_does_not_carry_the_signature(
     unchecked = cli("audit", "verify", "--file", target)
     assert unchecked.code == 0 and "signatures were not checked" in unchecked.out
     found = cli("audit", "verify", "--file", target, "--state-dir", state)
-    assert found.code == 1 and "does not carry this service's signature" in found.out
+    assert found.code == 1 and "is not signed by this service" in found.out
     target.with_name("audit.key").write_bytes((state / "audit.key").read_bytes())
     assert cli("audit", "verify", "--file", target).code == 1
     cli("audit", "export", target, "--state-dir", state)

@@ -157,9 +157,7 @@ def test_a_forged_head_is_known_by_its_signature(tmp_path):
     newest = evidence.read_audit_head(tmp_path / "control.db")
     forged = heads.SigningKey(b"another").sign_head(newest, "2026-01-01T00:00:00+00:00")
     recorded = evidence.recorded_in([f"Nov 20 box appliance[7]: {forged.line}"], "journal")
-    assert (
-        "does not carry this service's signature" in evidence.examine_folder(tmp_path, recorded).problems[0]
-    )
+    assert "is not signed by this service" in evidence.examine_folder(tmp_path, recorded).problems[0]
     assert evidence.examine(tmp_path / "control.db", recorded).ok
 
 
@@ -167,7 +165,7 @@ def test_a_forged_head_accuses_no_row(tmp_path):
     fill(tmp_path)
     forged = heads.SigningKey(b"another").sign_head(Head(2, "0" * 64), "2026-01-01T00:00:00+00:00")
     findings = evidence.examine_folder(tmp_path, evidence.recorded_in([forged.line], "journal"))
-    assert not findings.ok and len(findings.problems) == 1 and "signature" in findings.problems[0]
+    assert not findings.ok and len(findings.problems) == 1 and "not signed" in findings.problems[0]
     assert findings.verdict.ok and findings.heads == len(recorded_heads(tmp_path))
 
 
@@ -223,7 +221,7 @@ def test_a_new_key_hides_no_rows_that_were_cut_off_before_it(tmp_path, left):
     renew_key_without_heads(tmp_path)
     assert evidence.examine_folder(tmp_path).ok
     findings = evidence.examine_folder(tmp_path, evidence.recorded_in(lines, "journal"))
-    assert not findings.ok and "does not carry this service's signature" in findings.problems[-1]
+    assert not findings.ok and "is not signed by this service" in findings.problems[-1]
 
 
 def renew_key_without_heads(folder: Path) -> None:
@@ -241,7 +239,7 @@ def test_another_key_that_no_row_names_signs_nothing(tmp_path):
     )
     assert evidence.examine_folder(tmp_path, evidence.recorded_in([other.line], "journal")).ok
     findings = evidence.examine_folder(tmp_path, evidence.recorded_in([later.line], "journal"))
-    assert "it was signed with another key, or forged" in findings.problems[0]
+    assert "it was signed with another key, or it was forged" in findings.problems[0]
 
 
 @pytest.mark.parametrize("key", [None, "no key"])
@@ -311,7 +309,7 @@ def test_an_export_says_by_itself_whether_it_is_whole(tmp_path):
     assert "row 3" in problems("".join(lines).replace("t2", "t9"))[0]
     other = heads.SigningKey(b"another")
     assert problems("".join(exports.lines_of(read_audit(tmp_path / "control.db"), other))) == [
-        "the export does not carry this service's signature: it was signed with another key, or forged"
+        "the export is not signed by this service: it was signed with another key, or it was forged"
     ]
     assert problems("".join(exports.lines_of(read_audit(tmp_path / "control.db"), None)), None) == []
 

@@ -109,7 +109,7 @@ class Families:
 
 
 def outcome(row: RequestRow) -> str:
-    """Return how a request ended: "ok", "cancelled", "refused", "rejected" or "failed"."""
+    """Return the outcome of a request: "ok", "cancelled", "refused", "rejected" or "failed"."""
     status = row.status or 500
     if status < 400:
         # A stream's status code is sent before the stream can fail.
@@ -169,23 +169,23 @@ SERVICE = (
 )
 ROWS = (
     Metric("counter", "appliance_requests_total", "requests",
-           "Ended requests by outcome: ok, cancelled (client disconnected or front process crashed), "
+           "Finished requests by outcome: ok, cancelled (client disconnected or front process crashed), "
            "rejected (client error), refused (429 or 503 because of a limit or overload), or failed.",
            lambda row: {outcome(row): 1}, ("outcome",)),
     Metric("counter", "appliance_prompt_tokens_total", "tokens",
-           "Prompt tokens of ended requests.",
+           "Prompt tokens of finished requests.",
            lambda row: row.prompt_tokens),
     Metric("counter", "appliance_cached_prompt_tokens_total", "tokens",
            "Prompt tokens found in the prefix cache.",
            lambda row: row.cached_tokens),
     Metric("counter", "appliance_generated_tokens_total", "tokens",
-           "Tokens generated for ended requests.",
+           "Tokens generated for finished requests.",
            lambda row: row.generated_tokens),
     Metric("counter", "appliance_billed_tokens_total", "tokens",
            "Output tokens delivered to clients and billed to tenants.",
            lambda row: row.billed_tokens),
     Metric("counter", "appliance_request_preemptions_total", "",
-           "Number of times that ended requests were preempted.",
+           "Preemptions of requests, counted when the requests finish.",
            lambda row: row.preemptions),
 )
 RETRIES = (
@@ -219,7 +219,7 @@ MODELS = (
            "Requests that lost their replica and are waiting to resume.",
            lambda m: m.resuming),
     Metric("gauge", "appliance_running_requests", "requests",
-           "Requests that have been dispatched to a replica and have not ended.",
+           "Unfinished requests that have been dispatched to a replica.",
            lambda m: m.running),
     Metric("gauge", "appliance_overload_step", "",
            "Current load shedding step of a model, or 0 without overload.",
@@ -227,7 +227,7 @@ MODELS = (
 )
 TENANT_ROWS = (
     Metric("counter", "appliance_tenant_requests_total", "requests",
-           "Ended requests, by tenant.",
+           "Finished requests, by tenant.",
            lambda row: {outcome(row): 1}, ("outcome",)),
     Metric("counter", "appliance_tenant_prompt_tokens_total", "tokens",
            "Prompt tokens of a tenant's requests.",

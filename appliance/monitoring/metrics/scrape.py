@@ -1,7 +1,6 @@
-"""Answers scrapes with the counters and with the gauges' current values.
-
-The cost depends only on the number of series: a scrape reads no requests and sends nothing to fronts or
-replicas. Reports from busy replicas are at most 100 ms or one step old."""
+"""Answers scrapes with the counters and with the gauges' current values. The cost depends only on the number
+of series: a scrape reads no requests and sends nothing to fronts or replicas. The values of a busy replica
+come from its latest report, which is at most 100 ms or one step old."""
 
 from __future__ import annotations
 
@@ -52,8 +51,8 @@ class Scraper:
         self._text, self._made_at = b"", -math.inf
 
     def __call__(self) -> bytes:
-        """Return every metric in Prometheus' text format. The result is at most 50 ms old; sharing it keeps
-        frequent scrapes from loading the core."""
+        """Return every metric in Prometheus' text format. A result is reused for up to 50 ms, so that
+        frequent scrapes do not load the core."""
         now = time.monotonic()
         if now >= self._made_at + _KEPT_S:
             self._text, self._made_at = self.make(), now

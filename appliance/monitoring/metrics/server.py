@@ -1,8 +1,8 @@
 """Serves the metrics on a separate TCP address, without a key, to every client that can connect.
 
-This listener runs inside the core, so its clients must be cheap to serve. It accepts few connections with
-short time limits, and closes the oldest connection to accept a new one. It answers one request at a time on
-each connection, and requests that arrive together share a scrape.
+This listener runs inside the core, so its clients must not slow down the core. It accepts few connections
+with short time limits, and closes the oldest connection to accept a new one. Each connection handles one
+request at a time, and requests that arrive at about the same time share a scrape.
 """
 
 from __future__ import annotations
@@ -71,15 +71,15 @@ class MetricsServer:
         self._background = Background()
 
     def prepare(self, settings: Settings) -> socket.socket | None:
-        """Open the address in `settings` if it has changed, so that `change` can use it. If ListenError is
-        raised, nothing has changed."""
+        """If the address in `settings` has changed, open a socket on it and return the socket, to be passed
+        to `change`. If ListenError is raised, nothing has changed."""
         wanted = settings.metrics.address()
         if wanted is None or (self._server is not None and listens_on(self._address, wanted)):
             return None
         return bind_tcp(*wanted, setting="metrics.listen")
 
     def change(self, settings: Settings, opened: socket.socket | None) -> None:
-        """Start listening on the address in `settings`."""
+        """Serve on the address in `settings`. `opened` is the result of `prepare`."""
         if self._server is not None and (opened is not None or settings.metrics.listen is None):
             self._background.run(self._server.stop(_STOP_S))
             self._server = None

@@ -1,4 +1,4 @@
-"""Decides which tenants have their own metrics, because the number of series must be bounded."""
+"""Limits the number of tenants that have their own metrics, so that the number of series is bounded."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ model can have this name."""
 
 
 class ShownTenants:
-    """Contains the first `most` tenants with a finished request until they are deleted. Existing tenants are
-    never displaced, because counters that disappear and return would show wrong rates.
-    """
+    """The first `most` tenants with a finished request. A tenant stays in this set until it is deleted,
+    because counters that disappear and return would show wrong rates."""
 
     def __init__(self, most: int, known: Callable[[], Container[str]]) -> None:
         """Create an empty set. `known` contains the tenants that operators created."""
