@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Unquantised dtypes of weights and KV cache, with their sizes in bytes."""
@@ -21,12 +21,6 @@ ROPE_KINDS: tuple[RopeKind, ...] = get_args(RopeKind)
 
 DENSE, EXPERTS = "dense", "experts"
 """The kinds of layers: layers with an MLP, and layers with a mixture of experts."""
-
-_MLPS = {
-    "intermediate_size": "an MLP",
-    "moe_intermediate_size": "experts",
-    "shared_expert_intermediate_size": "a shared expert",
-}
 
 
 class CheckpointError(Exception):
@@ -81,6 +75,20 @@ class ExpertsConfig:
     shared_intermediate_size: int | None = None
     """Width of the shared expert (Qwen2-MoE), or None if the model has none. Every token uses the shared
     expert, and its result is multiplied by the sigmoid of a separate gate."""
+    count_field: str = "num_experts"
+    """Name of `count` in `config.json`, for messages."""
+    width_field: str = "moe_intermediate_size"
+    """Name of `intermediate_size` in `config.json`, for messages."""
+
+
+class MlpWidth(NamedTuple):
+    """The width of a model's MLPs, experts or shared experts."""
+
+    kind: str
+    """Noun with article for messages, e.g. "an MLP"."""
+    field: str
+    """Name of the width in `config.json`."""
+    width: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,16 +171,16 @@ class ModelConfig:
         return self.context_length
 
     @property
-    def mlp_widths(self) -> dict[str, int]:
-        """Widths of the model's MLPs and experts, by the name of the field in `config.json` or a similar
-        name."""
-        widths = {}
+    def mlp_widths(self) -> list[MlpWidth]:
+        """Widths of the model's MLPs, experts and shared experts."""
+        widths, experts = [], self.experts
         if any(kind != EXPERTS for kind in self.layer_kinds):
-            widths["intermediate_size"] = self.intermediate_size
-        if self.experts is not None and EXPERTS in self.layer_kinds:
-            widths["moe_intermediate_size"] = self.experts.intermediate_size
-            if self.experts.shared_intermediate_size is not None:
-                widths["shared_expert_intermediate_size"] = self.experts.shared_intermediate_size
+            widths.append(MlpWidth("an MLP", "intermediate_size", self.intermediate_size))
+        if experts is not None and EXPERTS in self.layer_kinds:
+            widths.append(MlpWidth("experts", experts.width_field, experts.intermediate_size))
+            if experts.shared_intermediate_size is not None:
+                field = "shared_expert_intermediate_size"
+                widths.append(MlpWidth("a shared expert", field, experts.shared_intermediate_size))
         return widths
 
     def representative_layers(self) -> list[int]:
@@ -223,7 +231,7 @@ class ModelConfig:
             problems.append(f"{self.heads} attention heads")
         if self.kv_heads % size and size % self.kv_heads:
             problems.append(f"{self.kv_heads} KV heads")
-        problems += [f"{_MLPS[name]} of {width}" for name, width in self.mlp_widths.items() if width % size]
+        problems += [f"{kind} of {width}" for kind, _, width in self.mlp_widths if width % size]
         if problems:
             fitting = [n for n in range(1, self.heads + 1) if self._divides(n)]
             raise UnsupportedError(
@@ -233,7 +241,7 @@ class ModelConfig:
 
     def _divides(self, size: int) -> bool:
         kv_fits = self.kv_heads % size == 0 or size % self.kv_heads == 0
-        mlps_fit = all(width % size == 0 for width in self.mlp_widths.values())
+        mlps_fit = all(mlp.width % size == 0 for mlp in self.mlp_widths)
         return self.heads % size == 0 and kv_fits and mlps_fit
 
     def shard(self, size: int, rank: int) -> Shard:

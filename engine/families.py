@@ -153,57 +153,47 @@ def _qwen_kinds(fields: Fields, layers: int) -> tuple[str, ...]:
 
 def _experts(
     fields: Fields,
-    count: int,
+    count: tuple[str, int],
     top_k: int,
-    width: int,
+    width: tuple[str, int],
     normalised: bool,
     shared: int | None = None,
 ) -> ExpertsConfig:
+    """Return the experts of a model. `count` and `width` are fields and their defaults."""
+    experts = fields.integer(*count)
     chosen = fields.integer("num_experts_per_tok", top_k)
-    if chosen > count:
-        raise fields.error("num_experts_per_tok", f"there are {count} experts")
-    return ExpertsConfig(count, chosen, width, normalised, shared)
+    if chosen > experts:
+        raise fields.error("num_experts_per_tok", f"there are {experts} experts")
+    return ExpertsConfig(experts, chosen, fields.integer(*width), normalised, shared, count[0], width[0])
 
 
 def _qwen3_experts(fields: Fields) -> ExpertsConfig:
     # transformers 5 writes num_local_experts, while published checkpoints contain num_experts.
     name = "num_experts" if fields.get("num_experts") is not None else "num_local_experts"
-    return _experts(
-        fields,
-        fields.integer(name, 128),
-        8,
-        fields.integer("moe_intermediate_size", 768),
-        fields.flag("norm_topk_prob", False),
-    )
+    normalised = fields.flag("norm_topk_prob", False)
+    return _experts(fields, (name, 128), 8, ("moe_intermediate_size", 768), normalised)
 
 
 def _qwen2_experts(fields: Fields) -> ExpertsConfig:
     return _experts(
         fields,
-        fields.integer("num_experts", 60),
+        ("num_experts", 60),
         4,
-        fields.integer("moe_intermediate_size", 1408),
+        ("moe_intermediate_size", 1408),
         fields.flag("norm_topk_prob", False),
         fields.integer("shared_expert_intermediate_size", 5632),
     )
 
 
 def _mixtral_experts(fields: Fields) -> ExpertsConfig:
-    return _experts(
-        fields, fields.integer("num_local_experts", 8), 2, fields.integer("intermediate_size", 14336), True
-    )
+    return _experts(fields, ("num_local_experts", 8), 2, ("intermediate_size", 14336), True)
 
 
 def _olmoe_experts(fields: Fields) -> ExpertsConfig:
     if fields.get("clip_qkv") is not None:
         raise fields.error("clip_qkv", "only null is supported")
-    return _experts(
-        fields,
-        fields.integer("num_experts", 64),
-        8,
-        fields.integer("intermediate_size", 2048),
-        fields.flag("norm_topk_prob", False),
-    )
+    normalised = fields.flag("norm_topk_prob", False)
+    return _experts(fields, ("num_experts", 64), 8, ("intermediate_size", 2048), normalised)
 
 
 def _qkv_bias(fields: Fields) -> bool:

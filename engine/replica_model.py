@@ -63,14 +63,14 @@ class ReplicaModel:
                 f"{limits.FP8_ALIGNMENT}: {serve_unquantised}"
             )
         elif experts is not None and experts.count > limits.MAX_EXPERTS:
-            most = limits.MAX_EXPERTS
-            problem = f"num_experts is {experts.count}; the GPU kernels support at most {most}: {serve}"
+            has = f"{experts.count_field} is {experts.count}"
+            problem = f"{has}; the GPU kernels support at most {limits.MAX_EXPERTS}: {serve}"
         elif experts is not None and experts.top_k > limits.MAX_TOP_K:
             most = limits.MAX_TOP_K
             problem = (
                 f"num_experts_per_tok is {experts.top_k}; the GPU kernels support at most {most}: {serve}"
             )
-        for name, width in config.mlp_widths.items() if self.fp8 and problem is None else ():
+        for _, name, width in config.mlp_widths if self.fp8 and problem is None else ():
             part = shard.part(width)
             each = f" ({part} on each of {size} ranks)" if size > 1 else ""
             if part % limits.FP8_ALIGNMENT:

@@ -124,10 +124,9 @@ def norm_experts(x: Residual, norm_weight: torch.Tensor, eps: float, experts: Ex
 
 
 def experts_sum(x: ExpertActivation, experts: Experts) -> torch.Tensor:
-    tokens, top_k = x.chosen.shape
     results = experts_linear(x.values, x.chosen.flatten(), experts.down)
     weighted = results.float().mul_(x.weights.view(-1, 1))
-    return weighted.view(tokens, top_k, -1).sum(dim=1).to(experts.router.dtype)
+    return weighted.view(*x.chosen.shape, results.shape[1]).sum(dim=1).to(experts.router.dtype)
 
 
 def experts_add(

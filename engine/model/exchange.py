@@ -18,6 +18,9 @@ from engine.model.checkpoint import TensorEntry
 from engine.model.slices import TensorSlice
 from engine.parallel import all_to_all
 
+_AT_ONCE_BYTES = 16 << 20
+"""Size in bytes of the columns up to which all rows of a tensor are filled at once."""
+
 
 class Columns(NamedTuple):
     """One rank's columns in a range of rows."""
@@ -48,8 +51,7 @@ class ColumnExchange:
 
     def add(self, part: TensorSlice, numbers: torch.Tensor) -> Iterator[Columns]:
         """Add rows that this rank has read, in order: `[rows, all columns]`. When all rows have been added,
-        exchange columns with the other ranks, and yield this rank's columns of the rows that each rank has
-        read."""
+        exchange columns with the other ranks, and yield this rank's columns of all rows."""
         rows, width = part.entry.shape[0] // self._ranks, part.entry.shape[1] // self._ranks
         if self._sending is None:
             self._sending, self._rows_read = numbers.new_empty((self._ranks, rows, width)), 0
@@ -59,5 +61,7 @@ class ColumnExchange:
         self._rows_read += part.rows
         if self._rows_read == rows:
             sending, self._sending = self._sending, None
-            for rank, received in enumerate(all_to_all(sending).unbind()):
-                yield Columns(rank * rows, received)
+            # The rows that the ranks have read follow one another. Small tensors are filled at once.
+            at_once = max(rows, _AT_ONCE_BYTES // (width * numbers.itemsize))
+            for index, received in enumerate(all_to_all(sending).flatten(0, 1).split(at_once)):
+                yield Columns(index * at_once, received)

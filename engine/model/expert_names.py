@@ -1,36 +1,41 @@
-"""Maps the names of experts' tensors in checkpoints to one naming scheme. Published checkpoints have one
-tensor for each matrix of each expert; Mixtral's tensors have different names. transformers 5 can store the
-matrices of all experts of a layer in one tensor."""
+"""Finds experts' tensors in checkpoints. Published checkpoints have one tensor for each matrix of each
+expert; Mixtral's tensors have different names. transformers 5 can store the matrices of all experts of a
+layer in one tensor."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from engine.model.checkpoint import TensorEntry
+from engine.model.layers import WeightShard
 
-_MIXTRAL = re.compile(r"\.block_sparse_moe\.(?:experts\.(\d+)\.(w[123])\.)?")
-_MIXTRAL_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_MIXTRAL = ".block_sparse_moe."
+_MIXTRAL_NAMES = {".mlp.": _MIXTRAL, ".gate_proj.": ".w1.", ".down_proj.": ".w2.", ".up_proj.": ".w3."}
+"""Parts of tensor names, and the corresponding parts in Mixtral's published checkpoints."""
 _FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """For each tensor that contains all experts, the matrices of one expert, in the order in which they are
 stored."""
 
 
+def with_names_of(entries: dict[str, TensorEntry], shards: Iterable[WeightShard]) -> list[WeightShard]:
+    """Return the shards with the names that their tensors have in a checkpoint with `entries`."""
+    if not any(_MIXTRAL in name for name in entries):
+        return list(shards)
+    return [replace(shard, name=_mixtral_name(shard.name)) for shard in shards]
+
+
+def _mixtral_name(name: str) -> str:
+    for part, theirs in _MIXTRAL_NAMES.items():
+        name = name.replace(part, theirs)
+    return name
+
+
 def split_experts(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """Return a checkpoint's tensors with uniform names for experts: `….mlp.experts.INDEX.gate_proj.weight`,
-    and the same with `up_proj` and `down_proj`. A tensor `[experts, rows, columns]` that contains all experts
-    is replaced by one entry per matrix."""
-    return {
-        part: each
-        for name, entry in entries.items()
-        for part, each in _split(_MIXTRAL.sub(_named, name), entry)
-    }
-
-
-def _named(found: re.Match[str]) -> str:
-    expert, part = found.groups()
-    return ".mlp." if expert is None else f".mlp.experts.{expert}.{_MIXTRAL_PARTS[part]}."
+    """Return a checkpoint's tensors. A tensor `[experts, rows, columns]` that contains all experts is
+    replaced by one entry per matrix: `….mlp.experts.INDEX.gate_proj.weight`, and the same with `up_proj` and
+    `down_proj`."""
+    return {part: each for name, entry in entries.items() for part, each in _split(name, entry)}
 
 
 def _split(name: str, entry: TensorEntry) -> Iterator[tuple[str, TensorEntry]]:

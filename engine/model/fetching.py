@@ -1,4 +1,5 @@
-"""Reads blocks of weights from files. Several threads read the pieces of a block.
+"""Reads blocks of weights from files into staging buffers. Several blocks share a buffer if they are small.
+Several threads read the pieces of blocks.
 
 A thread reads a piece with one system call, which releases the interpreter's lock. Pieces are large, so that
 Python's overhead is small. Only a few pieces are in flight, so that data from the page cache remains in the
@@ -9,6 +10,7 @@ also contain the tensor.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -18,7 +20,7 @@ from engine.config import CheckpointError
 from engine.model.checkpoint import TensorEntry
 from engine.model.slices import TensorSlice
 from engine.model.staging import StagingBuffer
-from engine.model.weight_file import PAGE, WeightFile
+from engine.model.weight_file import PAGE, WeightFile, buffer_bytes
 
 READERS = 12
 """Number of reader threads. With this number, reads from the page cache reach 55 GB/s, the rate of PCIe, and
@@ -38,25 +40,34 @@ def open_weights(path: Path) -> WeightFile:
 class FileBlock:
     """Rows of a file that are read together."""
 
-    __slots__ = ("file", "past_cache", "rows", "target")
+    __slots__ = ("file", "past_cache", "rows", "start", "target")
 
-    def __init__(self, rows: TensorSlice, file: WeightFile, target: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, rows: TensorSlice, file: WeightFile, target: torch.Tensor | None = None, start: int = 0
+    ) -> None:
         self.rows = rows
         self.file = file
         self.past_cache = file.past_cache(rows.offset, rows.nbytes, rows.shared)
         self.target = target
         """Device memory to which the block is copied unchanged: `[bytes]`. None if the block must be
         converted."""
+        self.start = start
+        """Offset of `first_page` in the staging buffer in bytes, a multiple of the page size."""
 
     @property
     def first_page(self) -> int:
-        """File offset of the first page that overlaps the block. The staging buffer begins with this page."""
+        """File offset of the first page that overlaps the block."""
         return self.rows.offset // PAGE * PAGE
+
+    @property
+    def end(self) -> int:
+        """Offset in the staging buffer of the end of the block's last page."""
+        return self.start + buffer_bytes(self.rows.offset, self.rows.nbytes)
 
     def numbers(self, buffer: StagingBuffer) -> torch.Tensor:
         """Return the block's bytes in its staging buffer: `[bytes]`."""
-        skipped = self.rows.offset - self.first_page
-        return buffer.host[skipped : skipped + self.rows.nbytes]
+        first = self.start + self.rows.offset - self.first_page
+        return buffer.host[first : first + self.rows.nbytes]
 
     def pieces(self) -> list[tuple[int, int]]:
         """Return the (first, end) file offsets of the block's pieces. All pieces except the first begin at a
@@ -66,13 +77,13 @@ class FileBlock:
         return list(zip([first, *inner], [*inner, end], strict=True))
 
 
-class BlockRead:
-    """A read of a block into a staging buffer, in progress or complete."""
+class BatchRead:
+    """A read of blocks into a staging buffer, in progress or complete."""
 
-    __slots__ = ("_complete", "_failure", "_left", "_lock", "block", "buffer")
+    __slots__ = ("_complete", "_failure", "_left", "_lock", "blocks", "buffer")
 
-    def __init__(self, block: FileBlock, buffer: StagingBuffer, pieces: int) -> None:
-        self.block = block
+    def __init__(self, blocks: Sequence[FileBlock], buffer: StagingBuffer, pieces: int) -> None:
+        self.blocks = blocks
         self.buffer = buffer
         self._left = pieces
         self._lock = threading.Lock()
@@ -84,7 +95,7 @@ class BlockRead:
         """Wait until all pieces have been read. Raises CheckpointError with file and tensor if a read
         failed."""
         with self._complete:
-            # Drop the reference to the exception. Otherwise, the traceback and the BlockRead would form a
+            # Drop the reference to the exception. Otherwise, the traceback and the BatchRead would form a
             # cycle, and the staging buffer would not be freed until the next garbage collection.
             failure, self._failure = self._failure, None
         try:
@@ -93,10 +104,10 @@ class BlockRead:
         finally:
             del failure
 
-    def read(self, first: int, end: int) -> None:
+    def read(self, block: FileBlock, first: int, end: int) -> None:
         """Read one piece. If this fails, `wait` raises the exception."""
         try:
-            self._read(first, end)
+            self._read(block, first, end)
         except BaseException as error:
             self._failure = error
         with self._lock:
@@ -104,9 +115,8 @@ class BlockRead:
             if not self._left:
                 self._complete.release()
 
-    def _read(self, first: int, end: int) -> None:
-        block = self.block
-        into = self.buffer.bytes[first // PAGE * PAGE - block.first_page :]
+    def _read(self, block: FileBlock, first: int, end: int) -> None:
+        into = self.buffer.bytes[block.start + first // PAGE * PAGE - block.first_page : block.end]
         try:
             block.file.read(first, end - first, into, block.past_cache)
         except EOFError:
@@ -119,7 +129,7 @@ class ReaderPool:
     """Threads that read blocks piece by piece, in the order of the calls to `read`."""
 
     def __init__(self, threads: int) -> None:
-        self._pieces: SimpleQueue[tuple[BlockRead, int, int] | None] = SimpleQueue()
+        self._pieces: SimpleQueue[tuple[BatchRead, FileBlock, int, int] | None] = SimpleQueue()
         self._stopped = False
         self._threads: list[threading.Thread] = []
         try:
@@ -132,12 +142,13 @@ class ReaderPool:
             self.close()
             raise
 
-    def read(self, block: FileBlock, buffer: StagingBuffer) -> BlockRead:
-        """Start reading a block. The staging buffer must not be used until the read is complete."""
-        pieces = block.pieces()
-        read = BlockRead(block, buffer, len(pieces))
-        for first, end in pieces:
-            self._pieces.put((read, first, end))
+    def read(self, blocks: Sequence[FileBlock], buffer: StagingBuffer) -> BatchRead:
+        """Start reading blocks into different pages of a staging buffer. The buffer must not be used until
+        the read is complete."""
+        pieces = [(block, first, end) for block in blocks for first, end in block.pieces()]
+        read = BatchRead(blocks, buffer, len(pieces))
+        for piece in pieces:
+            self._pieces.put((read, *piece))
         return read
 
     def close(self) -> None:
@@ -151,9 +162,9 @@ class ReaderPool:
 
     def _work(self) -> None:
         while (piece := self._pieces.get()) is not None:
-            read, first, end = piece
+            read, block, first, end = piece
             if not self._stopped:
-                read.read(first, end)
+                read.read(block, first, end)
 
 
 def check_unchanged(file: WeightFile, entry: TensorEntry) -> None:

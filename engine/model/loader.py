@@ -19,7 +19,7 @@ from engine.config import CheckpointError
 from engine.model.checkpoint import TensorEntry, read_entries
 from engine.model.decoder import Decoder
 from engine.model.exchange import ColumnExchange
-from engine.model.expert_names import split_experts
+from engine.model.expert_names import split_experts, with_names_of
 from engine.model.layers import WeightShard
 from engine.model.slices import TensorSlice
 from engine.model.streaming import stream
@@ -52,7 +52,7 @@ def load(decoder: Decoder, folder: str | Path, progress: ProgressCallback, *, ex
     """
     folder = Path(folder)
     entries = split_experts(read_entries(folder))
-    shards = {shard.name: shard for shard in decoder.weight_shards()}
+    shards = {shard.name: shard for shard in with_names_of(entries, decoder.weight_shards())}
     _check(entries, shards, folder, tied=decoder.config.tie_word_embeddings)
     with decoder.fit.explained():
         done = _fill(shards, entries, decoder, progress, exchange)
@@ -191,18 +191,23 @@ def _fill(
         """Fill rows of a shard with values of this rank's columns."""
         block = _rows_of_shard(shards[part.name], part)
         if part.entry.dtype == _FP8:
-            each = scales[part.name + _SCALE]
-            rows = slice(part.first_row, part.first_row + part.rows)
-            block.fill_quantised(numbers, each if len(each) == 1 else each[rows])
+            block.fill_quantised(numbers, scales_of(part))
         else:
             block.fill(numbers)
+
+    def scales_of(part: TensorSlice) -> torch.Tensor:
+        each = scales[part.name + _SCALE]
+        return each if len(each) == 1 else each[part.first_row : part.first_row + part.rows]
 
     def find_target(whole: TensorSlice) -> torch.Tensor | None:
         shard = shards[whole.name]
         assert shard.target is not None
         whole_rows = shard.target.shape[1:] == whole.entry.shape[1:] and shard.target.is_contiguous()
-        as_is = shard.scales is None and shard.target.dtype == whole.dtype
-        return shard.target if whole_rows and as_is else None
+        if not whole_rows or shard.target.dtype != whole.dtype:
+            return None
+        if shard.scales is not None:
+            shard.scales.copy_(scales_of(whole))
+        return shard.target
 
     for part in stream(wanted, device, fill, find_target):
         done += part.nbytes
@@ -255,19 +260,21 @@ def _read_scales(
             name = shard.name + _SCALE
             wanted.append(TensorSlice(name, entries[name], 0, math.prod(entries[name].shape[:1])))
     wanted.sort(key=lambda part: (part.entry.file, part.entry.offset))
-    found = {part.name: torch.empty(part.rows, device=device) for part in wanted}
+    if not wanted:
+        return {}
+    # All scales are in one tensor, so that they are allocated and checked together.
+    sizes = [part.rows for part in wanted]
+    whole = torch.empty(sum(sizes), device=device)
+    found = {part.name: scales for part, scales in zip(wanted, whole.split(sizes), strict=True)}
 
     def fill(part: TensorSlice, numbers: torch.Tensor) -> None:
         found[part.name][part.first_row : part.first_row + part.rows] = numbers.flatten()
 
     for _ in stream(wanted, device, fill):
         pass
-    if not found:
-        return {}
-    # One transfer copies all results from the device.
-    sound = torch.stack([(scales.isfinite() & (scales >= 0)).all() for scales in found.values()]).tolist()
-    bad = [name for name, good in zip(found, sound, strict=True) if not good]
-    if bad:
+    sound = whole.isfinite() & (whole >= 0)
+    if not sound.all():
+        bad = [name for name, good in zip(found, sound.split(sizes), strict=True) if not good.all()]
         raise CheckpointError(
             f"{entries[bad[0]].file}: {_names(bad)} invalid: scales must be finite and not "
             "negative; download it again"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -39,7 +38,9 @@ class TensorSlice:
 
     @property
     def row_bytes(self) -> int:
-        return math.prod(self.entry.shape[1:]) * self.dtype.itemsize
+        # Faster than a product of the shape. There are tens of thousands of tensors.
+        shape = self.entry.shape
+        return self.entry.nbytes // shape[0] if shape and shape[0] else self.entry.nbytes
 
     @property
     def nbytes(self) -> int:

@@ -4,6 +4,7 @@ is page-locked."""
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 import torch
@@ -12,8 +13,8 @@ from engine.model.weight_file import PAGE
 
 
 class StagingBuffer:
-    """Host memory for one block of weights. For a GPU, there is also a device buffer of the same size for
-    conversions."""
+    """Host memory for one or several blocks of weights. For a GPU, there is also a device buffer of the same
+    size for conversions."""
 
     def __init__(self, host: torch.Tensor, copy_stream: torch.cuda.Stream | None) -> None:
         self.bytes = host.numpy().data
@@ -29,16 +30,18 @@ class StagingBuffer:
         if self._copy_stream is not None:
             self._copied.synchronize()
 
-    def copy(self, numbers: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy `numbers`, which is a part of `host`, to `target` on the device. The copy is guaranteed to be
-        complete only when the ring has been closed."""
+    def copy(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy parts of `host` to tensors on the device. The copies are guaranteed to be complete only when
+        the ring has been closed."""
         if self._copy_stream is None:
-            target.copy_(numbers)
+            for numbers, target in copies:
+                target.copy_(numbers)
             return
         if not self._locked:
             self._lock()
         with torch.cuda.stream(self._copy_stream):
-            target.copy_(numbers, non_blocking=True)
+            for numbers, target in copies:
+                target.copy_(numbers, non_blocking=True)
         self._copied.record(self._copy_stream)
 
     def _lock(self) -> None:
@@ -47,24 +50,27 @@ class StagingBuffer:
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self.host.data_ptr(), len(self.host), 0))
         self._locked = True
 
-    def on_device(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return a device copy of `numbers` for use on the current stream. Call `mark_used` after the work
-        that uses it has been launched."""
+    def on_device(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return device copies of parts of `host` for use on the current stream. The parts must be in
+        different pages. Call `mark_used` after the work that uses the copies has been launched."""
         if self._copy_stream is None:
             # A tensor may begin at any offset in the file, but some dtypes require aligned memory.
-            return numbers.clone() if numbers.data_ptr() % torch.float32.itemsize else numbers
+            return [part.clone() if part.data_ptr() % torch.float32.itemsize else part for part in parts]
         if self._device_buffer is None:
             self._device_buffer = torch.empty_like(self.host, device=self._copy_stream.device)
             self._copy_stream.wait_stream(torch.cuda.current_stream(self._copy_stream.device))
         self._copy_stream.wait_event(self._used)
-        buffer = self._device_buffer[: len(numbers)]
-        self.copy(numbers, buffer)
+        copies, start = [], 0
+        for part in parts:
+            copies.append(self._device_buffer[start : start + len(part)])
+            start += -(-len(part) // PAGE) * PAGE  # at most as much as in `host`, and aligned
+        self.copy(zip(parts, copies, strict=True))
         torch.cuda.current_stream(self._copy_stream.device).wait_event(self._copied)
-        return buffer
+        return copies
 
     def mark_used(self) -> None:
-        """Record that the device copy may be overwritten once all work launched so far on the current stream
-        has finished."""
+        """Record that the device copies may be overwritten once all work launched so far on the current
+        stream has finished."""
         if self._copy_stream is not None:
             self._used.record(torch.cuda.current_stream(self._copy_stream.device))
 

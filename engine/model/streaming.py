@@ -1,4 +1,5 @@
-"""Streams tensors from safetensors files into device memory, in blocks of rows.
+"""Streams tensors from safetensors files into device memory, in blocks of rows. Small blocks are read and
+copied together in batches, because a checkpoint of a mixture of experts has tens of thousands of tensors.
 
 Several threads read blocks ahead of their use (`engine.model.fetching`) into a ring of staging buffers. They
 read through the page cache or directly from the disk (`engine.model.weight_file`). For a GPU, the buffers are
@@ -23,7 +24,7 @@ import torch
 from engine.model.fetching import (
     PIECE_BYTES,
     READERS,
-    BlockRead,
+    BatchRead,
     FileBlock,
     ReaderPool,
     check_unchanged,
@@ -34,14 +35,16 @@ from engine.model.staging import StagingRing
 from engine.model.weight_file import PAGE, WeightFile
 
 BLOCK_BYTES = 16 << 20
-"""Block size, in bytes, when the target is a GPU. It is large, so that Python's overhead per block is
-small."""
+"""Size of a block or batch, in bytes, when the target is a GPU. It is large, so that Python's overhead per
+block is small."""
 _CPU_BLOCK_BYTES = 4 << 20
-"""Block size, in bytes, when the target is a CPU. It is small, so that a block and its conversion buffers fit
-into the CPU's cache."""
+"""Size of a block or batch, in bytes, when the target is a CPU. It is small, so that a block and its
+conversion buffers fit into the CPU's cache."""
 _PIECES_AHEAD = 24
 """Number of pieces that are read ahead. It is larger than the number of reader threads, so that one late
 piece does not block all threads."""
+_BESIDE = 2 * PAGE
+"""Size of a block's first and last page, of which a block may need only a part, in bytes."""
 _COPYING = 3
 """Number of staging buffers that may be in use by copies to a GPU."""
 
@@ -66,8 +69,8 @@ def stream(
     *,
     block_bytes: int | None = None,
 ) -> Generator[TensorSlice]:
-    """Read `slices` in blocks of complete rows, and yield the rows of each block after it has been read. All
-    copies are complete when the generator ends.
+    """Read `slices` in blocks of complete rows, and yield the rows of each block after its batch has been
+    read. All copies are complete when the generator ends.
 
     A block has at most `block_bytes` bytes, or contains a single row. By default, the block size depends on
     the device. Empty slices are skipped. Reading is fastest if slices are ordered by file and offset.
@@ -86,44 +89,52 @@ def stream(
         files = {path: stack.enter_context(closing(open_weights(path))) for path in entries}
         # All blocks are created before reading starts, because Python code runs slowly while the reader
         # threads are active.
-        blocks = list(_blocks(slices, block_bytes, files, find_target))
-        largest = max(block.rows.nbytes for block in blocks)
-        max_ahead = max(2, _PIECES_AHEAD * PIECE_BYTES // max(largest, PIECE_BYTES))
-        ring = stack.enter_context(closing(StagingRing(max_ahead + _COPYING, largest + 2 * PAGE, device)))
+        batches = list(_batches(slices, block_bytes, files, find_target))
+        largest = max(batch[-1].end for batch in batches)
+        max_ahead = max(2, _PIECES_AHEAD * PIECE_BYTES // max(largest - _BESIDE, PIECE_BYTES))
+        ring = stack.enter_context(closing(StagingRing(max_ahead + _COPYING, largest, device)))
         readers = stack.enter_context(closing(ReaderPool(READERS)))
-        ahead: deque[BlockRead] = deque()
-        for block, buffer in zip(blocks, cycle(ring.buffers), strict=False):
+        ahead: deque[BatchRead] = deque()
+        for batch, buffer in zip(batches, cycle(ring.buffers), strict=False):
             if len(ahead) == max_ahead:
-                yield _deliver(ahead.popleft(), fill)
+                yield from _deliver(ahead.popleft(), fill)
             buffer.wait()
-            ahead.append(readers.read(block, buffer))
+            ahead.append(readers.read(batch, buffer))
         while ahead:
-            yield _deliver(ahead.popleft(), fill)
+            yield from _deliver(ahead.popleft(), fill)
         for path, file in files.items():
             check_unchanged(file, entries[path])
 
 
-def _blocks(
+def _batches(
     slices: list[TensorSlice], block_bytes: int, files: dict[Path, WeightFile], find_target: FindTarget
-) -> Iterator[FileBlock]:
+) -> Iterator[list[FileBlock]]:
+    """Yield the blocks of all slices in order, in batches that share a staging buffer."""
+    batch: list[FileBlock] = []
     for whole in slices:
         target = find_target(whole)
         target_bytes = None if target is None else target.view(-1).view(torch.uint8)
         for rows in cut(whole, block_bytes):
             first = rows.offset - whole.offset
             part = None if target_bytes is None else target_bytes[first : first + rows.nbytes]
-            yield FileBlock(rows, files[rows.entry.file], part)
+            block = FileBlock(rows, files[rows.entry.file], part, batch[-1].end if batch else 0)
+            if batch and block.end > block_bytes + _BESIDE:
+                yield batch
+                batch, block.start = [], 0
+            batch.append(block)
+    yield batch
 
 
-def _deliver(read: BlockRead, fill: Fill) -> TensorSlice:
-    """Wait until a block has been read, then copy it to its target or pass it to `fill`. Returns the rows of
-    the block."""
-    block, buffer = read.block, read.buffer
+def _deliver(read: BatchRead, fill: Fill) -> list[TensorSlice]:
+    """Wait until a batch has been read, then copy each block to its target or pass it to `fill`. Returns the
+    rows of the blocks."""
+    buffer = read.buffer
     read.wait()
-    numbers = block.numbers(buffer)
-    if block.target is not None:
-        buffer.copy(numbers, block.target)
-    else:
-        fill(block.rows, block.rows.view(buffer.on_device(numbers)))
+    buffer.copy([(block.numbers(buffer), block.target) for block in read.blocks if block.target is not None])
+    others = [block for block in read.blocks if block.target is None]
+    if others:
+        on_device = buffer.on_device([block.numbers(buffer) for block in others])
+        for block, numbers in zip(others, on_device, strict=True):
+            fill(block.rows, block.rows.view(numbers))
         buffer.mark_used()
-    return block.rows
+    return [block.rows for block in read.blocks]

@@ -24,7 +24,7 @@ from engine.ceilings import ceilings
 from engine.profile.report import idle_gaps, kernel_rows, lines
 from engine.profile.steps import Kind, NoSuchStepsError, record
 from engine.profile.trace import read_timeline
-from engine.profile.work import label_gemms, work_by_kernel
+from engine.profile.work import label_kernels, work_by_kernel
 from kernels.writable import UnwritableError, check_writable
 
 
@@ -55,9 +55,9 @@ def main() -> int:
     names = [call.name for call in timeline.calls]
     works = {}
     if timeline.on_gpu:
-        names = label_gemms(names, config.layers, shapes)
         norms = names.count("_norm") / len(shapes)
-        works = work_by_kernel(config, info, shapes, device, norms, "_prefill_hopper" in names)
+        works = work_by_kernel(config, info, shapes, device, norms, set(names))
+        names = label_kernels(names, config, shapes)
     rows = kernel_rows(names, timeline, works, len(shapes))
     tokens = sum(shape.tokens for shape in shapes) / len(shapes)
     decodes = sum(len(shape.contexts) for shape in shapes) / len(shapes)

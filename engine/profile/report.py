@@ -39,7 +39,7 @@ def kernel_rows(
     names: list[str], timeline: TraceTimeline, works: dict[str, KernelWork], steps: int
 ) -> list[KernelRow]:
     """Return one row per kernel, ordered by decreasing total time. `names` are the labels of the calls, from
-    `label_gemms`."""
+    `label_kernels`."""
     us: dict[str, float] = defaultdict(float)
     calls: dict[str, int] = defaultdict(int)
     for name, call in zip(names, timeline.calls, strict=True):

@@ -2,17 +2,19 @@
 
 Kernels are recognised by name. Triton kernels have the names of their functions, and the names of library
 GEMMs contain "gemm" or a similar substring. The GEMMs of a layer are distinguished by their order, which is
-the same in every step.
+the same in every step. The limits of a mixture of experts count the experts that its tokens choose on average
+if every expert is equally likely.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle
 
-from engine.ceilings import Ceilings
-from engine.config import DTYPE_BYTES, ModelConfig
+from engine.ceilings import Ceilings, expected_experts
+from engine.config import DTYPE_BYTES, EXPERTS, ExpertsConfig, ModelConfig
 from engine.messages import BLOCK_TOKENS, ReplicaInfo
 from engine.profile.steps import StepShape
 from engine.sizing import EXPANSION_BLOCKS, FP8
@@ -21,6 +23,23 @@ _TRITON_GEMMS = ("_gemv", "_dot", "_stream", "_tiles")
 _LIBRARY_GEMM = re.compile(r"gemm|gemv|nvjet|cutlass|xmma", re.IGNORECASE)
 _REDUCTION = re.compile(r"reduce", re.IGNORECASE)
 """Matches the reduction kernel that follows a library GEMM split over K."""
+_EXPERTS_KERNELS = {
+    "_route": "route",
+    "_route_tile": "route",
+    "_logits": "route",
+    "_choose": "choose",
+    "_up_gemv": "experts up",
+    "_up_dot": "experts up",
+    "_down_gemv": "experts down",
+    "_down_dot": "experts down",
+    "_count": "sort",
+    "_combine": "combine",
+}
+"""The labels of a mixture's kernels."""
+_GROUPED = "_grouped"
+"""A mixture's kernel that runs twice: it computes "experts up", and then "experts down"."""
+_PLACE = "_place"
+"""The last kernel of "sort", which precedes "experts up", and a kernel at the start of decode steps."""
 _ALL_GEMMS = "gemms"
 """Label of GEMMs that cannot be distinguished."""
 
@@ -45,8 +64,9 @@ class KernelWork:
         return 1e6 * seconds
 
 
-def label_gemms(names: Sequence[str], layers: int, shapes: Sequence[StepShape]) -> list[str]:
-    """Return the kernel names, with each GEMM labelled by its weights: qkv, o, gate_up, down or lm_head.
+def label_kernels(names: list[str], config: ModelConfig, shapes: Sequence[StepShape]) -> list[str]:
+    """Return the kernel names, with each GEMM labelled by its weights (qkv, o, gate_up, down or lm_head), and
+    each kernel of a mixture of experts labelled by what it computes.
 
     `names` are the kernels in execution order. If the number of GEMMs does not match the steps, all GEMMs are
     labelled "gemms".
@@ -54,16 +74,35 @@ def label_gemms(names: Sequence[str], layers: int, shapes: Sequence[StepShape]) 
     places = [index for index, name in enumerate(names) if is_gemm(name)]
     expected = []
     for shape in shapes:
-        expected += ["qkv", "o", "gate_up", "down"] * layers + ["lm_head"] * bool(shape.logit_rows)
+        expected += _layer_gemms(config) + ["lm_head"] * bool(shape.logit_rows)
     if len(expected) != len(places):
         expected = [_ALL_GEMMS] * len(places)
-    labelled = list(names)
-    for place, label in zip(places, expected, strict=True):
-        labelled[place] = f"{label} ({names[place]})"
-    return labelled
+    labels = dict(zip(places, expected, strict=True))
+    grouped = cycle(("experts up", "experts down"))
+    for index, name in enumerate(names):
+        if name in _EXPERTS_KERNELS:
+            labels[index] = _EXPERTS_KERNELS[name]
+        elif name == _GROUPED:
+            labels[index] = next(grouped)
+        elif name == _PLACE and names[index + 1 : index + 2] == [_GROUPED]:
+            labels[index] = "sort"
+    return [f"{labels[index]} ({name})" if index in labels else name for index, name in enumerate(names)]
+
+
+def _layer_gemms(config: ModelConfig) -> list[str]:
+    """Return the labels of the GEMMs of all layers, in execution order."""
+    shared = config.experts is not None and config.experts.shared_intermediate_size is not None
+    of_experts = ["shared gate", "shared gate_up", "shared down"] if shared else []
+    labels = []
+    for kind in config.layer_kinds:
+        labels += ["qkv", "o", *(of_experts if kind == EXPERTS else ["gate_up", "down"])]
+    return labels
 
 
 def is_gemm(name: str) -> bool:
+    """Return whether a kernel is a GEMM of one matrix. The kernels of experts are not."""
+    if name in _EXPERTS_KERNELS:
+        return False
     return name in _TRITON_GEMMS or (
         _LIBRARY_GEMM.search(name) is not None and _REDUCTION.search(name) is None
     )
@@ -75,12 +114,13 @@ def work_by_kernel(
     shapes: Sequence[StepShape],
     device: Ceilings | None,
     norms: float | None = None,
-    hopper: bool = False,
+    launched: Collection[str] = (),
 ) -> dict[str, KernelWork]:
-    """Return the work of each kernel or labelled GEMM on rank 0, summed over all `shapes`.
+    """Return the work of each kernel or label on rank 0, summed over all `shapes`.
 
     `norms` is the number of norm kernels launched per step, which is lower if GEMMs fuse some norms. None
-    assumes one launch per norm. `hopper` is whether long prompts use the Hopper attention kernel.
+    assumes one launch per norm. `launched` contains the names of all launched kernels: the work of some
+    kernels depends on whether others ran, e.g. the Hopper attention kernel.
 
     The result contains two approximations. Captured passes never use the Hopper kernel, but are counted as if
     they did. Chunks that read an FP8 cache directly are counted as if it was expanded.
@@ -89,7 +129,7 @@ def work_by_kernel(
     config = _of_rank(config, info.tensor_parallel_size)
     for shape in shapes:
         of_tokens = 2 * config.layers if norms is None else norms - bool(shape.logit_rows)
-        for name, work in _of_step(config, info, shape, device, of_tokens, hopper).items():
+        for name, work in _of_step(config, info, shape, device, of_tokens, launched).items():
             made[name] = made[name] + work if name in made else work
     return made
 
@@ -97,12 +137,21 @@ def work_by_kernel(
 def _of_rank(config: ModelConfig, ranks: int) -> ModelConfig:
     """Return the configuration of rank 0's shard of a model."""
     shard = config.shard(max(1, ranks), 0)
+    experts = config.experts
+    if experts is not None:
+        shared = experts.shared_intermediate_size
+        experts = replace(
+            experts,
+            intermediate_size=shard.part(experts.intermediate_size),
+            shared_intermediate_size=None if shared is None else shard.part(shared),
+        )
     return replace(
         config,
         heads=shard.heads,
         kv_heads=shard.kv_heads,
         intermediate_size=shard.intermediate,
         vocab_size=shard.vocab,
+        experts=experts,
     )
 
 
@@ -112,14 +161,17 @@ def _of_step(
     shape: StepShape,
     device: Ceilings | None,
     norms: float,
-    hopper: bool,
+    launched: Collection[str],
 ) -> dict[str, KernelWork]:
     """Return the work of each kernel in one step. `norms` is the number of norm launches over all tokens."""
     tokens, rows, layers = shape.tokens, shape.logit_rows, config.layers
     # The last layer writes keys and values for all tokens, but computes only the tokens whose logits are
     # needed.
     results = len(shape.contexts) + len(shape.chunks)
-    through = (layers - 1) * tokens + results
+    through = [tokens] * (layers - 1) + [results]
+    kinds = list(zip(through, config.layer_kinds, strict=True))
+    dense = [count for count, kind in kinds if kind != EXPERTS]
+    sparse = [count for count, kind in kinds if kind == EXPERTS]
     fp8, number = info.weights == FP8, DTYPE_BYTES[info.dtype]
     weight = 1 if fp8 else number
     # Bytes of one token's key or value per head, including the scale if the cache is FP8.
@@ -135,14 +187,13 @@ def _of_step(
         moved = n * k * item + count * (k * item + out * number)
         return KernelWork(moved, 2.0 * count * n * k, per_s)
 
-    def layer(n: int, k: int, out: int, last: int) -> KernelWork:
-        one, end = (product(n, k, count, out, weight, fast) for count in (tokens, last))
-        return KernelWork(
-            (layers - 1) * one.bytes + end.bytes, (layers - 1) * one.operations + end.operations, fast
-        )
+    def layer(n: int, k: int, out: int, counts: Sequence[int]) -> KernelWork:
+        """Return the work of one GEMM in several layers, which compute `counts` tokens."""
+        return sum((product(n, k, count, out, weight, fast) for count in counts), KernelWork(0, 0, fast))
 
     seen = [_seen(context, 1, window) for context in shape.contexts for window in config.sliding_windows]
     seen += [_seen(context + count, 1, config.sliding_windows[-1]) for context, count in shape.chunks]
+    hopper = "_prefill_hopper" in launched
     own = {window: hopper and _suits_hopper(config, info, shape, window) for window in config.sliding_windows}
     pairs, pages = {False: 0.0, True: 0.0}, {False: 0.0, True: 0.0}
     for context, count in shape.chunks:
@@ -154,14 +205,14 @@ def _of_step(
     decodes = asked * (2 * q * number + (0 if shape.chunks else new))
     qkv = (config.heads + both) * config.head_dim
     made = {
-        "qkv": layer(qkv, hidden, qkv, tokens),
-        "o": layer(hidden, q, 2 * hidden, results),
-        "gate_up": layer(2 * intermediate, hidden, intermediate, results),
-        "down": layer(hidden, intermediate, 2 * hidden, results),
+        "qkv": layer(qkv, hidden, qkv, [tokens] * layers),
+        "o": layer(hidden, q, 2 * hidden, through),
+        "gate_up": layer(2 * intermediate, hidden, intermediate, dense),
+        "down": layer(hidden, intermediate, 2 * hidden, dense),
         "lm_head": product(config.vocab_size, hidden, rows, config.vocab_size, number, slow),
         "_norm": KernelWork(((norms - 1) * tokens + results + rows) * hidden * 2 * number),
-        "_silu_mul": KernelWork(through * intermediate * 3 * number),
-        "_quantise": KernelWork(through * (q + intermediate) * (number + 1)),
+        "_silu_mul": KernelWork(sum(dense) * intermediate * 3 * number),
+        "_quantise": KernelWork((sum(through) * q + sum(dense) * intermediate) * (number + 1)),
         "_rope": KernelWork(layers * tokens * (2 * q * number + new)),
         "decode_kernel": KernelWork(sum(seen) * both * of_kv + decodes, 4.0 * sum(seen) * q, attention),
         "_prefill_kernel": KernelWork(pages[False] * both * of_kv, 4.0 * pairs[False] * q, attention),
@@ -170,8 +221,53 @@ def _of_step(
         "scan_kernel": KernelWork(rows * config.vocab_size * number),
     }
     gemms = [made[name] for name in ("qkv", "o", "gate_up", "down", "lm_head")]
+    experts = config.experts
+    if experts is not None:
+        works = [_of_mixture(experts, hidden, count, number, weight, launched) for count in sparse]
+        for name, per_s in (("route", slow), ("experts up", fast), ("experts down", fast)):
+            made[name] = sum((work[name] for work in works), KernelWork(0, 0, per_s))
+        for name in ("choose", "sort", "combine", "_quantise"):
+            made[name] = sum((work[name] for work in works), made.get(name, KernelWork(0)))
+        if experts.shared_intermediate_size is not None:
+            shared, gate = experts.shared_intermediate_size, KernelWork(0, 0, slow)
+            made["shared gate"] = sum((product(1, hidden, n, 1, number, slow) for n in sparse), gate)
+            made["shared gate_up"] = layer(2 * shared, hidden, shared, sparse)
+            made["shared down"] = layer(hidden, shared, 2 * hidden, sparse)
+            gemms += [made[name] for name in ("shared gate", "shared gate_up", "shared down")]
+            made["_silu_mul"] += KernelWork(sum(sparse) * shared * 3 * number)
+            made["_quantise"] += KernelWork(sum(sparse) * shared * (number + 1))
     made[_ALL_GEMMS] = KernelWork(sum(one.bytes for one in gemms), sum(one.operations for one in gemms), fast)
     return made
+
+
+def _of_mixture(
+    experts: ExpertsConfig, hidden: int, tokens: int, number: int, weight: int, launched: Collection[str]
+) -> dict[str, KernelWork]:
+    """Return the work of the kernels of one mixture of experts. `number` and `weight` are the sizes of
+    activations and of the experts' weights in bytes."""
+    count, top_k, width = experts.count, experts.top_k, experts.intermediate_size
+    choices, matrix = tokens * top_k, hidden * width
+    read = expected_experts(experts, tokens) * matrix * weight
+    # GEMMs of sorted tokens leave the sum of each token's experts, and the residual, to "combine".
+    written = choices if _GROUPED in launched else 2 * tokens
+    # Some kernels quantise their own inputs or results.
+    quantised = tokens * hidden * ("_route_tile" in launched)
+    quantised += choices * width * ("_down_gemv" not in launched)
+    return {
+        "route": KernelWork(
+            count * hidden * number + tokens * (hidden * number + 8 * top_k), 2.0 * tokens * count * hidden
+        ),
+        "choose": KernelWork(4 * tokens * count + 8 * choices),
+        "sort": KernelWork(12 * choices),
+        "experts up": KernelWork(
+            2 * read + tokens * hidden * weight + choices * width * number, 4.0 * choices * matrix
+        ),
+        "experts down": KernelWork(
+            read + choices * width * weight + written * hidden * number, 2.0 * choices * matrix
+        ),
+        "combine": KernelWork((choices + 2 * tokens) * hidden * number),
+        "_quantise": KernelWork(quantised * (number + 1)),
+    }
 
 
 def _suits_hopper(config: ModelConfig, info: ReplicaInfo, shape: StepShape, window: int | None) -> bool:

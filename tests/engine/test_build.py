@@ -171,6 +171,22 @@ UNSERVED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         f"intermediate_size is 65552; FP8 .* at most 65536{SERVE_UNQUANTISED}",
     ),
     (
+        MIXTURES["olmoe"] | {"model_type": "olmoe", "intermediate_size": 520},
+        {"fp8": True},
+        f"intermediate_size is 520; FP8 .* a multiple of 16{SERVE_UNQUANTISED}",
+    ),
+    (
+        MIXTURES["qwen2_moe"] | {"model_type": "qwen2_moe", "moe_intermediate_size": 520},
+        {"fp8": True},
+        f"moe_intermediate_size is 520; FP8 .* a multiple of 16{SERVE_UNQUANTISED}",
+    ),
+    (
+        MIXTURES["olmoe"]
+        | {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 513},
+        {},
+        f"num_local_experts is 513; .* support at most 512{SERVE}",
+    ),
+    (
         MIXTURES["olmoe"] | {"model_type": "olmoe", "num_experts": 513},
         {},
         f"num_experts is 513; .* support at most 512{SERVE}",

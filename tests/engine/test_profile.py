@@ -1,10 +1,12 @@
-"""Tests of the profile, which shows the time, the memory traffic and the gaps of kernels."""
+"""Tests of the profile: the time, memory traffic and gaps of kernels."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +14,14 @@ import msgspec
 import pytest
 
 from engine.bench.shapes import SHAPES, write_config
-from engine.ceilings import CEILINGS
+from engine.ceilings import CEILINGS, read_parameters
 from engine.config import ModelConfig
 from engine.families import read_config
 from engine.messages import ReplicaInfo
 from engine.profile.report import idle_gaps, kernel_rows, lines
 from engine.profile.steps import StepShape
 from engine.profile.trace import TraceTimeline, read_timeline, short_name
-from engine.profile.work import KernelWork, label_gemms, work_by_kernel
+from engine.profile.work import KernelWork, label_kernels, work_by_kernel
 
 H200 = CEILINGS["NVIDIA H200"]
 ONE_TOKEN = StepShape([641], [], 1)
@@ -40,7 +42,17 @@ def llama(tmp_path: Path) -> ModelConfig:
     return read_config(write_config("llama-3.1-8b", tmp_path / "model"))
 
 
-def info(**fields: str) -> ReplicaInfo:
+@pytest.fixture
+def mixture(tmp_path: Path) -> ModelConfig:
+    return read_config(write_config("qwen3-30b-a3b", tmp_path / "mixture"))
+
+
+def with_shared_expert(mixture: ModelConfig, width: int) -> ModelConfig:
+    assert mixture.experts is not None
+    return replace(mixture, experts=replace(mixture.experts, shared_intermediate_size=width))
+
+
+def info(**fields: Any) -> ReplicaInfo:
     made: dict[str, Any] = {}
     for field in msgspec.structs.fields(ReplicaInfo):
         made[field.name] = {int: 0, float: 0.0, str: "bfloat16"}.get(field.type, [])
@@ -103,7 +115,8 @@ def test_kernel_names_are_shortened() -> None:
 # ── the work of kernels ────────────────────────────────────────────────────────────────────────────────
 
 
-def test_gemms_are_labelled_by_their_order() -> None:
+def test_gemms_are_labelled_by_their_order(llama: ModelConfig) -> None:
+    one_layer = llama.with_layers([0])
     layer = [
         "_norm",
         "_gemv",
@@ -114,7 +127,7 @@ def test_gemms_are_labelled_by_their_order() -> None:
         "cutlass device_kernel",
     ]
     names = [*layer, "_stream", "scan_kernel"]
-    assert label_gemms(names, 1, [ONE_TOKEN]) == [
+    assert label_kernels(names, one_layer, [ONE_TOKEN]) == [
         "_norm",
         "qkv (_gemv)",
         "_rope",
@@ -126,9 +139,107 @@ def test_gemms_are_labelled_by_their_order() -> None:
         "scan_kernel",
     ]
     nothing_sampled = StepShape([], [(0, 100)], 0)
-    assert label_gemms(layer, 1, [nothing_sampled])[-1] == "down (cutlass device_kernel)"
+    assert label_kernels(layer, one_layer, [nothing_sampled])[-1] == "down (cutlass device_kernel)"
     # There is one GEMM too many, so the recorded GEMMs cannot be assigned to linears.
-    assert label_gemms(names, 1, [nothing_sampled])[1] == "gemms (_gemv)"
+    assert label_kernels(names, one_layer, [nothing_sampled])[1] == "gemms (_gemv)"
+
+
+def test_kernels_of_experts_have_labels_of_their_own(mixture: ModelConfig) -> None:
+    few = ["_place", "_gemv", "_rope", "_dot", "_route", "_up_gemv", "_down_gemv", "_stream"]
+    one_layer = mixture.with_layers([0])
+    assert label_kernels(few, one_layer, [ONE_TOKEN]) == [
+        "_place",
+        "qkv (_gemv)",
+        "_rope",
+        "o (_dot)",
+        "route (_route)",
+        "experts up (_up_gemv)",
+        "experts down (_down_gemv)",
+        "lm_head (_stream)",
+    ]
+    many = ["_norm", "_route_tile", "_count", "_place", "_grouped", "_quantise", "_grouped", "_combine"]
+    two_layers = label_kernels(
+        ["_dot", "_dot", *many] * 2, mixture.with_layers([0, 1]), [StepShape([], [], 0)]
+    )
+    assert two_layers == 2 * [
+        "qkv (_dot)",
+        "o (_dot)",
+        "_norm",
+        "route (_route_tile)",
+        "sort (_count)",
+        "sort (_place)",
+        "experts up (_grouped)",
+        "_quantise",
+        "experts down (_grouped)",
+        "combine (_combine)",
+    ]
+    names = ["_dot", "_dot", "_route", "_up_dot", "nvjet", "_dot", "_dot", "_down_dot", "_stream"]
+    shared = with_shared_expert(one_layer, 512)
+    assert label_kernels(names, shared, [ONE_TOKEN])[4:7] == [
+        "shared gate (nvjet)",
+        "shared gate_up (_dot)",
+        "shared down (_dot)",
+    ]
+
+
+def test_every_kernel_of_experts_has_a_label(mixture: ModelConfig) -> None:
+    kernels = Path(__file__).parents[2] / "kernels" / "triton"
+    launched = [
+        name
+        for file in ("experts_few.py", "experts_many.py", "experts_route.py")
+        for name in re.findall(r"^ +(_\w+)\[.*\]\($", (kernels / file).read_text(), re.MULTILINE)
+    ]
+    assert {"_route", "_grouped", "_combine"} <= set(launched)
+    labels = label_kernels(
+        [name for kernel in launched for name in (kernel, "_grouped")], mixture, [ONE_TOKEN]
+    )
+    works = work_by_kernel(mixture, info(), [ONE_TOKEN], H200)
+    assert {label.partition(" (")[0] for label in labels} <= works.keys()
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 64])
+def test_a_step_reads_the_experts_that_its_tokens_choose(mixture: ModelConfig, tokens: int) -> None:
+    works = work_by_kernel(mixture, info(), [StepShape([641] * tokens, [], tokens)], H200)
+    chosen = 128 * (1 - (1 - 8 / 128) ** tokens)
+    assert works["experts up"].bytes == pytest.approx(48 * chosen * 2 * 768 * 2048 * 2, rel=0.01)
+    assert works["experts down"].bytes == pytest.approx(48 * chosen * 768 * 2048 * 2, rel=0.01)
+    assert works["experts up"].operations == 48 * 2 * tokens * 8 * 2 * 768 * 2048
+    assert works["gate_up"].bytes == works["down"].bytes == 0
+    names = ("qkv", "o", "route", "experts up", "experts down")
+    read = 2 * read_parameters(mixture, tokens)
+    assert sum(works[name].bytes for name in names) == pytest.approx(read, rel=0.02)
+    assert works["gemms"].bytes == sum(works[name].bytes for name in ("qkv", "o", "lm_head"))
+
+
+def test_fp8_halves_the_experts_but_not_the_router(mixture: ModelConfig) -> None:
+    wide, half = (
+        work_by_kernel(mixture, info(weights=weights), [ONE_TOKEN], H200) for weights in ("bfloat16", "fp8")
+    )
+    for name in ("experts up", "experts down"):
+        assert half[name].bytes / wide[name].bytes == pytest.approx(0.5, rel=0.01)
+        assert half[name].per_s == H200.fp8_gemm_per_s
+    assert half["route"] == wide["route"]
+
+
+def test_ranks_share_the_experts_but_not_the_router(mixture: ModelConfig) -> None:
+    config = with_shared_expert(mixture, 512)
+    one, two = (work_by_kernel(config, info(tensor_parallel_size=size), [ONE_TOKEN], H200) for size in (1, 2))
+    for name in ("experts up", "experts down", "shared gate_up", "shared down"):
+        assert two[name].operations == one[name].operations / 2
+    for name in ("route", "shared gate"):
+        assert two[name] == one[name]
+
+
+def test_a_prompt_of_a_mixture_is_limited_by_its_operations(mixture: ModelConfig) -> None:
+    shape = StepShape([], [(0, 8192)], 1)
+    few = work_by_kernel(mixture, info(), [shape], H200)
+    many = work_by_kernel(mixture, info(), [shape], H200, launched={"_route_tile", "_grouped"})
+    # In the last layer, only the last token is computed.
+    assert few["experts up"].operations == 4 * (47 * 8192 + 1) * 8 * 768 * 2048
+    assert few["experts up"].limit_us(H200) == pytest.approx(1e6 * few["experts up"].operations / 700e12)
+    more = many["experts down"].bytes - few["experts down"].bytes
+    assert more == (47 * 8192 + 1) * (8 - 2) * 2048 * 2
+    assert many["combine"].bytes == (47 * 8192 + 1) * (8 + 2) * 2048 * 2
 
 
 def test_a_decode_step_reads_every_weight_once_and_the_cache_once(llama: ModelConfig) -> None:
@@ -161,7 +272,7 @@ def test_a_prompt_is_limited_by_its_operations(llama: ModelConfig) -> None:
     works = work_by_kernel(llama, info(), [StepShape([], [(0, 8192)], 1)], H200)
     assert works["qkv"].operations == 2 * 32 * 8192 * 6144 * 4096
     assert works["qkv"].limit_us(H200) == pytest.approx(1e6 * works["qkv"].operations / 700e12)
-    # In the last layer, all tokens except the last are only written to the cache.
+    # In the last layer, every token except the last only writes to the cache.
     assert works["o"].operations == 2 * (31 * 8192 + 1) * 4096 * 4096
     assert works["_prefill_kernel"].operations == 4 * 31 * 32 * 128 * 8192 * 8193 / 2
     assert works["decode_kernel"].operations == 4 * 32 * 128 * 8192
@@ -175,7 +286,7 @@ def test_prompt_attention_is_counted_for_the_kernel_that_runs_it(llama: ModelCon
     pytest.importorskip("triton")
     long, short = StepShape([], [(0, 8192)], 1), StepShape([], [(0, 512)] * 4, 4)
     apart = [work_by_kernel(llama, info(), [shape], H200) for shape in (long, short)]
-    both = work_by_kernel(llama, info(), [long, short], H200, hopper=True)
+    both = work_by_kernel(llama, info(), [long, short], H200, launched={"_prefill_hopper"})
     assert [both[name] for name in ("_prefill_hopper", "_prefill_kernel")] == [
         work["_prefill_kernel"] for work in apart
     ]
@@ -188,7 +299,7 @@ def test_chunks_that_read_an_fp8_cache_directly_do_not_affect_the_kernel_choice_
 ) -> None:
     pytest.importorskip("triton")
     shape = StepShape([], [(0, 2048), *[(0, 32)] * 100], 101)
-    works = work_by_kernel(llama, info(kv_cache_dtype=cache), [shape], H200, hopper=True)
+    works = work_by_kernel(llama, info(kv_cache_dtype=cache), [shape], H200, launched={"_prefill_hopper"})
     kernels = ("_prefill_hopper", "_prefill_kernel")
     assert [name for name in kernels if works[name].operations] == [kernel]
 
@@ -250,7 +361,7 @@ def test_a_profile_of_a_small_model_on_a_cpu(tmp_path: Path) -> None:
     assert "8 tokens per step, of which 8 decode" in done.stdout
     assert "recorded" not in done.stdout
     linear = next(line.split() for line in done.stdout.splitlines() if "linear" in line)
-    # Each step has four GEMMs and one GEMM for the output matrix.
+    # Each step has four GEMMs and the output matrix.
     assert float(linear[1]) == 5.0
     assert json.loads(trace.read_text())["traceEvents"]
     few = profile("--kind", "mixed", "--steps", "20")
@@ -261,4 +372,4 @@ def test_a_profile_of_a_small_model_on_a_cpu(tmp_path: Path) -> None:
     assert "mean step of 8:" in few.stdout
     too_many = profile("--skip", "300")
     assert too_many.returncode == 1
-    assert "--skip is 300, but the workload has no more than 255 decode steps" in too_many.stderr
+    assert "--skip is 300, but the workload has at most 255 consecutive decode steps" in too_many.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -173,6 +174,19 @@ def test_every_token_may_choose_the_same_experts_and_leave_the_others() -> None:
     found = OPS.norm_experts(Residual(_random(33, HIDDEN)), torch.ones(HIDDEN), EPS, experts)
     assert found.chosen.tolist() == [[0, 1, 2]] * 33
     _close(found.weights, torch.full((33, 3), 1 / 3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_pass_without_tokens_has_no_experts(fp8: bool) -> None:
+    experts = _experts(_random(8, HIDDEN, seed=3), 3, normalised=True)
+    if fp8:
+        assert isinstance(experts.gate_up, torch.Tensor) and isinstance(experts.down, torch.Tensor)
+        experts = replace(experts, gate_up=_fp8(experts.gate_up), down=_fp8(experts.down))
+    nothing = torch.empty(0, HIDDEN)
+    found = OPS.norm_experts(Residual(nothing), torch.ones(HIDDEN), EPS, experts)
+    assert found.chosen.shape == found.weights.shape == (0, 3)
+    assert OPS.experts_sum(found, experts).shape == nothing.shape
+    assert OPS.experts_add(found, experts, Residual(nothing), None).values.shape == nothing.shape
 
 
 def _expanded(weight: Fp8Weight) -> torch.Tensor:

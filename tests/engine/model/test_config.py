@@ -121,12 +121,18 @@ def test_families_differ_in_biases_and_norms(tmp_path: Path) -> None:
     ("values", "experts"),
     [
         (LLAMA | {"num_experts": 8}, None),
-        (QWEN3_MOE, ExpertsConfig(128, 8, 768, False)),
+        (QWEN3_MOE, ExpertsConfig(128, 8, 768, False, count_field="num_local_experts")),
         (QWEN3_MOE | {"num_experts": 16, "norm_topk_prob": True}, ExpertsConfig(16, 8, 768, True)),
-        (QWEN3_MOE | {"num_local_experts": 16}, ExpertsConfig(16, 8, 768, False)),
+        (
+            QWEN3_MOE | {"num_local_experts": 16},
+            ExpertsConfig(16, 8, 768, False, count_field="num_local_experts"),
+        ),
         (QWEN2_MOE, ExpertsConfig(60, 4, 1408, False, 5632)),
-        (MIXTRAL, ExpertsConfig(8, 2, 96, True)),
-        (OLMOE | {"num_experts_per_tok": 3}, ExpertsConfig(64, 3, 96, False)),
+        (MIXTRAL, ExpertsConfig(8, 2, 96, True, None, "num_local_experts", "intermediate_size")),
+        (
+            OLMOE | {"num_experts_per_tok": 3},
+            ExpertsConfig(64, 3, 96, False, width_field="intermediate_size"),
+        ),
     ],
 )
 def test_experts_are_those_of_each_family(

@@ -81,9 +81,32 @@ def test_the_pieces_of_a_block_cover_it_exactly(
     assert not any(end % PAGE for end in ends[1:-1])
     assert max(last - first for first, last in block.pieces()) <= 2 * PAGE
     with closing(ReaderPool(3)) as readers:
-        readers.read(block, buffer).wait()
+        readers.read([block], buffer).wait()
     first, rows = asked
     assert block.numbers(buffer).view(torch.int32).tolist() == list(range(first, first + rows))
+
+
+@pytest.mark.parametrize("cached", [True, False], ids=["cached", "on disk"])
+@examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(asked=st.lists(ranges, min_size=1, max_size=4))
+def test_blocks_of_a_batch_are_in_different_pages_of_a_buffer(
+    entry: TensorEntry, file: WeightFile, asked: list[tuple[int, int]], cached: bool
+) -> None:
+    blocks: list[FileBlock] = []
+    for first, rows in asked:
+        block = FileBlock(
+            TensorSlice("rows", entry, first, rows), file, None, blocks[-1].end if blocks else 0
+        )
+        block.past_cache = not cached
+        blocks.append(block)
+    with (
+        closing(StagingRing(1, blocks[-1].end, torch.device("cpu"))) as ring,
+        closing(ReaderPool(3)) as readers,
+    ):
+        (buffer,) = ring.buffers
+        readers.read(blocks, buffer).wait()
+        for block, (first, rows) in zip(blocks, asked, strict=True):
+            assert block.numbers(buffer).view(torch.int32).tolist() == list(range(first, first + rows))
 
 
 def test_the_pieces_of_a_block_are_read_concurrently(
@@ -97,7 +120,7 @@ def test_the_pieces_of_a_block_are_read_concurrently(
 
     monkeypatch.setattr(WeightFile, "read", read)
     with closing(ReaderPool(together.parties)) as readers:
-        readers.read(block, buffer).wait()
+        readers.read([block], buffer).wait()
     assert together.parties > 4
 
 
@@ -139,7 +162,7 @@ def test_a_read_error_is_raised_after_all_other_pieces_are_done(
 
     monkeypatch.setattr(WeightFile, "read", read)
     with closing(ReaderPool(2)) as readers:
-        reading = readers.read(block, buffer)
+        reading = readers.read([block], buffer)
         with pytest.raises(raised, match=said):
             reading.wait()
         assert sorted([failing, *done]) == [first for first, _ in block.pieces()]
@@ -156,7 +179,7 @@ def test_a_read_error_is_raised_even_if_the_size_of_the_file_is_unknown(
     monkeypatch.setattr(WeightFile, "status", status)
     os.truncate(entry.file, entry.offset)
     with closing(ReaderPool(2)) as readers, pytest.raises(OSError, match="Stale file handle"):
-        readers.read(_block(entry, file), buffer).wait()
+        readers.read([_block(entry, file)], buffer).wait()
 
 
 def test_a_failed_read_releases_its_staging_buffer(entry: TensorEntry, file: WeightFile) -> None:
@@ -167,7 +190,7 @@ def test_a_failed_read_releases_its_staging_buffer(entry: TensorEntry, file: Wei
     gc.disable()
     try:
         with closing(ReaderPool(2)) as readers:
-            reading = readers.read(_block(entry, file), ring.buffers[0])
+            reading = readers.read([_block(entry, file)], ring.buffers[0])
             with suppress(CheckpointError):
                 reading.wait()
                 raise AssertionError
@@ -207,7 +230,7 @@ def test_close_waits_for_begun_pieces_and_drops_the_others(
 
     monkeypatch.setattr(WeightFile, "read", slowly)
     readers = ReaderPool(1)
-    readers.read(_block(entry, file), buffer)
+    readers.read([_block(entry, file)], buffer)
     assert begun.wait(30)
     closes = threading.Thread(target=readers.close)
     closes.start()

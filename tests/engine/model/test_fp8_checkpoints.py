@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from engine.config import CheckpointError
 from engine.families import read_config
 from engine.model.decoder import Decoder
+from engine.model.layers import WeightShard
 from engine.model.loader import load
 from engine.parallel import single
 from kernels import Fp8Weight, Weight, select_backend
@@ -141,6 +142,18 @@ def test_quantised_experts_give_the_logits_of_transformers(case: Case, how: Fp8,
             values, scales = quantise_fp8(meant[name])
             meant[name] = values.float() * scales
     assert _equal(decoder, quantised_oracle(tmp_path, meant)) >= EQUAL
+
+
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_quantised_matrices_are_read_directly_into_the_weights(
+    per_channel: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(Case("plain", "llama"), tmp_path)
+    meant = quantise(tmp_path, Fp8("direct", per_channel))
+    monkeypatch.delattr(WeightShard, "fill_quantised")
+    layer = _load(tmp_path).layers[1]
+    expected = meant["model.layers.1.mlp.down_proj.weight"]
+    assert torch.equal(_dense(layer.mlp.down.weight), expected)
 
 
 def test_the_comparison_detects_missing_activation_rounding(tmp_path: Path) -> None:

@@ -228,10 +228,21 @@ def test_fused_experts_of_another_shape_are_refused(tmp_path: Path) -> None:
     _refused(folder, "model.layers.1.mlp.experts.7.gate_proj.weight", "missing")
 
 
-def test_a_missing_matrix_of_an_expert_is_named(tmp_path: Path) -> None:
+def test_tensors_of_experts_are_named_as_in_the_checkpoint(tmp_path: Path) -> None:
     folder = make(Case("experts", "mixtral", EXPERTS), tmp_path)
-    _rewrite(folder, lambda tensors: tensors.pop("model.layers.1.block_sparse_moe.experts.3.w2.weight"))
-    _refused(folder, "tensor model.layers.1.mlp.experts.3.down_proj.weight is missing")
+    gate = "model.layers.1.block_sparse_moe.gate.weight"
+    up, down = (f"model.layers.1.block_sparse_moe.experts.3.{part}.weight" for part in ("w3", "w2"))
+    tensors = load_file(folder / SINGLE)
+    _rewrite(folder, lambda tensors: tensors.update({up: tensors[up][:5].contiguous()}))
+    _refused(folder, f"{up} has shape [5, 64], config.json needs [96, 64]")
+    _rewrite(folder, lambda found: found.update({up: tensors[up].int()}))
+    _refused(folder, f"{up} has dtype I32")
+    _rewrite(folder, lambda found: [found.pop(name) for name in (gate, down)])
+    _refused(folder, f"tensors {down}, {gate} are missing")
+    plain = make(Case("experts", "qwen2_moe", QWEN2_EXPERTS), tmp_path / "plain")
+    down = "model.layers.1.mlp.experts.3.down_proj.weight"
+    _rewrite(plain, lambda tensors: tensors.pop(down))
+    _refused(plain, f"tensor {down} is missing")
 
 
 def test_rotary_frequencies_and_the_copy_of_a_tied_matrix_are_ignored(tmp_path: Path) -> None:

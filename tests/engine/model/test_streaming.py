@@ -117,6 +117,39 @@ def test_every_tensor_is_streamed_bitwise_equal(folder: Path, block_bytes: int, 
 
 
 @pytest.mark.parametrize("block_bytes", BLOCK_SIZES)
+def test_each_tensor_of_a_batch_is_copied_or_filled(folder: Path, block_bytes: int) -> None:
+    slices = [each for each in _in_order(folder) if each.name.startswith("small")]
+    found = {each.name: torch.zeros(each.rows) for each in slices}
+
+    def target(whole: TensorSlice) -> torch.Tensor | None:
+        return found[whole.name] if whole.name.endswith(("0", "3", "7")) else None
+
+    def fill(block: TensorSlice, numbers: torch.Tensor) -> None:
+        assert target(block) is None
+        found[block.name][block.first_row : block.first_row + block.rows] = numbers
+
+    streamed = [block.name for block in stream(slices, CPU, fill, target, block_bytes=block_bytes)]
+    assert list(dict.fromkeys(streamed)) == [each.name for each in slices]
+    for name, tensor in load_file(folder / "b.safetensors").items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_small_tensors_are_read_in_batches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches: list[int] = []
+    real = fetching.ReaderPool.read
+
+    def read(readers: fetching.ReaderPool, blocks: list[fetching.FileBlock], *into: Any) -> Any:
+        batches.append(len(blocks))
+        assert blocks[-1].end <= (100 + 2) * PAGE
+        return real(readers, blocks, *into)
+
+    monkeypatch.setattr(fetching.ReaderPool, "read", read)
+    slices = [each for each in _in_order(folder) if each.name.startswith("small")]
+    _drain(slices, block_bytes=100 * PAGE)
+    assert sum(batches) == 300 and len(batches) <= 4
+
+
+@pytest.mark.parametrize("block_bytes", BLOCK_SIZES)
 def test_only_the_requested_rows_are_streamed(folder: Path, block_bytes: int, placed: bool) -> None:
     entries = read_entries(folder)
     asked = {"matrix": (100, 131), "long rows": (1, 1), "experts": (3, 2)}
