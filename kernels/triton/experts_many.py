@@ -2,8 +2,8 @@
 """The experts of many tokens: choices are sorted by expert on the device, and each GEMM is one launch over
 the tokens of all experts.
 
-`sort` is a stable counting sort: one launch counts the choices of each expert in blocks of tokens, and one
-adds the counts of the blocks and writes each choice to its place. `up` reads the tokens in this order and
+`sort` is the second half of a stable counting sort: the router has counted the choices of each expert in blocks
+of tokens, and one launch adds the counts of the blocks and writes each choice to its place. `up` reads the tokens in this order and
 computes SwiGLU. `down` writes its results back in the order of the choices, and `combine` multiplies them by
 their routing weights and adds those of each token in the order of its choices, plus the residual. No kernel
 adds with atomics, so results do not depend on timing.
@@ -25,10 +25,11 @@ import triton
 import triton.language as tl
 
 from kernels.triton.experts_plans import ExpertsPlan
+from kernels.triton.experts_route import Routed, block_tokens
 from kernels.triton.linear_rows import gated, weight_rows
 
-_ONE_HOT = 8192
-"""Number of elements of a program's table of tokens and experts in `sort`."""
+_SUMMED = 1 << 14
+"""Largest number of counts that a program of `sort` adds at once."""
 
 _COMBINED_COLUMNS = 1024
 """Number of columns per program of `combine`."""
@@ -45,21 +46,32 @@ class Sorted:
     """First position in `order` of each expert, then the number of choices: [experts + 1] int32."""
 
 
-def sort(chosen: torch.Tensor, experts: int, *, pdl: bool = True) -> Sorted:
-    """Sort `chosen [tokens, top_k]` int32, contiguous; the experts of a token are distinct."""
-    tokens, top_k = chosen.shape
-    device = chosen.device
+def sort(routed: Routed, experts: int, *, pdl: bool = True) -> Sorted:
+    """Sort the choices of `experts_route.route_many`; the experts of a token are distinct."""
+    if routed.places is None or routed.counts is None:
+        raise ValueError("routed has no counts; route the tokens with route_many")
+    tokens, top_k = routed.chosen.shape
+    device = routed.chosen.device
     order = torch.empty(tokens * top_k, dtype=torch.int32, device=device)
     begins = torch.empty(experts + 1, dtype=torch.int32, device=device)
-    every = triton.next_power_of_2(experts)
-    block = max(1, _ONE_HOT // every)
-    blocks = max(1, triton.cdiv(tokens, block))
-    counts = torch.empty((blocks, every), dtype=torch.int32, device=device)
-    shape = {"TOP_K": top_k, "BLOCK": block, "ALL": every, "PDL": pdl, "num_warps": 8, "launch_pdl": pdl}
-    if blocks > 1:
-        _count[(blocks,)](chosen, counts, tokens, **shape)
-    _place[(blocks,)](
-        chosen, counts, order, begins, tokens, EXPERTS=experts, ONE_BLOCK=blocks == 1, SUMMED=32, **shape
+    blocks, every = routed.counts.shape
+    block = block_tokens(tokens, experts)
+    _place[(max(blocks, 1),)](
+        routed.chosen,
+        routed.places,
+        routed.counts,
+        order,
+        begins,
+        tokens * top_k,
+        blocks,
+        EXPERTS=experts,
+        CHOICES=block * top_k,
+        BLOCK=triton.next_power_of_2(block * top_k),
+        SUMMED=min(triton.next_power_of_2(max(blocks, 1)), _SUMMED // every),
+        ALL=every,
+        PDL=pdl,
+        num_warps=8,
+        launch_pdl=pdl,
     )
     return Sorted(order, begins)
 
@@ -202,77 +214,48 @@ def _launch(
 # ── kernels ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-@triton.jit
-def _one_hot(chosen, tokens, TOP_K: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr):
-    """Return for each expert and each token of a block whether the token has chosen the expert (0 or 1), and
-    the number of this choice: `[ALL, BLOCK]` int32 each."""
-    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    index = tl.arange(0, ALL)
-    taken = tl.zeros([ALL, BLOCK], tl.int32)
-    choice = tl.zeros([ALL, BLOCK], tl.int32)
-    for turn in tl.static_range(TOP_K):
-        number = token * TOP_K + turn
-        expert = tl.load(chosen + number, mask=token < tokens, other=-1)
-        this = index[:, None] == expert[None, :]
-        taken = tl.where(this, 1, taken)
-        choice = tl.where(this, number[None, :], choice)
-    return taken, choice
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def _count(
-    chosen, counts, tokens, TOP_K: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr, PDL: tl.constexpr
-):
-    """Count the choices of each expert in a block of tokens."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    taken, _ = _one_hot(chosen, tokens, TOP_K, BLOCK, ALL)
-    tl.store(counts + tl.program_id(0) * ALL + tl.arange(0, ALL), tl.sum(taken, axis=1))
-
-
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["total", "blocks"])
 def _place(
     chosen,
+    places,
     counts,
     order,
     begins,
-    tokens,
+    total,
+    blocks,
     EXPERTS: tl.constexpr,
-    ONE_BLOCK: tl.constexpr,
-    SUMMED: tl.constexpr,
-    TOP_K: tl.constexpr,
+    CHOICES: tl.constexpr,
     BLOCK: tl.constexpr,
+    SUMMED: tl.constexpr,
     ALL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Write the choices of a block of tokens to their places. Each program adds the counts of all blocks
-    itself, SUMMED blocks at once."""
+    """Write the CHOICES choices of a block of tokens to their places. Each program adds the counts of all
+    blocks itself, SUMMED blocks at once."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     index = tl.arange(0, ALL)
-    taken, choice = _one_hot(chosen, tokens, TOP_K, BLOCK, ALL)
-    if ONE_BLOCK:
-        totals = tl.sum(taken, axis=1)
-        earlier = tl.zeros([ALL], tl.int32)
-    else:
-        totals = tl.zeros([ALL], tl.int32)
-        earlier = tl.zeros([ALL], tl.int32)
-        blocks = tl.num_programs(0)
-        for first in tl.range(0, blocks, SUMMED):
-            block = first + tl.arange(0, SUMMED)
-            count = tl.load(
-                counts + block[:, None] * ALL + index[None, :], mask=(block < blocks)[:, None], other=0
-            )
-            totals += tl.sum(count, axis=0)
-            earlier += tl.sum(tl.where((block < tl.program_id(0))[:, None], count, 0), axis=0)
+    at = tl.arange(0, BLOCK)
+    choice = tl.program_id(0) * CHOICES + at
+    inside = (at < CHOICES) & (choice < total)
+    expert = tl.load(chosen + choice, mask=inside, other=0)
+    place = tl.load(places + choice, mask=inside, other=0)
+    totals = tl.zeros([ALL], tl.int32)
+    earlier = tl.zeros([ALL], tl.int32)
+    for first in tl.range(0, blocks, SUMMED):
+        block = first + tl.arange(0, SUMMED)
+        count = tl.load(
+            counts + block[:, None] * ALL + index[None, :], mask=(block < blocks)[:, None], other=0
+        )
+        totals += tl.sum(count, axis=0)
+        earlier += tl.sum(tl.where((block < tl.program_id(0))[:, None], count, 0), axis=0)
     ends = tl.cumsum(totals, axis=0)
     if tl.program_id(0) == 0:
         tl.store(begins, 0)
         tl.store(begins + 1 + index, ends, mask=index < EXPERTS)
-    place = (ends - totals + earlier)[:, None] + tl.cumsum(taken, axis=1) - taken
-    tl.store(order + place, choice, mask=taken > 0)
+    place += tl.gather(ends - totals + earlier, expert, 0)
+    tl.store(order + place, choice, mask=inside)
 
 
 @triton.jit

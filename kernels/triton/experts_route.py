@@ -2,8 +2,9 @@
 """Router of a mixture-of-experts layer: RMSNorm, the gate's logits and the top-k choice.
 
 `route` serves few tokens with one launch: several programs per token compute parts of its logits, and the
-program that finishes last chooses the experts. `route_many` serves many tokens: the norm is a launch of its
-own, and each program computes all logits of a tile of tokens on the tensor cores.
+program that finishes last chooses the experts. `route_many` serves many tokens with three launches: the norm;
+the logits on the tensor cores, whose sums over the hidden size are divided into parts if there are few tiles of
+tokens; and the choice, which adds the parts in a fixed order and counts the choices of each expert.
 
 The input is normalised in float32 and rounded once to its dtype; logits are float32 sums of its products with
 the router's rows, and are not rounded. Experts are ordered by falling logit, of equal logits the lower id
@@ -13,17 +14,27 @@ experts whatever its values are.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 
 from kernels.limits import LARGEST_ROW, MAX_EXPERTS, MAX_TOP_K
-from kernels.triton import fused, linear
+from kernels.triton import fused
 from kernels.triton.linear_rows import Workspace
 
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+
+_PROGRAMS = 128
+"""Number of programs of `route_many`'s kernels, if there are enough tokens: about as many as a data-centre GPU
+has multiprocessors. It is a constant, so results do not depend on the GPU."""
+
+_MAX_SPLITS = 16
+"""Largest number of parts into which the sums of logits are divided."""
+
+_LOGITS = 128 * 128
+"""Largest number of logits that a program keeps in registers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +49,12 @@ class Routed:
     """Expert ids: [tokens, top_k] int32."""
     weights: torch.Tensor
     """Routing weights: [tokens, top_k] float32."""
+    places: torch.Tensor | None = None
+    """For each choice, how many earlier tokens of its block have chosen the expert: [tokens, top_k] int32.
+    Only `route_many` returns places and counts."""
+    counts: torch.Tensor | None = None
+    """How many tokens of each block of `block_tokens` tokens have chosen each expert: [blocks, power of two
+    of at least the number of experts] int32."""
 
 
 def route(
@@ -105,39 +122,69 @@ def route_many(
     values: torch.dtype | None = None,
     pdl: bool = True,
 ) -> Routed:
-    """`route` for any number of tokens, in two launches, or three if the normalised tokens are quantised."""
+    """`route` for any number of tokens, in three launches. The result also has the counts that
+    `experts_many.sort` needs."""
     tokens, hidden = x.shape
     experts = _check(x, norm_weight, router, top_k)
+    device, every = x.device, max(16, triton.next_power_of_2(experts))
+    block = block_tokens(tokens, experts)
     routed = _allocate(x, top_k, values)
+    places = torch.empty((tokens, top_k), dtype=torch.int32, device=device)
+    counts = torch.empty((triton.cdiv(tokens, block), every), dtype=torch.int32, device=device)
     if not tokens:
-        return routed
-    normed = fused.rms_norm(x, norm_weight, eps, pdl=pdl)
-    every = max(16, triton.next_power_of_2(experts))
-    # Few tokens get small tiles, so that more programs share the latency of reading the router.
-    rows = 64 if tokens > 1024 else 16
-    _route_tile[(triton.cdiv(tokens, rows),)](
+        return replace(routed, places=places, counts=counts)
+    scales = None
+    if values is None:
+        normed = quantised = fused.rms_norm(x, norm_weight, eps, pdl=pdl)
+    else:
+        normed, quantised, scales = fused.rms_norm_both(x, norm_weight, eps, values=values, pdl=pdl)
+    # Tiles become larger before they become more than the device's multiprocessors.
+    rows = min(triton.next_power_of_2(triton.cdiv(tokens, 16)), max(16, _LOGITS // every), 128)
+    rows = max(rows, 16)
+    tiles = triton.cdiv(tokens, rows)
+    splits = max(1, min(_MAX_SPLITS, _PROGRAMS // triton.next_power_of_2(tiles)))
+    small = rows + every <= 256  # else three steps would exceed the shared memory of some GPUs
+    parts = torch.empty((splits, tokens, every), dtype=torch.float32, device=device)
+    _logits[(tiles * splits,)](
         normed,
         router,
-        routed.chosen,
-        routed.weights,
+        parts,
         tokens,
         HIDDEN=hidden,
         EXPERTS=experts,
-        TOP_K=top_k,
+        SPLITS=splits,
         ROWS=rows,
-        BLOCK_K=min(64, max(16, triton.next_power_of_2(hidden))),
+        BLOCK_K=64 if small else 32,
         ALL=every,
-        TOP_K_BLOCK=triton.next_power_of_2(top_k),
-        NORMALISED=normalised,
         PDL=pdl,
-        num_warps=8 if every > 128 else 4,
-        num_stages=3,
+        num_warps=8 if rows * every > 8192 else 4,
+        num_stages=3 if small else 2,
         launch_pdl=pdl,
     )
-    if values is None:
-        return Routed(normed, None, routed.chosen, routed.weights)
-    quantised, scales = linear.quantise(normed, values=values, pdl=pdl)
-    return Routed(quantised, scales, routed.chosen, routed.weights)
+    _choose[(len(counts),)](
+        parts,
+        routed.chosen,
+        routed.weights,
+        places,
+        counts,
+        tokens,
+        EXPERTS=experts,
+        SPLITS=splits,
+        TOP_K=top_k,
+        ROWS=block,
+        ALL=every,
+        NORMALISED=normalised,
+        PDL=pdl,
+        num_warps=4 if block * every <= 512 else 8,
+        launch_pdl=pdl,
+    )
+    return Routed(quantised, scales, routed.chosen, routed.weights, places, counts)
+
+
+def block_tokens(tokens: int, experts: int) -> int:
+    """Return the number of tokens of a block of `Routed.counts`."""
+    largest = min(64, max(4, 8192 // triton.next_power_of_2(experts)))
+    return max(4, min(largest, triton.next_power_of_2(triton.cdiv(tokens, _PROGRAMS))))
 
 
 def _allocate(x: torch.Tensor, top_k: int, values: torch.dtype | None) -> Routed:
@@ -256,34 +303,33 @@ def _route(
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _route_tile(
+def _logits(
     normed,
     router,
-    chosen,
-    weights,
+    parts,
     tokens,
     HIDDEN: tl.constexpr,
     EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr,
+    SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     ALL: tl.constexpr,
-    TOP_K_BLOCK: tl.constexpr,
-    NORMALISED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute all logits of ROWS tokens and choose their experts, one after another."""
+    """Compute one of SPLITS parts of the sums of all logits of ROWS tokens."""
+    steps: tl.constexpr = (HIDDEN + BLOCK_K - 1) // BLOCK_K
+    length: tl.constexpr = (steps + SPLITS - 1) // SPLITS * BLOCK_K
+    split = tl.program_id(0) % SPLITS
+    token = tl.program_id(0) // SPLITS * ROWS + tl.arange(0, ROWS)
+    index = tl.arange(0, ALL)
+    k = tl.arange(0, BLOCK_K)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    index = tl.arange(0, ALL)
-    k = tl.arange(0, BLOCK_K)
-    live = token < tokens
     xs = normed + tl.minimum(token, tokens - 1).to(tl.int64)[:, None] * HIDDEN + k[None, :]
     ws = router + tl.minimum(index, EXPERTS - 1)[:, None] * HIDDEN + k[None, :]
     logit = tl.zeros([ROWS, ALL], tl.float32)
-    for at in tl.range(0, HIDDEN, BLOCK_K):
+    for at in tl.range(split * length, tl.minimum((split + 1) * length, HIDDEN), BLOCK_K):
         if HIDDEN % BLOCK_K:
             inside = (at + k < HIDDEN)[None, :]
             part = tl.load(xs + at, mask=inside, other=0.0)
@@ -292,24 +338,61 @@ def _route_tile(
             part = tl.load(xs + at)
             w = tl.load(ws + at)
         logit = tl.dot(part, tl.trans(w), logit, input_precision="ieee")
-    # Experts that do not exist or are chosen are below every other expert, also below those with a NaN.
-    gone = float("-inf")
-    left = tl.where(logit > _LOWEST, logit, _LOWEST)
-    left = tl.where((index < EXPERTS)[None, :], left, gone)
-    top = tl.max(left, axis=1)[:, None]
-    place = tl.arange(0, TOP_K_BLOCK)
-    picked = tl.zeros([ROWS, TOP_K_BLOCK], tl.int32)
-    share = tl.zeros([ROWS, TOP_K_BLOCK], tl.float32)
-    total = tl.sum(tl.exp(left - top), axis=1)
+    to = (split.to(tl.int64) * tokens + token)[:, None] * ALL + index[None, :]
+    tl.store(parts + to, logit, mask=(token < tokens)[:, None])
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _choose(
+    parts,
+    chosen,
+    weights,
+    places,
+    counts,
+    tokens,
+    EXPERTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALL: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Choose the experts of a block of ROWS tokens, and count the choices of each expert."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    index = tl.arange(0, ALL)
+    live = (token < tokens)[:, None]
+    logit = tl.zeros([ROWS, ALL], tl.float32)
+    for split in tl.static_range(SPLITS):
+        of_token = (tl.cast(split, tl.int64) * tokens + token)[:, None] * ALL
+        logit += tl.load(parts + of_token + index[None, :], mask=live, other=0.0)
+    # A NaN fails the comparison. Adding zero makes a negative zero positive.
+    logit = tl.where(logit > _LOWEST, logit, _LOWEST) + 0.0
+    # Integers in the order of the logits: the GPU finds the largest integer of 32 threads in one instruction.
+    key = logit.to(tl.int32, bitcast=True)
+    key = tl.where(key < 0, key ^ 0x7FFFFFFF, key)
+    # Experts that do not exist or are chosen are below every other expert.
+    gone = -0x80000000
+    key = tl.where((index < EXPERTS)[None, :], key, gone)
+    rank = tl.full([ROWS, ALL], TOP_K, tl.int32)
     for turn in tl.static_range(TOP_K):
-        highest, best = tl.max(left, axis=1, return_indices=True)  # of equal values the first
-        now = (place == turn)[None, :]
-        picked = tl.where(now, best[:, None], picked)
-        share = tl.where(now, tl.exp(highest[:, None] - top), share)
-        left = tl.where(index[None, :] == best[:, None], gone, left)
-    if NORMALISED:
-        total = tl.sum(share, axis=1)
-    to = token.to(tl.int64)[:, None] * TOP_K + place[None, :]
-    stored = live[:, None] & (place < TOP_K)[None, :]
-    tl.store(chosen + to, picked, mask=stored)
-    tl.store(weights + to, share / total[:, None], mask=stored)
+        highest = tl.max(key, axis=1)
+        best = tl.min(tl.where(key == highest[:, None], index[None, :], ALL), axis=1)
+        now = index[None, :] == best[:, None]
+        rank = tl.where(now, turn, rank)
+        key = tl.where(now, gone, key)
+    picked = rank < TOP_K
+    counted = picked if NORMALISED else (index < EXPERTS)[None, :]
+    top = tl.max(tl.where(rank == 0, logit, float("-inf")), axis=1)
+    share = tl.where(counted, tl.exp(logit - top[:, None]), 0.0)
+    share = share / tl.sum(share, axis=1)[:, None]
+    picked = picked & live
+    to = token.to(tl.int64)[:, None] * TOP_K + rank
+    tl.store(chosen + to, tl.broadcast_to(index[None, :], [ROWS, ALL]), mask=picked)
+    tl.store(weights + to, share, mask=picked)
+    taken = picked.to(tl.int32)
+    tl.store(places + to, tl.cumsum(taken, axis=0) - taken, mask=picked)
+    tl.store(counts + tl.program_id(0) * ALL + index, tl.sum(taken, axis=0))

@@ -27,6 +27,7 @@ from tests.kernels.test_triton_linear import check_bits
 experts = pytest.importorskip("kernels.triton.experts", exc_type=ImportError)
 few = pytest.importorskip("kernels.triton.experts_few", exc_type=ImportError)
 many = pytest.importorskip("kernels.triton.experts_many", exc_type=ImportError)
+routes = pytest.importorskip("kernels.triton.experts_route", exc_type=ImportError)
 linear = pytest.importorskip("kernels.triton.linear", exc_type=ImportError)
 CudaOps = pytest.importorskip("kernels.cuda", exc_type=ImportError).CudaOps
 
@@ -66,6 +67,20 @@ def quantised(weight: torch.Tensor, values: torch.dtype) -> Fp8Weight:
     rounded."""
     rounded, scales = reference.quantise_fp8(weight)
     return Fp8Weight(rounded if values == E4M3 else (weight.float() / scales).to(values), scales.squeeze(-1))
+
+
+def routed(chosen: torch.Tensor, count: int) -> routes.Routed:
+    """Return the choices with their places and counts, as `route_many` returns them."""
+    tokens = len(chosen)
+    block = routes.block_tokens(tokens, count)
+    blocks = -(-tokens // block)
+    taken = torch.zeros(blocks * block, max(16, 1 << (count - 1).bit_length()), dtype=torch.int32)
+    taken[:tokens].scatter_(1, chosen.cpu().long(), 1)
+    taken = taken.view(blocks, block, -1)
+    places = (taken.cumsum(1) - taken).flatten(0, 1)[:tokens].gather(1, chosen.cpu().long())
+    counts = taken.sum(1)
+    empty = torch.empty(0, device=DEVICE)
+    return routes.Routed(empty, None, chosen, empty, places.int().to(DEVICE), counts.int().to(DEVICE))
 
 
 class Case:
@@ -168,7 +183,7 @@ class Case:
         weight, scale = _parts(self.gate_up)
         options = {"dtype": self.dtype, "pdl": pdl}
         x, x_scale = self.quantise(self.x)
-        by_expert = many.sort(self.chosen, len(weight), pdl=pdl)
+        by_expert = many.sort(routed(self.chosen, len(weight)), len(weight), pdl=pdl)
         top_k = self.chosen.shape[1]
         found = many.up(x, x_scale, by_expert, top_k, weight, scale, up, programs, **options)
         activations = torch.empty_like(found)
@@ -242,9 +257,9 @@ def test_many_tokens_get_the_sum_of_quantised_experts(case: tuple) -> None:
     ("tokens", "count", "top_k"), [(1, 4, 2), (70, 4, 2), (50, 500, 3), (600, 512, 2)], ids=str
 )
 def test_choices_are_sorted_by_expert_then_by_token(tokens: int, count: int, top_k: int, kind: str) -> None:
-    """500 experts make blocks of 16 tokens; 600 tokens are more blocks than a program adds up at once."""
+    """600 tokens with 512 experts are more blocks than a program adds up at once."""
     chosen = choices(kind, tokens, count, top_k)
-    found = many.sort(chosen, count, pdl=False)
+    found = many.sort(routed(chosen, count), count, pdl=False)
     assert torch.equal(found.order.long(), chosen.flatten().argsort(stable=True))
     counts = chosen.flatten().bincount(minlength=count)
     assert found.begins.tolist() == [0, *counts.cumsum(0).tolist()]
@@ -300,9 +315,9 @@ def test_no_tokens_have_no_results() -> None:
 def test_a_plan_fits_its_shape_and_the_shared_memory(shape: tuple, dtype: torch.dtype) -> None:
     top_k, count, hidden, width = shape
     for shared in (99 << 10, 227 << 10):
-        for tokens in (1, 2, 3, 16, 17, 64, 65, 128, 300, 1024, 8192):
+        for tokens in (1, 2, 3, 16, 17, 32, 33, 128, 300, 1024, 8192):
             plans = choose(tokens, top_k, count, hidden, width, dtype, shared)
-            assert plans.grouped == (plans.down.form == "grouped") == (tokens > 64)
+            assert plans.grouped == (plans.down.form == "grouped") == (tokens > 32)
             for plan, k in ((plans.up, hidden), (plans.down, width)):
                 if plan.form == "gemv":
                     assert tokens <= 2 and plan.block_k <= 2 * k
@@ -321,7 +336,7 @@ def test_arguments_that_do_not_match_are_reported() -> None:
         few.up(case.x, None, case.chosen.long(), case.gate_up, None, GEMV, pdl=False)
     with pytest.raises(ValueError, match=r"weight_scale is \(5,\); needs \(5, 80\)"):
         few.up(case.x, None, case.chosen, case.gate_up, torch.ones(5), GEMV, pdl=False)
-    by_expert = many.sort(case.chosen, 6, pdl=False)
+    by_expert = many.sort(routed(case.chosen, 6), 6, pdl=False)
     with pytest.raises(ValueError, match="the choices are 4 of 6 experts; needs 4 of 5"):
         many.up(case.x, None, by_expert, 2, case.gate_up, None, GROUPED, 2, pdl=False)
     with pytest.raises(ValueError, match=r"residual is \(1, 48\); needs \(2, 48\)"):

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kernels import reference
+from tests.kernels.test_triton_experts import routed
 from tests.kernels.test_triton_linear import check_bits
 
 routes = pytest.importorskip("kernels.triton.experts_route", exc_type=ImportError)
@@ -28,6 +29,7 @@ CASES = [
     (3, 130, 8, 40),
     (18, 16, 16, 64),
     (2, 4, 1, 100),
+    (35, 7, 3, 200),
 ]
 
 
@@ -79,6 +81,9 @@ def _check(case: Case, found: routes.Routed, normalised: bool) -> None:
         assert equal == every[: len(equal)]
     weights = best.softmax(-1) if normalised else logits.softmax(-1).gather(1, chosen)
     torch.testing.assert_close(found.weights.double(), weights, rtol=1e-4, atol=1e-7)
+    if found.places is not None and found.counts is not None:
+        counted = routed(found.chosen, len(case.router))
+        assert torch.equal(found.places, counted.places) and torch.equal(found.counts, counted.counts)
 
 
 @pytest.mark.parametrize("way", ["few", "many"])
