@@ -2,11 +2,11 @@
 """The experts of many tokens: choices are sorted by expert on the device, and each GEMM is one launch over
 the tokens of all experts.
 
-`sort` is the second half of a stable counting sort: the router has counted the choices of each expert in blocks
-of tokens, and one launch adds the counts of the blocks and writes each choice to its place. `up` reads the tokens in this order and
-computes SwiGLU. `down` writes its results back in the order of the choices, and `combine` multiplies them by
-their routing weights and adds those of each token in the order of its choices, plus the residual. No kernel
-adds with atomics, so results do not depend on timing.
+`sort` is the second half of a stable counting sort. The router has counted the choices of each expert in
+blocks of tokens; one launch adds the counts of the blocks and writes each choice to its place. `up` reads the
+tokens in this order and computes SwiGLU. `down` writes its results back in the order of the choices, and
+`combine` multiplies them by their routing weights and adds those of each token in the order of its choices,
+plus the residual. No kernel adds with atomics, so results do not depend on timing.
 
 The GEMMs have a fixed number of programs, which read the number of tokens of each expert on the device and
 compute the tiles one after another. So no launch depends on the routing, and all can be captured in a graph.

@@ -3,8 +3,8 @@
 
 `route` serves few tokens with one launch: several programs per token compute parts of its logits, and the
 program that finishes last chooses the experts. `route_many` serves many tokens with three launches: the norm;
-the logits on the tensor cores, whose sums over the hidden size are divided into parts if there are few tiles of
-tokens; and the choice, which adds the parts in a fixed order and counts the choices of each expert.
+the logits on the tensor cores, whose sums over the hidden size are divided into parts if there are few tiles;
+and the choice, which adds the parts in a fixed order and counts the choices of each expert.
 
 The input is normalised in float32 and rounded once to its dtype; logits are float32 sums of its products with
 the router's rows, and are not rounded. Experts are ordered by falling logit, of equal logits the lower id
@@ -27,14 +27,11 @@ from kernels.triton.linear_rows import Workspace
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 _PROGRAMS = 128
-"""Number of programs of `route_many`'s kernels, if there are enough tokens: about as many as a data-centre GPU
+"""Number of programs of `route_many`'s kernels, if there are enough tokens: about as many as an H100 or H200
 has multiprocessors. It is a constant, so results do not depend on the GPU."""
 
 _MAX_SPLITS = 16
 """Largest number of parts into which the sums of logits are divided."""
-
-_LOGITS = 128 * 128
-"""Largest number of logits that a program keeps in registers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +135,12 @@ def route_many(
         normed = quantised = fused.rms_norm(x, norm_weight, eps, pdl=pdl)
     else:
         normed, quantised, scales = fused.rms_norm_both(x, norm_weight, eps, values=values, pdl=pdl)
+    columns = min(every, 128)
+    across = every // columns
     # Tiles become larger before they become more than the device's multiprocessors.
-    rows = min(triton.next_power_of_2(triton.cdiv(tokens, 16)), max(16, _LOGITS // every), 128)
-    rows = max(rows, 16)
-    tiles = triton.cdiv(tokens, rows)
+    rows = min(128, max(16, triton.next_power_of_2(triton.cdiv(tokens * across, 16))))
+    tiles = triton.cdiv(tokens, rows) * across
     splits = max(1, min(_MAX_SPLITS, _PROGRAMS // triton.next_power_of_2(tiles)))
-    small = rows + every <= 256  # else three steps would exceed the shared memory of some GPUs
     parts = torch.empty((splits, tokens, every), dtype=torch.float32, device=device)
     _logits[(tiles * splits,)](
         normed,
@@ -154,11 +151,12 @@ def route_many(
         EXPERTS=experts,
         SPLITS=splits,
         ROWS=rows,
-        BLOCK_K=64 if small else 32,
+        COLUMNS=columns,
+        BLOCK_K=64,
         ALL=every,
         PDL=pdl,
-        num_warps=8 if rows * every > 8192 else 4,
-        num_stages=3 if small else 2,
+        num_warps=8 if rows * columns > 8192 else 4,
+        num_stages=3,
         launch_pdl=pdl,
     )
     _choose[(len(counts),)](
@@ -175,7 +173,7 @@ def route_many(
         ALL=every,
         NORMALISED=normalised,
         PDL=pdl,
-        num_warps=4 if block * every <= 512 else 8,
+        num_warps=min(16, max(4, block * every // 256)),
         launch_pdl=pdl,
     )
     return Routed(quantised, scales, routed.chosen, routed.weights, places, counts)
@@ -312,23 +310,25 @@ def _logits(
     EXPERTS: tl.constexpr,
     SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     ALL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute one of SPLITS parts of the sums of all logits of ROWS tokens."""
+    """Compute one of SPLITS parts of the sums of the logits of ROWS tokens and COLUMNS experts."""
     steps: tl.constexpr = (HIDDEN + BLOCK_K - 1) // BLOCK_K
     length: tl.constexpr = (steps + SPLITS - 1) // SPLITS * BLOCK_K
     split = tl.program_id(0) % SPLITS
-    token = tl.program_id(0) // SPLITS * ROWS + tl.arange(0, ROWS)
-    index = tl.arange(0, ALL)
+    tile = tl.program_id(0) // SPLITS
+    token = tile // (ALL // COLUMNS) * ROWS + tl.arange(0, ROWS)
+    index = tile % (ALL // COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, BLOCK_K)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     xs = normed + tl.minimum(token, tokens - 1).to(tl.int64)[:, None] * HIDDEN + k[None, :]
     ws = router + tl.minimum(index, EXPERTS - 1)[:, None] * HIDDEN + k[None, :]
-    logit = tl.zeros([ROWS, ALL], tl.float32)
+    logit = tl.zeros([ROWS, COLUMNS], tl.float32)
     for at in tl.range(split * length, tl.minimum((split + 1) * length, HIDDEN), BLOCK_K):
         if HIDDEN % BLOCK_K:
             inside = (at + k < HIDDEN)[None, :]

@@ -43,15 +43,57 @@ _EXPERTS_ROUTE = [
     Defect(
         "experts that do not exist are chosen",
         "experts_route.py",
-        "left = tl.where((index < EXPERTS)[None, :], left, gone)",
-        "left = tl.where((index < ALL)[None, :], left, gone)",
+        "key = tl.where((index < EXPERTS)[None, :], key, gone)",
+        "key = tl.where((index < ALL)[None, :], key, gone)",
         "highest or accurate",
     ),
     Defect(
         "a chosen expert is chosen again",
         "experts_route.py",
-        "left = tl.where(index[None, :] == best[:, None], gone, left)",
-        "left = tl.where(index[None, :] < best[:, None], gone, left)",
+        "key = tl.where(now, gone, key)",
+        "key = tl.where(index[None, :] < best[:, None], gone, key)",
+        "highest or accurate",
+    ),
+    Defect(
+        "of many tokens' tied experts the last one is chosen",
+        "experts_route.py",
+        "best = tl.min(tl.where(key == highest[:, None], index[None, :], ALL), axis=1)",
+        "best = tl.max(tl.where(key == highest[:, None], index[None, :], 0), axis=1)",
+        "highest or tied or accurate",
+    ),
+    Defect(
+        "negative logits are in the wrong order",
+        "experts_route.py",
+        "key = tl.where(key < 0, key ^ 0x7FFFFFFF, key)",
+        "key = tl.where(key < 0, key, key)",
+        "highest or accurate",
+    ),
+    Defect(
+        "only the first part of the logits' sums is added",
+        "experts_route.py",
+        "for split in tl.static_range(SPLITS):",
+        "for split in tl.static_range(1):",
+        "highest or accurate",
+    ),
+    Defect(
+        "the weights of many tokens' experts add up over all experts",
+        "experts_route.py",
+        "counted = picked if NORMALISED else (index < EXPERTS)[None, :]",
+        "counted = (index < EXPERTS)[None, :]",
+        "highest or accurate",
+    ),
+    Defect(
+        "a choice leaves a gap to the earlier ones of its block",
+        "experts_route.py",
+        "tl.store(places + to, tl.cumsum(taken, axis=0) - taken, mask=picked)",
+        "tl.store(places + to, tl.cumsum(taken, axis=0), mask=picked)",
+        "highest or accurate",
+    ),
+    Defect(
+        "a block counts each expert once",
+        "experts_route.py",
+        "tl.store(counts + tl.program_id(0) * ALL + index, tl.sum(taken, axis=0))",
+        "tl.store(counts + tl.program_id(0) * ALL + index, tl.max(taken, axis=0))",
         "highest or accurate",
     ),
 ]
@@ -139,13 +181,6 @@ _EXPERTS_FEW = [
 
 _EXPERTS_MANY = [
     Defect(
-        "the sort: a block counts each expert once",
-        "experts_many.py",
-        "tl.store(counts + tl.program_id(0) * ALL + tl.arange(0, ALL), tl.sum(taken, axis=1))",
-        "tl.store(counts + tl.program_id(0) * ALL + tl.arange(0, ALL), tl.max(taken, axis=1))",
-        "sorted or many",
-    ),
-    Defect(
         "the sort: a block does not leave space for earlier blocks",
         "experts_many.py",
         "earlier += tl.sum(tl.where((block < tl.program_id(0))[:, None], count, 0), axis=0)",
@@ -155,8 +190,8 @@ _EXPERTS_MANY = [
     Defect(
         "the sort: every expert begins at zero",
         "experts_many.py",
-        "place = (ends - totals + earlier)[:, None]",
-        "place = (ends * 0 + earlier)[:, None]",
+        "place += tl.gather(ends - totals + earlier, expert, 0)",
+        "place += tl.gather(ends * 0 + earlier, expert, 0)",
         "sorted or many",
     ),
     Defect(

@@ -43,8 +43,8 @@ GROUPED = ExpertsPlan("grouped", 16, 32, 32, warps=4, stages=2)
 
 
 def _random(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(dtype).to(DEVICE)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    return torch.randn(shape, generator=generator, device=DEVICE).to(dtype)
 
 
 def choices(kind: str, tokens: int, count: int, top_k: int) -> torch.Tensor:
@@ -279,7 +279,7 @@ def test_a_token_that_is_not_finite_spoils_no_other() -> None:
             assert torch.equal(found[row], expected[row])
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 18, 70])
+@pytest.mark.parametrize("tokens", [1, 4, 18, 40])
 def test_the_operations_choose_kernels_by_the_number_of_tokens(tokens: int) -> None:
     """Compare both operations with the reference, through every path of `experts`."""
     made = Case(tokens, 6, 2, 64, 32, torch.float32)
@@ -379,7 +379,7 @@ def test_few_tokens_are_accurate_in_16_bits_and_fp8(
     shape: tuple, dtype: torch.dtype, values: torch.dtype | None
 ) -> None:
     count, top_k, hidden, width = shape
-    for kind, every in (("random", (1, 2, 5, 16, 17, 64)), ("same", (16, 33)), ("odd", (8,))):
+    for kind, every in (("random", (1, 2, 5, 16, 17, 32)), ("same", (16, 31)), ("odd", (8,))):
         for tokens in every:
             case = Case(tokens, *shape, dtype, kind, values)
             plans = choose(tokens, top_k, count, hidden, width, values or dtype)
@@ -396,7 +396,7 @@ def test_many_tokens_are_accurate_in_16_bits_and_fp8(
     shape: tuple, dtype: torch.dtype, values: torch.dtype | None
 ) -> None:
     count, top_k, hidden, width = shape
-    for kind, every in (("random", (65, 300, 1024)), ("same", (130,)), ("odd", (513,))):
+    for kind, every in (("random", (33, 300, 600, 1024)), ("same", (130,)), ("odd", (513,))):
         for tokens in every:
             plans = choose(tokens, top_k, count, hidden, width, values or dtype)
             case = Case(tokens, *shape, dtype, kind, values)
@@ -416,9 +416,7 @@ def test_8192_tokens_are_accurate(values: torch.dtype | None) -> None:
 
 @on_gpu
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("tokens", "planned"), [(1, 1), (2, 1), (1, 3), (3, 3), (16, 16), (64, 64), (65, 65), (1000, 1000)]
-)
+@pytest.mark.parametrize(("tokens", "planned"), [(1, 1), (2, 2), (1, 3), (16, 16), (64, 64), (1000, 1000)])
 @pytest.mark.parametrize("values", [None, E4M3], ids=str)
 def test_pdl_and_graphs_change_no_bit_of_the_experts(
     tokens: int, planned: int, values: torch.dtype | None
