@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 
 from kernels.triton.experts_plans import ExpertsPlan
-from kernels.triton.linear_rows import Workspace, gated, weight_rows, widen
+from kernels.triton.linear_rows import Workspace, gated, prefetch, weight_rows, widen
 
 
 def up(
@@ -163,6 +163,7 @@ def down(
         tokens,
         ROWS=plan.rows,
         BY_PAIR=by_pair,
+        AHEAD=min(plan.ahead, triton.next_power_of_2(intermediate)),
         num_stages=plan.stages,
         **shape,
     )
@@ -459,6 +460,7 @@ def _down_dot(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BY_PAIR: tl.constexpr,
+    AHEAD: tl.constexpr,
     SCALED: tl.constexpr,
     RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
@@ -474,6 +476,12 @@ def _down_dot(
         tl.extra.cuda.gdc_launch_dependents()
     expert, live, takes, pair = _takers(chosen, slot, tokens, TOP_K, TOP_K_BLOCK, ROWS, BY_PAIR)
     if PDL:
+        if AHEAD > 0:
+            if live:
+                line: tl.constexpr = 128 * 8 // weight.dtype.element_ty.primitive_bitwidth
+                column = tl.minimum(tl.arange(0, AHEAD // line) * line, K - 1)
+                of_expert = weight + expert * (COLUMNS * K)
+                prefetch(of_expert + weight_row[:, None] * K + column[None, :])
         tl.extra.cuda.gdc_wait()
     if live:
         weights_at = weight + expert * (COLUMNS * K) + weight_row[:, None] * K + k[None, :]

@@ -39,6 +39,8 @@ class ExpertsPlan:
     """Number of pipeline stages: steps whose weights are being loaded."""
     programs: int = 1
     """Number of programs per multiprocessor, for `grouped`, whose programs compute several tiles."""
+    ahead: int = 0
+    """Number of columns that a program of `down` with `dot` loads into the L2 cache before it waits for `up`."""
 
     @property
     def max_registers(self) -> int:

@@ -22,13 +22,16 @@ import triton.language as tl
 
 from kernels.limits import LARGEST_ROW, MAX_EXPERTS, MAX_TOP_K
 from kernels.triton import fused
-from kernels.triton.linear_rows import Workspace
+from kernels.triton.linear_rows import Workspace, prefetch
 
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 _PROGRAMS = 128
 """Number of programs of `route_many`'s kernels, if there are enough tokens: about as many as an H100 or H200
 has multiprocessors. It is a constant, so results do not depend on the GPU."""
+
+_LINES = 2
+"""Number of lines of 128 bytes of each row of the router that `route_many` loads ahead."""
 
 _MAX_SPLITS = 16
 """Largest number of parts into which the sums of logits are divided."""
@@ -153,6 +156,7 @@ def route_many(
         ROWS=rows,
         COLUMNS=columns,
         BLOCK_K=64,
+        LINES=_LINES,
         ALL=every,
         PDL=pdl,
         num_warps=8 if rows * columns > 8192 else 4,
@@ -312,6 +316,7 @@ def _logits(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    LINES: tl.constexpr,
     ALL: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -325,6 +330,11 @@ def _logits(
     k = tl.arange(0, BLOCK_K)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+        # The router is read from memory while the norm runs.
+        line: tl.constexpr = 128 * 8 // router.dtype.element_ty.primitive_bitwidth
+        column = split * length + tl.arange(0, LINES) * line
+        at = tl.minimum(index, EXPERTS - 1)[:, None] * HIDDEN + tl.minimum(column, HIDDEN - 1)[None, :]
+        prefetch(router + at)
         tl.extra.cuda.gdc_wait()
     xs = normed + tl.minimum(token, tokens - 1).to(tl.int64)[:, None] * HIDDEN + k[None, :]
     ws = router + tl.minimum(index, EXPERTS - 1)[:, None] * HIDDEN + k[None, :]
