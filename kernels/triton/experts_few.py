@@ -475,13 +475,12 @@ def _down_dot(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     expert, live, takes, pair = _takers(chosen, slot, tokens, TOP_K, TOP_K_BLOCK, ROWS, BY_PAIR)
+    if PDL and AHEAD > 0:
+        line: tl.constexpr = 128 * 8 // weight.dtype.element_ty.primitive_bitwidth
+        early = tl.minimum(tl.arange(0, AHEAD // line) * line, K - 1)
+        if live:
+            prefetch(weight + expert * (COLUMNS * K) + weight_row[:, None] * K + early[None, :])
     if PDL:
-        if AHEAD > 0:
-            if live:
-                line: tl.constexpr = 128 * 8 // weight.dtype.element_ty.primitive_bitwidth
-                column = tl.minimum(tl.arange(0, AHEAD // line) * line, K - 1)
-                of_expert = weight + expert * (COLUMNS * K)
-                prefetch(of_expert + weight_row[:, None] * K + column[None, :])
         tl.extra.cuda.gdc_wait()
     if live:
         weights_at = weight + expert * (COLUMNS * K) + weight_row[:, None] * K + k[None, :]

@@ -40,7 +40,8 @@ class ExpertsPlan:
     programs: int = 1
     """Number of programs per multiprocessor, for `grouped`, whose programs compute several tiles."""
     ahead: int = 0
-    """Number of columns that a program of `down` with `dot` loads into the L2 cache before it waits for `up`."""
+    """Number of columns of its weight rows that a program of `down` with `dot` loads into the L2 cache before
+    it waits for `up`, 0 or a power of two of at least 128."""
 
     @property
     def max_registers(self) -> int:

@@ -14,7 +14,7 @@ experts whatever its values are.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -128,16 +128,18 @@ def route_many(
     experts = _check(x, norm_weight, router, top_k)
     device, every = x.device, max(16, triton.next_power_of_2(experts))
     block = block_tokens(tokens, experts)
-    routed = _allocate(x, top_k, values)
-    places = torch.empty((tokens, top_k), dtype=torch.int32, device=device)
+    chosen = torch.empty((tokens, top_k), dtype=torch.int32, device=device)
+    places = torch.empty_like(chosen)
+    weights = torch.empty((tokens, top_k), dtype=torch.float32, device=device)
     counts = torch.empty((triton.cdiv(tokens, block), every), dtype=torch.int32, device=device)
-    if not tokens:
-        return replace(routed, places=places, counts=counts)
     scales = None
     if values is None:
         normed = quantised = fused.rms_norm(x, norm_weight, eps, pdl=pdl)
     else:
         normed, quantised, scales = fused.rms_norm_both(x, norm_weight, eps, values=values, pdl=pdl)
+    routed = Routed(quantised, scales, chosen, weights, places, counts)
+    if not tokens:
+        return routed
     columns = min(every, 128)
     across = every // columns
     # Tiles become larger before they become more than the device's multiprocessors.
@@ -165,8 +167,8 @@ def route_many(
     )
     _choose[(len(counts),)](
         parts,
-        routed.chosen,
-        routed.weights,
+        chosen,
+        weights,
         places,
         counts,
         tokens,
@@ -180,7 +182,7 @@ def route_many(
         num_warps=min(16, max(4, block * every // 256)),
         launch_pdl=pdl,
     )
-    return Routed(quantised, scales, routed.chosen, routed.weights, places, counts)
+    return routed
 
 
 def block_tokens(tokens: int, experts: int) -> int:

@@ -69,6 +69,20 @@ _EXPERTS_ROUTE = [
         "highest or accurate",
     ),
     Defect(
+        "every part of the logits' sums begins at the first column",
+        "experts_route.py",
+        "tl.range(split * length, tl.minimum(",
+        "tl.range(0, tl.minimum(",
+        "highest or accurate",
+    ),
+    Defect(
+        "the second tile of experts is the first",
+        "experts_route.py",
+        "index = tile % (ALL // COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)",
+        "index = tile % (ALL // COLUMNS) * 0 + tl.arange(0, COLUMNS)",
+        "highest or accurate",
+    ),
+    Defect(
         "only the first part of the logits' sums is added",
         "experts_route.py",
         "for split in tl.static_range(SPLITS):",
