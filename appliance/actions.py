@@ -1,4 +1,4 @@
-"""The registry of operator actions. Each action is declared here and nowhere else.
+"""The registry of operator actions. Each action is declared only here.
 
 CLI commands, key bindings, confirmation dialogs and audit rows are derived from these entries. An action is
 called with `POST /actions/NAME` on the admin socket, with its parameters as JSON. `appliance.admin.handlers`
@@ -24,7 +24,7 @@ Danger = Literal["none", "confirm", "typed"]
 """Required confirmation: none, yes or no, or typing the target's name."""
 TargetKind = Literal["service", "model", "tenant", "key", "peer", "request"]
 Visibility = Literal["shown", "internal"]
-"""Whether the action is offered to people, or is only called by a command as one of its steps."""
+"""Whether operators can choose the action, or only a command performs it as one of its steps."""
 
 
 def _changes(record: type[msgspec.Struct]) -> Any:
@@ -39,8 +39,8 @@ def _changes(record: type[msgspec.Struct]) -> Any:
 
 
 def _parameter(field: Declared) -> Any:
-    """Return the type of an optional field. Values are checked by `store.rules`, whose messages name the
-    remedy; the type only describes them in the schema."""
+    """Return the type of an optional field. It only describes values in the schema: `store.rules` checks
+    them, because its messages name the remedy."""
     plain: dict[str, Any] = {"choice": str, "list": tuple[str, ...]}
     kind = plain.get(field.kind, field.type)
     if field.optional:
@@ -62,82 +62,84 @@ _KeyChanges: Any = _changes(KeyFields)
 
 
 class CreateTenant(_TenantChanges):
-    """Create a tenant. Fields that are not given have the defaults of the built-in tenants: no limits."""
+    """Create a tenant. Omitted fields get the same defaults as the built-in tenants, which have no limits."""
 
     name: str
     """The tenant's name, which cannot change."""
 
 
 class SetTenant(_TenantChanges):
-    """Change a tenant, effective immediately. Fields that are not given stay as they are."""
+    """Change a tenant, effective immediately. Omitted fields keep their values."""
 
     name: str
-    """The tenant's name, as `tenants list` shows it."""
+    """The tenant's name, as shown by `tenants list`."""
 
 
 class SuspendTenant(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Refuse new requests of a tenant. Running requests continue unless they are cancelled too."""
+    """Refuse new requests from a tenant. Running requests continue unless `cancel` is set."""
 
     name: str
-    """The tenant's name, as `tenants list` shows it."""
+    """The tenant's name, as shown by `tenants list`."""
     cancel: bool = False
-    """Cancel the tenant's running and queued requests."""
+    """Also cancel the tenant's running and queued requests."""
 
 
 class ResumeTenant(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Accept requests of a suspended tenant again."""
+    """Accept requests from a suspended tenant again."""
 
     name: str
-    """The tenant's name, as `tenants list` shows it."""
+    """The tenant's name, as shown by `tenants list`."""
 
 
 class DeleteTenant(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Delete a tenant that has no valid key and no mapped user or group."""
 
     name: str
-    """The tenant's name, as `tenants list` shows it."""
+    """The tenant's name, as shown by `tenants list`."""
 
 
 class CreateKey(_KeyChanges):
-    """Create a bearer key. It is shown only once. Its limits apply within its tenant's."""
+    """Create a bearer key. The key is shown only once. Its limits apply in addition to its tenant's
+    limits."""
 
     name: str
-    """`KeyFields.name`, which a new key must have."""
+    """The purpose or user of the key."""
     tenant: str = "default"
-    """The tenant that is billed for its requests."""
+    """The tenant that is billed for the key's requests."""
 
 
 class SetKey(_KeyChanges):
-    """Change a key, effective immediately. Fields that are not given stay as they are."""
+    """Change a key, effective immediately. Omitted fields keep their values."""
 
     id: str
-    """The key's id, as `keys list` shows it."""
+    """The key's id, as shown by `keys list`."""
 
 
 class RotateKey(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Replace a key by a new one with the same rights. The old key stays valid during an overlap."""
+    """Replace a key with a new key that has the same rights. The old key stays valid for `overlap_s`
+    seconds."""
 
     id: str
-    """The key's id, as `keys list` shows it."""
+    """The key's id, as shown by `keys list`."""
     overlap_s: float = 86400.0
-    """Seconds for which the old key stays valid."""
+    """Number of seconds for which the old key stays valid."""
     expires_at: float | None = None
-    """When the new key expires, as unix time. Default: it gets the lifetime that the old key was created
-    with."""
+    """Expiry of the new key, as unix time. By default, the new key gets the lifetime that the old key was
+    created with."""
 
 
 class RevokeKey(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Revoke a key permanently. Running requests continue unless they are cancelled too."""
+    """Revoke a key permanently. Running requests continue unless `cancel` is set."""
 
     id: str
-    """The key's id, as `keys list` shows it."""
+    """The key's id, as shown by `keys list`."""
     cancel: bool = False
-    """Cancel the key's running and queued requests."""
+    """Also cancel the key's running and queued requests."""
 
 
 class MapPeer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Map a local user or group to a tenant on `api.sock`. A user's own mapping takes precedence over its
-    groups'."""
+    """Map a local user or group to a tenant. The mapping applies to requests on `api.sock`. A user's mapping
+    takes precedence over the mappings of the user's groups."""
 
     peer: str
     """The user or group, such as uid:1000 or gid:100."""
@@ -153,63 +155,63 @@ class UnmapPeer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class DrainService(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Accept no new requests, and finish those that were accepted."""
+    """Stop accepting requests, and finish the requests that were already accepted."""
 
     model: str | None = None
-    """The model to drain; null: the whole service."""
+    """The model to drain, or null for the whole service."""
     grace_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_GRACE_S)] = 120.0
-    """Requests that still run after so many seconds end with an error."""
+    """Number of seconds after which unfinished requests end with an error."""
     queue: bool = False
-    """Hold new requests until service is resumed, instead of refusing them."""
+    """Hold new requests until service resumes, instead of refusing them."""
 
 
 class ResumeService(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Cancel or end a drain: accept requests again, held requests first."""
+    """Cancel or end a drain and accept requests again. Held requests are served first."""
 
     model: str | None = None
-    """The drained model; null: the whole service."""
+    """The model to resume, or null for the whole service."""
 
 
 class ReloadConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Read the settings files again and apply what changed."""
+    """Read the settings files again and apply the changes."""
 
 
 class CancelRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Cancel a request. Its client gets an error."""
 
     request_id: str
-    """The request's id, as `requests` shows it."""
+    """The request's id, as shown by `requests`."""
 
 
 class ShowContents(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Show the stored prompts and answers of a request. The audit trail records who reads them."""
+    """Show a request's stored prompts and answers. The audit trail records the operator who reads them."""
 
     request_id: str
-    """The request's id, as `requests` shows it."""
+    """The request's id, as shown by `requests`."""
 
 
 class BeginBackup(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Record that the backup command starts a backup. `EndBackup` records its result."""
 
     path: str
-    """Where the backup is written."""
+    """Path of the backup."""
     contents: bool = True
-    """Whether it includes prompts and answers."""
+    """Whether the backup includes prompts and answers."""
 
 
 class EndBackup(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Record the result of a backup, as the command reports it: complete with `rows` and `sha256`, or failed
+    """Record the result of a backup. A complete backup is reported with `rows` and `sha256`, a failed backup
     with `error`."""
 
     path: str
-    """Where the backup is, or was to be written."""
+    """Path of the backup, or the intended path if the backup failed."""
     rows: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    """Number of rows of the audit chain in the backup."""
+    """Number of audit chain rows in the backup."""
     sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")] | None = None
-    """SHA-256 (hex) of the archive, or of a folder's `backup.json`, which has the hashes of its other
-    files."""
+    """SHA-256 (hex) of the archive. For a backup folder, the hash of its `backup.json`, which contains the
+    hashes of the other files."""
     error: Annotated[str, msgspec.Meta(min_length=1, max_length=2000)] | None = None
-    """Why the backup failed."""
+    """Reason why the backup failed."""
 
 
 class Action(NamedTuple):
@@ -218,20 +220,20 @@ class Action(NamedTuple):
     name: str
     """Name in the URL and in the audit chain."""
     title: str
-    """Title for people, in the imperative. With the target, it becomes the question of the confirmation
-    dialog: "Revoke key X?"."""
+    """Displayed title, in the imperative. The confirmation dialog appends the target to it: "Revoke key
+    X?"."""
     danger: Danger
     target: TargetKind
     parameters: type[msgspec.Struct]
     """Struct whose fields are the parameters and whose docstring describes the action."""
     result: type[msgspec.Struct]
     named_by: str = ""
-    """Parameter that names the target, or empty if the action has only one target."""
+    """Parameter that names the target, or empty if there is only one possible target."""
     visibility: Visibility = "shown"
 
     @property
     def description(self) -> str:
-        """Description of the action, in sentences."""
+        """Description of the action, in full sentences."""
         return " ".join((inspect.getdoc(self.parameters) or "").split())
 
     def target_name(self, parameters: msgspec.Struct) -> str:
@@ -277,7 +279,7 @@ def action_named(name: str) -> Action:
     for action in ACTIONS:
         if action.name == name:
             return action
-    raise LookupError(f"no action {name!r}: the actions are {', '.join(a.name for a in ACTIONS)}")
+    raise LookupError(f"unknown action {name!r}; available actions: {', '.join(a.name for a in ACTIONS)}")
 
 
 def action_of(parameters: msgspec.Struct) -> Action:
@@ -285,4 +287,4 @@ def action_of(parameters: msgspec.Struct) -> Action:
     for action in ACTIONS:
         if isinstance(parameters, action.parameters):
             return action
-    raise LookupError(f"{type(parameters).__name__} belongs to no action")
+    raise LookupError(f"{type(parameters).__name__} is not the parameter type of any action")

@@ -1,12 +1,12 @@
-"""Background tasks of the event loop, the delay before a process is restarted, and budgets of processing
-time."""
+"""Background tasks and timers of the event loop, the delay before a process is restarted, and budgets of
+processing time."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -17,8 +17,8 @@ _HEALTHY_S = 30.0
 
 
 class Background:
-    """Keeps a reference to each task until it ends, because the event loop keeps none. Failed tasks are
-    logged."""
+    """Keeps a reference to each task until the task ends, because the event loop keeps only weak references.
+    Failed tasks are logged."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
@@ -38,7 +38,25 @@ class Background:
         self._tasks.discard(task)
         with contextlib.suppress(asyncio.CancelledError):
             if task.exception() is not None:
-                log.error("a background task failed", exc_info=task.exception())
+                log.error("a background task failed with an unexpected error", exc_info=task.exception())
+
+
+class Timer:
+    """Calls a function once, after a delay."""
+
+    def __init__(self) -> None:
+        self._handle: asyncio.TimerHandle | None = None
+
+    def start(self, delay_s: float, late: Callable[[], object]) -> None:
+        """Call `late` after the delay, unless `start` or `stop` is called first."""
+        self.stop()
+        self._handle = asyncio.get_running_loop().call_later(delay_s, late)
+
+    def stop(self) -> None:
+        """Cancel the call, if one is due."""
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
 
 
 class Backoff:
@@ -50,8 +68,8 @@ class Backoff:
         self._max_s = max_s
 
     def delay_s(self, served_s: float) -> float:
-        """Return the delay before the next restart. `served_s` is how long the process was in service before
-        it ended, or 0 if it never was."""
+        """Return the delay before the next restart. `served_s` is the time in seconds that the process was in
+        service, or 0 if it was never in service."""
         if served_s >= _HEALTHY_S:
             self._next_s = self._first_s
         delay, self._next_s = self._next_s, min(self._next_s * 2, self._max_s)
@@ -59,16 +77,17 @@ class Backoff:
 
 
 class TimeBudgets:
-    """Limits each user of a thread to a share of its time in the long run. All times are in seconds on one
-    clock."""
+    """In the long run, limits each user of a thread to a share of the thread's time. All times are in seconds
+    on one clock."""
 
     def __init__(self, max_share: float, burst_s: float) -> None:
         """`max_share` is between 0 and 1. A user that has been idle for `burst_s` may use its share of that
-        time at once."""
+        time immediately."""
         self._max_share = max_share
         self._burst_s = burst_s
         self._rests_until: dict[str, float] = {}
-        """For each user that has recently used time: when its use falls back within its share."""
+        """For each user that has recently used time, the time at which its use falls back within its
+        share."""
 
     def rest_s(self, user: str, now: float) -> float:
         """Return how long the user must pause, in seconds, or 0 if it is within its share."""
@@ -80,6 +99,6 @@ class TimeBudgets:
         self._rests_until[user] = since + taken_s / self._max_share
 
     def forget_unused(self, now: float) -> None:
-        """Remove the users that may use their whole burst again."""
+        """Remove the users that may use their full burst again."""
         earliest = now - self._burst_s
         self._rests_until = {user: until for user, until in self._rests_until.items() if until > earliest}

@@ -13,6 +13,6 @@ class."""
 
 
 def service_class(asked: str, identity: Identity) -> int:
-    """Return the class of a request: the class that its client asked for, or the tenant's default, but never
-    a higher priority than the tenant and the key allow."""
+    """Return the service class of a request. It is the class that the client asked for, or else the tenant's
+    default. It never has a higher priority than the tenant and the key allow."""
     return max(_ASKED.get(asked, identity.default_class), identity.highest_class)

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 
 _ACTION_TIMEOUT_S = 30.0
-"""Time limit for an action. The service answers every action that waits for its database within 25 s, with
-success or failure."""
+"""Time limit for an action. The service responds to every action that waits for its database within 25 s,
+even if the action fails."""
 
 
 class ServiceNotRunningError(Exception):
@@ -43,7 +43,8 @@ class ServiceNotRunningError(Exception):
 
 
 class NotAllowedError(ServiceNotRunningError):
-    """Raised if this user may not open the socket, so that it is unknown whether a service answers there."""
+    """Raised if this user may not open the socket, so the caller cannot tell whether a service is listening
+    on it."""
 
 
 class AdminError(Exception):
@@ -63,7 +64,7 @@ class AdminClient:
     """
 
     def __init__(self, run_dir: str | Path, timeout_s: float = 10.0, key: str | None = None) -> None:
-        """`key` has the `admin` or `read` scope. It is for users who are not operators."""
+        """`key` needs the `read` or `admin` scope. Only users who are not operators need a key."""
         self.socket = Path(run_dir) / "admin.sock"
         self._timeout_s = timeout_s
         self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
@@ -85,7 +86,7 @@ class AdminClient:
         return self._call("GET", "/requests", list[InFlight])
 
     def keys(self) -> list[Key]:
-        """Return all keys, including revoked ones."""
+        """Return all keys, including revoked keys."""
         return self._call("GET", "/keys", list[Key])
 
     def tenants(self) -> list[Tenant]:
@@ -97,7 +98,7 @@ class AdminClient:
         return self._call("GET", "/peers", list[PeerMapping])
 
     def configuration(self) -> Configuration:
-        """Return the settings in effect and where each was set."""
+        """Return the settings in effect and the source of each."""
         return self._call("GET", "/config", Configuration)
 
     def create_key(self, name: str, tenant: str = "default", expires_at: float | None = None) -> NewKey:
@@ -134,13 +135,14 @@ class AdminClient:
         return self._call("POST", f"/actions/{name}", result, body)
 
     def _call(self, method: str, path: str, result: Any, body: bytes | None = None) -> Any:
-        import http.client  # Imported here because it takes 20 ms, and some callers need only the types.
+        # Imported here because the import takes 20 ms, and some callers need only the types.
+        import http.client
 
         headers = dict(self._headers)
         if body is not None:
             headers["content-type"] = "application/json"
-        # Each call opens a new connection, because the service closes idle ones, possibly while a request is
-        # on its way.
+        # Each call opens a new connection, because the service closes idle connections, possibly while a
+        # request is in flight.
         timeout_s = self._timeout_s
         if body is not None and timeout_s is not None:
             timeout_s = max(timeout_s, _ACTION_TIMEOUT_S)
@@ -155,9 +157,13 @@ class AdminClient:
             content = response.read()
         except (OSError, http.client.HTTPException) as error:
             raise ServiceNotRunningError(
-                f"the service behind {self.socket} did not answer {method} {path} "
-                f"({error or type(error).__name__}): see its log"
-                + ("" if body is None else ", and whether it was done: appliance audit list")
+                f"the service on {self.socket} did not respond to {method} {path} "
+                f"({error or type(error).__name__}); see its log"
+                + (
+                    ""
+                    if body is None
+                    else "; whether the action was performed is shown by: appliance audit list"
+                )
             ) from error
         finally:
             connection.close()
@@ -167,13 +173,13 @@ class AdminClient:
             except msgspec.DecodeError as error:
                 raise AdminError(
                     response.status,
-                    f"{self.socket} answered {method} {path} in a form that this version does not know "
-                    f"({error}): restart the service after an update",
+                    f"{self.socket} responded to {method} {path} with a response that this version of "
+                    f"the command cannot read ({error}): after an update, restart the service",
                 ) from error
         try:
             message = msgspec.json.decode(content, type=ErrorBody).message
         except msgspec.DecodeError:
-            message = f"{self.socket} answered {method} {path} with status {response.status}"
+            message = f"{self.socket} responded to {method} {path} with status {response.status}"
         raise AdminError(response.status, message)
 
 
@@ -191,8 +197,8 @@ def unix_connection(path: Path, timeout_s: float | None, connect_timeout_s: floa
             uids = trusted_directory(path.parent, "--run-dir")
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
-                # A blocking connect waits while the backlog is full. With settimeout(), it would fail at
-                # once.
+                # A blocking connect waits while the backlog is full. With settimeout(), it would fail
+                # immediately.
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(connect_timeout_s))
                 sock.connect(os.fspath(path))
                 check_peer(sock, uids)
@@ -209,13 +215,13 @@ def not_running(path: Path, error: OSError) -> ServiceNotRunningError:
     """Return an error that explains why nothing can be sent to the socket at `path`, with the remedy."""
     if isinstance(error, PermissionError):
         return NotAllowedError(
-            f"permission denied for uid {os.geteuid()} on {path}: run as root, the service's user or an "
-            f"operator of [admin] in the settings"
+            f"permission denied for uid {os.geteuid()} on {path}: run as root, as the service's user or "
+            "as an operator listed under [admin] in the settings"
         )
     if isinstance(error, FileNotFoundError | ConnectionRefusedError | NotADirectoryError):
         return ServiceNotRunningError(f"no service is running at {path}: {start_remedy(path.parent)}")
     return ServiceNotRunningError(
-        f"no service answers at {path} ({error.strerror or error}): {start_remedy(path.parent)}"
+        f"no service responds at {path} ({error.strerror or error}): {start_remedy(path.parent)}"
     )
 
 

@@ -1,7 +1,7 @@
 """The log: plain lines on standard error, one for each event.
 
-2026-11-20T23:16:01.123Z INFO    replica: demo-0 starts (models/demo, pid 4711)
-2026-11-20T23:16:01.124Z WARNING front-0 replicas: lost replica demo-0
+2026-11-20T23:16:01.123Z INFO    replica: demo-0 is starting (models/demo, pid 4711)
+2026-11-20T23:16:01.124Z WARNING front-0 replicas: the connection to replica demo-0 was lost
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def configure_logging(level: str, process: str = "") -> None:
     logs.log_to_stderr(LineFormatter(process))
     root = logging.getLogger()
     root.setLevel(level.upper())
-    # Heads of the audit chain are logged at every level, because their copy in the journal proves that the
+    # Heads of the audit chain are logged at every level, because the copy in the journal proves that the
     # chain is complete.
     logging.getLogger("store.heads").setLevel(logging.INFO)
     logging.getLogger("asyncio").setLevel(max(logging.WARNING, root.level))

@@ -11,8 +11,8 @@ from store.policies import INTERACTIVE, LogPolicy
 
 SocketKind = Literal["unix", "tcp"]
 ExceededLimit = Literal["", "requests", "tokens"]
-"""Which kind of limit was exceeded, sent as OpenAI's `type` of the error. "" means that the status determines
-the type."""
+"""The kind of limit that was exceeded, sent in the `type` field of OpenAI's error format. "" means that the
+status determines the type."""
 SecretKind = Literal["keys", "bearer_tokens", "passwords", "private_keys", "emails", "cards"]
 
 # ── core to front ────────────────────────────────────────────────────────────────────────────────
@@ -25,7 +25,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     """Folder with the tokenizer and the chat template."""
     version: str
-    """Identifier of the model's files: a fingerprint of the folder."""
+    """Identifies the version of the model's files: a fingerprint of the folder."""
     created: int
     """When the model's files were created, in unix seconds."""
     max_model_len: int
@@ -34,11 +34,9 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The tenant to which a request is billed, and the request's rights: the tenant's rights, restricted by
-    the key.
-
-    The core looks up the rights by `tenant` and `key_id`. A front uses its copy only to refuse requests
-    early.
+    """Identifies the tenant that is billed for a request, and contains the request's rights: the tenant's
+    rights, restricted by the key. The core looks up the rights by `tenant` and `key_id`. A front uses its
+    copy only to refuse requests early.
     """
 
     tenant: str
@@ -64,8 +62,8 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Identities(msgspec.Struct, tag="identities", frozen=True, kw_only=True):
-    """The table with which a front authenticates callers: either the whole table (if `whole` is set), which
-    replaces the previous table, or the changes since the previous message."""
+    """The table that a front uses to authenticate callers. If `whole` is set, the table replaces the previous
+    table. Otherwise it contains the changes since the previous message."""
 
     keys: dict[str, Identity | None] = {}
     """Identities by SHA-256 (hex) of the bearer key. None means that the key is no longer valid."""
@@ -74,7 +72,8 @@ class Identities(msgspec.Struct, tag="identities", frozen=True, kw_only=True):
     gids: dict[int, Identity] = {}
     """Identities by the peer's groups, for peers whose uid is not in `uids`."""
     any_uid: Identity | None = None
-    """Identity of all other uids that the socket's file mode admits. None means that they are refused."""
+    """Identity of every other uid that the socket's file mode admits. None means that other uids are
+    refused."""
     whole: bool = True
 
 
@@ -88,17 +87,17 @@ Origin = Annotated[
     str,
     msgspec.Meta(
         pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s]+)$",
-        description='an origin without a path, such as "https://chat.example.com", or "*" for all',
+        description='an origin without a path, such as "https://chat.example.com", or "*" for all origins',
     ),
 ]
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of a front for its clients."""
+    """Limits on the connections and requests that a front accepts."""
 
     max_body_bytes: _Bytes = 2 << 20
-    """Maximum size of a body; a larger one is refused with 413. 131,072 tokens of text have about 1 MB.
-    Parsing blocks the other requests of a front for up to 20 ms for each MB."""
+    """Maximum size of a request body in bytes. A larger body is refused with 413. 131,072 tokens of text are
+    about 1 MB. Parsing a body blocks the front's other requests for up to 20 ms per MB."""
     header_timeout_s: _PositiveSeconds = 10.0
     """A request whose header does not arrive within this time is refused with 408."""
     body_timeout_s: _PositiveSeconds = 30.0
@@ -106,49 +105,53 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     idle_timeout_s: _PositiveSeconds = 75.0
     """An idle keep-alive connection is closed after this time."""
     max_connections: _Connections = 4096
-    """Connections of known clients in each front: local users of the Unix socket, and clients that have sent
-    a valid key. At the limit, the connection that has been idle longest is closed; if none is idle, the new
-    one gets 503."""
+    """Maximum number of authenticated connections per front. These are the connections of local users on the
+    Unix socket and of clients that have sent a valid key. At the limit, the connection that has been idle
+    longest is closed. If no connection is idle, the new connection is refused with 503."""
     max_unauthenticated_connections: _Connections = 256
-    """Connections in each front that have not yet sent a request with a valid key. At the limit, the oldest
-    such connection of the address with the most of them is closed."""
+    """Maximum number of unauthenticated connections per front. These are connections on which no request with
+    a valid key has arrived yet. At the limit, the address with the most unauthenticated connections loses its
+    oldest one."""
     unauthenticated_timeout_s: _PositiveSeconds = 10.0
-    """Such a connection is closed when it sends no request for this long; it shortens the other timeouts."""
+    """An unauthenticated connection that sends no request for this long is closed. On these connections, this
+    timeout also limits the other timeouts."""
     max_tenant_body_bytes: _Bytes = 32 << 20
-    """Total size of the request bodies of one tenant that a front holds at a time; a body beyond it is
-    refused with 503. One body of `max_body_bytes` is always possible."""
+    """Maximum total size in bytes of one tenant's unfinished request bodies per front. A body that would
+    exceed it is refused with 503. A single body of up to `max_body_bytes` is always accepted."""
     max_front_body_bytes: _Bytes = 64 << 20
-    """Total size of the request bodies that a front holds at a time; a body beyond it is refused with 503."""
+    """Maximum total size in bytes of all unfinished request bodies per front. A body that would exceed it is
+    refused with 503."""
     stream_comment_interval_s: _Seconds = 5.0
-    """A stream that has sent nothing for this long gets a comment (a line that clients skip), so that proxies
-    keep its connection; its headers are sent after half a second at most. 0: no comments, and the headers are
-    sent with the first token."""
+    """Interval of keep-alive comments. A stream that has sent nothing for this long gets a comment, which
+    clients ignore, so that proxies do not close the connection. Response headers are sent within half a
+    second. With 0, no comments are sent, and the headers are sent with the first token."""
     cors_origins: tuple[Origin, ...] = ()
-    """Origins (scheme, host and port, without a path) whose web pages may call the API, such as
-    "https://chat.example.com", or "*" for all; none by default."""
+    """Origins whose web pages may call the API, such as "https://chat.example.com", or "*" for all. An origin
+    has a scheme, a host and optionally a port, but no path. By default, no origin is allowed."""
 
 
 class RetryRules(msgspec.Struct, frozen=True, kw_only=True):
-    """How a front treats requests with an `Idempotency-Key`."""
+    """Rules for requests with an `Idempotency-Key`."""
 
     keep_s: _Seconds = 600.0
-    """For how long the answer of a run that ended is kept."""
+    """Time for which a finished request's answer is kept for retries."""
     grace_s: _Seconds = 30.0
-    """How long a run continues after its last client has disconnected."""
+    """Time for which a request continues after its last client has disconnected."""
     max_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 64 << 20
-    """Maximum memory for answers in each front."""
+    """Maximum memory in bytes for the kept answers per front."""
 
 
 class KeepRules(msgspec.Struct, frozen=True, kw_only=True):
-    """How prompts and answers are stored for tenants whose log policy requires it."""
+    """Rules for storing the prompts and answers of tenants whose log policy requires it."""
 
     redact: tuple[SecretKind, ...] = ("keys", "bearer_tokens", "passwords", "private_keys")
-    """Kinds of secrets that are removed."""
+    """Kinds of secrets that are removed from stored prompts and answers."""
     secret_prefixes: tuple[Annotated[str, msgspec.Meta(min_length=2)], ...] = ()
-    """Words of at least 8 characters that begin with one of these prefixes are removed too, such as the keys
-    of your own services: ["acme_"]."""
+    """Prefixes of additional secrets, such as ["acme_"] for the keys of your own services. Words of at least
+    8 characters that begin with one of these prefixes are also removed."""
     max_text_chars: Annotated[int, msgspec.Meta(ge=0, le=1 << 22)] = 65536
-    """Size limit of one stored prompt or answer; of a longer one, the beginning is stored."""
+    """Maximum number of characters stored per prompt or answer. Of a longer text, only the beginning is
+    stored."""
 
 
 class Configure(msgspec.Struct, tag="configure", frozen=True, kw_only=True):
@@ -157,8 +160,8 @@ class Configure(msgspec.Struct, tag="configure", frozen=True, kw_only=True):
 
     front: str
     serial: int = 0
-    """Serial number, which increases with each message. The front reports the last one that it has
-    applied."""
+    """Serial number, which increases with each message. The front reports the serial number that it has
+    applied last."""
     models: list[ServedModel]
     limits: Limits
     ready: bool
@@ -187,10 +190,10 @@ class ClientConnection(msgspec.Struct, tag="connection", frozen=True):
     peer: str
     """Address of a TCP peer, or empty for a Unix socket (the front reads SO_PEERCRED)."""
     has_request: bool = False
-    """Whether another front has already read a request from the connection. If so, the message carries a
-    second descriptor, a memfd that holds the request's bytes."""
+    """Whether another front has already read a request from the connection. In that case the message carries
+    a second descriptor: a memfd with the request's bytes."""
     number: int = 0
-    """Number of the connection, unique per front. `Taken` repeats it."""
+    """Number of the connection, unique per front. The front repeats it in `Taken`."""
 
 
 class Claimed(msgspec.Struct, tag="claimed", frozen=True):
@@ -198,10 +201,10 @@ class Claimed(msgspec.Struct, tag="claimed", frozen=True):
 
     scope: bytes
     is_elsewhere: bool
-    """Whether another front runs the request or keeps its answer. If so, send the connection to that front
-    (`HandOver`). Otherwise this front runs the request."""
+    """Whether another front runs the request or keeps its answer. In that case, send the connection to that
+    front (`HandOver`). Otherwise run the request."""
     retry_of: str = ""
-    """Request id of an earlier run whose answer is lost."""
+    """Request id of an earlier run whose answer is no longer kept."""
 
 
 class RateLimits(msgspec.Struct, array_like=True, frozen=True):
@@ -217,7 +220,7 @@ class RateLimits(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Admitted(msgspec.Struct, tag="admitted", frozen=True):
-    """The request has been admitted and must be submitted to `replica` at once."""
+    """The request has been admitted and must be submitted to `replica` immediately."""
 
     request_id: str
     attempt: int
@@ -234,9 +237,9 @@ class Admitted(msgspec.Struct, tag="admitted", frozen=True):
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
-    """The request will not run, or will not continue. If the first attempt is refused, the core has already
-    closed the request's row in the log, and no `Settle` follows. If a later attempt is refused, `Settle`
-    follows, because the client may have received part of the answer."""
+    """The request is refused before it runs or before it continues. If the first attempt is refused, the core
+    has already closed the request's row in the log, and no `Settle` follows. If a later attempt is refused,
+    `Settle` follows, because the client may have received part of the answer."""
 
     request_id: str
     attempt: int
@@ -246,12 +249,13 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
     retry_after_s: float | None = None
     kind: ExceededLimit = ""
     useless: bool = False
-    """Whether an automatic retry, such as OpenAI's clients make, would be useless."""
+    """Whether an automatic retry, as OpenAI's clients make it, would be useless."""
     rate_limits: RateLimits | None = None
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
-    """End this request at once, for an operator or after a drain's grace period. The client gets an error."""
+    """End this request immediately, for an operator or after a drain's grace period. The client gets an
+    error."""
 
     request_id: str
     message: str
@@ -287,9 +291,9 @@ class LoggedFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Admit(LoggedFields, tag="admit", frozen=True, kw_only=True):
-    """Asks for permission to run a request. The reply is exactly one `Admitted`, when it is the request's
-    turn, or one `Refused` with the same attempt number, unless the front withdraws the request with `Settle`
-    first."""
+    """Requests permission to run a request. The reply has the same attempt number. It is one `Admitted`, sent
+    when it is the request's turn, or one `Refused`. There is no reply if the front withdraws the request with
+    `Settle` first."""
 
     attempt: int = 0
     """0 for the first attempt, and one more for each resubmission after a replica was lost."""
@@ -299,18 +303,18 @@ class Admit(LoggedFields, tag="admit", frozen=True, kw_only=True):
     num_seqs: int
     """Total number of sequences in all submissions."""
     prompt_tokens: int
-    """Number of prompt tokens in all submissions, including the output so far when resuming. The request uses
-    this much of the token credit."""
+    """Number of prompt tokens in all submissions, including the output so far when resuming. This number is
+    subtracted from the token credit."""
     max_tokens: int
     """Maximum number of tokens to generate, over all samples."""
     may_lower: bool = False
     """Whether the core may lower the limit (`Admitted.most_tokens`) because the client set none."""
     asked_class: str = ""
-    """Class that the client asked for, or "" for the default."""
+    """Class that the client requested, or "" for the default."""
     retry_of: str = ""
-    """Request id of an earlier run with the same `Idempotency-Key` whose answer is lost."""
+    """Request id of an earlier run with the same `Idempotency-Key` whose answer is no longer kept."""
     deadline_ms: float | None = None
-    """Time after `arrived_at` within which the whole answer is needed, or None for no deadline."""
+    """Time limit for the whole answer, measured from `arrived_at`, or None for no deadline."""
 
 
 class Claim(msgspec.Struct, tag="claim", frozen=True):
@@ -323,14 +327,9 @@ class Claim(msgspec.Struct, tag="claim", frozen=True):
 
 
 class Release(msgspec.Struct, tag="release", frozen=True):
-    """The front no longer has an answer for this scope, so the next request will run."""
+    """The front no longer keeps an answer for this scope, so the next request with the same key will run."""
 
     scope: bytes
-    request_id: str
-    """Request id of the run."""
-    void: bool
-    """Whether the run failed, was given up, or was dropped early. If so, the next request is a retry that
-    runs from the beginning."""
 
 
 class HandOver(msgspec.Struct, tag="hand_over", frozen=True):
@@ -352,7 +351,8 @@ class Taken(msgspec.Struct, tag="taken", frozen=True):
 
 
 class Settle(msgspec.Struct, tag="settle", frozen=True, kw_only=True):
-    """The end of a request that was not refused, and what the client received. Sent exactly once."""
+    """The end of a request that was not refused, with data about the answer that the client received. Sent
+    exactly once."""
 
     request_id: str
     submitted: bool
@@ -373,10 +373,10 @@ class Settle(msgspec.Struct, tag="settle", frozen=True, kw_only=True):
 
 
 class Rejected(LoggedFields, tag="rejected", frozen=True, kw_only=True):
-    """Log record of a request that the front refused (4xx) although its caller is known. If the refusal took
-    much work, the work is charged against the caller's rate limits.
+    """Log record of a request that the front refused (4xx) although its caller is authenticated. If refusing
+    the request took much work, the work is charged against the caller's rate limits.
 
-    Requests from unknown callers are only counted, so that a flood of them cannot fill the disk.
+    Requests from unauthenticated callers are only counted, so that a flood of requests cannot fill the disk.
     """
 
     status: int
@@ -388,8 +388,8 @@ class Rejected(LoggedFields, tag="rejected", frozen=True, kw_only=True):
 
 
 class Worked(msgspec.Struct, tag="worked", frozen=True):
-    """Tokens that a front encoded or decoded outside any request, such as those that `truncate_prompt_tokens`
-    removed. They are charged against the caller's token limits."""
+    """Tokens that a front encoded or decoded outside any request, such as the tokens that
+    `truncate_prompt_tokens` removed. They are charged against the caller's token limits."""
 
     identity: Identity
     tokens: int
@@ -399,14 +399,12 @@ class Retried(LoggedFields, tag="retried", frozen=True, kw_only=True):
     """Log record of a retry that was answered with the result of an earlier request."""
 
     retry: Literal["joined", "repeated"]
-    """"joined" means that the run had not yet ended."""
+    """"joined" means that the earlier request was still running when the retry arrived."""
     retry_of: str
     """Request id of the earlier request."""
     request_class: int
     status: int
     finish_reason: str
-    error: str
-    ttft_ms: float | None
     e2e_ms: float
 
 
@@ -425,8 +423,8 @@ class FrontReport(FrontStats, tag="front_report", frozen=True, kw_only=True):
     """The state of a front, sent every half second and before `FrontReady`."""
 
     template_problems: dict[str, tuple[int, str]] = msgspec.field(default_factory=dict)
-    """For each model whose chat templates have exceeded their limits since startup: how often, and which
-    limit was exceeded last. Such a model is still served."""
+    """For each model whose chat templates have exceeded their limits since startup, how often this happened
+    and which limit was exceeded last. The model is still served."""
     configured: int = 0
     """`serial` of the last `Configure` message that was applied."""
 

@@ -30,8 +30,8 @@ class UntrustedError(Exception):
 def trusted_directory(path: Path, option: str, service: frozenset[int] = frozenset()) -> frozenset[int]:
     """Return the users who are trusted to answer in this directory: root, the caller, and the service's user.
 
-    `option` is the command-line option for choosing a different directory. `service` holds users whom another
-    directory of the service has shown to be trusted. Raises UntrustedError for a symbolic link, for a
+    `option` is the command-line option for choosing a different directory. `service` holds users who are
+    trusted because of another directory of the service. Raises UntrustedError for a symbolic link, for a
     directory that other users can write to, and for an owner who is not trusted. No process can listen in a
     directory that does not exist, so in that case root and the caller are trusted.
     """
@@ -40,7 +40,7 @@ def trusted_directory(path: Path, option: str, service: frozenset[int] = frozens
         found = path.lstat()
     except OSError:
         return uids
-    remedy = f"name another directory with {option}"
+    remedy = f"use another directory with {option}"
     if not stat.S_ISDIR(found.st_mode):
         kind = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "not a directory"
         raise UntrustedError(f"{path} is {kind}: {remedy}")
@@ -53,8 +53,8 @@ def trusted_directory(path: Path, option: str, service: frozenset[int] = frozens
         uids |= {found.st_uid}
     if found.st_mode & _WRITABLE_BY_OTHERS:
         raise UntrustedError(
-            f"{path} can be written by other users (mode {stat.S_IMODE(found.st_mode):o}): run "
-            f"'chmod go-w {path}', or {remedy}"
+            f"{path} is writable by other users (mode {stat.S_IMODE(found.st_mode):o}): run 'chmod go-w "
+            f"{path}', or {remedy}"
         )
     return uids
 
@@ -74,7 +74,7 @@ def check_file(path: Path, uids: frozenset[int]) -> None:
     except OSError:
         return
     if not stat.S_ISREG(found.st_mode):
-        raise UntrustedError(f"{path} is not a regular file: remove it")
+        raise UntrustedError(f"{path} is not a regular file: remove or rename it")
     if found.st_uid not in uids:
         raise UntrustedError(
             f"{path} belongs to {user_name(found.st_uid)}, not to you, root or the service's user: remove "
@@ -82,8 +82,8 @@ def check_file(path: Path, uids: frozenset[int]) -> None:
         )
     if found.st_mode & _WRITABLE_BY_OTHERS:
         raise UntrustedError(
-            f"{path} can be written by other users (mode {stat.S_IMODE(found.st_mode):o}): run "
-            f"'chmod go-w {path}'"
+            f"{path} is writable by other users (mode {stat.S_IMODE(found.st_mode):o}): run 'chmod go-w "
+            f"{path}'"
         )
 
 
@@ -99,9 +99,9 @@ def check_peer(sock: socket.socket, uids: frozenset[int]) -> None:
     _, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     if uid not in uids:
         raise UntrustedError(
-            f"the process behind {os.fsdecode(sock.getpeername())} runs as {user_name(uid)}, not as you, "
-            f"root or the service's user, so nothing was sent: if {user_name(uid)} runs the service, set "
-            f"{SERVICE_USER}={uid}"
+            f"the process on socket {os.fsdecode(sock.getpeername())} runs as {user_name(uid)}, not as "
+            f"you, root or the service's user, so no data was sent to it: if {user_name(uid)} runs the "
+            f"service, set {SERVICE_USER}={uid}"
         )
 
 
@@ -127,12 +127,12 @@ def _uid_of(name: str) -> int:
     try:
         return pwd.getpwnam(name).pw_uid
     except (KeyError, ValueError):
-        raise UntrustedError(f"${SERVICE_USER} is {name!r}, which is no user of this machine") from None
+        raise UntrustedError(f"${SERVICE_USER} is {name!r}, which is not a user of this machine") from None
 
 
 def _placed_by(path: Path, uids: frozenset[int]) -> bool:
     """Return whether only these users can have created `path`: every parent directory belongs to one of them,
-    and no other user can write to it. /tmp does not qualify, because its sticky bit protects existing
+    and no other user can write to it. Return False for a path in /tmp: the sticky bit protects existing
     entries, but any user may have created them."""
     for parent in Path(os.path.realpath(path.parent)), *Path(os.path.realpath(path.parent)).parents:
         try:

@@ -12,7 +12,8 @@ from store.structs import KeptText, WriterState
 
 
 def precision(dtype: str, weights: str, kv_cache_dtype: str) -> str:
-    """Return a model's dtype and the dtypes that differ from it, such as "bfloat16, weights fp8, KV fp8"."""
+    """Return a model's dtype, followed by the dtypes of weights and KV cache that differ from it, such as
+    "bfloat16, weights fp8, KV fp8"."""
     held = (("weights", weights), ("KV", kv_cache_dtype))
     return ", ".join([dtype, *(f"{what} {name}" for what, name in held if name != dtype)])
 
@@ -26,17 +27,17 @@ class FrontStats(msgspec.Struct, frozen=True, kw_only=True):
 
     connections: int = 0
     busy_connections: int = 0
-    """Number of connections of known clients (local users, or clients with a valid key) whose request is
-    being answered."""
+    """Number of connections of authenticated clients (local users, or clients with a valid key) whose request
+    is being answered."""
     max_connections: int = 0
-    """Maximum number of connections of known clients: the configured limit, or fewer if file descriptors are
-    scarce."""
+    """Maximum number of connections of authenticated clients: the configured limit, or fewer if file
+    descriptors are scarce."""
     unauthenticated_connections: int = 0
     """Number of connections that have not yet sent a request with a valid key."""
     refused_connections: int = 0
     """Number of connections that were closed or answered with 503 because the limit was reached."""
     evicted_connections: int = 0
-    """Number of connections without a valid key that were closed to make room for others."""
+    """Number of connections without a valid key that were closed to make space for new connections."""
     cut_off_connections: int = 0
     """Number of connections that were closed because their clients did not read the answers."""
     refused_bodies: int = 0
@@ -57,9 +58,9 @@ class FrontStats(msgspec.Struct, frozen=True, kw_only=True):
     dropped_texts: int = 0
     """Number of requests whose texts were not kept because too many were waiting."""
     log_dropped_lines: int = 0
-    """Number of lines of the front's log that were dropped because standard error was not being read."""
+    """Number of the front's log lines that were dropped because standard error was not being read."""
     problems: dict[str, str] = {}
-    """Reason why the front cannot serve a model, such as an unreadable tokenizer, by model name."""
+    """The reason why the front cannot serve a model, by model name. An example is an unreadable tokenizer."""
 
 
 class FrontStatus(FrontStats, frozen=True, kw_only=True):
@@ -127,8 +128,8 @@ class ReplicaStatus(ReplicaStats, frozen=True, kw_only=True):
 
 
 ModelState = Literal["ready", "loading", "silent", "restarting", "failed", "draining", "drained", "stopped"]
-"""A "ready" model answers requests. Requests for a "failed", "draining" or "drained" model are refused at
-once."""
+"""A "ready" model answers requests. Requests for a "failed", "draining" or "drained" model are refused
+immediately."""
 
 
 class ModelStatus(msgspec.Struct, kw_only=True):
@@ -182,7 +183,8 @@ class DrainStatus(msgspec.Struct, kw_only=True):
     """The drained model, or null for the whole service."""
     state: DrainState
     grace_s: float
-    """Requests still running this many seconds after the drain began to refuse requests are ended."""
+    """Grace period in seconds, measured from when the drain begins to refuse requests. Requests that are
+    still running at its end are ended."""
     grace_left_s: float
     """Seconds until the remaining requests are ended."""
     queue: bool
@@ -190,15 +192,16 @@ class DrainStatus(msgspec.Struct, kw_only=True):
     started_at: float
     """When the drain began, in unix seconds."""
     elapsed_s: float
-    """Seconds from the beginning of the drain until now, or until it was complete."""
+    """Seconds from the beginning of the drain until now. For a complete drain, until its completion."""
     running: int
     queued: int
-    """Number of requests that the drain is waiting for: those running, and those that were waiting when it
-    began."""
+    """Number of requests that the drain is waiting for: running requests, and requests that were already
+    waiting when the drain began."""
     held: int
     """Number of new requests that are waiting until service is resumed."""
     tokens_left: int
-    """Number of output tokens that the remaining requests are expected to need, judging by recent answers."""
+    """Number of output tokens that the remaining requests are expected to need, based on the lengths of
+    recent answers."""
     eta_s: float | None = None
     """Predicted time until the remaining requests have ended, in seconds, based on measured rates. Null
     without measurements."""
@@ -235,7 +238,7 @@ class QueueStats(msgspec.Struct, kw_only=True):
     waiting_tokens: int = 0
     """Number of prompt tokens in waiting requests."""
     preemptions: int = 0
-    """Number of preemptions, over all requests that have ended."""
+    """Total number of preemptions of requests that have ended."""
     overload: str = ""
     """Overloaded models and the requests that they refuse. Empty without overload."""
     overload_step: int = 0
@@ -264,20 +267,21 @@ class AuditStatus(msgspec.Struct, kw_only=True):
     """The audit trail of operators' actions."""
 
     rows: int = 0
-    """Number of rows in the chain, which is also the newest row's seq."""
+    """Number of rows in the chain. The newest row's seq is the same number."""
     head: str = ""
     """Hash of the newest row."""
     recorded_rows: int = 0
     """Number of rows that are proven unchanged by heads recorded outside the database."""
     spooled: int = 0
-    """Number of rows that the database has not accepted yet. They are added to the chain as soon as it
+    """Number of rows that the database has not accepted yet. They are added to the chain when the database
     accepts them."""
     spooled_since: float | None = None
     """When the oldest of these rows was spooled, in unix seconds."""
     places: list[str] = []
     """Files in which these rows are waiting."""
     in_memory: int = 0
-    """Number of these rows that no file accepts either. If the service ends, they remain only in its log."""
+    """Number of these rows that could not be written to any file. If the service ends, they remain only in
+    the service's log."""
     lost: int = 0
     """Number of rows that could not be stored anywhere. They are only in the service's log."""
     last_error: str | None = None
@@ -346,7 +350,8 @@ class Status(msgspec.Struct, kw_only=True):
     databases: list[DatabaseStatus]
     audit: AuditStatus = msgspec.field(default_factory=AuditStatus)
     log_dropped_lines: int = 0
-    """Number of lines of the core's log dropped since startup because standard error was not being read."""
+    """Number of the core's log lines that were dropped since startup because standard error was not being
+    read."""
     current_problems: list[CurrentProblem] = []
     """The same list that `doctor` reports."""
     problems: list[Problem]
@@ -355,7 +360,7 @@ class Status(msgspec.Struct, kw_only=True):
 
 
 RequestState = Literal["queued", "running", "lost", "ending"]
-"""The replica of a "lost" request has died; its front resubmits the request."""
+"""The replica of a "lost" request has ended unexpectedly; its front resubmits the request."""
 
 
 class InFlight(msgspec.Struct, kw_only=True):
@@ -379,16 +384,17 @@ class LimitUsage(msgspec.Struct, kw_only=True):
     """A tenant's or key's usage of one limit."""
 
     limit: str
-    """"requests_per_minute", "tokens_per_minute", "tokens_per_day", "concurrent_requests", "queued_requests",
-    or "kv_share": tokens in the KV cache of the model in which the share is greatest."""
+    """One of "requests_per_minute", "tokens_per_minute", "tokens_per_day", "concurrent_requests",
+    "queued_requests" and "kv_share". For "kv_share", the amounts are tokens in the KV cache of the model in
+    which the share is greatest."""
     capacity: int
-    """Amount that can be used at once: `burst_s` seconds' worth of a per-minute rate, or one day's worth of a
-    per-day rate."""
+    """Capacity of the limit: the amount that refills within `burst_s` seconds for a per-minute limit, or
+    within a day for a per-day limit."""
     used: int
-    """Amount of the capacity that has not been refilled yet. Running requests are counted at the maximum that
-    they may use."""
+    """Amount of the capacity that is in use and has not been refilled yet. A running request counts with the
+    maximum that it may use."""
     held: int
-    """Amount held by requests that have not ended. What they do not use is returned, except for the amount
+    """Amount held by requests that have not ended. The unused part is returned, except for the amount
     refilled since it was reserved. `held` can therefore exceed `used`."""
     resets_in_s: float | None
     """Time until the limit is fully available again if nothing more is used. None means that the limit
@@ -420,7 +426,7 @@ class Tenant(TenantRecord, frozen=True, kw_only=True):
     """A tenant and its current usage."""
 
     built_in: bool
-    """Whether the tenant has existed since the first startup. Built-in tenants cannot be deleted."""
+    """Whether the tenant was created at the first startup. Built-in tenants cannot be deleted."""
     usage: list[LimitUsage] = msgspec.field(default_factory=list)
     """The tenant's current usage of its limits."""
     keys: int
@@ -438,8 +444,8 @@ class PeerMapping(msgspec.Struct, kw_only=True):
     """The uid or gid, or -1 for "any"."""
     tenant: str
     source: Literal["mapped", "settings"]
-    """Whether the entry was mapped by an operator or comes from the settings: the service's own user, root
-    and `unix.uids`."""
+    """Source of the entry: "mapped" by an operator, or the "settings", which list the service's own user,
+    root and `unix.uids`."""
     created_at: float | None = None
     """When the entry was mapped, in unix seconds."""
 

@@ -25,7 +25,7 @@ _UNIT_FOLDERS = (
 )
 _UNIT = "appliance.service"
 _BOOTED = Path("/run/systemd/system")
-"""Exists if systemd is running (sd_booted(3))."""
+"""A directory that exists if systemd is running (sd_booted(3))."""
 _LOCK = "service.lock"
 _RENDEZVOUS = "ranks-"
 _MAX_LOCK_BYTES = 64 << 10
@@ -43,7 +43,7 @@ class LockHolder(msgspec.Struct, kw_only=True):
 
 
 class RunDirLock:
-    """Holds a run directory for this process, until `release` is called or the process ends."""
+    """Locks a run directory for this process, until `release` is called or the process ends."""
 
     def __init__(self, run_dir: Path, state_dir: Path) -> None:
         """Raises RunDirError if another service holds the directory, or if the lock file cannot be opened."""
@@ -52,8 +52,8 @@ class RunDirLock:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise RunDirError(
-                f"{path} cannot be opened by uid {os.geteuid()} ({error.strerror}): remove it, or name "
-                f"another --run-dir"
+                f"{path} cannot be opened by uid {os.geteuid()} ({error.strerror}): remove the file, or "
+                "use another --run-dir"
             ) from error
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -62,8 +62,8 @@ class RunDirLock:
             other = last_holder(run_dir)
             who = f"process {other.pid}" if other else "another process"
             raise RunDirError(
-                f"{run_dir} belongs to a running service ({who}): stop that one, or give this one its own "
-                f"--run-dir and --state-dir"
+                f"{run_dir} is in use by a running service ({who}): stop that service, or start this "
+                "one with a different --run-dir and --state-dir"
             ) from None
         os.ftruncate(self._descriptor, 0)
         os.pwrite(
@@ -78,8 +78,8 @@ class RunDirLock:
 
 
 def last_holder(run_dir: Path) -> LockHolder | None:
-    """Return the process that holds the directory or last held it. From the result, clients learn which state
-    directory belongs to the service. The directory must be trusted (`appliance.ownership`)."""
+    """Return the process that holds the directory or last held it. The result also contains the service's
+    state directory. The directory must be trusted (`appliance.ownership`)."""
     try:
         descriptor = os.open(run_dir / _LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:
@@ -95,10 +95,10 @@ def unit_is_installed() -> bool:
 
 def start_remedy(run_dir: Path) -> str:
     """Return instructions for starting the service. If its unit is installed, only systemd's command is
-    named, because a second service started beside it would begin with an empty state."""
+    named, because a second service, started in another way, would begin with an empty state."""
     if unit_is_installed():
-        return "start it with: systemctl start appliance"
-    return f"start one with: appliance serve --run-dir {run_dir}"
+        return "start the service with: systemctl start appliance"
+    return f"start a service with: appliance serve --run-dir {run_dir}"
 
 
 def new_rendezvous(run_dir: Path) -> str:
@@ -121,7 +121,7 @@ def prepare_directories(run_dir: Path, state_dir: Path) -> None:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise RunDirError(
-                f"{name} {path} cannot be created ({error.strerror}): name another one"
+                f"{name} {path} cannot be created ({error.strerror}): use another directory"
             ) from error
         # In /tmp, any user may have created the directory first.
         if name == "run_dir" or path.parent == Path("/tmp"):
@@ -130,9 +130,9 @@ def prepare_directories(run_dir: Path, state_dir: Path) -> None:
             except UntrustedError as error:
                 raise RunDirError(f"{name} {error}") from error
         if not path.is_dir():
-            raise RunDirError(f"{name} {path} is not a directory: remove it or name another one")
+            raise RunDirError(f"{name} {path} is not a directory: remove it, or use another directory")
         if not os.access(path, os.W_OK | os.X_OK, effective_ids=True):
-            raise RunDirError(f"{name} {path} cannot be written by uid {os.geteuid()}: name another one")
+            raise RunDirError(f"{name} {path} is not writable by uid {os.geteuid()}: use another directory")
 
 
 def remove_socket(path: Path) -> None:

@@ -1,8 +1,8 @@
-"""The scope that each route requires.
+"""Defines the scope that each route requires.
 
-Routes of this service are `ScopedRoute`s: each names the scope that its callers need, and checks it before
-the endpoint is called. `check_routes` rejects an application that has any other kind of route, so that no
-route can be added without deciding who may call it.
+Every route of this service is a `ScopedRoute`. It names the scope that its callers need, and checks the scope
+before the endpoint is called. `check_routes` rejects an application that has any other kind of route, so that
+no route can be added without a scope.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class InsufficientScopeError(Exception):
     def __init__(self, wanted: str, scopes: Iterable[str]) -> None:
         self.wanted = wanted
         has = ", ".join(sorted(scopes)) or "none"
-        super().__init__(f"this needs a key of scope '{wanted}'; your key has {has}")
+        super().__init__(f"this request needs a key with scope '{wanted}'; scopes of your key: {has}")
 
 
 class ScopedRoute(Route):
@@ -47,7 +47,7 @@ class ScopedRoute(Route):
     ) -> None:
         """`operation` describes the route in the OpenAPI document. None leaves the route out."""
         if wanted not in (OPEN, *SCOPES):
-            raise ValueError(f"{wanted!r} is not a scope; the scopes are {', '.join((OPEN, *SCOPES))}")
+            raise ValueError(f"{wanted!r} is not a scope; available scopes: {', '.join((OPEN, *SCOPES))}")
         super().__init__(path, endpoint, methods=[method])
         # Remove the HEAD method that Starlette adds to GET, because the HTTP server converts HEAD to GET.
         self.methods = {method}
@@ -75,6 +75,6 @@ def check_routes(app: Starlette) -> list[ScopedRoute]:
     for route in app.routes:
         if not isinstance(route, ScopedRoute):
             path = getattr(route, "path", repr(route))
-            raise TypeError(f"the route {path} requires no scope: make it a ScopedRoute")
+            raise TypeError(f"the route {path} does not declare a scope: use ScopedRoute for it")
         scoped.append(route)
     return scoped

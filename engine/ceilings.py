@@ -29,12 +29,12 @@ _H200 = Ceilings(bytes_per_s=4355e9, gemm_per_s=700e12, fp8_gemm_per_s=1320e12, 
 
 CEILINGS: dict[str, Ceilings] = {
     "NVIDIA H200": _H200,
-    # These rates are estimates. The memory bandwidth is the data sheet's 3.35 TB/s, scaled by the fraction of
-    # the data sheet's 4.8 TB/s that an H200 reaches. The compute rates are those of an H200, because both
-    # GPUs have the same multiprocessors and the same compute rates in their data sheets.
+    # These rates are estimates. An H200 reaches a certain fraction of its data sheet's bandwidth (4.8 TB/s).
+    # The same fraction of an H100's data sheet value (3.35 TB/s) is assumed. The compute rates are copied
+    # from the H200, because both data sheets list the same multiprocessors and compute rates.
     "NVIDIA H100 80GB HBM3": replace(_H200, bytes_per_s=3.35e12 * _H200.bytes_per_s / 4.8e12),
 }
-"""Peak rates by device name. Their measurement is described in docs/performance.md."""
+"""Peak rates by device name. docs/performance.md describes how they were measured."""
 
 
 def device_model(device: str) -> str:
@@ -49,8 +49,8 @@ def ceilings(device: str) -> Ceilings | None:
 
 
 def layer_parameters(config: ModelConfig) -> int:
-    """Return the number of parameters in the model's layers that each token is multiplied by. Embeddings and
-    the output matrix are excluded, and so are the experts that the token does not choose."""
+    """Return the number of parameters in the layers that one token uses. Embeddings, the output matrix and
+    the experts that the token does not choose are excluded."""
     matrices = 1 if config.tie_word_embeddings else 2
     every = parameters(config) - matrices * config.vocab_size * config.hidden_size
     if config.experts is None:
@@ -59,8 +59,8 @@ def layer_parameters(config: ModelConfig) -> int:
 
 
 def read_parameters(config: ModelConfig, tokens: int) -> float:
-    """Return the number of parameters of the layers that a pass of `tokens` tokens reads: of a mixture of
-    experts, those that at least one token chooses (`expected_experts`)."""
+    """Return the number of parameters in the layers that a pass of `tokens` tokens reads. In a mixture of
+    experts, it reads only the experts that at least one token chooses (`expected_experts`)."""
     if config.experts is None:
         return layer_parameters(config)
     others = expected_experts(config.experts, tokens) - config.experts.top_k
@@ -68,13 +68,13 @@ def read_parameters(config: ModelConfig, tokens: int) -> float:
 
 
 def expected_experts(experts: ExpertsConfig, tokens: int) -> float:
-    """Return how many different experts of a layer `tokens` tokens choose on average, if each token is
-    equally likely to choose any of them."""
+    """Return the mean number of distinct experts per layer that `tokens` tokens choose, if each token is
+    equally likely to choose any expert."""
     return experts.count * (1 - (1 - experts.top_k / experts.count) ** tokens)
 
 
 def _expert_parameters(config: ModelConfig) -> int:
-    """Return the number of parameters of one routed expert in every layer that has experts."""
+    """Return the number of parameters of one routed expert, summed over all layers that have experts."""
     assert config.experts is not None
     each = 3 * config.hidden_size * config.experts.intermediate_size
     return config.layer_kinds.count(EXPERTS) * each
@@ -99,7 +99,7 @@ def least_times(config: ModelConfig, device: str, weights: str, ranks: int) -> L
     rates = ceilings(device)
     if rates is None:
         return LeastTimes()
-    matrices = layer_parameters(config)  # also those that a step of one token reads
+    matrices = layer_parameters(config)  # a decode step of one token reads exactly these parameters
     weight_bytes = 1 if weights == FP8 else DTYPE_BYTES[weights]
     head_bytes = 2 * config.vocab_size * config.hidden_size
     return LeastTimes(

@@ -32,8 +32,8 @@ class ReplicaClient:
     submission's sink.
 
     A sink is called on the event loop once per `Output`, in order, until the last output of every sample.
-    When the channel closes, `on_closed` is called once with the handles of all unfinished submissions. Then
-    the `on_lost` callback of each unfinished submission is called.
+    When the channel closes, `on_closed` is called once with the handles of all unfinished submissions. After
+    that, each unfinished submission's `on_lost` callback is called.
     """
 
     def __init__(self, sock: socket.socket, on_closed: Callable[[list[int]], None]) -> None:
@@ -71,7 +71,8 @@ class ReplicaClient:
         self._channel.send(submit)
 
     def cancel(self, handle: int, sample: int | None = None) -> None:
-        """Cancel a submission, or only one of its samples. Their last outputs still arrive."""
+        """Cancel a submission, or only one of its samples. The last output of each cancelled sample still
+        arrives."""
         if handle in self._sinks:
             self._channel.send(Cancel(handle, sample))
 

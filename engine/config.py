@@ -1,5 +1,5 @@
-"""The configuration of a model, and its division among ranks. This module does not load torch, because
-`engine.sizing` imports it.
+"""Defines the configuration of a model, and how the model is divided among ranks. This module does not load
+torch, because `engine.sizing` imports it.
 
 All supported families use the same decoder: pre-norm, rotary embedding, grouped-query attention, and an MLP
 gated by SiLU or a mixture of such MLPs. `engine.families` reads a checkpoint's `config.json` into a
@@ -20,7 +20,7 @@ ROPE_KINDS: tuple[RopeKind, ...] = get_args(RopeKind)
 
 
 DENSE, EXPERTS = "dense", "experts"
-"""The kinds of layers: with an MLP, and with a mixture of experts."""
+"""The kinds of layers: layers with an MLP, and layers with a mixture of experts."""
 
 _MLPS = {
     "intermediate_size": "an MLP",
@@ -35,7 +35,7 @@ class CheckpointError(Exception):
 
 
 class UnsupportedError(ValueError):
-    """The requested configuration is not supported, e.g. because of the number of ranks or the maximum
+    """The requested configuration is not supported, for example because of the number of ranks or the maximum
     length."""
 
 
@@ -44,9 +44,9 @@ class RopeConfig:
     """Rotary position embedding, and its scaling beyond the trained length.
 
     In transformers, `dynamic` (NTK-aware) scaling uses a base that grows with the longest sequence so far, so
-    an answer depends on earlier requests. This engine uses the base of the configured maximum length. Up to
-    `max_position_embeddings`, the base is unscaled and equals that of transformers at every length. With a
-    larger `max_model_len`, all positions use the base that transformers uses at exactly that length.
+    an answer depends on earlier requests. This engine instead derives one base from `max_model_len`. If
+    `max_model_len` is at most `max_position_embeddings`, the base is unscaled, as in transformers. Otherwise,
+    all positions use the base that transformers uses for a sequence of exactly `max_model_len` tokens.
     """
 
     theta: float
@@ -68,20 +68,19 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """The mixture of experts of a layer, which takes the place of the MLP."""
+    """The mixture of experts that replaces the MLP in a layer."""
 
     count: int
     """Number of routed experts."""
     top_k: int
     """Number of routed experts that each token chooses."""
     intermediate_size: int
-    """The width of each routed expert."""
+    """Width of each routed expert."""
     normalised: bool
-    """Whether the weights of the chosen experts are normalised to add up to one, as `kernels.Experts`
-    defines."""
+    """Whether the weights of the chosen experts are normalised to add up to one (see `kernels.Experts`)."""
     shared_intermediate_size: int | None = None
-    """The width of the expert that computes every token, times the sigmoid of its own gate (Qwen2-MoE); None
-    if the model has none."""
+    """Width of the shared expert (Qwen2-MoE), or None if the model has none. Every token uses the shared
+    expert, and its result is multiplied by the sigmoid of a separate gate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +97,15 @@ class Shard:
     first_kv_head: int
     intermediate: int
     vocab: int
-    """Number of rows of the embedding and of the output matrix, including padding. It is equal on every
-    rank."""
+    """Number of rows of the embedding and of the output matrix on this rank, including padding. It is the
+    same on every rank."""
     vocab_real: int
-    """Number of rows that belong to real tokens. Only the last ranks have fewer than `vocab`."""
+    """Number of rows that belong to tokens of the vocabulary. It is less than `vocab` only on the last ranks,
+    which have padding."""
     first_vocab: int
 
     def part(self, width: int) -> int:
-        """Return the width on this rank of experts of `width`, which are all divided equally."""
+        """Return this rank's share of a total `width`, which is divided equally among the ranks."""
         return width // self.size
 
 
@@ -147,8 +147,8 @@ class ModelConfig:
 
     @property
     def context_length(self) -> int:
-        """Default maximum sequence length. It is `max_position_embeddings`, or with yarn at least the scaled
-        length."""
+        """Default maximum sequence length. It is `max_position_embeddings`; with yarn, it is at least the
+        scaled length."""
         if self.rope.kind == "yarn":
             stretched = int(self.rope.original_max_position_embeddings * self.rope.factor)
             return max(self.max_position_embeddings, stretched)
@@ -164,7 +164,8 @@ class ModelConfig:
 
     @property
     def mlp_widths(self) -> dict[str, int]:
-        """The widths of the MLPs and experts of the model, by the field of `config.json` or a like name."""
+        """Widths of the model's MLPs and experts, by the name of the field in `config.json` or a similar
+        name."""
         widths = {}
         if any(kind != EXPERTS for kind in self.layer_kinds):
             widths["intermediate_size"] = self.intermediate_size

@@ -43,14 +43,14 @@ class Fields:
     def integer(self, name: str, default: int | None = None, minimum: int = 1) -> int:
         value = self._value(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise self.error(name, f"an integer of at least {minimum} is needed")
+            raise self.error(name, f"it must be an integer of at least {minimum}")
         return value
 
     def number(self, name: str, default: float | None = None, above: float = 0.0) -> float:
         value = self._value(name, default)
         # The upper bound rejects NaN and infinity, which Python's JSON parser accepts.
         if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < 1e30:
-            raise self.error(name, f"a number above {above:g} is needed")
+            raise self.error(name, f"it must be a number above {above:g}")
         return float(value)
 
     def optional_number(self, name: str) -> float | None:
@@ -59,7 +59,7 @@ class Fields:
     def flag(self, name: str, default: bool) -> bool:
         value = self._value(name, default)
         if not isinstance(value, bool):
-            raise self.error(name, "true or false is needed")
+            raise self.error(name, "it must be true or false")
         return value
 
     def _value(self, name: str, default: Any) -> Any:

@@ -1,8 +1,8 @@
 """The step loop of rank 0. Each iteration schedules and launches a step, collects the tokens of an earlier
 step, and returns outputs.
 
-This module does not load torch, because the device code is passed in as a `StepRunner`. An exception raised
-by the runner ends the replica's process, and the service then starts a new replica.
+This module does not load torch, because the device code is passed in as a `StepRunner`. If the runner raises
+an exception, the replica's process exits, and the service starts a new replica.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class LaunchedStep(Protocol):
     """A launched step, which may still be running on the device."""
 
     host_gap_us: float
-    """Time in microseconds for which the device was idle before this step, for any reason. Set by `wait`."""
+    """Time, in microseconds, that the device was idle before this step for any reason. Set by `wait`."""
 
     def wait(self) -> StepTokens:
         """Block until the step has finished, and return its tokens. Raises the step's exception if it
@@ -47,7 +47,7 @@ class PlanChannels(Protocol):
 
 
 class StepRunner(Protocol):
-    """Executes plans strictly in launch order."""
+    """Executes plans in launch order."""
 
     def launch(self, plan: StepPlan) -> LaunchedStep: ...
 
@@ -58,14 +58,14 @@ class StepTiming:
 
     plan: StepPlan
     ms: float
-    """Duration in milliseconds. It counts from the start of the step's launch or the end of the previous
-    step, whichever is later."""
+    """Duration in milliseconds, measured from the start of the step's launch or the end of the previous step,
+    whichever is later."""
     idle_us: float
-    """Time in microseconds for which the device was idle before the step although sequences were waiting. It
-    is 0 if every sequence of the step arrived after the previous step was planned, because the device may
-    have had nothing to do."""
+    """Time, in microseconds, that the device was idle before the step although sequences were waiting. It is
+    0 if every sequence of the step arrived after the previous step was planned, because the device may have
+    been idle for lack of work."""
     plan_us: float = 0.0
-    """Time in microseconds that the step loop spent on sending the plan to the other ranks, including
+    """Time, in microseconds, that the step loop spent sending the plan to the other ranks, including
     waits."""
 
     @property
@@ -102,8 +102,8 @@ class EngineCore:
     """Generates the tokens of the scheduler's submissions, one `step` at a time. It is single-threaded.
 
     Submissions are added and cancelled directly on `scheduler`. With `overlap`, each step is launched before
-    the previous step's tokens are read, so the device stays busy while the host reads tokens, plans and
-    sends. With several ranks, `plans` sends each plan to the other ranks.
+    the previous step's tokens are read, so the device stays busy while the host reads tokens, plans the next
+    step and sends outputs. With several ranks, `plans` sends each plan to the other ranks.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has work: unfinished sequences, steps in flight, or unreturned outputs."""
+        """Whether `step` has work to do: unfinished sequences, steps in flight, or outputs to return."""
         return bool(self._in_flight) or self.scheduler.has_work or self.scheduler.accounting.has_news
 
     def step(self) -> StepResult:
@@ -137,8 +137,8 @@ class EngineCore:
         """
         scheduled = self.scheduler.schedule()
         if scheduled is not None:
-            # The duration counts from the start of the launch, because the device starts with the first
-            # kernel. The host needs 15 to 20 ms to launch all kernels of a step with prompts.
+            # Measure the duration from the start of the launch. The device starts with the first kernel,
+            # while the host needs 15 to 20 ms to launch all kernels of a step with prompts.
             began = time.perf_counter()
             plan_us = self._send(scheduled.plan)
             launched = self._runner.launch(scheduled.plan)
@@ -154,7 +154,7 @@ class EngineCore:
         return StepResult(self._collected, outputs, finished, self._credits != before, timing)
 
     def _send(self, plan: StepPlan) -> float:
-        """Send a plan to the other ranks, and return the time spent in microseconds."""
+        """Send a plan to the other ranks, and return the time taken in microseconds."""
         if self.plans is None:
             return 0.0
         began = time.perf_counter()

@@ -1,9 +1,9 @@
 """The device tables of one rank, which turn a `StepPlan` into the device input of a step (`StepBatch`).
 
-Each running sequence owns one slot of the tables. Values that the device updates by itself (lengths, last
-tokens, penalty counts) are stored in the tables. The host computes its own copy of the lengths from the
-plans, so it knows all tensor shapes without reading from the device. The tables depend only on the plans and
-their order, not on time or rank. Equal plans therefore produce equal tables on all ranks.
+Each running sequence owns one slot of the tables. The tables contain the values that the device itself
+updates: lengths, last tokens and penalty counts. The host also computes the lengths from the plans, so it can
+determine all tensor shapes without reading from the device. The tables depend only on the plans and their
+order, not on time or rank. Equal plans therefore produce equal tables on all ranks.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class StepBatch:
     """Rows of the forward pass's result whose logits are computed: [logit rows] int64. None selects the first
     rows."""
     sampled_logits: int
-    """Number of logit rows that are used for sampling. The rows after them belong to `prompts`."""
+    """Number of logit rows that are used for sampling. The rows after these belong to `prompts`."""
     prompts: list[PromptSlice]
 
 
@@ -94,7 +94,8 @@ class SlotTables:
         self.device = device
         self._padding = padding
         self.sampling = SamplingTables(max_num_seqs, vocab_size, device)
-        self._blocks_host = np.zeros((max_num_seqs, max_blocks_per_slot), dtype=np.int64)
+        # `np.full` writes to every page, so that no later step causes page faults.
+        self._blocks_host = np.full((max_num_seqs, max_blocks_per_slot), 0, dtype=np.int64)
         on_host = torch.from_numpy(self._blocks_host)
         self._shared = device.type == "cpu"
         self.block_table = on_host if self._shared else on_host.to(device)
@@ -112,25 +113,22 @@ class SlotTables:
     # ── applying a plan ──────────────────────────────────────────────────────────────────────────
 
     def apply(self, plan: StepPlan) -> None:
-        """Apply the plan's setups and block table entries. Copying and clearing blocks is left to
-        `StepExecutor`."""
+        """Apply the plan's setups and block table entries. `StepExecutor` copies and clears the blocks."""
         if plan.setups:
             self._lengths_host[[slot for setup in plan.setups for slot, _ in setup.members]] = 0
             self.sampling.set_up(plan.setups)
         if plan.blocks:
-            # If an entry occurs twice, the last one counts. The dict removes duplicates, because the order of
-            # device writes to duplicate indices is undefined.
-            entries = {(slot, index): block for slot, index, block in plan.blocks}
-            slots, indices = np.array(list(entries), dtype=np.int64).T
-            blocks = np.fromiter(entries.values(), dtype=np.int64, count=len(entries))
+            # If an entry occurs twice, the last value must be used. The order of device writes to duplicate
+            # indices is undefined, so all duplicates are sent with the last value.
+            changes = np.array(plan.blocks, dtype=np.int64).T.copy()
+            slots, indices, blocks = changes
             self._blocks_host[slots, indices] = blocks
             if not self._shared:
-                staged = self._upload(np.stack((slots, indices, blocks)))
+                changes[2] = self._blocks_host[slots, indices]
+                staged = self._upload(changes)
                 self.block_table[staged[0], staged[1]] = staged[2]
         for source, count, slots in plan.shares:
-            shared = self._blocks_host[source, :count]
-            for slot in slots:
-                self._blocks_host[slot, :count] = shared
+            self._blocks_host[slots, :count] = self._blocks_host[source, :count]
             if not self._shared:
                 targets = self._upload(np.array(slots, dtype=np.int64))
                 self.block_table[targets, :count] = self.block_table[source, :count]
@@ -167,7 +165,7 @@ class SlotTables:
     def decode_batch(self, plan: StepPlan, slots: torch.Tensor, positions: torch.Tensor) -> SamplingBatch:
         """Return the sampling input of a decode-only plan whose forward pass was replayed from a CUDA graph.
 
-        `slots` and `positions` are device tensors. `positions` are those of the sampled tokens.
+        `slots` and `positions`, the positions of the sampled tokens, are device tensors.
         """
         self._lengths_host[plan.decodes] += 1
         return SamplingBatch(slots, positions, None, self._metadata(plan.decodes))
@@ -275,10 +273,9 @@ class SlotTables:
         return StepBatch(forward, sampling, indices, sampled, prompts)
 
     def advance(self, batch: SamplingBatch, token_ids: torch.Tensor) -> None:
-        """Store the sampled `token_ids` ([sampling slots] int64) as the next input of their slots.
-
-        BAD_TOKEN is replaced by token 0, because the next step is launched before the host detects the
-        failure.
+        """Store the sampled `token_ids` ([sampling slots] int64) as the next input of their slots. BAD_TOKEN
+        is stored as token 0, because it is not a valid input, and the next step is launched before the host
+        detects the failure.
         """
         token_ids = token_ids.clamp(min=0)
         self.lengths[batch.slots] = batch.positions

@@ -65,7 +65,7 @@ class _Family:
     qk_norm_all_heads: bool = False
     layer_kinds: Callable[[Fields, int], tuple[str, ...]] = _dense
     experts: Callable[[Fields], ExpertsConfig] | None = None
-    """Reads the experts of the layers of kind EXPERTS. None if the family has no such layers."""
+    """Reads the configuration of the layers with experts. None if the family has no layers with experts."""
 
 
 def _never(_fields: Fields) -> bool:
@@ -107,7 +107,7 @@ def _qwen_windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
         first = fields.integer("max_window_layers", 28, minimum=0)
         return tuple(window if layer >= first else None for layer in range(layers))
     if not isinstance(kinds, list) or len(kinds) != layers:
-        raise fields.error("layer_types", f"a list of {layers} (num_hidden_layers) is needed")
+        raise fields.error("layer_types", f"it must be a list of {layers} entries (num_hidden_layers)")
     if any(kind not in ("full_attention", "sliding_attention") for kind in kinds):
         raise fields.error("layer_types", "only full_attention and sliding_attention are supported")
     if "sliding_attention" in kinds and window is None:
@@ -128,8 +128,8 @@ def _mixtral_windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
 
 
 def _qwen2_moe_windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """Return the windows by `layer_types` as `_qwen_windows` does. Without them, every other layer below
-    `max_window_layers` has a window, beginning with the first."""
+    """Return the windows by `layer_types` as `_qwen_windows` does. Without this field, layers 0, 2, 4, …
+    below `max_window_layers` have a window."""
     if fields.get("layer_types") is not None:
         return _qwen_windows(fields, layers)
     (window,) = _one_window(fields, 1)
@@ -142,11 +142,12 @@ def _all_experts(_fields: Fields, layers: int) -> tuple[str, ...]:
 
 
 def _qwen_kinds(fields: Fields, layers: int) -> tuple[str, ...]:
-    """Return experts for every `decoder_sparse_step`th layer that is not one of `mlp_only_layers`."""
+    """Return the layer kinds: every `decoder_sparse_step`th layer has experts, unless it is listed in
+    `mlp_only_layers`."""
     step = fields.integer("decoder_sparse_step", 1)
     dense = fields.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
-        raise fields.error("mlp_only_layers", "a list of layers is needed")
+        raise fields.error("mlp_only_layers", "it must be a list of integers")
     return tuple(DENSE if layer in dense or (layer + 1) % step else EXPERTS for layer in range(layers))
 
 
@@ -165,7 +166,7 @@ def _experts(
 
 
 def _qwen3_experts(fields: Fields) -> ExpertsConfig:
-    # transformers 5 writes num_local_experts, the published checkpoints have num_experts.
+    # transformers 5 writes num_local_experts, while published checkpoints contain num_experts.
     name = "num_experts" if fields.get("num_experts") is not None else "num_local_experts"
     return _experts(
         fields,
@@ -361,13 +362,13 @@ def _dtype(fields: Fields) -> str:
 
 
 def _quantised(fields: Fields) -> bool:
-    """Return whether the checkpoint declares FP8 matrices. Which matrices are FP8 is determined by the dtypes
-    of the tensors."""
+    """Return whether the checkpoint declares FP8 matrices. The tensors' dtypes determine which matrices are
+    FP8."""
     value = fields.get("quantization_config")
     if value is None:
         return False
     if not isinstance(value, dict):
-        raise fields.error("quantization_config", "an object with quant_method is needed")
+        raise fields.error("quantization_config", "it must be an object with quant_method")
     config = Fields(fields.file, value, prefix="quantization_config.")
     method = config.get("quant_method")
     if method == "fp8":
@@ -377,11 +378,11 @@ def _quantised(fields: Fields) -> bool:
     _expect(config, "quant_method", ("compressed-tensors",))
     groups = config.get("config_groups")
     if not isinstance(groups, dict):
-        raise config.error("config_groups", "an object of groups is needed")
+        raise config.error("config_groups", "it must be an object of groups")
     for name, group in groups.items():
         weights = group.get("weights") if isinstance(group, dict) else None
         if not isinstance(weights, dict):
-            raise config.error("config_groups", f"weights of {name} are needed")
+            raise config.error("config_groups", f"the weights of group {name} must be an object")
         scheme = Fields(fields.file, weights, prefix=f"quantization_config.config_groups.{name}.weights.")
         _expect(scheme, "num_bits", (8,))
         _expect(scheme, "type", ("float",))
@@ -403,11 +404,11 @@ def _expect(config: Fields, name: str, loadable: tuple[Any, ...]) -> None:
 
 def _rope(fields: Fields, positions: int, default_theta: float) -> RopeConfig:
     """Read the rotary embedding from `rope_parameters` (transformers 5), or from `rope_scaling` and
-    `rope_theta` (transformers 4). The latter take precedence."""
+    `rope_theta` (transformers 4). The transformers 4 fields take precedence."""
     name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
     values = fields.get(name) or {}
     if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):
-        raise fields.error(name, "one set of parameters for all layers is needed")
+        raise fields.error(name, "it must be one set of parameters for all layers")
     rope = Fields(fields.file, values, prefix=f"{name}.")
     theta_source = rope if rope.get("rope_theta") is not None else fields
     theta = theta_source.number("rope_theta", default_theta)

@@ -1,7 +1,5 @@
-"""The input of a forward pass, which is the interface between the device tables (`engine.device_tables`) and
-the decoder.
-
-The struct contains no model-specific fields and no request data.
+"""Defines the input of a forward pass: the struct that the device tables (`engine.device_tables`) pass to the
+decoder. It contains no model-specific fields and no request data.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ class ForwardInput:
     [tokens] int64. -1 marks padding, whose keys and values are not written."""
     attention: AttentionInput
     logits_attention: AttentionInput | None = None
-    """Restricts the last layer to the tokens whose logits are needed: the decodes' tokens and the last token
-    of each prefill chunk. The indices of these tokens are in its `queries`. For all other tokens, the last
-    layer computes only keys and values, and the pass returns no row. None means that the pass returns a row
-    for every token."""
+    """Attention input of the last layer if it computes only the tokens whose logits are needed: the decodes'
+    tokens and the last token of each prefill chunk. `queries` contains the indices of these tokens. For all
+    other tokens, the last layer computes only keys and values, and the result of the pass has no row. If
+    None, the result has a row for every token."""

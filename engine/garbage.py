@@ -9,8 +9,9 @@ def settle_garbage() -> None:
     """Reduce the cost of garbage collections. Call once, after the model is loaded.
 
     `gc.freeze` excludes the objects created during loading, because they are permanent and traversing them
-    takes 0.1 s. The default thresholds cause a collection every few steps, which took 30 ms with a thousand
-    running sequences, so they are raised. The objects of a step are freed by reference counting alone.
+    takes 0.1 s. The thresholds are raised, because the default values cause a collection every few steps.
+    Each collection took 30 ms with a thousand running sequences. Objects created in a step are freed by
+    reference counting and do not need collections.
     """
     gc.collect()
     gc.freeze()

@@ -40,7 +40,7 @@ class GeneratedSample:
 
 
 class LocalEngine:
-    """A replica whose rank 0 runs on the calling thread. On a CPU, its steps run on a thread of the runner.
+    """A replica whose rank 0 runs on the calling thread. On a CPU, the steps run on the runner's own thread.
 
     Any other ranks run in separate processes, as in a served replica.
 
@@ -84,8 +84,8 @@ class LocalEngine:
         n: int = 1,
         cache_salt: str = "",
     ) -> list[list[GeneratedSample]]:
-        """Generate n samples for each prompt, with all prompts submitted together. `sampling` is either used
-        for all prompts, or contains one entry per prompt."""
+        """Generate n samples for each prompt, with all prompts submitted together. `sampling` is either one
+        set of parameters for all prompts, or a list with one entry per prompt."""
         each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
         answers: dict[int, list[GeneratedSample]] = {}
         for prompt, params in zip(prompts, each, strict=True):
@@ -107,7 +107,7 @@ class LocalEngine:
         return list(answers.values())
 
     def explain(self, error: Exception) -> str:
-        """Return the reason for the loss of a rank. `error` is the resulting exception of rank 0."""
+        """Return the reason why a rank was lost. `error` is the exception that rank 0 raised as a result."""
         return str(error) if self.others is None else self.others.explain(error)
 
     def close(self) -> None:

@@ -52,10 +52,8 @@ class DecodeGraphs:
 
     def capture(self, progress: ProgressCallback) -> None:
         """Capture the graphs of all batch sizes. The largest size is captured first, so that the smaller
-        sizes reuse its memory.
-
-        Each forward pass runs once before its capture, so that its kernels are compiled and its workspaces
-        are allocated. The sampling kernels are the same for all sizes.
+        sizes reuse its memory. Each forward pass runs once before its capture, to compile its kernels and
+        allocate its workspaces. The sampling kernels are the same for all sizes.
         """
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()

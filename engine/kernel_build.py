@@ -1,9 +1,7 @@
 """Compiles a replica's kernels before their first launch, either in `python -m engine.build` or while the
-replica's weights load.
-
-If the kernels are already compiled, a starting replica only hashes a few files. Otherwise, worker processes
-compile the kernels on all cores. Without these processes, the replica would compile each kernel serially at
-its first launch, and requests would wait for the compilation.
+replica's weights load. Worker processes compile the kernels on all cores. Otherwise, each kernel would be
+compiled at its first launch, one after another, and requests would have to wait. If the kernels are already
+compiled, a starting replica only hashes a few files.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _SOURCES = ("engine", "kernels")
-"""Packages whose source code determines the set of launched kernels and their contents."""
+"""Packages whose source code determines which kernels are launched and what they contain."""
 
 
 class KernelBuild:
@@ -45,8 +43,8 @@ class KernelBuild:
         return self._process is not None and self._process.poll() is None
 
     def wait(self) -> None:
-        """Block until the compilation has ended. A kernel that failed to compile is compiled again at its
-        first launch, which then raises the error. The compiler's messages are in the log."""
+        """Block until the compilation has ended. If a kernel failed to compile, its first launch compiles it
+        again and raises the error. The compiler's messages are in the log."""
         if self._process is not None and (code := self._process.wait()):
             log.warning(
                 "compiling the kernels in advance failed (exit code %d): see the messages above", code

@@ -17,8 +17,8 @@ def allocate_kv(decoder: Decoder, blocks: int, bytes_per_block: int, ranks: int)
     fit into memory."""
     if decoder.device.type != "cpu":
         return _allocate_on_gpu(decoder, blocks, bytes_per_block)
-    # Available memory is checked first, because Linux overcommits memory and kills a process when it cannot
-    # provide a page.
+    # Check the available memory first: Linux overcommits memory, and kills a process if memory runs out
+    # later.
     available = memory.available_host_bytes()
     if blocks * bytes_per_block * ranks > available:
         raise memory.too_large(blocks, bytes_per_block, ranks, available)

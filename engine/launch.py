@@ -1,8 +1,8 @@
 """Starts and stops the processes of one replica. The core imports this module, so it does not load torch.
 
 Every rank is a new Python interpreter (`python -m engine.replica`), not a fork. The launcher monitors each
-rank by a pidfd. If one rank dies, the other ranks exit or are killed by the launcher. Otherwise, they would
-wait forever in a collective operation.
+rank by a pidfd. If one rank exits, the other ranks exit or are killed by the launcher, because they could
+otherwise wait forever in a collective operation.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from engine.messages import Attach, CancelSequences, RankOutbound, ReplicaSpec, 
 from engine.wire import Channel, socketpair
 
 _EXIT_GRACE_S = 0.5
-"""Time limit in seconds for a rank to exit after it has closed its channel, or after another rank has exited.
-A rank that exceeds the limit is killed. Before exiting, a rank aborts the GPU kernels that wait for the lost
-rank."""
+"""Time limit, in seconds, for a rank to exit after it has closed its channel, or after another rank has
+exited. A rank that exceeds the limit is killed. The limit includes the time to abort GPU kernels that wait
+for the lost rank."""
 _STOP_CHECK_S = 1.0
-"""Interval in seconds at which the launcher looks for ranks that are stopped (SIGSTOP). A rank that is
+"""Interval, in seconds, at which the launcher checks for ranks that are stopped (SIGSTOP). A rank that is
 stopped at two consecutive checks is killed, because its peers wait for it."""
 
 RANK_ENVIRONMENT = {
@@ -63,9 +63,9 @@ def spawn_rank(
     """Start `python -m module` as the process of a rank, and return the process and the channel to it.
 
     `gpus` lists the UUIDs of all ranks' GPUs, which become the only visible GPUs of the process. Each rank
-    must see all of them, because it accesses the memory of the others. If the list is empty, all GPUs stay
-    visible. The rank is killed by the operating system when the calling thread ends. Raises OSError if the
-    process cannot be started.
+    must see all of them, because it accesses the memory of the other GPUs. If the list is empty, all GPUs
+    stay visible. The rank is killed by the operating system when the calling thread ends. Raises OSError if
+    the process cannot be started.
     """
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
     ours, theirs = socketpair()
@@ -168,8 +168,8 @@ class ReplicaGroup:
         self._ranks[0].channel.send(CancelSequences(request_id))
 
     async def stop(self, grace_s: float = 5.0) -> None:
-        """Request all ranks to exit, and return when they have been reaped. Ranks that are still running
-        after `grace_s` seconds are killed."""
+        """Send `Stop` to all ranks, and return when they have been reaped. Ranks that are still running after
+        `grace_s` seconds are killed."""
         self._reason = self._reason or "stopped"
         for rank in self._ranks:
             rank.channel.send(Stop())
@@ -221,8 +221,8 @@ class ReplicaGroup:
         return rank
 
     def _closed(self, rank: _Rank) -> None:
-        """Kill a rank that has closed its channel but does not exit within the grace period. Its exit status
-        explains the failure better than a closed channel."""
+        """Kill a rank that has closed its channel but does not exit within the grace period. The rank is not
+        killed earlier, because its exit status explains the failure better than the closed channel."""
 
         def give_up() -> None:
             if rank.returncode is None:
@@ -242,8 +242,8 @@ class ReplicaGroup:
         if not self._reason:
             reason += memory_kill_note(rank.returncode, self._memory_kills)
         self._first_exit = self._first_exit or reason
-        # A rank that loses a peer exits by itself, and on a busy machine its exit may be noticed before the
-        # peer's. Only a rank that was killed by a signal is certainly the cause.
+        # A rank that loses a peer also exits, and on a busy machine its exit may be detected before the
+        # peer's exit. Therefore only a rank that was killed by a signal is certain to be the cause.
         if rank.returncode < 0:
             self._reason = self._reason or reason
         asyncio.get_running_loop().call_later(_EXIT_GRACE_S, self.kill, self._first_exit)
@@ -275,8 +275,7 @@ def _is_stopped(rank: _Rank) -> bool:
 
 
 def describe_exit(returncode: int) -> str:
-    """Describe the exit of a process, as the predicate of a sentence such as "rank 1 was killed by
-    SIGKILL"."""
+    """Describe how a process ended, for use after its name: "was killed by SIGKILL"."""
     if returncode < 0:
         names = {number.value: number.name for number in signal.Signals}
         return f"was killed by {names.get(-returncode, f'signal {-returncode}')}"

@@ -2,8 +2,8 @@
 no data and compute nothing.
 
 `kernels.compiling.record` records each launch. This module uses the same decoder, tables, graph code and
-sampler as serving. Warm-up launches every kernel that serving launches, so no separate list of each layer's
-operations is needed.
+sampler as serving. Warm-up launches every kernel that serving launches, so no separate list of operations has
+to be maintained.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from kernels.triton.peer_arena import PROGRAMS, Arena
 
 _META = torch.device("meta")
 _MAX_MODEL_LEN = 4096
-"""Assumed maximum sequence length in tokens. Longer sequences launch no additional kernels, because the
-largest length that affects a launch is `kernels.triton.attention_prefill.HOPPER_ABOVE`."""
+"""Assumed maximum sequence length in tokens. Longer sequences launch no additional kernels: above
+`kernels.triton.attention_prefill.HOPPER_ABOVE`, the length does not affect the choice of kernel."""
 _KV_BLOCKS = 64
 """Assumed number of KV blocks. It does not affect the compiled kernels."""
 _MULTIPROCESSORS = 132
@@ -49,7 +49,7 @@ _ALIGNMENT = 16
 """Triton compiles a separate kernel for integer arguments that are multiples of this value."""
 
 _HOST_ADDRESS = 1 << 40
-"""A placeholder for a host memory address. It needs 64 bits like a real address, because Triton compiles a
+"""A placeholder for a host memory address. Like a real address, it needs 64 bits, because Triton compiles a
 separate kernel for each integer width."""
 
 
@@ -71,7 +71,7 @@ class UnconnectedRanks(Collectives):
 
 
 class _MetaMemory:
-    """A simulated peer memory of one rank, made of meta tensors."""
+    """The peer memory of one simulated rank, made of meta tensors."""
 
     def __init__(self, size: int, rank: int) -> None:
         addresses = torch.empty(size, dtype=torch.int64, device=_META)
@@ -196,8 +196,8 @@ class MetaReplica:
         return StepExecutor(decoder, decoder.allocate_kv(_KV_BLOCKS), tables, self._sampler)
 
     def launch_warm_up(self) -> StepExecutor:
-        """Launch the kernels that `ModelRunner` launches before the replica is ready. Returns the step
-        executor used for serving."""
+        """Launch the same kernels as `ModelRunner` before the replica is ready. Returns the step executor
+        used for serving."""
         decoder, served = self._decoder, self.served
         length, budget = decoder.max_model_len, served.max_num_batched_tokens
         largest = self.steps()
@@ -224,9 +224,9 @@ def _sizes(most: int) -> list[int]:
 
 
 def _different_ranks(served: ReplicaModel) -> list[int]:
-    """Return a subset of the ranks that launches all kernels of the replica. Ranks differ only in their
-    vocabulary shard and in rank 0's biases: for linears that are summed over the ranks, only rank 0 adds the
-    bias."""
+    """Return a subset of the ranks that together launch all kernels of the replica. Ranks differ only in
+    their vocabulary shard and in their biases: if a linear's results are summed over the ranks, only rank 0
+    adds the bias."""
     size, found = served.tensor_parallel_size, dict[tuple[object, ...], int]()
     for rank in range(size):
         shard = served.config.shard(size, rank)
@@ -235,7 +235,7 @@ def _different_ranks(served: ReplicaModel) -> list[int]:
 
 
 def launch_all(served: ReplicaModel, gpu: GpuModel, table: Table) -> None:
-    """Launch every kernel that any rank of a replica launches on a GPU, on meta tensors."""
+    """Launch, on meta tensors, every kernel that any rank of a replica launches on a GPU."""
     with torch.inference_mode():
         for rank in _different_ranks(served):
             MetaReplica(served, rank, gpu, table).launch_warm_up()

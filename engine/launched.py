@@ -21,17 +21,18 @@ class StepResults:
 
     sampled: SampledStep
     logprob_rows: list[tuple[int, int]]
-    """(index in the list of sampling slots, k) for each row of `sampled.logprobs`."""
+    """For each row of `sampled.logprobs`: its index in the list of sampling slots, and the number k of
+    requested alternatives."""
     prompts: list[tuple[PromptSlice, list[torch.Tensor]]]
-    """Prompt slices with log probabilities. Each has the results of `Sampler.token_logprobs` in one or more
-    parts."""
+    """Prompt slices with log probabilities: results of `Sampler.token_logprobs`, in one or more parts per
+    slice."""
     finite: list[tuple[int, torch.Tensor]]
-    """For each chunk without sampling, its slot and whether the hidden state of its last token is finite. The
-    last token depends on all earlier tokens."""
+    """For each chunk that does not sample: its slot, and whether the hidden state of its last token is
+    finite. Checking the last token is sufficient, because it depends on all earlier tokens."""
 
 
 LOSS_CHECK_S = 0.1
-"""Interval in seconds at which a wait for a step on a CPU checks whether a peer was lost."""
+"""Interval, in seconds, between checks for a lost peer while waiting for a step on a CPU."""
 
 
 class ThreadStep:
@@ -62,7 +63,7 @@ class StreamStep:
     `engine.core.LaunchedStep`.
 
     `previous_ended` is the event at the end of the previous step, or None for the first step. The gap between
-    the two steps includes the time in which the host prepares this step's input. `check` raises an exception
+    the two steps includes the time for preparing this step's input on the host. `check` raises an exception
     if the results are invalid because a peer was lost.
     """
 
@@ -93,8 +94,8 @@ class StreamStep:
 
 
 def to_host(results: StepResults) -> StepResults:
-    """Start copying results to pinned host memory. To wait for the copies, record an event afterwards and
-    wait for it."""
+    """Start copying results to pinned host memory. To wait for the copies, record an event after this call
+    and wait for the event."""
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to("cpu", non_blocking=True)

@@ -31,10 +31,10 @@ from engine.step_forecast import StepForecast
 from engine.wire import Channel
 
 HEARTBEAT_S = 0.5
-"""Interval of reports in seconds while no step runs."""
+"""Interval, in seconds, between reports while no step runs."""
 REPORT_S = 0.1
-"""Maximum interval between reports in seconds while steps run. Inference gateways treat cache statistics
-older than 200 ms as a sign of saturation."""
+"""Maximum interval, in seconds, between reports while steps run. Inference gateways treat a replica as
+saturated if its cache statistics are older than 200 ms."""
 
 
 class LeaderLoop:
@@ -141,7 +141,7 @@ class LeaderLoop:
             self._report(result)
 
     def _announce(self, plan: StepPlan) -> None:
-        """Announce a step that will take longer than a heartbeat interval. Otherwise the core would consider
+        """Announce a step that will take longer than a heartbeat interval, so that the core does not consider
         this replica hung."""
         expected_s = self._forecast.predict_s(plan)
         if expected_s > HEARTBEAT_S:

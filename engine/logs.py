@@ -19,11 +19,11 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 MAX_QUEUED_LINES = 10_000
-"""Maximum number of queued lines. At the usual line length, the full queue takes about 2 MB."""
+"""Maximum number of queued lines. At the usual line length, a full queue takes about 2 MB."""
 MAX_LINE_CHARS = 16_384
 """Maximum length of one record including its traceback. Longer records are truncated."""
 FLUSH_S = 1.0
-"""Maximum time in seconds that an exiting process waits for its last lines to be written."""
+"""Maximum time, in seconds, that a process waits at exit for its last lines to be written."""
 STDERR = 2
 
 log = logging.getLogger(__name__)
@@ -115,8 +115,8 @@ class LineWriter(QueueListener):
             self._write(self._lines.prepare(report))
 
     def _write(self, line: bytes) -> None:
-        # The line is written to the file descriptor instead of `sys.stderr`. A thread blocked inside a
-        # buffered stream holds the stream's lock, and the interpreter needs this lock to exit.
+        # Write to the file descriptor instead of `sys.stderr`. A thread that is blocked in `sys.stderr` holds
+        # the stream's lock, which the interpreter needs to exit.
         rest = memoryview(line)
         while rest:
             try:

@@ -75,11 +75,11 @@ def check_blocks(blocks: int, max_model_len: int, bytes_per_block: int, given: b
 
 
 def too_large(blocks: int, bytes_per_block: int, ranks: int, available_bytes: int) -> PoolTooLarge:
-    """Return the error for KV pools of `ranks` ranks that do not fit into `available_bytes`."""
+    """Return the error for KV pools, on `ranks` ranks, that do not fit into `available_bytes`."""
     needed = blocks * bytes_per_block * ranks
     most = max(0, available_bytes) // (bytes_per_block * ranks)
-    # Available memory fluctuates, so the advice is rounded down to two significant digits. A second attempt
-    # then gives the same advice.
+    # Round the suggested number down to two significant digits, so that small fluctuations of the available
+    # memory do not make the suggestion too large.
     most -= most % 10 ** max(0, len(str(most)) - 2)
     remedy = f"lower it to at most {most}, or leave it out" if most else "free memory"
     return PoolTooLarge(

@@ -14,7 +14,7 @@ BLOCK_TOKENS = 64
 """Number of tokens per KV block. The pool layout, the prefix hashes and the kernels depend on this value."""
 
 MAX_BAD_WORD_TOKENS = 32
-"""Maximum length of an entry of `SamplingParams.bad_words` in tokens. The device stores the last
+"""Maximum length, in tokens, of an entry of `SamplingParams.bad_words`. The device stores the last
 `MAX_BAD_WORD_TOKENS` - 1 tokens of every output."""
 MAX_BAD_WORDS = 512
 """Maximum number of entries of `SamplingParams.bad_words`. It is limited because every entry is compared in
@@ -113,12 +113,12 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Communication backend of the ranks, e.g. "gloo" or "NCCL". It is empty for a single rank."""
     load_seconds: float
     predicted_bytes: int
-    """Memory for weights, KV cache and activations in bytes, as predicted by `engine.sizing`."""
+    """Memory, in bytes, for weights, KV cache and activations, as predicted by `engine.sizing`."""
     used_bytes: int
     """Memory use in bytes, measured after loading."""
     torch_version: str
     least_step_s: float = 0.0
-    """Lower bound on the duration of a decode step in seconds, derived from the bytes that it reads and the
+    """Lower bound on the duration of a decode step, in seconds, derived from the bytes that it reads and the
     device's peak rates. It is 0 if the peak rates are unknown."""
     least_prompt_token_s: float = 0.0
     """Lower bound on the time per prompt token in seconds, or 0 if the device's peak rates are unknown."""
@@ -145,7 +145,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logit_bias: dict[int, float] | None = None
     """Values that are added to the logits of the given token ids."""
     allowed_tokens: bytes = b""
-    """Bitmap of the tokens that may be sampled. The bit of token i is bit i % 8 of byte i // 8. An empty
+    """Bitmap of the tokens that may be sampled. Token i is represented by bit i % 8 of byte i // 8. An empty
     bitmap allows all tokens."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Sequences of token ids that must not occur in the output. The last token of an entry is banned if the
@@ -159,13 +159,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Tokens that end a sequence: the stop tokens of the request, and the checkpoint's end-of-sequence
     tokens, which the front adds."""
     ignore_eos: bool = False
-    """Whether to ignore `stop_token_ids`. They then neither end the sequence nor are suppressed."""
+    """Whether to ignore `stop_token_ids`. Ignored stop tokens neither end the sequence nor are suppressed."""
     logprobs: int | None = None
-    """Number of most likely tokens whose log probabilities are returned, in addition to that of the sampled
-    token. None disables log probabilities."""
+    """Number of most likely tokens whose log probabilities are returned in addition to the sampled token's
+    log probability. None disables log probabilities."""
     prompt_logprobs: int | None = None
-    """Number of most likely tokens whose log probabilities are returned for every prompt token except the
-    first, in addition to that of the prompt token. None disables log probabilities."""
+    """For every prompt token except the first: number of most likely tokens whose log probabilities are
+    returned in addition to the prompt token's log probability. None disables log probabilities."""
 
     @property
     def penalised(self) -> bool:
@@ -196,11 +196,11 @@ class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True, omit_defau
     """Priority class, from 0 (real-time) to 3 (background). Sequences of the class with the highest number
     are preempted first."""
     urgency: int = 0
-    """Order within the priority class. 2: urgent, and all prompts of the request fit into one step. 1:
+    """Urgency within the priority class. 2: urgent, and all prompts of the request fit into one step. 1:
     urgent, with longer prompts. 0: not urgent."""
     spare_slots: int = 0
-    """Number of slots that must remain free when a sample of this submission starts. They are reserved for
-    submissions with higher priority."""
+    """Number of slots reserved for submissions with higher priority. A sample of this submission starts only
+    if at least this many slots remain free."""
 
     @property
     def level(self) -> int:
@@ -210,8 +210,8 @@ class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True, omit_defau
 
     @property
     def credit_tokens(self) -> int:
-        """Token credit that the submission uses. It is granted back when its tokens have been computed or
-        dropped."""
+        """Token credit that the submission uses. The credit is granted back when the tokens have been
+        computed or dropped."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
 
@@ -270,9 +270,9 @@ class StepFrame(msgspec.Struct, tag="step", array_like=True):
 
 
 class Start(msgspec.Struct, tag="start", frozen=True):
-    """First message from the core to each rank, which starts as rank number `rank`. With it, rank 0 receives
-    the file descriptors of the plan channels to the other ranks, in rank order. Every other rank receives the
-    descriptor of its plan channel."""
+    """First message from the core to each rank, which starts as rank number `rank`. For rank 0, the message
+    carries the file descriptors of the plan channels to the other ranks, in rank order. For every other rank,
+    it carries the descriptor of that rank's plan channel."""
 
     spec: ReplicaSpec
     rank: int
@@ -311,7 +311,8 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
 
 class Fatal(msgspec.Struct, tag="fatal", frozen=True):
     """Last message from a rank to the core, with the reason why the rank exits. The kind "checkpoint" means
-    that the files or the configuration are invalid. The core then waits longer before it retries."""
+    that the files or the configuration are invalid; the core then waits longer before it restarts the
+    replica."""
 
     kind: Literal["checkpoint", "memory", "device", "internal"]
     message: str
@@ -329,7 +330,7 @@ class Finished(msgspec.Struct, array_like=True, frozen=True):
     """Number of generated tokens of all samples, excluding the tokens in `Submit.output_token_ids`."""
     preemptions: int
     batch_size: int
-    """Number of sequences in the step that started the submission."""
+    """Batch size (number of sequences) of the step that started the submission."""
     finish_reason: list[FinishReason]
     """One finish reason per sample."""
     credit_tokens: int
@@ -344,7 +345,7 @@ class EngineGauges(msgspec.Struct, frozen=True, kw_only=True):
     credit_seqs: int
     credit_tokens: int
     returned_seqs: tuple[int, ...] = (0,) * LEVELS
-    """Number of ended samples per level. The sum equals `credit_seqs` minus the initial credit."""
+    """Number of finished samples per level. The sum equals `credit_seqs` minus the initial credit."""
     returned_tokens: tuple[int, ...] = (0,) * LEVELS
     """Number of prompt tokens per level that were computed or dropped. The sum equals `credit_tokens` minus
     the initial credit."""
@@ -373,7 +374,7 @@ class ReplicaStats(EngineGauges, frozen=True, kw_only=True):
     step_ms: float = 0.0
     """Mean duration of a decode-only step in milliseconds, or 0 if there was none."""
     idle_us: float = 0.0
-    """Mean time in microseconds for which the device waited for the host before a decode-only step."""
+    """Mean time, in microseconds, that the device waited for the host before a decode-only step."""
     mixed_steps: int = 0
     """Number of steps with prefill. Their mean duration and mean idle time are `mixed_step_ms` and
     `mixed_idle_us`."""

@@ -1,4 +1,4 @@
-"""Runs ranks 1 to N-1 of a replica with N ranks, if rank 0 runs in the calling process.
+"""Runs ranks 1 to N-1 of a replica with N ranks when rank 0 runs in the calling process.
 
 In a benchmark, no core supervises the ranks. `OtherRanks` therefore starts the same rank processes as the
 core would, and detects when one of them exits.
@@ -22,11 +22,10 @@ from engine.messages import Fatal, RankOutbound, ReplicaSpec, Start, Stop
 from engine.wire import Channel, socketpair
 
 STOP_GRACE_S = 10.0
-"""Time limit in seconds for a rank to exit after `Stop`. A rank that exceeds the limit is killed."""
+"""Time limit, in seconds, for a rank to exit after `Stop`. A rank that exceeds it is killed."""
 LOSS_GRACE_S = 2.0
-"""Time limit in seconds for rank 0 to report the loss of another rank. If rank 0 exceeds the limit, this
-process exits, because rank 0 may be blocked in a collective that never returns, for example while it loads
-the model."""
+"""Time limit, in seconds, for rank 0 to handle the loss of another rank. After this time, the process exits,
+because rank 0 may be blocked in a collective that never returns, for example while it loads the model."""
 
 
 class OtherRanks:
@@ -67,21 +66,21 @@ class OtherRanks:
     def on_lost(self, callback: Callable[[str], None]) -> None:
         """Register a callback for the loss of a rank.
 
-        `callback(reason)` is called at least once, on any thread, when a rank exits before `stop`. If a rank
-        has already exited, it is called immediately.
+        When a rank exits before `stop`, `callback(reason)` is called at least once, on any thread. It is
+        called immediately if a rank has already exited.
         """
         self._on_lost = callback
         if self._lost.is_set():
             callback(self._reason)
 
     def explain(self, error: Exception) -> str:
-        """Return the reason for the loss of a rank. `error` is the resulting exception of rank 0."""
+        """Return the reason why a rank was lost. `error` is the exception that rank 0 raised as a result."""
         self._lost.wait(LOSS_GRACE_S)
         return f"{self._reason} ({error})" if self._reason else str(error)
 
     def stop(self) -> None:
-        """Request the ranks to exit, and return when they have been reaped. Ranks that do not exit in time
-        are killed."""
+        """Send `Stop` to the ranks, and return when they have been reaped. Ranks that do not exit in time are
+        killed."""
         self._stopping.set()
         for channel in self._channels.values():
             channel.send(Stop())

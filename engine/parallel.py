@@ -1,8 +1,7 @@
-"""The ranks of a replica and their collective operations.
-
-A single rank needs no process group and does not load torch.distributed. Step plans are not sent by
-collectives: rank 0 sends them on channels (`engine.plan_channel`). Ranks whose GPUs can map each other's
-memory exchange small messages through this memory (`engine.peer_ranks`).
+"""Defines the ranks of a replica and their collective operations. A single rank needs no process group and
+does not load torch.distributed. Step plans are not sent by
+collectives: rank 0 sends them on channels (`engine.plan_channel`). If the ranks' GPUs can map each other's
+memory, small messages are exchanged through this memory (`engine.peer_ranks`).
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ class RankLost(RuntimeError):
 
 
 class Overlap(Protocol):
-    """Computes sums over the ranks in the background of a forward pass that is split into two halves of its
-    tokens."""
+    """Sums results over the ranks while a forward pass runs. The tokens of the pass are split into two
+    halves."""
 
     split: int
     """Number of tokens in the first half."""
@@ -38,8 +37,8 @@ class Overlap(Protocol):
         tensors."""
 
     def finish(self, half: int) -> Residual:
-        """Wait for the result of `start` for one half, and return it. The second following call of `start`
-        for this half may overwrite the result."""
+        """Wait for the result of `start` for one half, and return it. The result stays valid until the second
+        following call of `start` for this half."""
 
 
 class Ranks(Protocol):
@@ -57,7 +56,7 @@ class Ranks(Protocol):
         """Return `residual` plus the sum of `part` over the ranks, bitwise equal on all ranks.
 
         `part` is [tokens, hidden]. `residual.values` and `part` may be overwritten. `norm` is the norm that
-        is applied to the result next. If it is given, the returned residual may include the norm's result.
+        the next operation needs. If it is given, the returned residual may include the result of this norm.
         """
 
     def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -124,7 +123,7 @@ class Collectives:
         words = torch.stack((values.float().view(torch.int32), ids.int()))
         stack = self.all_gather_stack(words)
         values, ids = stack[:, 0].view(torch.float32), stack[:, 1]
-        # argmax returns the index of the first maximum, or of the first NaN.
+        # argmax returns the index of the first NaN, or otherwise of the first maximum.
         winner = values.argmax(dim=0, keepdim=True)
         finite = values.gather(0, winner)[0].isfinite()
         return torch.where(finite, ids.gather(0, winner)[0].long(), BAD_TOKEN)
@@ -197,9 +196,10 @@ class _Group(Collectives):
     def abandon(self, reason: str) -> None:
         super().abandon(reason)
         if self._dist.get_backend() != "nccl":
-            return  # gloo detects the exit of a peer by itself
-        # Aborting a process group waits for its running NCCL kernels. Before they are aborted, these kernels
-        # wait for the lost peer, so the calling thread must not block.
+            return  # gloo itself detects that a peer has exited
+
+        # Abort on a separate thread, because the call can block: it waits for running NCCL kernels, which
+        # wait for the lost peer until they are aborted.
         threading.Thread(target=self._abort, name="abort-collectives", daemon=True).start()
 
     def close(self) -> None:
@@ -261,8 +261,8 @@ def join(
     device.
 
     `timeout_seconds` limits the wait for other ranks, both here and in each collective. gloo also detects the
-    exit of a peer immediately, because its connection closes. `overlap_from` is the minimum number of tokens
-    of a pass whose sums overlap with computation, on GPUs that can map each other's memory. None selects
+    exit of a peer immediately, because its connection closes. On GPUs that can map each other's memory, sums
+    overlap with computation in passes of at least `overlap_from` tokens. None selects
     `engine.sizing.OVERLAP_FROM_TOKENS`.
 
     Raises RankLost if the other ranks do not join in time, and ValueError for invalid arguments.
@@ -278,8 +278,8 @@ def join(
     import torch.distributed as dist
 
     if backend == "gloo":
-        # By default gloo resolves the host name. This fails without a network, and otherwise sends the ranks'
-        # traffic over the network.
+        # By default, gloo uses the address to which the host name resolves. Without a network, this fails;
+        # with a network, the ranks' traffic is sent over the network.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     timeout = datetime.timedelta(seconds=timeout_seconds)
     device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
@@ -291,7 +291,7 @@ def join(
         )
     except RuntimeError as error:
         raise RankLost(
-            f"rank {rank} of {size} did not find the others within {timeout_seconds:g} s "
+            f"rank {rank} of {size} did not find the other ranks within {timeout_seconds:g} s "
             f"through {rendezvous_path} "
             f"({str(error).splitlines()[0]})"
         ) from error

@@ -1,4 +1,4 @@
-"""Memory that is mapped by all GPUs of a replica. The ranks exchange small messages through it."""
+"""Allocates memory that all GPUs of a replica can access. The ranks exchange small messages through it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Sums long messages over the ranks while a forward pass runs, using the GPUs' copy engines.
 
-Each rank sums a share of the rows. The other ranks copy their parts of these rows into its memory, and it
-copies the results into their memory. The copy engines do this without occupying the multiprocessors, which
-run the pass. Sums are computed in rank order in float32, so they are bitwise equal on all ranks.
+Each rank computes the sums of a share of the rows. The other ranks copy their parts of these rows into this
+rank's memory. This rank then copies the sums into the memory of the other ranks. The copies do not occupy the
+multiprocessors, which run the pass. Sums are computed in rank order in float32, so they are bitwise equal on
+all ranks.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class OverlapMemory:
     """Buffers for the parts and the results of sums. All ranks' buffers are mapped on this rank's device."""
 
     stages: Sequence[torch.Tensor]
-    """For each rank, a buffer for the parts that it must sum, by source rank: [HALVES, ranks, rows / ranks,
-    hidden]."""
+    """For each rank, the buffer that receives the parts that this rank must sum, indexed by source rank:
+    [HALVES, ranks, rows / ranks, hidden]."""
     gathered: Sequence[torch.Tensor]
     """For each rank, two alternating buffers for the results, so that one can be read while the other is
     written: [HALVES, 2, rows, hidden]."""
@@ -51,7 +52,7 @@ class PeerOverlap:
         self._arena, self._memory = arena, memory
         self._turns = [0] * HALVES
         self._flag = torch.zeros(1, dtype=torch.int32, device=device)
-        # On meta tensors there are no streams, because the kernels are only enumerated.
+        # On meta tensors, kernels are only enumerated, so no streams are needed.
         cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device, priority=-1) if cuda else None
         self._computed = [torch.cuda.Event() if cuda else None for _ in range(HALVES)]
@@ -103,7 +104,7 @@ class PeerOverlap:
 
     @contextlib.contextmanager
     def _on_stream(self, half: int):  # type: ignore[no-untyped-def]
-        """Issue the body's work on the second stream, after the work on the current stream, and record its
+        """Run the body on the second stream, after all work on the current stream, and record an event at its
         end."""
         computed, summed = self._computed[half], self._summed[half]
         if self._stream is None or computed is None or summed is None:

@@ -20,15 +20,15 @@ _TWO_SHOT_BYTES = {2: 4 << 20, 4: 512 << 10, 8: 128 << 10}
 of ranks.
 
 The value for two ranks was measured on 2 × H200 (docs/performance.md). The values for four and eight ranks
-are computed. At these sizes, the 2.5 µs of the second exchange equal the transfer time that the two-shot
-all-reduce saves on an NVLink with 373 GB/s. The saved time is (n - 1)(1 - 2 / n) × size / bandwidth for n
-ranks.
+are computed. The second exchange costs 2.5 µs. At the computed sizes, the two-shot all-reduce saves the same
+transfer time on an NVLink with 373 GB/s. For n ranks, the saved time is (n - 1)(1 - 2 / n) × size /
+bandwidth.
 """
 
 QUANTISED_ROWS = 64
 """Maximum number of rows for which the all-reduce also computes the quantised norm, with one program per row.
-The value has not been measured on GPUs yet. With more rows, the plain all-reduce already keeps all its
-programs busy."""
+The value has not been measured on GPUs yet. With more rows, the plain all-reduce already uses all of its
+programs."""
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes that are gathered through peer memory. Gathering preserves all values except the sign of a zero."""
 
@@ -46,8 +46,8 @@ class Memory(Protocol):
 class PeerRanks(Collectives):
     """A rank that exchanges messages through peer memory if they fit, and otherwise through `group`.
 
-    `pdl` is whether the GPU supports programmatic dependent launch. None detects it. `overlap_from` is the
-    number of tokens in a forward pass from which sums overlap with the pass. None disables the overlap.
+    `pdl` states whether the GPU supports programmatic dependent launch; if it is None, support is detected.
+    In passes of at least `overlap_from` tokens, sums overlap with computation. None disables the overlap.
     """
 
     def __init__(

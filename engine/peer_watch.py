@@ -1,5 +1,5 @@
-"""Detects that the process of another rank has ended, because its end of a channel is closed. Detection runs
-on a separate thread, as this rank may be blocked in a collective that waits for the other rank."""
+"""Detects that another rank's process has exited, by watching for a closed channel. A separate thread watches
+the channels, because this rank may be blocked in a collective that waits for the other rank."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from engine.messages import SamplingParams, TokenLogprob
 
 
 class SlotSetup(msgspec.Struct, array_like=True, frozen=True):
-    """Assigns slots of the device tables to a starting sequence and its forks. The previous contents of these
+    """Assigns slots in the device tables to a new sequence and its forks. The previous contents of these
     slots become invalid."""
 
     slot: int
@@ -20,13 +20,13 @@ class SlotSetup(msgspec.Struct, array_like=True, frozen=True):
     """Index of the sample within its request. It is part of the key of the sampling noise."""
     prompt_tokens: int
     history: list[int]
-    """Prompt and output tokens known so far, if penalties need their counts. Otherwise it is empty."""
+    """Known prompt and output tokens, if penalties need their counts; otherwise empty."""
     forks: list[tuple[int, int]] = []
-    """(slot, sample) of each fork. The other fields apply to all forks, so they are sent only once."""
+    """(slot, sample) of each fork. All forks share the other fields, so these fields are sent only once."""
 
     recent: list[int] = []
-    """The last known output tokens (at most MAX_BAD_WORD_TOKENS - 1), if the request has bad words. Otherwise
-    it is empty."""
+    """The last known output tokens (at most MAX_BAD_WORD_TOKENS - 1), if the request has bad words; otherwise
+    empty."""
 
     @property
     def members(self) -> list[tuple[int, int]]:
@@ -45,7 +45,7 @@ class Chunk(msgspec.Struct, array_like=True, frozen=True):
     """Slots that sample from the logits of the chunk's last token. The list is empty if the prompt continues
     after the chunk. Otherwise, it contains the slots of the sequence and, with n > 1, of its forks."""
     prompt_logprobs: int | None = None
-    """Number of most likely alternatives whose log probabilities are returned, for each prompt token that
+    """Number of most likely alternatives whose log probabilities are returned for each prompt token that
     follows a token of the chunk. None disables prompt log probabilities."""
     next_token: int | None = None
     """The prompt token after the chunk, if there is one and `prompt_logprobs` is set."""
@@ -57,8 +57,8 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
 
     A step applies `setups`, `blocks`, `shares`, `clears` and `copies`, in this order. Then it runs the
     forward pass over `decodes` and `chunks`. It samples for the slots in `decodes`, followed by the
-    `sample_slots` of each chunk. A decode computes the slot's last sampled token at the slot's next position.
-    Both values are in the device tables, and the step updates them.
+    `sample_slots` of each chunk. The input of a decode is the slot's last sampled token, at the slot's next
+    position. Both values are stored in the device tables, and the step updates them.
     """
 
     step: int
@@ -89,15 +89,15 @@ weights are damaged or a value overflowed."""
 
 
 class StepTokens(msgspec.Struct, array_like=True):
-    """Results of a step, with one entry per sampling slot. The order is that of the plan: decodes first, then
-    chunks."""
+    """Results of a step, with one entry per sampling slot. The slots are in the plan's order: decodes first,
+    then chunks."""
 
     token_ids: list[int]
     """Sampled tokens, with BAD_TOKEN where no token could be sampled."""
     logprobs: list[TokenLogprob | None] | None
     """Log probabilities of the sampled tokens, or None if no slot requested them."""
     prompt_logprobs: dict[int, list[TokenLogprob]]
-    """For each slot, the log probabilities of the prompt tokens that follow the tokens of its chunk."""
+    """By slot: the log probabilities of the prompt tokens that follow the tokens of the slot's chunk."""
     non_finite: list[int] = []
-    """Slots whose chunks have hidden states that are not finite. Only chunks that do not sample are listed.
-    Sampling chunks report BAD_TOKEN instead."""
+    """Slots whose chunks do not sample and have hidden states that are not finite. Chunks that sample report
+    BAD_TOKEN instead."""

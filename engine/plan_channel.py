@@ -17,8 +17,8 @@ from engine.plan import StepPlan
 from engine.wire import MAX_BACKLOG_BYTES, MAX_FRAME_BYTES, Channel, encode_frame
 
 PLAN_TIMEOUT_S = 30.0
-"""Maximum time in seconds for which a peer may leave plans unread. A peer does not read while it launches a
-step, which may take as long as a step with a long prompt."""
+"""Maximum time, in seconds, that a peer may leave plans unread. A peer does not read while it launches a
+step, and a launch can take as long as the computation of a long prompt."""
 
 MAX_PLAN_BYTES = MAX_BACKLOG_BYTES
 """Maximum size of a plan's frame in bytes. It may exceed the limit for fronts, because both ends are ranks of
@@ -27,7 +27,7 @@ the same replica."""
 _NUMBER_BYTES = 5
 """Size in bytes of a number below 2³² in msgpack."""
 _SLOT_BYTES = 512
-"""Upper bound on the bytes of a plan that belong to one slot, excluding the request's lists. It covers the
+"""Upper bound on the bytes that one slot adds to a plan, excluding the request's lists. It covers the
 sampling parameters with their names, the numbers of the slot's chunk, and its entries in the plan's lists."""
 _ENTRY_BYTES = 1 + 3 * _NUMBER_BYTES
 """Size in bytes of a block table entry, which contains slot, index and block id."""
@@ -43,10 +43,11 @@ def largest_plan_bytes(
 ) -> int:
     """Return an upper bound on the size of a plan's frame in bytes.
 
-    The lists in the setups are limited by `engine.scheduling.admission.MAX_SETUP_NUMBERS`, or belong to a
-    single sequence. The lists of that sequence, except for its output, arrived in one frame from a front. The
-    plan also contains at most every slot once with its complete block table, the tokens of one step, and
-    every block once in `clears`. For 1024 slots of 131,072 tokens, the bound is about 100 MB.
+    The lists in the setups are limited by `engine.scheduling.admission.MAX_SETUP_NUMBERS`, unless a step
+    contains a single setup. In that case, they are limited by the size of the front's frame in which they
+    arrived, plus the sequence's output. Apart from the setups, a plan contains at most every slot with its
+    complete block table, the tokens of one step, and every block in `clears`. For 1024 slots of 131,072
+    tokens, the bound is about 100 MB.
     """
     setups = MAX_FRAME_BYTES + _NUMBER_BYTES * max_model_len
     table = -(-max_model_len // BLOCK_TOKENS) * _ENTRY_BYTES

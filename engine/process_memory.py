@@ -6,7 +6,7 @@ import ctypes
 import os
 
 LARGE_BLOCK_BYTES = 256 << 10
-"""Minimum size in bytes of a malloc block with a separate mapping, which `free` returns to the operating
+"""Size, in bytes, from which malloc maps a block separately, so that `free` returns it to the operating
 system."""
 MAX_ARENAS = 2
 """Maximum number of malloc arenas. Each arena retains memory freed by its threads. The default is eight
@@ -21,11 +21,12 @@ _M_ARENA_MAX = -8
 
 
 def return_freed_memory() -> None:
-    """Configure malloc to return large freed blocks to the operating system. Call before threads start.
+    """Configure malloc so that it returns large freed blocks to the operating system. Call before threads
+    start.
 
     By default, glibc raises its mapping threshold to the size of the largest freed block, up to 32 MiB.
-    Request bodies are then allocated on the heap, where a small block behind a large one keeps the large one
-    resident after it is freed. With other C libraries, this function does nothing.
+    Request bodies are then allocated on the heap. On the heap, a freed block stays resident while a block
+    after it is in use. With other C libraries, this function does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -2,12 +2,12 @@
 more time to launch the kernels one by one than the device needs to compute them.
 
 Each pass is padded to the next captured number of tokens. Padding tokens have KV slot -1, so they are not
-written to the cache. No attention tile covers them, so attention does not compute them.
+written to the cache. No attention tile contains them, so their attention is not computed.
 
 Captured passes read an FP8 cache directly instead of expanding it first, because the extent of the expansion
 depends on the plan. Direct reads are slow for long contexts, so passes with more than `MAX_FP8_KEYS` cached
-tokens do not use the graphs. In these passes, the host launches the kernels faster than the device computes
-them.
+tokens do not use the graphs. These passes do not need graphs, because the host launches their kernels faster
+than the device computes them.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class PromptGraphs:
             self._run(size)
 
     def fits(self, plan: StepPlan) -> bool:
-        """Return whether a plan can be replayed from a graph. It must contain no decodes, and only a few
-        short prompts that are computed to their end."""
+        """Return whether a plan can be replayed from a graph. The plan must contain no decodes and only a few
+        short chunks, each of which completes its prompt."""
         chunks = plan.chunks
         keys = sum(chunk.start + len(chunk.token_ids) for chunk in chunks)
         return (

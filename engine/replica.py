@@ -1,8 +1,8 @@
 """The process of one rank: `python -m engine.replica --channel FD`.
 
 Rank 0 plans the steps and communicates with the fronts and the core. The other ranks execute its plans. A
-rank exits immediately if the core or another rank ends, or if a step fails. A replica therefore runs with all
-of its ranks or not at all.
+rank exits immediately if the core or another rank exits, or if a step fails. A replica therefore never
+continues with only some of its ranks.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RANKS_TIMEOUT_S = 600.0
-"""Maximum time in seconds for which ranks wait for each other. It is long because a rank may read its weights
-from a slower disk. The core detects ranks that die."""
+"""Maximum time, in seconds, that ranks wait for each other. It is long because a rank may read its weights
+from a slower disk. The core detects ranks that exit."""
 FAILURE_CHECK_S = 0.05
-"""Interval in seconds at which ranks other than rank 0 check for a failed step while no plan arrives."""
+"""Interval, in seconds, at which ranks other than rank 0 check for a failed step while no plan arrives."""
 FATAL_TIMEOUT_S = 1.0
-"""Maximum time in seconds for which a failing rank waits for the core to read the reason."""
+"""Maximum time, in seconds, that a failing rank waits for the core to read the reason."""
 LOSS_GRACE_S = 0.3
-"""Time limit in seconds for a rank to exit after it has lost a peer. The launcher's limit is slightly
+"""Time limit, in seconds, for a rank to exit after it has lost a peer. The launcher's limit is slightly
 longer."""
 _PR_SET_PDEATHSIG = 1
 
@@ -109,11 +109,12 @@ def _serve(
 
 
 def _watch_peers(rank: int, peers: list[socket.socket], ranks: Ranks) -> None:
-    """Exit when a peer ends. Rank 0 watches all other ranks, and the other ranks watch rank 0."""
+    """Exit when a peer exits. Rank 0 watches all other ranks, and the other ranks watch rank 0."""
 
     def leave(name: str) -> None:
         ranks.abandon(f"{name} has ended")
-        # The main thread raises RankLost or returns, unless it is blocked in a collective or idle.
+        # Normally, the main thread now raises RankLost or returns. It does not if it is idle or blocked in a
+        # collective.
         time.sleep(LOSS_GRACE_S)
         log.error("%s has ended; this rank exits", name)
         logging.shutdown()
@@ -185,9 +186,12 @@ def _await_start(control: Channel[RankInbound]) -> Start:
     while True:
         selector.select()
         messages = control.read()
-        # A second read detects that the core has ended since it sent Start. If the core ends later, the
+        # Read again to detect whether the core has exited since it sent Start. If the core exits later, the
         # operating system kills this process (`_die_with_parent`).
         messages += control.read()
+        if control.violation:
+            log.error("the core sent an invalid message: %s", control.violation)
+            sys.exit(1)
         if control.closed:
             os._exit(0)
         for message in messages:
@@ -200,8 +204,8 @@ def _die_with_parent() -> None:
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        # The parent ended before prctl took effect. If it had ended even earlier, the channel would be
-        # closed.
+        # The parent exited before prctl took effect. If it exited before `os.getppid` was called, the closed
+        # channel reveals this.
         os._exit(0)
 
 

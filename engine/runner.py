@@ -1,4 +1,5 @@
-"""One rank of a replica with its decoder, KV pools, device tables and sampler. It executes plans.
+"""Defines one rank of a replica, with its decoder, KV pools, device tables and sampler. The rank executes
+plans.
 
 Steps (`engine.steps`) run in launch order on one stream: the current CUDA stream, or a worker thread on a
 CPU. While they run, the step loop reads messages, plans the next step, and sends outputs.
@@ -106,11 +107,11 @@ class ModelRunner:
                 fp8=self.weights == FP8,
                 kv_fp8=self.kv_cache_dtype == FP8,
             )
-            # The KV pool is sized later, because it uses the remaining memory.
+            # The size of the KV pool is determined later, because the pool uses the remaining memory.
             ranks.prepare_overlap(
                 spec.max_num_batched_tokens, self.config.hidden_size, self.decoder.dtype, self.device
             )
-            self._barrier()  # every rank must measure free memory before any rank loads weights
+            self._barrier()  # all ranks must have measured the free memory before any rank loads weights
             self._load(progress)
             self._sampler = Sampler(
                 ranks,
@@ -230,8 +231,8 @@ class ModelRunner:
         """
         per_block = self._predict(None).kv_bytes_per_block
         given = self.spec.kv_blocks is not None
-        # This method is also called if the number of blocks is configured, because on a GPU it runs the
-        # largest steps, which loads their kernels.
+        # Measure even if the number of blocks is configured, because on a GPU the measurement runs the
+        # largest steps and thereby loads their kernels.
         fitting = self._blocks_that_fit(per_block)
         blocks = self.spec.kv_blocks if self.spec.kv_blocks is not None else fitting
         allowed = self.config.context_length
@@ -282,7 +283,7 @@ class ModelRunner:
 
     def _warm_up(self, progress: ProgressCallback) -> None:
         """Load or capture all kernels that serving launches, and reserve pinned memory, so that no request
-        waits for either."""
+        waits for these operations."""
         reserve_pinned(_BYTES_PER_PROMPT_TOKEN * self.spec.max_num_batched_tokens)
         self._capture_graphs(progress)
         scratch = self._executor(self.decoder.allocate_kv(1))
@@ -320,7 +321,8 @@ class ModelRunner:
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
             return total - free
-        # The pool's pages become resident only when they are first written, so their size is added here.
+        # The pool's pages become resident only when they are first written, so resident memory does not
+        # include them yet. Add their size.
         pool = self.kv_blocks * self._predict(None).kv_bytes_per_block
         return max(0, memory.resident_bytes() - resident_before) + pool
 

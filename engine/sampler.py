@@ -9,18 +9,18 @@ processors, the step's logits are gathered first.
 The operations are applied in this order: repetition penalty, frequency and presence penalties, logit bias,
 suppression of stop tokens before `min_tokens`, allowed tokens, bad words, temperature, top-k, top-p, min-p.
 As in Hugging Face and vLLM, penalties precede the temperature, and top-p applies to the renormalised result
-of top-k. Min-p is last, as in Hugging Face. vLLM applies it before top-k, which differs only if top-p would
-then renormalise over fewer tokens.
+of top-k. Min-p is last, as in Hugging Face. vLLM applies it before top-k. The results differ only if top-p
+would then renormalise over fewer tokens.
 
-The bias follows the penalties, so that −100 bans a token and +100 forces it regardless of the penalties. Stop
-tokens are suppressed after the bias, so that a bias cannot re-enable them. Tokens that tie with the last
-token kept by top-k, top-p or min-p are also kept.
+The bias is applied after the penalties, so that −100 bans a token and +100 forces it regardless of the
+penalties. Stop tokens are suppressed after the bias, so that a bias cannot re-enable them. Tokens that tie
+with the last token kept by top-k, top-p or min-p are also kept.
 
 Log probabilities are computed from the model's own distribution, before all of these operations.
 
-If the largest logit of a row is not finite, the row yields token id −1 (`BAD_TOKEN`), and its sequence must
-end with an error. This happens if the row contains NaN, if a value overflowed, or if every token is banned.
-Other rows are not affected.
+If the largest logit of a row is not finite, the row's token id is −1 (`BAD_TOKEN`), and the sequence must be
+ended with an error. The cause is a NaN in the row, an overflow, or that every token is banned. Other rows are
+not affected.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class Sampler:
     def sample(self, logits: torch.Tensor, batch: SamplingBatch, tables: SlotTables) -> SampledStep:
         """Sample a token for each sampling slot, and store it in `tables` as the slot's next input.
 
-        `logits` are the step's logit rows on this rank. Rows after those of the sampling slots are ignored.
-        The logits are not modified.
+        `logits` are the step's logit rows on this rank. Any further rows are ignored. The logits are not
+        modified.
         """
         if batch.logit_rows is None:
             logits = logits[: len(batch.slots)]
@@ -152,8 +152,8 @@ class Sampler:
         return torch.cat((logprobs.clamp(LOWEST_LOGPROB, 0.0), ids.double()), dim=1)
 
     def _source(self, logits: torch.Tensor, variant: Variant, whole: bool) -> tuple[Logits, bool]:
-        """Return the logits to sample from, and whether they cover the whole vocabulary. With `whole`, they
-        always cover the whole vocabulary."""
+        """Return the logits to sample from, and whether they cover the whole vocabulary. If `whole` is true,
+        they always do."""
         if self._ranks.size == 1:
             return Logits(logits, self._vocab_size, hashes=self._hashes), True
         if whole or variant == Variant.FULL:

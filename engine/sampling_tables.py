@@ -19,8 +19,8 @@ from kernels.draws import Bans, Biases, Draws, Variant
 _PREFIX = MAX_BAD_WORD_TOKENS - 1
 """Number of recent output tokens per sequence that are compared with bad words."""
 _ANY, _NONE = -1, -2
-"""Placeholders for token ids. _ANY pads shorter bad words and matches every token. _NONE pads shorter outputs
-and matches no token."""
+"""Placeholders for token ids. _ANY pads short bad words and matches every token. _NONE pads short outputs and
+matches no token."""
 
 
 @dataclass(slots=True)
@@ -54,15 +54,15 @@ class LogitsProcessors:
     bias: Biases | None
     banned: Bans | None
     counted: tuple[torch.Tensor, torch.Tensor] | None
-    """Slots with penalties, as indices in the list of sampling slots, and their rows in the penalty
+    """Slots with penalties: their indices in the list of sampling slots, and their rows in the penalty
     counts."""
     excluded: torch.Tensor | None
     """Tokens that each processed slot may not sample: [processed, vocabulary] bool. None if no slot has
     allowed tokens."""
     bad_words: BadWords | None
     remembered: tuple[torch.Tensor, torch.Tensor] | None
-    """Slots with bad words, as indices in the list of sampling slots and as slot numbers. Their sampled
-    tokens are stored as recent tokens."""
+    """Slots with bad words: their indices in the list of sampling slots, and their slot numbers. The tokens
+    that they sample are stored as recent tokens."""
 
 
 @dataclass(slots=True)
@@ -80,8 +80,8 @@ class SamplingMetadata:
 
 @dataclass(slots=True)
 class _CachedMetadata:
-    """Cached metadata of a list of slots. It is valid until the next setup, or until a slot reaches its
-    `min_tokens`."""
+    """Cached metadata of a list of slots. The metadata is valid until the next setup, or until a slot reaches
+    its `min_tokens`."""
 
     epoch: int
     slots: list[int]
@@ -95,8 +95,8 @@ class SamplingTables:
 
     Penalty counts take 4 bytes per vocabulary entry for each slot with penalties. The number of count rows is
     rounded up to a power of two. A row stays in use until the next setup of its slot. Allowed tokens take 1
-    byte per vocabulary entry for each submission that has them. They take the same amount for each processed
-    slot in a step that contains such slots.
+    byte per vocabulary entry for each submission that restricts its tokens. A step with such submissions
+    needs the same amount for each processed slot.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
@@ -118,8 +118,8 @@ class SamplingTables:
         """Bad words of each slot: their prefixes [words, MAX_BAD_WORD_TOKENS - 1] and their last tokens
         [words]."""
         self._recent = torch.full((max_num_seqs, _PREFIX), _NONE, dtype=torch.int32, device=device)
-        """The last output tokens of slots with bad words. They are updated on the device, because a step may
-        be launched before the host has read the previous step's tokens."""
+        """Most recent output tokens of slots with bad words. The device updates them, because a step may be
+        launched before the host has read the previous step's tokens."""
         self._variant = np.zeros(max_num_seqs, dtype=np.int8)
         self._processed = np.zeros(max_num_seqs, dtype=bool)
         """Whether each slot has penalties, biases, allowed tokens or bad words."""
@@ -140,16 +140,14 @@ class SamplingTables:
     def set_up(self, setups: list[SlotSetup]) -> None:
         """Store the sampling parameters of slots that are assigned to new sequences."""
         self._epoch += 1
-        members = [(slot, sample, setup) for setup in setups for slot, sample in setup.members]
-        floats = np.empty((len(members), self.floats.shape[1]), dtype=np.float32)
-        integers = np.empty((3, len(members)), dtype=np.int64)
+        floats: list[tuple[float, ...]] = []
+        integers: list[tuple[int, int, int]] = []
         for setup in setups:
             self._set_up_lists(setup)
-        for i, (slot, sample, setup) in enumerate(members):
-            params = setup.sampling
+            params, slots = setup.sampling, [slot for slot, _ in setup.members]
             greedy = params.temperature < sampling.GREEDY_BELOW
             top_k = params.top_k if 0 < params.top_k < self.vocab_size else 0
-            floats[i] = (
+            rates = (
                 1.0 if greedy else 1.0 / params.temperature,
                 0.0 if greedy else 1.0,
                 params.top_p,
@@ -158,19 +156,22 @@ class SamplingTables:
                 params.frequency_penalty,
                 params.presence_penalty,
             )
-            integers[:, i] = (slot, sampling.noise_base(params.seed, sample), top_k)
-            self._logprobs[slot] = -1 if params.logprobs is None else params.logprobs
-            listed = slot in self._bias or slot in self._excluded or slot in self._bad_words
-            self._processed[slot] = listed or params.penalised
+            floats.extend([rates] * len(slots))
+            integers.extend(
+                (slot, sampling.noise_base(params.seed, sample), top_k) for slot, sample in setup.members
+            )
+            self._logprobs[slots] = -1 if params.logprobs is None else params.logprobs
+            listed = any(setup.slot in lists for lists in (self._bias, self._excluded, self._bad_words))
+            self._processed[slots] = listed or params.penalised
             # Top-k, top-p and min-p always keep the largest logit, so they do not affect greedy sampling.
             filtered = top_k > 0 or params.top_p < 1 or params.min_p > 0
-            self._variant[slot] = Variant.GREEDY if greedy else Variant.FULL if filtered else Variant.PLAIN
+            self._variant[slots] = Variant.GREEDY if greedy else Variant.FULL if filtered else Variant.PLAIN
         self._set_up_counts(setups)
         self._set_up_recent(setups)
-        staged, rates = upload(integers, self.device), upload(floats, self.device)
+        staged = upload(np.array(integers, dtype=np.int64).T.copy(), self.device)
         self.noise_base[staged[0]] = staged[1]
         self.top_k[staged[0]] = staged[2]
-        self.floats[staged[0]] = rates
+        self.floats[staged[0]] = upload(np.array(floats, dtype=np.float32), self.device)
 
     def _set_up_lists(self, setup: SlotSetup) -> None:
         """Store the biases, stop tokens, allowed tokens and bad words of a setup. All slots of the setup
@@ -252,7 +253,8 @@ class SamplingTables:
     # ── sampling a step ──────────────────────────────────────────────────────────────────────────
 
     def metadata(self, slots: list[int], lengths: np.ndarray) -> SamplingMetadata:
-        """Return the sampling metadata of a step for `slots`. The result is cached while it stays the same.
+        """Return the sampling metadata of a step for `slots`. The result is cached for as long as it is
+        valid.
 
         `lengths` is the position of each slot's next sampled token: [all slots] int64, on the host.
         """
@@ -278,7 +280,7 @@ class SamplingTables:
         self, processed: np.ndarray, slots: np.ndarray, stops_banned: np.ndarray
     ) -> LogitsProcessors:
         """Return the logits processors of a step. `processed` contains indices into `slots`. `stops_banned`
-        is whether stop tokens are suppressed, for each entry of `slots`."""
+        states, for each entry of `slots`, whether stop tokens are suppressed."""
         index_of = np.full(len(slots), -1, dtype=np.int64)
         index_of[processed] = np.arange(len(processed))
         owners = slots[processed].tolist()
@@ -356,8 +358,8 @@ class SamplingTables:
         if words is not None:
             recent = self._recent[words.slots]
             complete = ((recent == words.prefixes) | (words.prefixes == _ANY)).all(dim=1)
-            # Entries may have the same target. Taking the minimum makes the result independent of the order
-            # of writes.
+            # Several entries may have the same target. Taking the minimum makes the result independent of the
+            # order of writes.
             limits = torch.where(complete, -torch.inf, torch.inf)
             logits.view(-1).scatter_reduce_(0, words.targets, limits, "amin")
 

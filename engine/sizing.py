@@ -33,11 +33,11 @@ _SAMPLED_COPIES = 4
 cumulative values."""
 
 _GRAPH_LAYER_BYTES = 300 << 10
-"""Memory in bytes per layer for the CUDA graphs of one batch size (see `graph_bytes`)."""
+"""Memory, in bytes, that the CUDA graphs of one batch size use per layer (see `graph_bytes`)."""
 _CUDA_BYTES = 700 << 20
-"""Memory in bytes used by CUDA itself for its context, modules and library workspaces."""
+"""Memory, in bytes, that CUDA itself uses for its context, modules and library workspaces."""
 PEER_ARENA_BYTES = 34_603_008
-"""Size in bytes of the memory through which a GPU exchanges messages, per rank of its group
+"""Size, in bytes, of the memory through which a GPU exchanges messages with one rank of its group
 (`engine.peer_memory`)."""
 OVERLAP_FROM_TOKENS = 4096
 """Minimum number of tokens for which a pass on several GPUs overlaps its sums with computation
@@ -81,11 +81,11 @@ def parameters(config: ModelConfig) -> int:
 
 
 def kv_bytes_per_block(config: ModelConfig, kv_cache_dtype: str, tensor_parallel_size: int) -> int:
-    """Return the size of a KV block per rank in bytes, for the keys and values of BLOCK_TOKENS tokens in all
-    layers.
+    """Return the size, in bytes, of a KV block on one rank. A block contains the keys and values of
+    BLOCK_TOKENS tokens in all layers.
 
-    A block has `2 × layers × KV heads per rank × 64 × head_dim` elements. With "fp8", it also has a float32
-    scale per token and head.
+    It has `2 × layers × KV heads per rank × 64 × head_dim` elements. With "fp8", it also has one float32
+    scale for each key and value.
     """
     shard = config.shard(tensor_parallel_size, 0)
     head = config.head_dim + 4 if kv_cache_dtype == FP8 else config.head_dim * DTYPE_BYTES[kv_cache_dtype]
@@ -105,13 +105,13 @@ def predict(
     blocks: int | None,
     on_gpu: bool,
 ) -> Sizing:
-    """Predict the memory of rank 0, which needs the most memory, because only rank 0 has the biases of
-    all-reduced linear layers.
+    """Predict the memory of rank 0. It needs the most memory, because only rank 0 has the biases of
+    all-reduced linears.
 
-    `dtype` is the model's dtype, a key of engine.config.DTYPE_BYTES. `weights` and `kv_cache_dtype` are also
-    keys of it, or "fp8". `max_num_seqs` is the maximum number of running sequences. `max_num_batched_tokens`
-    is the token budget of a step. `blocks` is the size of the KV pool, or None if it is not yet known. Raises
-    UnsupportedError if the model cannot be split across the ranks.
+    `dtype` is the model's dtype, a key of `engine.config.DTYPE_BYTES`. `weights` and `kv_cache_dtype` are
+    keys of the same mapping, or "fp8". `max_num_seqs` is the maximum number of running sequences.
+    `max_num_batched_tokens` is the token budget of a step. `blocks` is the size of the KV pool, or None if it
+    is not yet known. Raises UnsupportedError if the model cannot be split across the ranks.
     """
     shard = config.shard(tensor_parallel_size, 0)
     return Sizing(
@@ -131,7 +131,7 @@ def predict(
 
 
 def weight_bytes(config: ModelConfig, shard: Shard, dtype: str, weights: str) -> int:
-    """Return the size of all weights of a rank in bytes.
+    """Return the size, in bytes, of all weights of a rank.
 
     `dtype` is the dtype of the embeddings, the norms and the output matrix. `weights` is the dtype of the
     layers' matrices: the same dtype, or "fp8".
@@ -146,8 +146,8 @@ def weight_bytes(config: ModelConfig, shard: Shard, dtype: str, weights: str) ->
 
 
 def _matrices(config: ModelConfig, shard: Shard) -> list[tuple[int, int]]:
-    """Return the outputs and inputs of the matrices of all layers that can be quantised: qkv, o, and gate, up
-    and down of every MLP and expert. The matrices of a layer's experts count as one."""
+    """Return the dimensions (outputs, inputs) of all matrices that can be quantised: qkv and o, and gate_up
+    and down of every MLP and expert. The matrices of a layer's routed experts are combined into one."""
     hidden, q, kv = config.hidden_size, shard.heads * config.head_dim, shard.kv_heads * config.head_dim
     found = [(q + 2 * kv, hidden), (hidden, q)] * config.layers
     for kind in config.layer_kinds:
@@ -157,7 +157,7 @@ def _matrices(config: ModelConfig, shard: Shard) -> list[tuple[int, int]]:
 
 
 def _mlps(config: ModelConfig, shard: Shard, kind: str) -> list[tuple[int, int]]:
-    """Return the MLPs and experts of a layer on this rank: the number of each width, and the width."""
+    """Return the MLPs or experts of a layer on this rank as (number, width) pairs."""
     if kind != EXPERTS or config.experts is None:
         return [(1, shard.intermediate)]
     experts, shared = config.experts, config.experts.shared_intermediate_size
@@ -194,7 +194,7 @@ def _parameters(config: ModelConfig, shard: Shard) -> int:
 
 
 def _activations(config: ModelConfig, shard: Shard, dtype: str, tokens: int) -> int:
-    """Return the size in bytes of the largest set of tensors that exist at the same time in a layer, during
+    """Return the size, in bytes, of the largest set of tensors that exist at the same time in a layer, during
     attention or the MLP.
 
     Both phases need the residual and the normalised input (2 × hidden per token). Attention also needs qkv,
@@ -217,7 +217,7 @@ def _activations(config: ModelConfig, shard: Shard, dtype: str, tokens: int) -> 
 def _workspace_on_cpu(
     config: ModelConfig, shard: Shard, dtype: str, weights: str, max_num_seqs: int, max_model_len: int
 ) -> int:
-    """Return the size of the CPU backend's buffers in bytes.
+    """Return the size, in bytes, of the CPU backend's buffers.
 
     The buffers contain float32 logits with their copies for sampling, and the blocks of one layer that
     attention copies. Float32 models with tied embeddings also need a packed copy of the output matrix. FP8
@@ -240,12 +240,12 @@ def _workspace_on_gpu(
     max_num_seqs: int,
     max_num_batched_tokens: int,
 ) -> int:
-    """Return the size of a GPU's buffers in bytes.
+    """Return the size, in bytes, of a GPU's buffers.
 
     The buffers contain two sets of logits (one is used by the CUDA graphs) and processed logits in float32.
     They also contain penalty counts for every slot, and exclusions for every slot and for every processed
-    slot of a step. The result includes the expansion of an FP8 cache, the CUDA graphs, and the memory of CUDA
-    itself.
+    slot of a step. The result also includes the buffer for expanding an FP8 cache, the CUDA graphs, and the
+    memory of CUDA itself.
     """
     width = DTYPE_BYTES[dtype]
     logits = max_num_seqs * shard.vocab * (2 * width + 10)
@@ -258,7 +258,7 @@ def _workspace_on_gpu(
 def graph_bytes(
     config: ModelConfig, shard: Shard, dtype: str, max_num_seqs: int, max_num_batched_tokens: int
 ) -> int:
-    """Return the memory in bytes that the driver and the memory pools retain for CUDA graphs, excluding the
+    """Return the memory, in bytes, that the driver and the memory pools retain for CUDA graphs, excluding the
     logits of decode steps.
 
     With 32 layers, the four graphs of one batch size take 8 to 9 MiB (measured). A prompt pass has one graph,
@@ -308,7 +308,7 @@ def decode_capture_sizes(largest: int) -> list[int]:
 
 
 def peer_bytes(tensor_parallel_size: int) -> int:
-    """Return the size in bytes of the memory through which a GPU exchanges messages with the other GPUs of
+    """Return the size, in bytes, of the memory through which a GPU exchanges messages with the other GPUs of
     its group."""
     return PEER_ARENA_BYTES * tensor_parallel_size if tensor_parallel_size > 1 else 0
 
@@ -321,8 +321,8 @@ def overlap_split(tokens: int) -> int:
 def overlap_bytes(
     config: ModelConfig, dtype: str, tensor_parallel_size: int, max_num_batched_tokens: int
 ) -> int:
-    """Return the size in bytes per GPU of the buffers for sums that overlap with a pass. For each half, they
-    contain the parts of a rank's rows, and two results (`engine.peer_overlap.OverlapMemory`)."""
+    """Return the size, in bytes per GPU, of the buffers for sums that overlap with a pass. For each half,
+    they contain the parts of a rank's rows, and two results (`engine.peer_overlap.OverlapMemory`)."""
     if tensor_parallel_size == 1 or max_num_batched_tokens < OVERLAP_FROM_TOKENS:
         return 0
     return 2 * 3 * overlap_split(max_num_batched_tokens) * config.hidden_size * DTYPE_BYTES[dtype]

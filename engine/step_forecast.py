@@ -9,10 +9,11 @@ from __future__ import annotations
 from engine.plan import StepPlan
 
 MIN_CPU_FLOPS, MIN_GPU_FLOPS = 1e9, 1e12
-"""Operations per second that every device reaches. They are assumed until the first step of a kind has been
-measured."""
+"""A rate, in operations per second, that every device reaches. It is assumed until the first step of a kind
+has been measured."""
 _KEEP = 0.8
-"""Weight of earlier measurements relative to the latest step, so that mainly the last five steps count."""
+"""Weight of earlier measurements relative to the latest step. With this value, the average depends mainly on
+the last five steps."""
 
 
 class _Speed:

@@ -6,10 +6,10 @@ import numpy as np
 import torch
 
 _SMALL_BYTES = 16 << 10
-"""Maximum size in bytes of a small transfer. A step makes several small transfers for its slots."""
+"""Maximum size, in bytes, of a small transfer. A step makes several small transfers for its slots."""
 _SMALL_COUNT = 32
 _LARGE_COUNT = 6
-"""Maximum numbers of small and of large transfers in flight, sufficient for one running and one launched
+"""Maximum numbers of small and large transfers in flight. They suffice for one running and one launched
 step."""
 
 

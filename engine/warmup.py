@@ -1,10 +1,10 @@
 """Warm-up, which launches every kernel used for serving before the replica reports ready.
 
-The driver loads a kernel at its first launch, and waits until the device is idle before it does so. Loading a
-kernel in a step with prompts would delay every decoding sequence by a tenth of a second. cuBLAS and the
-attention operations select different kernels for different numbers of rows. Passes with prompts are therefore
-padded to the token counts that were warmed up (`engine.device_tables.Padding`), and decode-only steps replay
-captured graphs.
+The driver loads a kernel at its first launch, after waiting until the device is idle. If this happened in a
+step with prompts, every decoding sequence would be delayed by a tenth of a second. cuBLAS and the attention
+operations select different kernels for different numbers of rows. Passes with prompts are therefore padded to
+the token counts that were warmed up (`engine.device_tables.Padding`), and decode-only steps replay captured
+graphs.
 
 `engine.launch_enumeration` runs this code on meta tensors to find the kernels to compile.
 """
@@ -26,7 +26,7 @@ from engine.warmup_steps import every_kind
 from kernels import AttentionInput, ChunkSpan
 
 _FEW = (1, 2, 4)
-"""Numbers of rows below the first of `gemm_sizes` for which different kernels are selected."""
+"""Numbers of rows, below the first of `gemm_sizes`, for which different kernels are selected."""
 
 
 def warm_up(
@@ -57,8 +57,9 @@ def run_padded_passes(steps: StepExecutor, sizes: Padding) -> None:
     passes = _PaddedPasses(steps)
     largest = sizes.results[-1]
     rows = sorted({*(few for few in _FEW if few <= largest), *sizes.results}, reverse=True)
-    # The largest pass runs first, because the memory that torch's allocator retains from it suffices for all
-    # other passes. In increasing order, each pass would allocate more memory, several gigabytes in total.
+    # Run the largest pass first, because the memory that torch's allocator then retains suffices for all
+    # other passes. If the passes ran in increasing order, each would allocate additional memory, several
+    # gigabytes in total.
     tokens = sizes.tokens[::-1]
     for index in range(max(len(tokens), len(rows))):
         passes.run_prompts(tokens[min(index, len(tokens) - 1)], results=rows[min(index, len(rows) - 1)])

@@ -1,5 +1,5 @@
-"""The steps of warm-up: the largest steps, which determine the memory use of steps, and one step of every
-kind, which loads the kernels that steps launch."""
+"""The steps that warm-up runs: the largest steps, whose memory use is measured, and one step of every kind,
+which loads the kernels."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ _WAYS_TO_SAMPLE = (
     SamplingParams(max_tokens=1, temperature=1.0, allowed_tokens=b"\xff", bad_words=((0, 1), (2,))),
 )
 _ROWS = 8
-"""Number of sequences in a step that represents one kind. Kernels that depend on this number are loaded by
-passes of all sizes (`engine.warmup.run_padded_passes`)."""
+"""Number of sequences in a step of `every_kind`. Kernels that depend on the number of sequences are loaded by
+`engine.warmup.run_padded_passes`, which runs passes of all sizes."""
 _LENGTH = 8
 """Maximum length in tokens of the sequences in these steps."""
 
 
 def largest_steps(max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int) -> list[StepPlan]:
-    """Return the steps with the highest memory use. They need only one block of KV cache, because the number
-    of values that they read affects the memory use, but the values themselves do not.
+    """Return the steps with the highest memory use. They need only one block of KV cache, because memory use
+    depends on how many values a step reads, not on the values.
 
     The steps, in this order, contain:
 
-    1. prompts that fill the token budget, the first of which completes a sequence of maximum length, and
-       after which every sequence samples with the full sampling variant
-    2. the same prompts from their beginning, because an FP8 cache is then read by another kernel
+    1. prompts that fill the token budget; the first prompt completes a sequence of maximum length, and every
+      sequence samples with the full variant
+    2. the same prompts from their beginning, for which another kernel reads an FP8 cache
     3. a prompt with prompt log probabilities
     4. a chunk of every sequence
     5. a decode of every sequence
@@ -55,8 +55,8 @@ def largest_steps(max_model_len: int, max_num_seqs: int, max_num_batched_tokens:
     longest = max(1, max_model_len - 1)
     deep = _prompts(max_num_seqs, max_num_batched_tokens, longest)
     deep[0] = Chunk(0, max(0, longest - len(deep[0].token_ids)), deep[0].token_ids, rows)
-    # Decodes share the pool, so their total length is about the length of the longest sequence or the token
-    # budget of a step.
+    # Decodes share the KV pool, so limit their total length to about the longest sequence or the token budget
+    # of a step.
     together = max(max_model_len, max_num_batched_tokens)
     length = max(1, min(max_model_len - 2, together // max_num_seqs))
     chunks = [Chunk(row, length - 1, [0], [row]) for row in rows]
@@ -69,7 +69,8 @@ def largest_steps(max_model_len: int, max_num_seqs: int, max_num_batched_tokens:
         StepPlan(0, [], [], [], rows, []),
         StepPlan(0, [], [], [], rows[1:], [Chunk(0, length - 1, [0], [0])]),
     ]
-    return plans + growing[: max_model_len - length]  # limits the steps to the maximum sequence length
+    # Drop steps that would exceed the maximum sequence length.
+    return plans + growing[: max_model_len - length]
 
 
 def every_kind(max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int) -> list[StepPlan]:

@@ -2,8 +2,8 @@
 stream socketpairs.
 
 A step loop polls a `Channel` with `read`. On an event loop, `listen` registers callbacks. Only `drain`
-blocks. End of file means that the peer has exited or closed its end. A frame consists of a 4-byte
-little-endian length and one struct in msgpack. File descriptors are sent with the first byte of their frame
+blocks. End of file means that the peer has exited or closed its end. A frame consists of its length (4 bytes,
+little-endian) and one struct in msgpack. File descriptors are sent with the first byte of their frame
 (`SCM_RIGHTS`), so they arrive in the order of the frames.
 """
 
@@ -32,7 +32,7 @@ _MAX_READS = 16
 _MAX_FDS = 64
 
 MAX_FRAME_BYTES = 64 << 20
-"""Default maximum size of a frame in bytes. A longer frame is a protocol violation, and the channel is
+"""Default maximum size of a frame in bytes. A longer frame violates the protocol, and the channel is then
 closed."""
 MAX_BACKLOG_BYTES = 256 << 20
 """Maximum number of unsent bytes. If the peer leaves more bytes unread, the channel is closed to limit memory
@@ -79,6 +79,8 @@ class Channel(Generic[Inbound]):
         self._on_close: Callable[[], None] | None = None
         self.closed = False
         """Whether the channel was closed by the peer, by a protocol violation, or by `close`."""
+        self.violation = ""
+        """The reason why the peer's last frame was invalid; empty if no frame was invalid."""
 
     def fileno(self) -> int:
         """Return the socket's file descriptor for use in selectors, or -1 if the channel is closed."""
@@ -200,13 +202,15 @@ class Channel(Generic[Inbound]):
         while len(buffer) - offset >= _HEADER:
             length = int.from_bytes(buffer[offset : offset + _HEADER], "little")
             if length > self._most_frame_bytes:
+                self.violation = f"a frame of {length} bytes is longer than {self._most_frame_bytes}"
                 return False
             if len(buffer) - offset - _HEADER < length:
                 break
             start = offset + _HEADER
             try:
                 messages.append(self._decoder.decode(buffer[start : start + length]))
-            except msgspec.DecodeError:
+            except msgspec.DecodeError as error:
+                self.violation = str(error)
                 return False
             offset = start + length
         if offset:

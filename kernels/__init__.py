@@ -1,8 +1,8 @@
 """Defines a decoder's operations (`Ops`) and their data types, and selects a backend.
 
-Every operation has a reference implementation in plain torch, in `kernels.reference`. That module is both the
-CPU backend and the tests' oracle. Each operation combines all steps that touch the same data, so that one
-fused kernel can implement it.
+Every operation has a reference implementation in plain torch, in `kernels.reference`. That module is the CPU
+backend, and the tests compare the GPU kernels with it. Each operation combines all steps that touch the same
+data, so that one fused kernel can implement it.
 
 In the shapes, *tokens* is the number of packed tokens in one forward pass, and *heads* and *kv_heads* are the
 numbers of heads on this rank. A *page* holds the 64 tokens of one block for one KV head. It is contiguous in
@@ -23,7 +23,7 @@ PAGE_TOKENS = 64
 """Number of tokens in a block of the KV pool."""
 
 PDL_FROM = 90
-"""Lowest compute capability, times ten, that supports programmatic dependent launch (PDL)."""
+"""Minimum compute capability, times ten, for programmatic dependent launch (PDL)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +75,15 @@ class Residual:
     values: torch.Tensor
     """Residual values, [tokens, hidden]."""
     deferred_norm: DeferredNorm | None = None
-    """Deferred norm of `values`, an input of the next GEMM. None if the operation that produced the values
-    did not compute it."""
+    """Deferred norm of `values`, which the next GEMM reads. None if it has not been computed."""
     normed: Fp8Activation | None = None
-    """Quantised norm of `values`, an input of the next GEMM. None if the operation that produced the values
-    did not compute it."""
+    """Quantised norm of `values`, which the next GEMM reads. None if it has not been computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class NextNorm:
-    """The RMSNorm that follows a residual add, and whether the next GEMM expects a quantised or a deferred
-    norm."""
+    """The RMSNorm that follows a residual add, and the variant (quantised or deferred) that the next GEMM
+    expects."""
 
     gain: torch.Tensor
     """Gain of the RMSNorm, [hidden]."""
@@ -97,20 +95,21 @@ class NextNorm:
 @dataclass(frozen=True, slots=True)
 class Experts:
     """The router and the routed experts of a mixture-of-experts layer on one rank. Each expert is an MLP with
-    SwiGLU. If the experts are FP8, their `Fp8Weight`s have one more dimension before the others: values
-    [experts, out, in] and scales [experts, out]."""
+    SwiGLU. If the experts are FP8, their `Fp8Weight`s have an additional first dimension: values [experts,
+    out, in] and scales [experts, out]."""
 
     router: torch.Tensor
     """The router's matrix, in the model's dtype: [experts, hidden]."""
     gate_up: Weight
-    """[experts, 2 × intermediate, hidden]: the rows of an expert's gate, then the rows of its up matrix."""
+    """Gate and up matrices, [experts, 2 × intermediate, hidden]. Each expert's gate rows precede its up
+    rows."""
     down: Weight
     """[experts, hidden, intermediate]."""
     top_k: int
     """Number of experts that each token chooses."""
     normalised: bool
-    """Whether the softmax is over the logits of the chosen experts, so that their weights add up to one. If
-    not, it is over the logits of all experts."""
+    """Whether the softmax covers only the chosen experts' logits, so that their weights add up to one.
+    Otherwise, it covers the logits of all experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +118,10 @@ class ExpertActivation:
     `values`."""
 
     chosen: torch.Tensor
-    """The experts of each token, by falling logit: [tokens, top_k] int32. Of equal logits, the one of the
-    expert with the lower index comes first."""
+    """Chosen experts of each token, sorted by decreasing logit: [tokens, top_k] int32. Among equal logits,
+    the lower expert index is first."""
     weights: torch.Tensor
-    """The factors of their results: [tokens, top_k] float32."""
+    """Weights of the chosen experts' results: [tokens, top_k] float32."""
     values: Any
     """The activations `silu(gate) × up`. In the reference implementation: [tokens × top_k, intermediate]."""
 
@@ -146,8 +145,8 @@ class KvPool:
     """One layer's KV cache on one rank. Keys and values are two tensors of shape
     `[blocks, kv_heads, 64, head_dim]`.
 
-    The pool is initialised with zeros and must stay finite, because attention reads whole blocks and masks
-    the positions past the end of a sequence.
+    Attention reads whole blocks and masks the positions past the end of a sequence. The pool must therefore
+    contain only finite values; it is initialised with zeros.
     """
 
     keys: torch.Tensor
@@ -212,8 +211,7 @@ class AttentionInput:
     replay."""
     queries: torch.Tensor | None = None
     """Indices of the tokens whose attention is computed, [decodes] int64: the last token of each sequence.
-    The other tokens are only written to the cache. None means that decode tokens come first in the pass and
-    that attention is computed for every token."""
+    The other tokens are only written to the cache. If None, attention is computed for every token."""
 
 
 class Ops(Protocol):
@@ -229,8 +227,8 @@ class Ops(Protocol):
     def embedding(self, token_ids: torch.Tensor, weight: torch.Tensor, first: int | None) -> torch.Tensor:
         """Return the rows of `weight [rows, hidden]` for `token_ids [tokens]` int64: `[tokens, hidden]`.
 
-        first: token id of the first row of `weight`, or None if `weight` covers the whole vocabulary. Token
-        ids without a row give zeros, so the results of all ranks add up to the embedding.
+        first: token id of the first row of `weight`, or None if `weight` covers the whole vocabulary. The
+        result is zero for token ids outside `weight`, so the results of all ranks add up to the embedding.
         """
 
     def linear(self, x: Activation, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
@@ -280,11 +278,11 @@ class Ops(Protocol):
         """
 
     def next_norm(self, rows: int, weight: Weight, gain: torch.Tensor, eps: float) -> NextNorm | None:
-        """Return the norm to compute together with the all-reduce after `linear_add`, or None if the next
+        """Return the norm that the all-reduce after `linear_add` should also compute, or None if the next
         GEMM computes the norm itself.
 
-        rows: number of rows of the result. weight: weight of the linear whose partial results are summed; the
-        next linear's weight has the same type. gain, eps: parameters of the norm.
+        rows: number of rows of the result. weight: weight of the linear whose partial results are summed. The
+        next linear's weight must have the same type. gain, eps: parameters of the norm.
         """
 
     def norm_experts(
@@ -326,10 +324,10 @@ class Ops(Protocol):
 
         qkv: `[tokens, (heads + 2 kv_heads) × head_dim]`, the query, key and value heads of each token.
         positions, kv_slots: `[tokens]` int64. A KV slot is block × 64 + offset, and all slots are distinct.
-        Slot -1 marks padding: no key or value is written, and that row of the result is undefined. For a
-        decode sequence, both describe the last of its `lens` tokens.
-        window: each token attends to itself and the window - 1 tokens before it; None: to all tokens before
-        it.
+        Slot -1 marks padding: no key or value is written, and that row of the result is undefined. A decode
+        sequence has one entry in each, for the last of its `lens` tokens. window: each token attends to
+        itself and the window - 1 tokens before it. If it is None, each token attends to itself and all tokens
+        before it.
         """
 
 

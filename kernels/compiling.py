@@ -1,4 +1,4 @@
-"""Predicts the kernels that a program will launch, and compiles them in parallel processes beforehand.
+"""Determines the kernels that a program will launch, and compiles them in advance in parallel processes.
 
 `record` runs code that launches kernels on meta tensors, and records each specialisation that Triton would
 compile. Nothing is compiled or executed, so no GPU is needed. `compile_jobs` compiles the recorded
@@ -6,7 +6,7 @@ specialisations into Triton's cache (TRITON_CACHE_DIR), where later launches fin
 
 Triton specialises a kernel on the dtypes of its arguments, on constexprs and launch options, on arguments
 that are None, on integers that are 1 or multiples of 16, and on addresses that are multiples of 16. A dry run
-passes the same arguments as a real run, so this module does not repeat Triton's rules.
+passes the same arguments as a real run, so this module does not need to reimplement Triton's rules.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class GpuModel:
     @property
     def pdl(self) -> bool:
         """Whether the GPU supports programmatic dependent launch (PDL). Kernels that use PDL do not compile
-        for other GPUs."""
+        for GPUs without it."""
         return bool(self.target.arch >= PDL_FROM)
 
 
@@ -127,7 +127,7 @@ def record(target: GPUTarget, run: Callable[[], object]) -> list[CompileJob]:
     def note(fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         job = CompileJob(f"{fn.module}.{fn.name}", fn.jit_function, compile["specialization_data"])
         found.setdefault((job.name, job.specialisation), job)
-        return True  # true stops Triton from compiling and launching the kernel
+        return True  # returning True prevents Triton from compiling and launching the kernel
 
     with _offline(target), knobs.runtime.scope():
         knobs.runtime.jit_cache_hook = note
@@ -143,7 +143,7 @@ def compile_jobs(
 ) -> list[CompileFailure]:
     """Compile the jobs that are missing from Triton's cache, and return the failed jobs. Forks, so this
     process must not have initialised CUDA. Raises CompilerError."""
-    triton_key()  # computes Triton's hash of itself once, before the workers fork
+    triton_key()  # hash Triton's sources once in this process, so that the workers inherit the result
     context = multiprocessing.get_context("fork")
     following = context.Value("i", 0)
     results = context.SimpleQueue()
@@ -192,8 +192,8 @@ def _work(target: GPUTarget, jobs: list[CompileJob], following: Any, results: An
 
 
 def _launcher_class() -> Any:
-    """Return Triton's class that compiles the C launcher of a kernel, which Triton 3.6 needs for each
-    signature. Return None if there is no driver library to link it with."""
+    """Return the Triton class that compiles C launchers (Triton 3.6 needs one per kernel signature). Return
+    None if the driver library that they link against is missing."""
     from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
 
     try:

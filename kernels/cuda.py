@@ -49,14 +49,14 @@ class _ChunkPlan:
     direct: torch.Tensor | None
     hopper: bool = False
     """Whether `attention_prefill_hopper` computes the tiles whose keys and values are in the model's dtype.
-    These are the expanded tiles, or the direct tiles if the cache is not FP8."""
+    With an FP8 cache, these are the expanded tiles; otherwise, they are the direct tiles."""
 
 
 @dataclass(frozen=True, slots=True)
 class _AttentionPlan:
     inputs: AttentionInput
     chunks: dict[int | None, _ChunkPlan]
-    """Chunk plans by attention window. Each plan is created by the first layer with its window."""
+    """Chunk plans by attention window. The first layer with a given window creates its plan."""
 
 
 class CudaOps:
@@ -64,10 +64,9 @@ class CudaOps:
     and each stream needs its own instance.
 
     expansion_blocks: maximum number of FP8 cache blocks that one prefill pass converts to the model's dtype
-    before attention (`attention_prefill.Expansion`); 0 disables the conversion.
-    table: measured GEMM plans of the device, or None if all plans follow the rules.
-    pdl: whether the device supports programmatic dependent launch (`kernels.PDL_FROM`). Kernels with PDL do
-    not compile for other devices.
+    before attention (`attention_prefill.Expansion`); 0 disables the conversion. table: measured GEMM plans of
+    the device, or None if rules choose all plans. pdl: whether the device supports programmatic dependent
+    launch (`kernels.PDL_FROM`). Kernels with PDL do not compile for devices without it.
     hopper_multiprocessors: number of multiprocessors of a Hopper GPU (compute capability 9), which uses a
     separate kernel for long prompts; 0 for other GPUs.
     """
@@ -171,8 +170,8 @@ class CudaOps:
     def _sharing_plan(self, rows: int, weight: Weight) -> GemmPlan | None:
         """Return the plan of a GEMM that can share a norm with an adjacent GEMM, or None if it cannot.
 
-        float16 GEMMs never share norms. A norm keeps x within float16's range, but x × gain without the
-        norm's factor may exceed it.
+        float16 GEMMs never share norms. A shared norm stores x × gain before the norm's factor is applied,
+        and this product may exceed float16's range.
         """
         if isinstance(weight, Fp8Weight) or weight.dtype == torch.float16:
             return None

@@ -1,9 +1,9 @@
 """Defines the sampling interface: its inputs, its constants and the operations (`SamplingOps`) that a backend
 implements.
 
-`kernels.sampling` is the reference implementation in plain torch. It samples on CPUs and is the tests'
-oracle. `kernels.triton.sampling` samples on GPUs without a sort. Both use the random noise that
-`kernels.sampling` defines.
+`kernels.sampling` is the reference implementation in plain torch. It samples on CPUs, and the tests compare
+the GPU kernels with it. `kernels.triton.sampling` samples on GPUs without a sort. Both use the random noise
+that `kernels.sampling` defines.
 
 Logits processors (`edit`) run first: penalties, then biases, then bans. For rows that are not greedy, the
 temperature is applied next, followed by top-k, top-p and min-p. These three filters keep every token that
@@ -26,21 +26,22 @@ TEMPERATURE, NOISE, TOP_P, MIN_P, REPETITION, FREQUENCY, PRESENCE = range(7)
 """Column indices in `Draws.floats`."""
 
 Biases = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Biases on single tokens: for each, the edited row (int64), the token id (int64) and the bias (float32)."""
+"""Token biases as three parallel tensors: the edited row (int64), the token id (int64) and the bias
+(float32)."""
 Bans = tuple[torch.Tensor, torch.Tensor]
-"""Banned tokens: for each, the edited row and the token id (int64)."""
+"""Banned tokens as two parallel int64 tensors: the edited row and the token id."""
 
 
 class Variant(IntEnum):
-    """Variants of the sampling graph, from the simplest to the most general. Each variant also supports the
-    rows of the variants before it."""
+    """Variants of the sampling graph, from the simplest to the most general. Each variant also handles the
+    rows that simpler variants handle."""
 
     GREEDY = 0
     """Select the token with the largest logit."""
     PLAIN = 1
-    """Draw a token at a temperature."""
+    """Sample a token at the row's temperature."""
     FULL = 2
-    """Draw a token among the tokens that top-k, top-p and min-p keep."""
+    """Sample, at the row's temperature, from the tokens that top-k, top-p and min-p keep."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +80,8 @@ class Logits:
     """Logit row of each sampling row: [sampling rows] int64. None means that sampling row i uses logit row
     i."""
     edited: torch.Tensor | None = None
-    """Result of `edit`: [edited rows, columns] float32. An edited row replaces a row of logits where
-    `edited_index` is not -1."""
+    """Result of `edit`: [edited rows, columns] float32. For sampling rows whose `edited_index` is not -1, the
+    edited row replaces the row of logits."""
     edited_index: torch.Tensor | None = None
     """Row of `edited` for each sampling row: [sampling rows] int64. -1 means that the row is not edited."""
 
@@ -94,12 +95,12 @@ class SamplingOps(Protocol):
         """Return the largest logit of each row and its token id. The lowest id wins a tie."""
 
     def plain(self, logits: Logits, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the largest value of logits / temperature + noise, and its token id. The rows may be greedy
-        or plain."""
+        """For each row, return the largest value of logits / temperature + noise, and its token id. The rows
+        may be greedy or plain."""
 
     def full(self, logits: Logits, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the largest value of logits / temperature + noise among the tokens that top-k, top-p and
-        min-p keep, and its token id. The rows may be of any variant.
+        """For each row, consider the tokens that top-k, top-p and min-p keep. Return their largest value of
+        logits / temperature + noise, and its token id. The rows may be of any variant.
 
         `logits` must contain the whole vocabulary. With tensor parallelism, the caller gathers the shards
         first.
@@ -115,9 +116,9 @@ class SamplingOps(Protocol):
         bias: Biases | None = None,
         banned: Bans | None = None,
     ) -> torch.Tensor:
-        """Return copies of some rows' logits after penalties, biases and bans, in this order:
-        `[edited rows, columns]` float32, for `Logits.edited`. The original logits are unchanged, because log
-        probabilities are computed from them.
+        """Copy the logits of some rows, apply penalties, biases and bans to the copies in this order, and
+        return them: `[edited rows, columns]` float32, for `Logits.edited`. The original logits stay
+        unchanged, because log probabilities are computed from them.
 
         index: [edited rows] int64, the sampling row of each edited row; -1 marks padding.
         counts: [count slots, vocabulary] int32, 2 × (occurrences in the output) + (1 if the token is in the

@@ -16,20 +16,21 @@ WIDE_HEADS_SHARED = 113 << 10
 """Bytes of shared memory that prefill attention needs if head_dim is greater than 128."""
 
 MAX_EXPERTS = 512
-"""Maximum number of experts of a layer. The program that chooses a token's experts compares all of their
-logits in registers."""
+"""Maximum number of experts in a layer. The program that chooses a token's experts compares the logits of all
+experts in registers."""
 
 MAX_TOP_K = 32
 """Maximum number of experts that a token chooses."""
 
 MIN_CAPABILITY = 80
-"""Minimum compute capability, times ten. It is the first that supports bfloat16."""
+"""Minimum compute capability, times ten: the lowest that supports bfloat16."""
 
 MIN_FP8_CAPABILITY = 89
-"""Minimum compute capability, times ten, for FP8. It is the first that supports e4m3."""
+"""Minimum compute capability, times ten, for FP8: the lowest that supports e4m3."""
 
 FP8_ALIGNMENT = 16
-"""Number that must divide both dimensions of an e4m3 matrix, as `torch._scaled_mm` requires."""
+"""Both dimensions of an e4m3 matrix must be multiples of this number (a requirement of
+`torch._scaled_mm`)."""
 
 
 def shared_bytes(capability: int) -> int:

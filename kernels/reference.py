@@ -1,4 +1,5 @@
-"""Implements every operation in plain torch. This module is the CPU backend and the kernel tests' oracle.
+"""Implements every operation in plain torch. This module is the CPU backend, and the tests compare the GPU
+kernels with it.
 
 `kernels.Ops` documents shapes and semantics. The code is optimised for CPUs, where most of the time is spent
 in GEMMs, followed by copies of KV pages and the overhead of torch calls.
@@ -35,8 +36,8 @@ _FP8_MAX = 448.0
 _GATHERED_BYTES = 4 << 20
 """Maximum number of key bytes, and of value bytes, that decode attention copies at a time. A single sequence
 may exceed the limit. The limit bounds the working memory and keeps the copy in the CPU's cache. It also keeps
-the buffer below the size at which the C library requests new pages from the operating system for every
-allocation, which makes attention of 64 sequences 4 times as slow."""
+allocations small: for larger buffers, the C library requests new pages from the operating system each time,
+and attention of 64 sequences then takes 4 times as long."""
 
 
 def pack_weight(weight: Weight) -> Weight:
@@ -44,8 +45,8 @@ def pack_weight(weight: Weight) -> Weight:
 
     With the blocked layout, GEMMs of 4 to 256 rows are 2 to 3.6 times as fast as with MKL (Zen 5, one
     thread). By default, torch uses MKL for float32, and MKL uses AVX-512 only on Intel CPUs. For other
-    dtypes, torch already uses oneDNN. The two oneDNN operations are private to torch. If a torch build lacks
-    them, the weight stays unchanged.
+    dtypes, torch already uses oneDNN. The packing uses two private torch operations. If a torch build lacks
+    them, the weight is returned unchanged.
     """
     if isinstance(weight, Fp8Weight):
         return weight
@@ -149,8 +150,8 @@ def route(
 
 
 def experts_linear(x: torch.Tensor, expert: torch.Tensor, weight: Weight) -> torch.Tensor:
-    """Multiply each row of `x [rows, in]` by the matrix of its expert `expert [rows]`, of `weight [experts,
-    out, in]`: `[rows, out]` in x's dtype."""
+    """Multiply each row of `x [rows, in]` by the matrix in `weight [experts, out, in]` that `expert [rows]`
+    selects. The result is `[rows, out]` in x's dtype."""
     by_expert = expert.argsort(stable=True)
     counts = expert.bincount(minlength=len(_values(weight))).tolist()
     out = x.new_empty(len(x), _values(weight).shape[1])
@@ -176,7 +177,8 @@ def quantise_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     is the row's largest magnitude divided by 448, so no value saturates. A row of zeros has scale 0."""
     x = x.float()
     largest = x.abs().amax(dim=-1, keepdim=True)
-    # Divide by a tensor. For a Python number, torch would multiply by its reciprocal, which rounds twice.
+    # Divide by a tensor. If the divisor were a Python number, torch would multiply by its reciprocal, which
+    # rounds twice.
     most = torch.full_like(largest, _FP8_MAX)
     inverse = most / torch.where(largest > 0, largest, 1.0)
     values = (x * inverse).clamp_(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
@@ -268,9 +270,9 @@ def plan_attention(inputs: AttentionInput) -> _AttentionPlan:
         used = -(-chunk.end // PAGE_TOKENS)
         chunks.append((chunk, inputs.block_table[chunk.slot, :used]))
     tables = inputs.block_table[:, : inputs.columns].index_select(0, inputs.slots)
-    # Entries past the end of a sequence may point to other sequences' blocks, which may contain non-finite
-    # values. Masked positions are multiplied by 0, and 0 × NaN is NaN. Therefore these entries are replaced
-    # by the sequence's own first block.
+    # Entries past the end of a sequence may point to other sequences' blocks, which may contain NaN. Masking
+    # multiplies values by 0, and 0 × NaN is NaN. Therefore replace these entries with the sequence's own
+    # first block.
     own = inputs.lens.unsqueeze(1) > torch.arange(tables.shape[1], device=tables.device) * PAGE_TOKENS
     tables = torch.where(own, tables, tables[:, :1])
     return _AttentionPlan(tables, inputs.lens, inputs.queries, chunks)
@@ -355,8 +357,9 @@ class _Group:
 
 
 def _length_groups(lens: list[int], window: int | None, most_columns: int) -> list[_Group]:
-    """Group sequences of similar length to limit the padding. At most about twice as many columns are copied
-    as needed. A group copies at most `most_columns` columns, unless it contains a single sequence."""
+    """Group sequences of similar length to limit the padding. The number of copied columns is at most about
+    twice the number needed. A group copies at most `most_columns` columns, unless it contains a single
+    sequence."""
     last = [-(-length // PAGE_TOKENS) for length in lens]
     first = [0 if window is None else max(0, length - window) // PAGE_TOKENS for length in lens]
 

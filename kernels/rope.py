@@ -1,7 +1,7 @@
 """Computes the frequencies of every RoPE scaling method and the cos/sin tables (RoFormer, Su et al. 2021).
 
-All computations use float32 and follow the order of operations in transformers. Models were trained with that
-rounding, and a different rounding causes visible errors at long positions.
+All computations use float32 in the same order of operations as transformers, because models were trained with
+that rounding. Other rounding causes visible errors at large positions.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def yarn_frequencies(
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
-        high += 0.001  # avoids a division by zero, as in the authors' code
+        high += 0.001  # avoid a division by zero, as the authors' code does
     ramp = torch.clamp((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low), 0, 1)
     wavelengths = theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
     keep = 1 - ramp
@@ -84,8 +84,9 @@ def yarn_frequencies(
 
 
 def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
-    """Return YaRN's scale of cos and sin for checkpoints without `attention_factor`. It is
-    `0.1 ln(factor) + 1`, or a ratio of two similar terms if mscale and mscale_all_dim are given."""
+    """Return the factor by which YaRN scales cos and sin, for checkpoints without `attention_factor`. The
+    factor is `0.1 ln(factor) + 1`. If mscale and mscale_all_dim are given, it is the ratio of two such
+    terms."""
 
     def scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

@@ -3,8 +3,8 @@ noise, filters and penalties that it uses.
 
 Rows are independent: the result of a row never depends on the other rows of the batch. As in torch, a
 function whose name ends in `_` modifies its first argument in place. `plain` and `full` inspect each row's
-parameters on the host and skip the features that a row does not use. This is fast on a CPU, but on a GPU it
-would wait for the device.
+parameters on the host and skip the features that a row does not use. This inspection is cheap on a CPU, but
+on a GPU it would have to wait for the device.
 
 Tokens are drawn with the Gumbel-max method (Gumbel 1954; Maddison et al. 2014): the argmax of
 `logit / temperature + g`, with independent standard Gumbel noise g, is a sample from the softmax. The noise
@@ -51,8 +51,8 @@ _MIX1 = 0xBF58476D1CE4E5B9
 _MIX2 = 0x94D049BB133111EB
 
 GREEDY_BELOW = 1e-5
-"""Temperatures below this limit are treated as greedy. Dividing by them would give the same token or
-overflow."""
+"""Temperatures below this limit select greedy sampling. Dividing the logits by them would select the same
+token or overflow."""
 
 # ── the operations: see `kernels.draws.SamplingOps` ──────────────────────────────────────────────────
 
@@ -166,8 +166,8 @@ def _best_narrowed(
 def _change(
     rows: torch.Tensor, some: torch.Tensor, change_: Callable[[torch.Tensor, torch.Tensor | slice], object]
 ) -> None:
-    """Apply an in-place operation to the rows that the mask `some` selects. The operation receives the
-    selected rows and their indices."""
+    """Apply an in-place operation to the rows selected by the mask `some`. The operation is called with these
+    rows and their indices."""
     at = some.nonzero().squeeze(1)
     if len(at) == len(rows):
         change_(rows, slice(None))
@@ -329,9 +329,9 @@ def best_in_top_p(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `best(keep_top_p_(scores, logits, top_p))`, usually without a sort. Modifies `scores`.
 
-    Tokens are visited in order of decreasing score until one lies in the nucleus, that is, until the tokens
-    more likely than it have a total probability below top_p. This token has the best score in the nucleus, so
-    the result is the same, except for rounding at the boundary of the nucleus. About 1 / top_p attempts are
+    Tokens are visited in order of decreasing score, and the first token in the nucleus is returned. A token
+    is in the nucleus if the total probability of all more likely tokens is below top_p. The result is the
+    same as with a sort, except for rounding at the boundary of the nucleus. About 1 / top_p attempts are
     needed. After `tries` attempts, the row is sorted. The function reads results on the host, so it is meant
     for CPUs.
     """

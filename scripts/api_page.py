@@ -2,7 +2,7 @@
 """Writes the tables of request fields in docs/api.md: scripts/api_page.py [--check]
 
 A field is declared in `appliance/front/schemas.py` or `appliance/front/refused_fields.py`. The tables show
-its type, its bounds and its description. With --check nothing is written, and the exit code is 1 if the page
+its type, its bounds and its description. With --check, nothing is written, and the exit code is 1 if the page
 is out of date.
 """
 
@@ -58,8 +58,8 @@ def _tables() -> Iterator[str]:
     )
     yield from _table("`stream_options`", StreamOptions, set())
     yield "### Refused\n"
-    yield "With any other value than those shown (or null, false or an empty one) the answer is 400"
-    yield "`unsupported_parameter`.\n"
+    yield "A request that sets one of these fields is refused with 400 `unsupported_parameter`, unless the"
+    yield "value is null, false, empty, or listed as tolerated.\n"
     yield "| field | where | tolerated | instead |"
     yield "| --- | --- | --- | --- |"
     for where, fields in (

@@ -3,7 +3,7 @@
 [--check]
 
 A setting is a field of `appliance/settings/fields.py`. The page shows its type, its default and its
-docstring. With --check nothing is written, and the exit code is 1 if the page is out of date.
+docstring. With --check, nothing is written, and the exit code is 1 if the page is out of date.
 """
 
 from __future__ import annotations
@@ -53,16 +53,18 @@ def _section(title: str, table: type[msgspec.Struct], path: tuple[str, ...]) -> 
             continue
         meaning = _sentence(said.get(field.name, ""))
         if not meaning:
-            raise ValueError(f"{table.__name__}.{field.name} has no docstring: write what it means")
+            raise ValueError(
+                f"{table.__name__}.{field.name} has no docstring: add one that explains the setting"
+            )
         if not path and field.name in AT_RESTART:
-            meaning += " Changes at a restart only."
+            meaning += " A change takes effect after a restart."
         cells = (f"`{field.name}`", _type(shape.type), _default(field), meaning)
         yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
     yield ""
 
 
 def _when(path: tuple[str, ...]) -> str:
-    return "Changes at a restart only." if path and path[0] in AT_RESTART else ""
+    return "A change takes effect after a restart." if path and path[0] in AT_RESTART else ""
 
 
 def _words_of_fields(table: type[msgspec.Struct]) -> dict[str, str]:
@@ -89,7 +91,7 @@ def _sentence(text: str) -> str:
 
 
 def _type(shape: shapes.Type) -> str:
-    """Return a description of the values that may follow the equals sign."""
+    """Return a description of the values that a setting accepts."""
     if isinstance(shape, shapes.Metadata):
         return _type(shape.type)
     if isinstance(shape, shapes.UnionType):

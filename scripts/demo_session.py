@@ -20,13 +20,13 @@ START_TIMEOUT_S = 180
 def main() -> int:
     """Run the demo. Returns 0 if the question was answered and the service stopped cleanly."""
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: sys.exit(1))  # stops the service however the demo ends
+        signal.signal(number, lambda *_: sys.exit(1))  # stops the service in every case
     appliance = str(Path(sys.executable).with_name("appliance"))
     folder = Path(tempfile.mkdtemp(prefix="appliance-demo-"))
     run_dir, state_dir = folder / "run", folder / "state"
     log = folder / "service.log"
     command = [appliance, "serve", "--run-dir", str(run_dir), "--state-dir", str(state_dir)]
-    print(f"$ {' '.join(command)}    (its log: {log})", flush=True)
+    print(f"$ {' '.join(command)}    (log: {log})", flush=True)
     with log.open("w") as output:
         service = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
     try:
@@ -34,7 +34,7 @@ def main() -> int:
         ask(run_dir / "api.sock")
         show_row(appliance, run_dir)
         if sys.stdin.isatty() and sys.stdout.isatty():
-            print("\nThe service runs until you leave this chat (Ctrl-D).\n", flush=True)
+            print("\nThe service runs until you exit this chat with Ctrl-D.\n", flush=True)
             chat(appliance, run_dir)
     finally:
         code = stop(service)
@@ -94,7 +94,7 @@ def ask(socket: Path) -> None:
 
 
 def show_row(appliance: str, run_dir: Path) -> None:
-    """Print the request's row, which is written within a second of the answer."""
+    """Print the request's row, which the service writes within a second after the answer."""
     for _ in range(50):
         rows = json.loads(
             subprocess.run(
@@ -106,14 +106,14 @@ def show_row(appliance: str, run_dir: Path) -> None:
         if rows and rows[-1].get("finish_reason"):
             break
         time.sleep(0.1)
-    print("Its row in the request log:")
+    print("The row of this request in the request log:")
     for name, value in rows[-1].items():
         print(f"  {name:20} {value}")
 
 
 def chat(appliance: str, run_dir: Path) -> None:
     """Run a chat until the user leaves it."""
-    # Ctrl-C belongs to the chat, where it cancels an answer. This process installs a handler instead of
+    # Only the chat reacts to Ctrl-C, by cancelling an answer. This process installs a handler instead of
     # ignoring the signal, because the chat would inherit an ignored signal.
     before = signal.signal(signal.SIGINT, lambda *_: None)
     subprocess.run([appliance, "chat", "--run-dir", str(run_dir)], check=False)
@@ -121,7 +121,7 @@ def chat(appliance: str, run_dir: Path) -> None:
 
 
 def stop(service: subprocess.Popen[bytes]) -> int:
-    """Stop the service in the same way as systemd, and return its exit code."""
+    """Stop the service as systemd does, and return its exit code."""
     if service.poll() is None:
         os.kill(service.pid, signal.SIGTERM)
     try:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes the tables of docs/ that are derived from the code: scripts/generated_tables.py [--check]
 
-A table stands between the comments `generated: NAME` and `end`. With --check nothing is written, and the exit
+Each table is between the comments `generated: NAME` and `end`. With --check, nothing is written, and the exit
 code is 1 if a table is out of date."""
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def columns(fields: Iterable[Declared]) -> str:
 
 
 def values(field: Declared) -> str:
-    """Return the values that can be entered for a field."""
+    """Return a description of the values that can be entered for a field."""
     return {"span": "a time such as 90s", "time": "a time such as 90d, or a date"}.get(
         field.kind, field.expected
     ) + (", or none" if field.optional else "")
@@ -87,7 +87,7 @@ def default(field: Declared) -> str:
 
 
 def metrics(*groups: Group[Any]) -> str:
-    """Return the table of the metrics in some groups."""
+    """Return the table of the metrics in these groups."""
     return table(
         ("metric", "kind", "labels", "unit", "meaning"),
         (

@@ -1,14 +1,14 @@
-"""Measures how fast `engine.model.loader` loads weights, as a fraction of the slowest limit on their way.
+"""Measures how fast `engine.model.loader` loads weights, as a fraction of the lowest hardware limit.
 
     python scripts/measure_loading.py FOLDER --shape llama-3.1-8b [--layers 8] [--ranks 8] [--fp8] [--cold]
 
-Writes a checkpoint of random bfloat16 numbers into FOLDER, which should be on the disk to measure. Limits are
-the rate at which threads read the files (from the page cache, or with --cold from the disk with O_DIRECT)
+Writes a checkpoint of random bfloat16 numbers into FOLDER, which should be on the disk to measure. The limits
+are the rate at which threads read the files (from the page cache, or with --cold from the disk with O_DIRECT)
 and, on a GPU, the rate of copies from page-locked memory. The measurements are interleaved, because the speed
-of a shared disk varies. The table shows medians without the first run, in which the process initialises.
+of a shared disk varies. The table shows medians without the first run, which includes initialisation.
 
-With --ranks N, N processes load at the same time, each its part of the model on its own GPU, and then copy at
-the same time. The table shows the sum of their rates.
+With --ranks N, N processes load their parts of the model at the same time, each on its own GPU, and then copy
+at the same time. The table then shows the sum of their rates.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def show(arguments: argparse.Namespace, rates: dict[str, list[float]]) -> None:
 
 
 def load_once(decoder: Decoder, arguments: argparse.Namespace, files: list[Path]) -> tuple[int, float]:
-    """Load the weights. Returns the number of bytes and seconds."""
+    """Load the weights. Returns the number of bytes and the seconds taken."""
     if arguments.cold:
         drop_cache(files)
     several = decoder.ranks.size > 1
@@ -97,7 +97,7 @@ def load_once(decoder: Decoder, arguments: argparse.Namespace, files: list[Path]
 
 
 def measure_ranks(arguments: argparse.Namespace, files: list[Path]) -> None:
-    """Measure several ranks at once, in separate processes, and print a table."""
+    """Measure several ranks at the same time, in separate processes, and print a table."""
     rates: dict[str, list[float]] = {}
     os.environ |= {**RANK_ENVIRONMENT, **os.environ}
     with tempfile.TemporaryDirectory() as folder:
@@ -114,8 +114,8 @@ def measure_ranks(arguments: argparse.Namespace, files: list[Path]) -> None:
 def run_rank(
     rank: int, arguments: argparse.Namespace, files: list[Path], rendezvous: str, results: Any
 ) -> None:
-    """Run as one of several ranks. Rank 0 reports the bytes of all ranks and the seconds of the slowest
-    one."""
+    """Run the measurements of one rank. Rank 0 reports the total bytes of all ranks and the time of the
+    slowest rank."""
     device = f"cuda:{rank}" if arguments.device == "cuda" else "cpu"
     if arguments.device == "cuda":
         torch.cuda.set_device(rank)
@@ -123,7 +123,7 @@ def run_rank(
     config = read_config(arguments.folder)
 
     def together(name: str, measure: Callable[[], tuple[int, float]]) -> None:
-        ranks.all_gather_stack(torch.zeros(1, device=device)).tolist()  # all ranks begin at the same time
+        ranks.all_gather_stack(torch.zeros(1, device=device)).tolist()  # a barrier
         size, seconds = measure()
         mine = torch.tensor([size, seconds], dtype=torch.float64, device=device)
         every = ranks.all_gather_stack(mine)
@@ -187,14 +187,14 @@ def wait_for_page_cache() -> None:
 
 
 def read(files: list[Path], direct: bool) -> tuple[int, float]:
-    """Read the files with several threads. Returns the number of bytes and seconds."""
+    """Read the files with several threads. Returns the number of bytes and the seconds taken."""
     if direct:
         drop_cache(files)
     opened = [os.open(file, os.O_RDONLY | (os.O_DIRECT if direct else 0)) for file in files]
     pieces = [(fd, at) for fd in opened for at in range(0, os.fstat(fd).st_size, READ_BYTES)]
     buffers: SimpleQueue[mmap.mmap] = SimpleQueue()
     for _ in range(READ_THREADS):
-        # Large pages are used, because a disk takes up to twice as long to scatter its data over small ones.
+        # Use large pages, because a disk takes up to twice as long to scatter its data over small pages.
         pages = mmap.mmap(-1, READ_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         pages.madvise(mmap.MADV_HUGEPAGE)
         pages.write(bytes(READ_BYTES))
@@ -216,7 +216,7 @@ def read(files: list[Path], direct: bool) -> tuple[int, float]:
 
 
 def copy_to_gpu() -> tuple[int, float]:
-    """Copy page-locked memory to the GPU. Returns the number of bytes and seconds."""
+    """Copy page-locked memory to the GPU. Returns the number of bytes and the seconds taken."""
     host = torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True)
     device = torch.empty_like(host, device="cuda")
     torch.cuda.synchronize()
@@ -233,9 +233,9 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b")
-    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
+    parser.add_argument("--layers", type=int, help="number of layers, if fewer than the shape has")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--ranks", type=int, default=1, help="number of ranks that load at once")
+    parser.add_argument("--ranks", type=int, default=1, help="number of ranks that load at the same time")
     parser.add_argument("--fp8", action="store_true", help="quantise the weights while loading")
     parser.add_argument("--cold", action="store_true", help="read from the disk instead of the page cache")
     parser.add_argument("--runs", type=int, default=3)

@@ -2,13 +2,13 @@
 """Makes the demo model that ships in appliance/demo_model, in three steps, and a mixture of experts from
 it.
 
-    python scripts/train_demo_model.py corpus          # on CPython 3.11: its sources become build/demo_corpus
+    python scripts/train_demo_model.py corpus          # on CPython 3.11; writes build/demo_corpus
     python scripts/train_demo_model.py train FOLDER    # on a GPU; needs torch, numpy, safetensors, tokenizers
     python scripts/train_demo_model.py score FOLDER    # anywhere; needs transformers
     python scripts/train_demo_model.py mixture FOLDER  # on a CPU; makes a mixture of experts
 
 The corpus comes from the Python that runs the first step; the other steps run on any Python. A run is seeded,
-and is repeatable on the same machine with the same software. One H200 trains for a minute and a half.
+and is repeatable on the same machine with the same software. Training takes a minute and a half on one H200.
 """
 
 import argparse
@@ -32,21 +32,25 @@ def main() -> None:
         "--corpus", type=Path, default=CORPUS, help="folder of the corpus (default: %(default)s)"
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("corpus", help="collect text, names, questions and train the tokenizer")
-    training = commands.add_parser("train", help="train and export")
-    training.add_argument("out", type=Path, help="folder to write the checkpoint to")
+    commands.add_parser("corpus", help="collect the text, names and questions, and train the tokenizer")
+    training = commands.add_parser("train", help="train the model and export the checkpoint")
+    training.add_argument("out", type=Path, help="output folder for the checkpoint")
     training.add_argument("--device", default="cuda")
     training.add_argument(
         "--set", action="append", default=[], metavar="NAME=NUMBER", help="change a field of the recipe"
     )
-    training.add_argument("--smoke", action="store_true", help="use tiny batches, to try the script on a CPU")
-    scoring = commands.add_parser("score", help="ask the frozen questions and measure perplexity")
+    training.add_argument(
+        "--smoke", action="store_true", help="use tiny batches to try out the script on a CPU"
+    )
+    scoring = commands.add_parser(
+        "score", help="measure the accuracy on the frozen questions and the perplexity"
+    )
     scoring.add_argument("folder", type=Path)
     scoring.add_argument("--device", default="cpu")
     scoring.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     mixing = commands.add_parser("mixture", help="make a mixture of experts from the demo model")
     mixing.add_argument("out", type=Path, help="folder to write the checkpoint to")
-    mixing.add_argument("--steps", type=int, default=100, help="training steps (default: %(default)s)")
+    mixing.add_argument("--steps", type=int, default=60, help="training steps (default: %(default)s)")
     arguments = parser.parse_args()
 
     if arguments.command == "corpus":

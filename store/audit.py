@@ -1,11 +1,11 @@
-"""The hash chain of operator actions in `control.db`. Each action has one row from before it begins
-(`intent`) and one with its outcome (`result`), joined by `act`.
+"""The hash chain of operator actions in `control.db`. Every action has two rows with the same `act`: an
+`intent` row, written before the action begins, and a `result` row with its outcome.
 
-A row's hash is the SHA-256 of the previous row's hash followed by the row's own canonical JSON. The JSON
-contains all columns that are not null, except the two hashes (RFC 8259; keys sorted, no spaces, ASCII).
-Changing, removing or inserting a row therefore breaks every later hash. A column added by a later version
-leaves the hashes of older rows unchanged. If all rows are rewritten, or rows are removed from the end, only a
-chain head that was recorded elsewhere reveals it (`store.heads`).
+A row's hash is the SHA-256 of the previous row's hash followed by the row's own canonical JSON. The JSON (RFC
+8259, sorted keys, no spaces, ASCII) contains all non-null columns except the two hashes. Changing, removing
+or inserting a row therefore breaks every later hash. A column added by a later version leaves the hashes of
+older rows unchanged. A chain that was rewritten as a whole, or lost rows from its end, can be detected only
+with a chain head that was recorded elsewhere (`store.heads`).
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from typing import Final, Literal, NamedTuple
 from store.keys import without_secrets
 
 GENESIS_HASH = "0" * 64
-"""Previous hash of the oldest row."""
+"""`previous_hash` of the oldest row."""
 Phase = Literal["intent", "result"]
 INTENT: Final = "intent"
 RESULT: Final = "result"
 
 KEY_ACTION = "audit.key"
-"""Action of a row that records a change of the signing key. From that row on, the key named there signs chain
-heads."""
+"""Action of the rows that record a new signing key. From such a row on, chain heads are signed with the key
+that it names."""
 
 _HASHES = frozenset({"previous_hash", "hash"})
 
 
 class Head(NamedTuple):
-    """The newest row of a chain. It can later prove that all rows up to this one are unchanged."""
+    """The newest row of a chain. A stored copy of it can later prove that all rows up to this one are
+    unchanged."""
 
     seq: int
     hash: str
@@ -46,13 +47,13 @@ class Actor(NamedTuple):
     name: str
     """The name of the actor: `uid:1000`, `key:key_0a1b` or `service`."""
     host: str | None = None
-    """Machine from which the actor acts."""
+    """The machine from which the action was requested."""
     act: str | None = None
-    """Id that joins the rows of one action."""
+    """Id of the action, shared by its rows."""
 
 
 class Entry(NamedTuple):
-    """A row that has no position in the chain yet. All values are stored as text; None means no value.
+    """A row that has not been appended to the chain yet. All values are stored as text; None means no value.
 
     `at` is UTC in ISO 8601 with microseconds; `params`, `before` and `after` are canonical JSON.
     """
@@ -91,8 +92,8 @@ class AuditRow(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The result of `verify`. `broken_seq` is the first row that is wrong or missing; `problem` says what is
-    wrong."""
+    """The result of `verify`. `broken_seq` is the first wrong or missing row, and `problem` describes the
+    fault."""
 
     rows: int
     head: Head
@@ -177,18 +178,19 @@ def row_hash(row: AuditRow) -> str:
 
 
 def append(connection: sqlite3.Connection, entry: Entry) -> Head:
-    """Append an entry to the chain, in the same open transaction as the change it records, so that either
-    both are committed or neither is.
+    """Append an entry to the chain. Call this within the transaction that makes the change, so that the
+    change and its entry are committed together.
 
     Raises `ValueError` outside a transaction.
     """
     if not connection.in_transaction:
         raise ValueError(
-            f"audit row for {entry.action} outside a transaction: "
-            "append it within the transaction of the change"
+            f"the audit row for {entry.action} was appended outside a transaction: append it in the "
+            "transaction of the change"
         )
     previous = head(connection)
-    # The new seq is above every seq ever used: a chain that lost its end must not reuse the missing numbers.
+    # Use a seq above every seq ever used, so that a chain that lost its last rows does not reuse their
+    # numbers.
     seq = max(previous.seq, highest_seq_given(connection)) + 1
     unhashed = AuditRow(seq=seq, previous_hash=previous.hash, hash="", **entry._asdict())
     row = unhashed._replace(hash=row_hash(unhashed))
@@ -244,17 +246,17 @@ def all_rows(connection: sqlite3.Connection) -> Iterator[AuditRow]:
 
 
 def verify(connection: sqlite3.Connection, recorded: Iterable[Head] = ()) -> Verdict:
-    """Check the whole chain, and that it contains every head in `recorded`, which were kept outside the
+    """Check the whole chain, and check that it contains every head in `recorded`, which was kept outside the
     database.
 
-    Returns the first fault by seq. Without recorded heads, two changes go undetected: a chain rewritten as a
-    whole, and removed last rows once `sqlite_sequence` no longer has their number.
+    Returns the fault with the lowest seq. Without recorded heads, two kinds of tampering go undetected:
+    rewriting the whole chain, and removing the last rows together with their number in `sqlite_sequence`.
     """
     return check(all_rows(connection), recorded, highest_seq_given(connection))
 
 
 def check(chain: Iterable[AuditRow], recorded: Iterable[Head] = (), highest_seq: int = 0) -> Verdict:
-    """Check rows from any source in the same way as `verify`. The chain must reach at least `highest_seq`."""
+    """Check the given rows in the same way as `verify`. The chain must reach at least `highest_seq`."""
     expected: dict[int, set[str]] = {}
     for known in recorded:
         if known.seq > 0:
@@ -275,17 +277,17 @@ def check(chain: Iterable[AuditRow], recorded: Iterable[Head] = (), highest_seq:
     highest = max([highest_seq, *expected])
     if highest > last.seq:
         missing = f"row {highest} is" if highest == last.seq + 1 else f"rows {last.seq + 1} to {highest} are"
-        return Verdict(last.seq, last, last.seq + 1, f"{missing} missing from the end")
+        return Verdict(last.seq, last, last.seq + 1, f"{missing} missing from the end of the chain")
     return Verdict(last.seq, last)
 
 
 def _problem(row: AuditRow, last: Head, recorded: set[str] | None, confirmed: int) -> tuple[int, str] | None:
-    """Return the first wrong seq and the problem, given that the preceding row is correct; None if the row is
-    correct."""
+    """Return the first wrong seq and a description of the fault, assuming that the preceding row is valid;
+    None if the row is valid."""
     if row.seq != last.seq + 1:
-        return last.seq + 1, f"missing: row {row.seq} follows row {last.seq}"
+        return last.seq + 1, f"missing: row {last.seq} is followed by row {row.seq}"
     if any(value is not None and not isinstance(value, str) for value in row[1:]):
-        return row.seq, "rewritten: a value of it is not a text"
+        return row.seq, "rewritten: one of its values is not text"
     if row.previous_hash != last.hash:
         return row.seq, f"rewritten: its previous_hash is not the hash of row {last.seq}"
     if row.hash != row_hash(row):
@@ -294,7 +296,8 @@ def _problem(row: AuditRow, last: Head, recorded: set[str] | None, confirmed: in
         other = sorted(recorded - {row.hash})[0]
         since = f" (rows up to {confirmed} are correct)" if confirmed else ""
         return row.seq, (
-            f"rewritten, it or a row before it{since}: its hash is {row.hash}, recorded outside was {other}"
+            f"this row or an earlier one was rewritten{since}: its hash is {row.hash}, but a recorded "
+            f"head has {other}"
         )
     return None
 

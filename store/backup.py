@@ -37,8 +37,8 @@ from store.spool import SPOOL_FILE
 MANIFEST_FILE = "backup.json"
 CONTENTS_FILE = "contents.db"
 _ARCHIVES = {".tar": "w", ".tar.gz": "w:gz", ".tgz": "w:gz"}
-# These files are copied before the databases, because the chain must contain all copied heads. An entry that
-# moves from the spool to the chain during the backup is then in both copies.
+# These files are copied before the databases, so that the copied chain contains all copied heads. An entry
+# that moves from the spool to the chain during the backup ends up in both copies.
 _FILES = (HEADS_FILE, KEY_FILE, SPOOL_FILE)
 _DATABASES = ("control.db", "history.db", CONTENTS_FILE)
 
@@ -61,7 +61,7 @@ class Backup(NamedTuple):
     audit_rows: int
     audit_head: str
     sha256: str = ""
-    """SHA-256 of the archive. For a folder, it is the SHA-256 of `backup.json`, which lists those of the
+    """SHA-256 of the archive. For a folder, it is the SHA-256 of `backup.json`, which lists the hashes of the
     other files."""
 
 
@@ -73,7 +73,8 @@ def back_up(
     recorded: Iterable[Recorded] = (),
     contents: bool = True,
 ) -> Backup:
-    """Copy the state and `others` (files by their names in the backup) to `target`. The target can be
+    """Copy the state, and the files in `others`, to `target`. `others` maps each file's name in the backup to
+    its path. The target can be
 
     - a new folder,
     - an existing folder, in which a new folder named after the time is created,
@@ -82,21 +83,22 @@ def back_up(
     Only the owner can read the backup.
 
     The backup gets its final name after every copy has been checked: each database as a whole, and the audit
-    chain against the copied heads and those in `recorded`. Raises a `StoreError`, and leaves no files in that
-    case.
+    chain against the copied heads and those in `recorded`. If the backup fails, raises a `StoreError` and
+    leaves no files behind.
     """
     made_at = datetime.now(UTC)
     suffix = next((suffix for suffix in _ARCHIVES if target.name.endswith(suffix)), None)
-    if suffix is None and os.path.isdir(
-        target
-    ):  # False for a folder that cannot be searched; creating the target then raises the error.
+    # isdir() returns False if the path cannot be searched; creating the target then raises the error.
+    if suffix is None and os.path.isdir(target):
         target = target / f"appliance-{made_at:%Y%m%dT%H%M%SZ}"
     if os.path.lexists(target):
-        raise StoreError(f"{target} exists already: name another one, or move it away")
+        raise StoreError(f"{target} already exists: choose another path, or move it away")
     try:
         unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     except FileNotFoundError as error:
-        raise StoreError(f"{target.parent} is not a writable folder: create it, or name another") from error
+        raise StoreError(
+            f"{target.parent} is not a writable folder: create it, or choose another folder"
+        ) from error
     except OSError as error:
         raise explain_os(target.parent, error) from error
     try:
@@ -109,7 +111,7 @@ def back_up(
         _sync(target.parent)
     except FileNotFoundError as error:
         raise StoreError(
-            f"{error.filename or target} disappeared during the backup: start the backup again"
+            f"{error.filename or target} was removed during the backup: start the backup again"
         ) from error
     except OSError as error:
         raise explain_os(Path(error.filename or target), error) from error
@@ -130,7 +132,7 @@ def _fill(
         if (state_dir / name).exists() and not _is_reserve(state_dir / name):
             _copy(state_dir / name, folder / name)
     for name in _DATABASES:
-        # Files introduced by later versions may not exist yet.
+        # State directories of earlier versions do not have this file.
         if name == CONTENTS_FILE and not (contents and (state_dir / name).exists()):
             continue
         _copy_database(state_dir / name, folder / name)
@@ -143,8 +145,8 @@ def _fill(
     findings = examine_folder(folder, recorded)
     if not findings.ok:
         raise CorruptDatabaseError(
-            f"the audit chain in the copy is damaged ({'; '.join(findings.problems)}): "
-            f"see what is wrong in {state_dir} with: appliance audit verify"
+            f"the audit chain in the copy is damaged ({'; '.join(findings.problems)}): check the audit "
+            f"chain in {state_dir} with: appliance audit verify"
         )
     files = [
         BackupFile(str(path.relative_to(folder)), path.stat().st_size, _sha256(path))
@@ -167,23 +169,22 @@ def _copy_database(source: Path, target: Path) -> None:
     try:
         with closing(open_readonly(source)) as reader, closing(sqlite3.connect(target)) as copy:
             reader.backup(copy)
-            # Without WAL mode, the copy is complete without a -wal file and can be read without write
-            # permission.
+            # Leave WAL mode, so that the copy needs no -wal file and can be read without write permission.
             copy.execute("PRAGMA journal_mode=DELETE").fetchone()
     except sqlite3.Error as error:
         damaged = primary_code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
         raise explain(source if damaged else target, error) from error
     if problems := integrity_problems(target):
         raise CorruptDatabaseError(
-            f"the copy of {source} is damaged ({'; '.join(problems[:3])}): so is the database, or the disk "
-            f"that {target} is on"
+            f"the copy of {source} is damaged ({'; '.join(problems[:3])}): check the database and the "
+            f"disk that contains {target}"
         )
     with target.open("rb") as file:
         os.fsync(file.fileno())
 
 
 def _is_reserve(path: Path) -> bool:
-    """Return whether the file is a spool without entries."""
+    """Return whether the file is a spool that contains only reserved space."""
     return path.name == SPOOL_FILE and not path.read_bytes().strip(b"\0")
 
 
@@ -191,11 +192,11 @@ def _copy(source: Path, target: Path) -> None:
     try:
         _write(target, source.read_bytes())
     except FileNotFoundError as error:
-        raise MissingDatabaseError(f"{source} does not exist any more: start the backup again") from error
+        raise MissingDatabaseError(f"{source} no longer exists: start the backup again") from error
 
 
 def _append_heads(source: Path, target: Path, seq: int) -> None:
-    """Add the recorded heads of rows up to `seq` that are too new to be in the copy."""
+    """Add the heads of rows up to `seq` that were recorded after the heads file was copied."""
     with target.open("ab") as file, source.open("rb") as lines:
         lines.seek(file.tell())
         for line in lines:

@@ -1,8 +1,8 @@
 """Stores in `contents.db` the prompts and answers that tenants' log policies keep, either as hashes or as
 text with secrets removed.
 
-The contents are in a separate file because fewer people may read them than the request log. Only the
-service's user can open the file. Operators read it through an audited action of the service.
+Fewer people may read them than the request log, so they are in a separate file that only the service's user
+can open. Operators read them through an audited action of the service.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from store.structs import KeptText
 from store.writer import Writer
 
 MAX_WAITING_BYTES = 32 << 20
-"""Maximum size of the texts in memory that wait to be committed. Further texts are dropped and counted."""
+"""Maximum total size of the texts waiting in memory to be committed. Further texts are dropped and
+counted."""
 
 
 class Content(KeptText, frozen=True, kw_only=True):

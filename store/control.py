@@ -1,9 +1,9 @@
 """The control state in `control.db`: tenants, keys and peers. Every change goes through
 `ControlStore.change`, which writes the change and its audit row, with the old and new values, in one
-transaction. The transaction is flushed to disk (`synchronous=FULL`).
+transaction. Every commit is flushed to disk (`synchronous=FULL`).
 
-Reads need no I/O because everything is kept in memory (`ControlStore.policies`), so a failing disk locks
-nobody out.
+Reads need no I/O because all records are kept in memory (`ControlStore.policies`), so keys still work while
+the disk is failing.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class ControlStore:
     """The control database at `path`. This object is the only one in the service that opens the file for
     writing.
 
-    Changes return a future (`asyncio.wrap_future` awaits it). The future resolves once the change is on disk,
-    or raises the `StoreError` or `ValueError` that prevented it. Safe to call from any thread.
+    Changes return a future (await it with `asyncio.wrap_future`). The future resolves once the change is on
+    disk, or raises the `StoreError` or `ValueError` that prevented it. Safe to call from any thread.
     """
 
     trail: AuditTrail
@@ -103,7 +103,7 @@ class ControlStore:
 
     @property
     def stalled_s(self) -> float:
-        """How long the writer has been working on its current operation, in seconds."""
+        """Time that the writer has spent on its current operation, in seconds."""
         return self._writer.stalled_s
 
     # ── reading from memory ──
@@ -118,8 +118,8 @@ class ControlStore:
         return list(self._policies.keys.values())
 
     def lookup(self, key: str) -> KeyRecord | None:
-        """Return the record of a key that is currently valid; None for any other text. Takes microseconds and
-        needs no I/O.
+        """Return the record of the currently valid key with this secret; None if there is none. Takes
+        microseconds and needs no I/O.
 
         The table is indexed by the SHA-256 of the secret, so lookup times reveal nothing about valid keys.
         """
@@ -138,8 +138,8 @@ class ControlStore:
         after_commit: Callable[[T], None] | None = None,
         values: Callable[[T], BeforeAndAfter] | None = None,
     ) -> Future[T]:
-        """Run `apply` on the writer thread and audit it, in one transaction. An exception in `apply` rolls
-        back both.
+        """Run `apply` on the writer thread and audit it in the same transaction. An exception in `apply`
+        rolls back the transaction.
 
         - `actor` is the caller, whose intent `trail.intend` has recorded.
         - `action` is the action's name in the action registry, and `params` are its parameters without
@@ -307,7 +307,9 @@ class ControlStore:
         before.
         """
         if not 0 <= overlap_s <= _MAX_OVERLAP_S:
-            raise ValueError(f"overlap_s is {overlap_s}: give 0 to {_MAX_OVERLAP_S} seconds (a year)")
+            raise ValueError(
+                f"overlap_s is {overlap_s}: use a value from 0 to {_MAX_OVERLAP_S} seconds (one year)"
+            )
         secret = keys.new_secret()
 
         def rotated(changes: list[Change]) -> RotatedKey:
@@ -383,7 +385,8 @@ class ControlStore:
 
 def _before_and_after(changes: list[Change]) -> BeforeAndAfter:
     """Return the values to audit: the fields that differ for a changed record, or all fields for a created or
-    deleted one. If there is a second change, it concerns the record that replaces the first one's."""
+    deleted one. A second change is the creation of the key that replaces a rotated key, and is audited as
+    `successor`."""
     before, after = (_shown(record) for record in changes[0])
     if before is not None and after is not None:
         same = {name for name in before if before[name] == after[name]}

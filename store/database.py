@@ -1,9 +1,9 @@
 """Opens and closes SQLite files, with one writer at a time and any number of readers.
 
-SQLite up to 3.51.2 can corrupt a WAL file when two connections write or checkpoint at once. Therefore only
-the writer's connection may do either, guarded across processes by a lock file. Readers open the file with
-`mode=ro`, which allows neither. Memory-mapped reads stay disabled, because a truncated file would kill the
-process instead of raising an error.
+SQLite up to 3.51.2 can corrupt a WAL file when two connections write or checkpoint at the same time.
+Therefore only the writer's connection may write or checkpoint, and a lock file enforces this across
+processes. Readers open the file with `mode=ro`, which allows neither. Memory-mapped reads stay disabled,
+because a truncated file would kill the process instead of raising an error.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _BUSY_TIMEOUT_S = 5.0
 _JOURNAL_SIZE_LIMIT_BYTES = 64 * 2**20
 _LEAVE_WAL_TIMEOUT_S = 2.0
 _COPIED_PAGES = 1000
-"""Number of pages written back between two calls of `progress`."""
+"""Number of pages that `write_back` copies between two calls of `progress`."""
 
 
 class WritableDatabase:
     """The only connection that writes to a database. Use and close it on the thread that opened it.
 
-    With `synchronous="FULL"`, every commit is flushed to disk. With `"NORMAL"`, commits survive the death of
-    the process at any moment; a power failure loses at most the commits since the last checkpoint.
+    With `synchronous="FULL"`, every commit is flushed to disk. With `"NORMAL"`, commits survive a crash of
+    the process, but a power failure can lose the commits since the last checkpoint.
     """
 
     def __init__(self, path: Path, schema: Schema, synchronous: Synchronous) -> None:
@@ -70,30 +70,32 @@ class WritableDatabase:
             raise
 
     def displaced(self) -> str:
-        """Describe which open file has been deleted or replaced on disk; empty if none has.
+        """Return a message if an open file was deleted or replaced on disk; empty if none was.
 
-        No data is lost yet, because the connection keeps the original file open, but new commits go to a file
-        that no longer has a name.
+        No data is lost yet, because the connection keeps the original file open, but new commits are written
+        to a file that no longer has a name.
         """
         for path, found in self._identities().items():
             known = self._files[path]
             if known is None:
                 self._files[path] = found
             elif found != known:
-                return f"{path} was {'deleted' if found is None else 'replaced'} while the service runs"
+                return (
+                    f"{path} was {'deleted' if found is None else 'replaced'} while the service was running"
+                )
         return ""
 
     def write_back(self, progress: Callable[[], None]) -> str:
-        """Write the content of the displaced file back to the path and continue there. Returns the new name
-        of a foreign file that was found at the path; empty if there was none.
+        """Write the content of the displaced file back to the path and continue with the new file. A foreign
+        file at the path is renamed. Returns its new name; empty if there was none.
 
         `progress` is called every few pages. Raises a `StoreError` if the disk refuses the content, which
         then remains in the open file.
         """
         if not self.path.parent.is_dir():
             raise MissingDatabaseError(
-                f"{self.path}: the folder {self.path.parent} does not exist any more: create it for the "
-                f"service's user, and the service writes the file back"
+                f"{self.path}: the folder {self.path.parent} no longer exists: create it for the "
+                "service's user, and the service will restore the file"
             )
         copy = self.path.with_name(f"{self.path.name}.restored")
         try:
@@ -108,7 +110,7 @@ class WritableDatabase:
         try:
             self.connection.close()
         except sqlite3.Error as error:
-            log.warning("closing the displaced file of %s: %s", self.path, error)
+            log.warning("closing the deleted or replaced file of %s failed: %s", self.path, error)
         self.connection = _open_writer(self.path, self._schema, self._synchronous)
         self._files = self._identities()
         return aside
@@ -122,8 +124,8 @@ class WritableDatabase:
         _sync(copy)
 
     def _move_aside(self) -> str:
-        """Rename a foreign file at the path. Also remove the displaced file's log files, because SQLite would
-        otherwise apply them to the file that is written back."""
+        """Rename a foreign file at the path, and return its new name. Also remove the displaced file's log
+        files, because SQLite would otherwise apply them to the file that is written back."""
         known, found = self._files[self.path], _identity(self.path)
         foreign = found is not None and found != known
         aside = self.path.with_name(f"{self.path.name}.replaced-{datetime.now(UTC):%Y%m%dT%H%M%SZ}")
@@ -144,16 +146,16 @@ class WritableDatabase:
         return {path: _identity(path) for path in paths}
 
     def close(self) -> None:
-        """Checkpoint, leave WAL mode and close. Afterwards the file is complete by itself and can be read
-        without write permission.
+        """Checkpoint, leave WAL mode and close the connection, so that the file needs no -wal file and can be
+        read without write permission.
 
-        Leaving WAL mode needs exclusive access. If a reader keeps the file open, it stays in WAL mode. This
-        is logged and harmless, because the next startup continues from there.
+        Leaving WAL mode needs exclusive access. If a reader keeps the file open, the file stays in WAL mode.
+        This is logged, but harmless: the next startup opens the file as it is.
         """
         try:
             self._leave_wal()
         except sqlite3.Error as error:
-            log.warning("%s stays in WAL mode (%s): keep its -wal file beside it", self.path, error)
+            log.warning("%s stays in WAL mode (%s): keep its -wal file in the same folder", self.path, error)
         finally:
             self.abandon()
 
@@ -162,14 +164,13 @@ class WritableDatabase:
         try:
             self.connection.close()
         except sqlite3.Error as error:
-            log.warning("closing %s: %s", self.path, error)
+            log.warning("closing %s failed: %s", self.path, error)
         finally:
             os.close(self._lock)
 
     def _leave_wal(self) -> None:
         self.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-        # The busy timeout does not apply to this switch. Short reads come and go, so retry until no reader is
-        # left.
+        # The busy timeout does not apply to this switch, so retry until no reader has the file open.
         deadline = time.monotonic() + _LEAVE_WAL_TIMEOUT_S
         while True:
             try:
@@ -191,18 +192,20 @@ def open_readonly(path: Path, schema: Schema | None = None) -> sqlite3.Connectio
         path.stat()
     except FileNotFoundError as error:
         raise MissingDatabaseError(
-            f"{path} does not exist: start the service once to make it, or name its state directory"
+            f"{path} does not exist: start the service once to create it, or set the state directory "
+            "that contains it"
         ) from error
     except OSError as error:
         raise StoreError(
-            f"{path} cannot be reached ({error.strerror}): read it as the service's user, its group, or root"
+            f"{path} cannot be opened ({error.strerror}): run this command as root, as the service's "
+            "user or as a member of its group"
         ) from error
     try:
         connection = _open_and_touch(path, "mode=ro")
     except sqlite3.Error as error:
         # The file may be in WAL mode without -wal and -shm (a copy, for example), in a folder where this
-        # process cannot create these files. In that case no process can be writing the file and it is
-        # complete, so it is read as immutable.
+        # process cannot create these files. In that case the file is complete and no process is writing it,
+        # so open it as immutable.
         wal = path.with_name(path.name + "-wal")
         stopped = not wal.exists() or wal.stat().st_size == 0
         if primary_code(error) not in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY) or not stopped:
@@ -216,8 +219,9 @@ def open_readonly(path: Path, schema: Schema | None = None) -> sqlite3.Connectio
             check_not_newer(connection, path, schema)
             if schema_version(connection) < len(schema.migrations):
                 raise SchemaVersionError(
-                    f"{path} has schema version {schema_version(connection)}, this version reads "
-                    f"{len(schema.migrations)}: start the service once, it brings the file up to date"
+                    f"{path} has schema version {schema_version(connection)}, but this version of "
+                    f"Appliance reads {len(schema.migrations)}: start the service once, which upgrades "
+                    "the file"
                 )
         except SchemaVersionError:
             connection.close()
@@ -227,7 +231,8 @@ def open_readonly(path: Path, schema: Schema | None = None) -> sqlite3.Connectio
 
 @contextmanager
 def reading(path: Path, schema: Schema) -> Iterator[sqlite3.Connection]:
-    """Like `open_readonly`, but as a context manager that raises SQLite's errors as `StoreError`."""
+    """Open a read-only connection for a `with` block. SQLite errors in the block are raised as
+    `StoreError`."""
     connection = open_readonly(path, schema)
     try:
         yield connection
@@ -264,8 +269,8 @@ def _open_writer(path: Path, schema: Schema, synchronous: Synchronous) -> sqlite
         mode = connection.execute("PRAGMA journal_mode=WAL").fetchone()[0]
         if mode != "wal":
             raise NotWritableError(
-                f"{path}: its file system offers journal mode {mode!r} only, not 'wal': "
-                f"put the state directory on a local disk"
+                f"{path}: the file system supports only journal mode {mode!r}, not 'wal': put the state "
+                "directory on a local disk"
             )
         connection.execute(f"PRAGMA synchronous={synchronous}")
         connection.execute(f"PRAGMA journal_size_limit={_JOURNAL_SIZE_LIMIT_BYTES}")
@@ -316,14 +321,14 @@ def _check_writable(path: Path) -> None:
     for place in (path.parent, path):
         if place.exists() and not os.access(place, os.W_OK, effective_ids=True):
             raise NotWritableError(
-                f"{place} cannot be written by uid {os.geteuid()}: give it to the service's user "
-                f"or name another state directory"
+                f"{place} is not writable by uid {os.geteuid()}: make the service's user its owner, or "
+                "set another state directory"
             )
 
 
 def _create(path: Path, mode: int = 0o640) -> int:
-    """Open `path`, creating it if it is missing. The file is readable at most by the service's user and
-    group, whereas SQLite would let all users read it. SQLite gives -wal and -shm the same mode."""
+    """Open `path`, creating it if it is missing. Unlike a file that SQLite creates, it cannot be read by
+    users outside the service's group. SQLite gives the -wal and -shm files the same mode."""
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
     except OSError as error:
@@ -331,8 +336,8 @@ def _create(path: Path, mode: int = 0o640) -> int:
 
 
 def _lock(path: Path) -> int:
-    """Take the writer's lock and return its file descriptor. The lock is held until the descriptor is closed
-    or the process ends.
+    """Acquire the writer's lock and return its file descriptor. The lock is released when the descriptor is
+    closed or the process ends.
 
     The lock is on a separate file, because opening and closing the database file would drop SQLite's own
     POSIX locks on it.
@@ -344,7 +349,8 @@ def _lock(path: Path) -> int:
         holder = os.read(descriptor, 32).decode("ascii", "replace").strip() or "unknown"
         os.close(descriptor)
         raise DatabaseInUseError(
-            f"{path} is being written by process {holder}: ask that service for the change, or stop it first"
+            f"{path} is being written by process {holder}: make the change through that service, or "
+            "stop it first"
         ) from error
     try:
         os.ftruncate(descriptor, 0)

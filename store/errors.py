@@ -37,7 +37,7 @@ class StorageFaultError(StoreError):
 
 
 class OutcomeUnknownError(StoreError):
-    """The disk did not answer in time, so it is not known yet whether the change was made."""
+    """The disk did not respond in time, so it is not known yet whether the change was made."""
 
 
 class WriterClosedError(StoreError):
@@ -69,7 +69,7 @@ def primary_code(error: sqlite3.Error) -> int:
     return (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
 
 
-# Errors that may be gone at a later attempt. All other errors need an operator.
+# Errors that a retry may resolve. All other errors need an operator.
 _PASSING = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
 
 
@@ -78,18 +78,19 @@ def explain(path: Path, error: sqlite3.Error) -> StoreError:
     code = primary_code(error)
     if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
         return CorruptDatabaseError(
-            f"{path} is not a sound SQLite database ({error}): move it and its -wal file away, for "
-            f"recovery (sqlite3's .recover reads what is left) and start again, or restore a backup"
+            f"{path} is not a valid SQLite database ({error}): move the file and its -wal file away "
+            "(sqlite3's .recover command can extract the remaining data), then restore a backup or "
+            "start with an empty database"
         )
     if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
         return NotWritableError(
-            f"{path} cannot be opened ({error}): check owner and mode of the file, of its -wal "
-            f"and -shm files and of its folder"
+            f"{path} cannot be opened ({error}): check the owner and mode of the file, its -wal and "
+            "-shm files, and its folder"
         )
     if code in _PASSING:
         return StorageFaultError(
-            f"{path} cannot be written now ({error}): check free space, the disk's health "
-            f"and programs that keep the file locked"
+            f"{path} cannot be written at the moment ({error}): check the free space, the disk's "
+            "health, and whether another program has locked the file"
         )
     return StoreError(f"{path}: {error}")
 
@@ -101,5 +102,7 @@ def explain_os(path: Path, error: OSError) -> StoreError:
             f"{path} does not exist: start the service once, or restore it from a backup"
         )
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
-        return StorageFaultError(f"{path} cannot be written now ({error.strerror}): free some space")
-    return NotWritableError(f"{path} cannot be opened ({error.strerror}): check owner and mode")
+        return StorageFaultError(
+            f"{path} cannot be written at the moment ({error.strerror}): free disk space"
+        )
+    return NotWritableError(f"{path} cannot be opened ({error.strerror}): check its owner and mode")

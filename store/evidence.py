@@ -1,5 +1,5 @@
 """Reads and verifies the audit trail: the chain in `control.db`, the chain heads recorded outside it, and the
-entries in the spool. Needs only read permission, and no running service."""
+entries in the spool. Needs only read permission; the service need not be running."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Recorded(NamedTuple):
     head: Head
     source: str
     signed: SignedHead | None = None
-    """Whether the head is signed; None for a head from an auditor's own records, which has no signature."""
+    """The head with its signature; None for a head from an auditor's own records, which has no signature."""
 
 
 class Findings(NamedTuple):
@@ -44,13 +44,13 @@ class Findings(NamedTuple):
 
     verdict: Verdict
     problems: list[str]
-    """What is wrong, starting with the first wrong row of the chain."""
+    """Descriptions of the faults, starting with the first wrong row of the chain."""
     notes: list[str]
-    """Anything that could not be checked, and other remarks."""
+    """Remarks, including checks that could not be made."""
     sources: dict[str, int]
     """Number of recorded heads that the chain was checked against, by source."""
     confirmed_seq: int
-    """The newest row that a recorded head confirms."""
+    """Seq of the newest row that a recorded head confirms."""
     spooled: int
 
     @property
@@ -60,7 +60,7 @@ class Findings(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether no fault was found."""
         return not self.problems
 
 
@@ -78,7 +78,7 @@ class ActionRecord(NamedTuple):
     action: str
     params: str
     result: str | None
-    """None if there is no result yet, or none was recorded."""
+    """None if no result has been recorded."""
     before: str | None
     after: str | None
     note: str | None
@@ -173,7 +173,7 @@ def read_spool(folder: Path) -> list[Entry]:
 
 
 def read_heads(path: Path) -> list[Recorded]:
-    """Return the chain heads in a file of any format. Raises a `StoreError`."""
+    """Return the chain heads found in a file of any format. Raises a `StoreError`."""
     try:
         with path.open(encoding="utf-8", errors="replace") as lines:
             return recorded_in(lines, str(path))
@@ -199,12 +199,12 @@ def examine_folder(folder: Path, recorded: Iterable[Recorded] = ()) -> Findings:
         known += read_heads(folder / HEADS_FILE)
     except StoreError as error:
         if has_rows:
-            problems.append(f"no heads beside the chain: {error}")
+            problems.append(f"the recorded heads of the audit chain cannot be read: {error}")
     key = None
     try:
         key = read_key(folder / KEY_FILE)
     except StoreError as error:
-        unchecked = f"signatures of heads were not checked: {error}"
+        unchecked = f"the signatures of recorded heads were not checked: {error}"
         # An auditor cannot read the key, but the key file must exist.
         kept_from_us = (folder / KEY_FILE).exists() and not os.access(
             folder / KEY_FILE, os.R_OK, effective_ids=True
@@ -213,23 +213,24 @@ def examine_folder(folder: Path, recorded: Iterable[Recorded] = ()) -> Findings:
     waiting = read_spool(folder)
     if waiting:
         notes.append(
-            f"{len(waiting)} entries since {waiting[0].at} wait in {folder / SPOOL_FILE}, "
-            f"and are not in the chain yet"
+            f"{len(waiting)} entries since {waiting[0].at} are waiting in {folder / SPOOL_FILE} and are "
+            "not in the chain yet"
         )
     found = examine(folder / "control.db", known, key)
     newest = found.verdict.head.seq
     newer = newest - max(found.confirmed_seq, _recorded_by_now(folder, newest))
     if found.verdict.ok and newer > ROWS_BETWEEN_HEADS and not waiting:
         problems.append(
-            f"no head confirms the last {newer} rows, and the service records one after "
-            f"{ROWS_BETWEEN_HEADS}: lines were removed from {folder / HEADS_FILE}, or were not written to it"
+            f"no recorded head confirms the last {newer} rows, although the service records a head at "
+            f"least every {ROWS_BETWEEN_HEADS} rows: lines of {folder / HEADS_FILE} were removed or "
+            "never written"
         )
     return found._replace(problems=found.problems + problems, notes=found.notes + notes, spooled=len(waiting))
 
 
 def _recorded_by_now(folder: Path, seq: int) -> int:
     """Return the seq of the newest row up to `seq` that has a recorded head. Heads are read again, because a
-    running service may have recorded more in the meantime."""
+    running service may have recorded more."""
     try:
         return max((head.seq for head, _, _ in read_heads(folder / HEADS_FILE) if head.seq <= seq), default=0)
     except StoreError:
@@ -259,8 +260,8 @@ def examine(path: Path, recorded: Iterable[Recorded] = (), key: SigningKey | Non
     signed, replaced, forged = _by_signature(known, key, since)
     verdict = checked(signed)
     problems = [
-        f"the head of row {one.head.seq} in {one.source} does not carry this service's signature: "
-        f"another key, or a forged line"
+        f"the head of row {one.head.seq} in {one.source} does not carry this service's signature: it "
+        "was signed with another key, or forged"
         for one in forged
     ]
     notes = []
@@ -273,21 +274,23 @@ def examine(path: Path, recorded: Iterable[Recorded] = (), key: SigningKey | Non
         older = checked(replaced)
         if older.problem is not None:
             problems.insert(
-                0, f"row {older.broken_seq}: {older.problem} (signed with a key before row {since})"
+                0,
+                f"row {older.broken_seq}: {older.problem} (according to a head signed with the key used "
+                f"before row {since})",
             )
         else:
             notes.append(
-                f"{len(replaced)} of the heads were signed with another key, which this one replaced in row "
-                f"{since}: their hashes agree, their signatures were not checked"
+                f"{len(replaced)} recorded heads were signed with an earlier key, which was replaced in "
+                f"row {since}: their hashes match, but their signatures cannot be checked"
             )
     heads = [one.head for one in signed]
     confirmed = max([head.seq for head in heads if head.seq <= verdict.head.seq], default=0)
     if verdict.ok and confirmed < verdict.head.seq:
         newer = verdict.head.seq - confirmed
         notes.append(
-            f"the last {newer} rows are newer than every recorded head: their removal would not be detected"
+            f"the last {newer} rows are newer than any recorded head, so their removal would not be detected"
             if newer > 1
-            else "the last row is newer than every recorded head: its removal would not be detected"
+            else "the last row is newer than any recorded head, so its removal would not be detected"
         )
     sources = dict(Counter(one.source for one in (*signed, *replaced)))
     return Findings(verdict, problems, notes, sources, confirmed, 0)

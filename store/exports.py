@@ -1,6 +1,6 @@
 """The audit chain as an export file: one line of JSON per row, followed by a signed trailer line.
 
-A row's line contains every column that is not null. The last line is
+A row's line contains every non-null column. The last line is
 
     {"trailer": {"at": …, "hash": …, "rows": …, "seq": …, "sha256": …, "sig": …}}
 
@@ -82,7 +82,8 @@ def read(path: Path) -> tuple[list[AuditRow], Trailer | None]:
                     rows.append(AuditRow(**fields))
                 except (ValueError, TypeError, KeyError, AttributeError) as error:
                     raise CorruptDatabaseError(
-                        f"line {number} of {path} is not a row of an audit chain ({error}): export it again"
+                        f"line {number} of {path} is not a valid audit row ({error}): export the audit "
+                        "chain again"
                     ) from error
                 digest.update(line)
     except OSError as error:
@@ -93,16 +94,19 @@ def read(path: Path) -> tuple[list[AuditRow], Trailer | None]:
 def problems_of(trailer: Trailer | None, found: Head, key: SigningKey | None) -> list[str]:
     """Return the problems found in an export whose chain ends at `found`."""
     if trailer is None:
-        return ["the export has no trailer: its end is missing"]
+        return ["the export is incomplete: its last line, the trailer, is missing"]
     problems = []
     if not trailer.intact or trailer.head != found:
         problems.append(
-            f"the export was changed: it should end with row {trailer.head.seq} ({trailer.head.hash})"
+            "the export was changed: according to its trailer, it should end with row "
+            f"{trailer.head.seq} ({trailer.head.hash})"
         )
     if key is not None and trailer.signature is None:
         problems.append("the export is not signed")
     elif key is not None and not key.signed(_PURPOSE, trailer.content, trailer.signature or ""):
-        problems.append("the export does not carry this service's signature: another key, or forged")
+        problems.append(
+            "the export does not carry this service's signature: it was signed with another key, or forged"
+        )
     return problems
 
 

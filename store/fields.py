@@ -24,21 +24,21 @@ Kind = Literal["number", "count", "class", "span", "time", "text", "choice", "li
 MAX_COUNT = 10**12
 MAX_TEXT_CHARS = 200
 MAX_NAMES = 256
-"""Maximum number of names in one list."""
+"""Maximum number of items in a list."""
 CLASSES = 4
-"""P0 real-time, P1 interactive, P2 batch, P3 background."""
+"""Number of service classes: P0 real-time, P1 interactive, P2 batch, P3 background."""
 
 
 class Field(NamedTuple):
-    """The part of a field's declaration that is not its type. Operators cannot set a field without a
-    `Field`."""
+    """The declaration of a field, apart from its name, type and default. Operators can set only fields that
+    have a `Field`."""
 
     help: str
-    """What the field controls: a sentence without the final full stop."""
+    """One sentence that describes the field, without the final full stop."""
     unit: Unit = ""
     low: float = 1
     high: float = MAX_COUNT
-    """Upper end of a number's range; both ends are allowed."""
+    """Upper bound of a number's range; both bounds are inclusive."""
     none: str = ""
     """Meaning of None, for a field that can be None."""
 
@@ -55,25 +55,23 @@ class Declared(NamedTuple):
 
     @property
     def optional(self) -> bool:
-        """Return one line that describes what the field controls and what None means."""
+        """Whether the field can be None."""
         return is_optional(self.type)
 
     @property
     def description(self) -> str:
-        """Return the display name, such as "tokens per minute" or "burst"."""
+        """One line that describes the field and the meaning of None."""
         return self.field.help + (f" (none: {self.field.none})" if self.optional else "")
 
     @property
     def label(self) -> str:
-        """Return the allowed texts for the field, or for each item of its list; empty if any text is
-        allowed."""
+        """Display name, such as "tokens per minute" or "burst"."""
         words = self.name.removesuffix("_s").removesuffix("_at").replace("_", " ")
         return words.replace("kv ", "KV ")
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Return the allowed texts of the field, or of each item of its list; empty if any text is
-        allowed."""
+        """Allowed values of the field, or of each list item; empty if any text is allowed."""
         inner = without_none(self.type)
         if get_origin(inner) is tuple:
             inner = get_args(inner)[0]
@@ -81,7 +79,7 @@ class Declared(NamedTuple):
 
     @property
     def kind(self) -> Kind:
-        """Return the kind of the field, which determines how a value is written and read."""
+        """Kind of the field, which determines how its values are parsed and displayed."""
         inner = without_none(self.type)
         if get_origin(inner) is tuple:
             return "list"
@@ -93,7 +91,7 @@ class Declared(NamedTuple):
 
     @property
     def expected(self) -> str:
-        """Return a description of the allowed values."""
+        """Description of the allowed values."""
         low, high = self.field.low, self.field.high
         match self.kind:
             case "number" | "span":

@@ -1,18 +1,18 @@
-"""Signed heads of the audit chain, recorded outside the database. They reveal whether the chain was rewritten
-or shortened.
+"""Signed heads of the audit chain, recorded outside the database. They reveal a chain that was rewritten or
+shortened.
 
 A signed head is one line, with the same format in the service's journal and in `audit.heads` next to the
 database:
 
     audit head seq=41 hash=<64 hex> at=2026-11-20T23:16:01.123456+00:00 key=<16 hex> sig=<64 hex>
 
-In the log, ` of ` and the state directory follow, because a journal may also contain heads of other services.
-`sig` is an HMAC-SHA256 under `audit.key`, which the service creates at its first startup and only its user
-can read. `key` is the id of that key, which changes when the key is replaced.
+In the log, the line ends with ` of ` and the state directory, because a journal may also contain the heads of
+other services. `sig` is an HMAC-SHA256 under `audit.key`, which the service creates at its first startup and
+only its user can read. `key` is the id of that key, which changes when the key is replaced.
 
 The signature proves that this service wrote the head. It does not protect against an attacker who can read
-the key and therefore sign any head. Such an attacker's changes are revealed only by a head that left the
-machine earlier, for example in a forwarded journal or a note on paper."""
+the key, and can therefore sign any head. In that case, only a head that was copied off the machine earlier
+reveals a change, for example one in a forwarded journal or on paper."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 KEY_FILE = "audit.key"
 HEADS_FILE = "audit.heads"
 ROWS_BETWEEN_HEADS = 16
-"""Maximum number of rows by which the chain grows before a head is recorded."""
+"""Maximum number of new rows after which a head is recorded."""
 
 _KEY_BYTES = 32
 _LINE = re.compile(
@@ -70,7 +70,7 @@ class SigningKey:
     """The service's secret key. Only the service's user and root can sign with it."""
 
     def __init__(self, secret: bytes, fresh: bool = False) -> None:
-        """Hold the secret. `fresh` tells whether the key was created at this startup."""
+        """Create the key object. `fresh` is True if the key was created at this startup."""
         self._secret = secret
         self.fresh = fresh
 
@@ -80,7 +80,7 @@ class SigningKey:
         return self.sign("audit key id", "")[:16]
 
     def sign(self, purpose: str, content: str) -> str:
-        """Return the signature (hex) of `content`. A signature is valid for one purpose only."""
+        """Return the signature of `content`, in hex. It is valid only for this `purpose`."""
         return hmac.new(self._secret, f"{purpose}\n{content}".encode(), hashlib.sha256).hexdigest()
 
     def signed(self, purpose: str, content: str, signature: str) -> bool:
@@ -88,7 +88,7 @@ class SigningKey:
         return hmac.compare_digest(self.sign(purpose, content), signature)
 
     def sign_head(self, head: Head, at: str) -> SignedHead:
-        """Return the head, signed together with this time."""
+        """Return the head with a signature over the head and the time `at`."""
         signature = self.sign("audit head", f"{head.seq} {head.hash} {at}")
         return SignedHead(head.seq, head.hash, at, signature, self.id)
 
@@ -128,9 +128,9 @@ def read_key(path: Path) -> SigningKey:
         secret = b""
     if len(secret) != _KEY_BYTES:
         raise NotWritableError(
-            f"{path} is not a key ({_KEY_BYTES} bytes in hex): restore it from a backup, or move it away "
-            f"for the next start to make a new one, which the audit chain records (signatures of older heads "
-            f"cannot be checked then, their hashes can)"
+            f"{path} does not contain a key ({_KEY_BYTES} bytes in hex): restore it from a backup, or "
+            "move it away, so that the next start creates a new key and records it in the audit chain "
+            "(signatures of older heads can then no longer be checked)"
         )
     return SigningKey(secret)
 
@@ -145,7 +145,7 @@ def heads_in(lines: Iterable[str]) -> Iterator[SignedHead]:
 
 
 def lines_of(folder: Path, lines: Iterable[str]) -> Iterator[str]:
-    """Yield those lines of a log that contain heads of the service with this state directory."""
+    """Yield the log lines that contain heads of the service with this state directory."""
     ending = _of(folder)
     return (line for line in lines if line.rstrip("\n").endswith(ending))
 
@@ -163,7 +163,8 @@ class HeadKeeper:
     def __init__(self, path: Path, key: SigningKey) -> None:
         self.path = path
         self.last_error: str | None = None
-        """The reason why the latest head could not be written to the file, so that only the log has it."""
+        """The reason why the latest head could not be written to the file and is only in the log; None if it
+        was written."""
         self.recorded: SignedHead | None = None
         self.newest = Head(0, "")
         self._key = key
@@ -174,24 +175,24 @@ class HeadKeeper:
         return self._key.id
 
     def start(self) -> None:
-        """Create the file if it does not exist, so that a file missing next to a chain with rows must have
-        been removed."""
+        """Create the file if it does not exist. If the file is missing later although the chain has rows, it
+        was removed."""
         try:
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o640))
         except OSError as error:
             self.last_error = f"{self.path} cannot be created ({error.strerror})"
 
     def replaced_another(self, named: int, newest: int) -> bool:
-        """Return whether the chain must record that this key signs heads from now on. This is the case if the
-        key was just created, or if the file has heads of another key for rows after `named`, the latest row
-        that names this key. `newest` is the newest row of the chain."""
+        """Return whether a row must be added to the chain that names this key as the signing key. This is the
+        case if the key was just created, or if the file has heads of another key for rows after `named`, the
+        latest row that names this key. `newest` is the newest row of the chain."""
         return self._key.fresh or any(
             named < head.seq <= newest and not self._key.signed_head(head) for head in self._filed()
         )
 
     def beyond(self, newest: int) -> SignedHead | None:
-        """Return the newest signed head after row `newest`, which shows that the chain has lost rows; None if
-        there is none."""
+        """Return the newest signed head of a row after `newest`; None if there is none. If there is one, the
+        chain has lost rows."""
         ours = (head for head in self._filed() if head.seq > newest and self._key.signed_head(head))
         return max(ours, key=lambda head: head.seq, default=None)
 
@@ -204,7 +205,8 @@ class HeadKeeper:
             return []
 
     def saw(self, head: Head) -> None:
-        """Remember the newest head of the chain. The first one is recorded immediately."""
+        """Store the newest head of the chain in memory, and record it if it is the first one or
+        `ROWS_BETWEEN_HEADS` rows after the last recorded one."""
         self.newest = head
         if self.recorded is None or head.seq - self.recorded.seq >= ROWS_BETWEEN_HEADS:
             self.record()
@@ -221,13 +223,14 @@ class HeadKeeper:
             append_line(self.path, head.line)
             self.last_error = None
         except OSError as error:
-            self.last_error = f"{self.path} could not record the head of row {head.seq} ({error.strerror})"
-            log.error("%s: the head is in this log only", self.last_error)
+            self.last_error = (
+                f"the head of audit row {head.seq} could not be written to {self.path} ({error.strerror})"
+            )
+            log.error("%s; the head is only in this log", self.last_error)
 
 
 def append_line(path: Path, line: str, mode: int = 0o640) -> None:
-    """Append a line to a file and sync it to disk. Raises OSError, in which case no partial line is left in
-    the file."""
+    """Append a line to a file and sync it to disk. Raises OSError, and leaves no partial line in the file."""
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, mode), "rb+", 0) as file:
         end = file.seek(0, os.SEEK_END)
         try:

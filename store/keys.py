@@ -32,12 +32,13 @@ def without_secrets(text: str) -> str:
 
 
 def new_id() -> str:
-    """Return a new key id, as used in lists, logs and commands."""
+    """Return a new key id, which identifies the key in lists, logs and commands."""
     return "key_" + secrets.token_hex(8)
 
 
 def sha256(secret: str) -> str:
-    """Return the hash of a secret, as stored. A plain hash is safe because the secret has 256 random bits."""
+    """Return the hash that is stored for a secret. A plain hash is safe because the secret has 256 random
+    bits."""
     return hashlib.sha256(secret.encode("utf-8", "backslashreplace")).hexdigest()
 
 
@@ -54,7 +55,7 @@ def create(connection: sqlite3.Connection, key: KeyRecord) -> Change:
 
 
 def alter(connection: sqlite3.Connection, key_id: str, changes: Mapping[str, object], now: float) -> Change:
-    """Set fields of a key that is valid at unix time `now`. Raises ValueError, UnknownKeyError,
+    """Set fields of a key that is valid at unix time `now`. Raises ValueError, UnknownKeyError or
     ConflictError."""
     before = _valid(connection, key_id, now)
     after = tenants.replaced(before, changes)
@@ -80,7 +81,7 @@ def rotate(
     """
     before = _valid(connection, key_id, now)
     if before.replaced_by is not None:
-        raise ConflictError(f"key {key_id} was replaced by {before.replaced_by}: rotate that one")
+        raise ConflictError(f"key {key_id} was replaced by key {before.replaced_by}: rotate that key instead")
     if expires_at is None and before.expires_at is not None:
         expires_at = now + (before.expires_at - before.created_at)
     successor = of_secret(
@@ -109,7 +110,9 @@ def find(connection: sqlite3.Connection, key_id: str) -> KeyRecord:
     """Return the key with this id. Raises UnknownKeyError."""
     key = records.find(connection, KeyRecord, key_id)
     if key is None:
-        raise UnknownKeyError(f"no key has id {key_id!r}: list the keys to see theirs")
+        raise UnknownKeyError(
+            f"no key has id {key_id!r}: list the keys and their ids with: appliance keys list"
+        )
     return key
 
 
@@ -117,5 +120,5 @@ def _valid(connection: sqlite3.Connection, key_id: str, now: float) -> KeyRecord
     key = find(connection, key_id)
     if not key.valid_at(now):
         how = "revoked" if key.revoked_at is not None else "expired"
-        raise ConflictError(f"key {key_id} is {how}: create another one")
+        raise ConflictError(f"key {key_id} is {how}: create a new key")
     return key

@@ -31,7 +31,7 @@ class Schema(NamedTuple):
     name: str
     migrations: tuple[Migration, ...]
     mode: int = 0o640
-    """File mode of a new database."""
+    """Permissions of a new database file."""
 
 
 def schema_version(connection: sqlite3.Connection) -> int:
@@ -44,8 +44,8 @@ def check_not_newer(connection: sqlite3.Connection, path: Path, schema: Schema) 
     found, known = schema_version(connection), len(schema.migrations)
     if found > known:
         raise SchemaVersionError(
-            f"{path} has schema version {found}, this version of the product knows {known}: "
-            f"install the version that wrote it, or restore a backup from before the upgrade"
+            f"{path} has schema version {found}, but this version of Appliance supports only {known}: "
+            "install the version that wrote the file, or restore a backup from before the upgrade"
         )
 
 
@@ -76,7 +76,7 @@ def _step(statements: tuple[str, ...]) -> Callable[[Database], None]:
         # transaction.
         for statement in statements:
             database.conn.execute(statement)
-        # The number of applied migrations, regardless of the order in which this file got them.
+        # Store the number of applied migrations, in whatever order they were applied to this file.
         database.conn.execute(f"PRAGMA user_version = {schema_version(database.conn) + 1}")
 
     return apply

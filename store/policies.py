@@ -1,8 +1,8 @@
-"""The records in `control.db`: tenants, keys and Unix peers, as configured by operators. They contain only
-data.
+"""The records in `control.db`: tenants, keys and Unix peers, as configured by operators. The records contain
+only data.
 
-This is the only place where fields of tenants, keys and quotas are declared (`store.fields`). A new field of
-`TenantRecord` or `KeyFields` goes to the end of its class and has a default; the next startup adds its
+This is the only place where fields of tenants, keys and quotas are declared (`store.fields`). To add a field
+to `TenantRecord` or `KeyFields`, append it to the class and give it a default; the next startup adds its
 column.
 
 A quota limits a tenant, or a key within its tenant. Both limits apply; None means no limit.
@@ -23,15 +23,15 @@ R = TypeVar("R")
 INTERACTIVE = 1
 KeyScope = Literal["inference", "admin", "read"]
 SCOPES: tuple[KeyScope, ...] = get_args(KeyScope)
-"""What a key allows: the inference API, every operator action, or reading the service's state."""
+"""Permissions of a key: use the inference API, perform all operator actions, or read the service's state."""
 LogPolicy = Literal["metadata", "hashes", "full"]
-"""What the request log keeps of prompts and answers: nothing, the SHA-256 of each, or their redacted text."""
+"""Whether to store prompts and answers: not at all, as SHA-256 hashes, or as redacted text."""
 
 PeerKind = Literal["uid", "gid"]
 PEER_KINDS: tuple[PeerKind, ...] = get_args(PeerKind)
 
 _MIN_RATE, _MAX_RATE = 1e-6, 1e15
-"""Above the maximum, a float can no longer count single requests or tokens."""
+"""The maximum keeps amounts small enough for a float to count single requests and tokens."""
 _MAX_DAYS = 36525.0
 _LAST_CLASS = CLASSES - 1
 
@@ -41,16 +41,22 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     requests_per_minute: Annotated[
         float | None,
-        Field("Requests per minute", "requests/min", _MIN_RATE, _MAX_RATE, none="no limit"),
+        Field("Maximum number of requests per minute", "requests/min", _MIN_RATE, _MAX_RATE, none="no limit"),
     ] = None
     tokens_per_minute: Annotated[
         float | None,
-        Field("Prompt and output tokens per minute", "tokens/min", _MIN_RATE, _MAX_RATE, none="no limit"),
+        Field(
+            "Maximum number of prompt and output tokens per minute",
+            "tokens/min",
+            _MIN_RATE,
+            _MAX_RATE,
+            none="no limit",
+        ),
     ] = None
     tokens_per_day: Annotated[
         float | None,
         Field(
-            "Prompt and output tokens per day; refills continuously",
+            "Maximum number of prompt and output tokens per day; the quota refills continuously",
             "tokens/day",
             _MIN_RATE,
             _MAX_RATE,
@@ -59,21 +65,41 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ] = None
     burst_s: Annotated[
         float,
-        Field("How much of the limits per minute can be used at once, as a time", "s", 1e-6, 36525 * 86400.0),
+        Field(
+            "Time over which unused capacity of the per-minute limits accumulates; a longer time "
+            "allows larger bursts",
+            "s",
+            1e-6,
+            36525 * 86400.0,
+        ),
     ] = 60.0
     concurrent_requests: Annotated[
-        int | None, Field("Requests that run at the same time; more wait", "requests", none="no limit")
+        int | None,
+        Field(
+            "Maximum number of requests that run at the same time; further requests wait",
+            "requests",
+            none="no limit",
+        ),
     ] = None
     queued_requests: Annotated[
-        int | None, Field("Requests that wait; more are refused", "requests", none="no limit")
+        int | None,
+        Field(
+            "Maximum number of waiting requests; further requests are refused", "requests", none="no limit"
+        ),
     ] = None
     context_tokens: Annotated[
-        int | None, Field("Longest request, prompt and output together", "tokens", none="the model's length")
+        int | None,
+        Field(
+            "Maximum length of a request, prompt and output together",
+            "tokens",
+            none="the model's maximum length",
+        ),
     ] = None
     kv_share: Annotated[
         float | None,
         Field(
-            "Fraction of a model's KV blocks, over its replicas, that the running requests may hold",
+            "Maximum fraction of the KV blocks of all replicas of a model that the running requests "
+            "may occupy",
             low=1e-6,
             high=1,
             none="no limit",
@@ -82,39 +108,57 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class TenantRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A tenant, to whom requests are billed. Times in unix seconds."""
+    """A tenant, to whom requests are billed. Times are in unix seconds."""
 
     name: str
     created_at: float
     weight: Annotated[
         float,
-        # The smallest weight whose share can still be measured next to other tenants.
-        Field("Share of service relative to other tenants of the same class", low=0.001, high=1000),
+        # the smallest weight whose share is still measurable among other tenants
+        Field(
+            "Weight in fair sharing, relative to other tenants with requests of the same class",
+            low=0.001,
+            high=1000,
+        ),
     ] = 1.0
     highest_class: Annotated[
-        int, Field("Best class that the tenant's requests can get", "class", 0, _LAST_CLASS)
+        int, Field("Highest service class that the tenant's requests can use", "class", 0, _LAST_CLASS)
     ] = INTERACTIVE
     default_class: Annotated[
         int,
         Field(
-            "Class of requests that name none; never better than the highest class", "class", 0, _LAST_CLASS
+            "Service class of requests that do not set one; limited to the highest class",
+            "class",
+            0,
+            _LAST_CLASS,
         ),
     ] = INTERACTIVE
     default_max_tokens: Annotated[
         int | None,
-        Field("Output limit of requests that name no max_tokens", "tokens", none="the model's length"),
+        Field(
+            "Output limit of requests that do not set max_tokens", "tokens", none="the model's maximum length"
+        ),
     ] = None
     cache_group: Annotated[
         str | None,
-        Field("Tenants of the same group share cached prefixes", none="no sharing"),
+        Field("Name of a group of tenants that share cached prefixes", none="no sharing"),
     ] = None
     log_policy: Annotated[
         LogPolicy,
-        Field("What is kept of prompts and answers: nothing (metadata), hashes, or redacted text (full)"),
+        Field(
+            "What the request log stores of prompts and answers: nothing (metadata), their hashes "
+            "(hashes), or their redacted text (full)"
+        ),
     ] = "metadata"
     log_days: Annotated[
         float | None,
-        Field("How long hashes and texts are kept", "days", 1e-6, _MAX_DAYS, none="the service's retention"),
+        Field(
+            "Retention period of stored prompts, answers and hashes",
+            "days",
+            1e-6,
+            _MAX_DAYS,
+            none="the setting log.contents_days",
+        ),
     ] = None
     quota: Quota = Quota()
     suspended_at: float | None = None
@@ -122,8 +166,8 @@ class TenantRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PeerRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The tenant of a user or group of this machine on `api.sock`. The entry of a user takes precedence over
-    the entries of its groups."""
+    """Maps a local user or group that connects to `api.sock` to a tenant. A user's mapping takes precedence
+    over the mappings of the user's groups."""
 
     kind: PeerKind
     number: int
@@ -132,30 +176,28 @@ class PeerRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KeyFields(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of a key, without its secret or hash. Times in unix seconds."""
+    """The fields of a key, without its secret or hash. Times are in unix seconds."""
 
     id: str
-    name: Annotated[str, Field("The purpose or user of the key")]
+    name: Annotated[str, Field("Purpose or user of the key")]
     tenant: str
     prefix: str
-    """The first characters of the key, by which people recognise it."""
+    """The first characters of the key, which identify it to people."""
     created_at: float
-    expires_at: Annotated[float | None, Field("When the key expires", "unix time", none="never")] = None
+    expires_at: Annotated[float | None, Field("Expiry time of the key", "unix time", none="never")] = None
     revoked_at: float | None = None
     scopes: Annotated[
         tuple[KeyScope, ...],
         Field(
-            "What the key allows: inference (the API of models), admin (every operator action), "
-            "read (reading the service's state)"
+            "Permissions of the key: inference (use the models' API), admin (perform all operator "
+            "actions), read (read the service's state)"
         ),
     ] = ("inference",)
-    models: Annotated[
-        tuple[str, ...] | None, Field("The only models that the key allows", none="all models")
-    ] = None
+    models: Annotated[tuple[str, ...] | None, Field("Models that the key may use", none="all models")] = None
     highest_class: Annotated[
         int | None,
         Field(
-            "Best class that requests with the key can get, within its tenant's",
+            "Highest service class that requests with the key can use, limited to the tenant's highest class",
             "class",
             0,
             _LAST_CLASS,
@@ -163,7 +205,7 @@ class KeyFields(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     quota: Quota = Quota()
-    """Limits within those of the key's tenant."""
+    """Limits of this key. The limits of its tenant apply as well."""
     replaced_by: str | None = None
     """The id of the key that replaced this one in a rotation."""
 
@@ -195,7 +237,7 @@ class Policies:
         self.keys_by_hash: Mapping[str, KeyRecord] = {key.sha256: key for key in self.keys.values()}
 
     def latest(self, key: KeyRecord) -> KeyRecord:
-        """Return the key that replaced this one after all rotations. The limits of that key apply to both."""
+        """Return the newest key in this key's chain of rotations. The limits of that key apply to both."""
         while key.replaced_by is not None and (successor := self.keys.get(key.replaced_by)) is not None:
             key = successor
         return key
@@ -218,8 +260,8 @@ Record = TenantRecord | KeyRecord | PeerRecord
 
 
 class Change(NamedTuple):
-    """A record before and after an operator's change. A created record has no `before`, a deleted one no
-    `after`."""
+    """A record before and after an operator's change. `before` is None for a created record, `after` for a
+    deleted one."""
 
     before: Record | None
     after: Record | None

@@ -1,9 +1,9 @@
-"""Stores the remaining amounts of quotas in `history.db`, so that a restart does not refill them.
+"""Stores in `history.db` how much of each quota remains, so that a restart does not refill the quotas.
 
-The levels are written every few seconds, not for each request. After a crash, the request log supplies the
-usage since the last snapshot: each row has its request's tokens (`quota_tokens`), and `QuotaState.used` lists
-the usage that the levels do not include. Snapshots are written by the request log's writer, so it is known
-which rows they include.
+A snapshot of the remaining amounts (levels) is written every few seconds, not for each request. After a
+crash, the request log supplies the usage since the last snapshot: each row has its request's tokens
+(`quota_tokens`), and `QuotaState.used` lists the usage that the levels do not include. The request log's
+writer also writes the snapshots, so each snapshot records the last row that it includes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from store.writer import Writer
 
 
 class QuotaLevels(msgspec.Struct, frozen=True, kw_only=True):
-    """Remaining amounts of one tenant's or key's limits; None for a limit that is not set.
+    """How much of each limit one tenant or key has left; None for a limit that is not set.
 
-    Requests with open rows are treated as if they had used nothing, because their rows record the usage.
+    The levels do not include the usage of requests with open rows, because those rows record it.
     """
 
     scope: str

@@ -79,7 +79,7 @@ def column_type(hint: Any) -> str:
 
 
 def column_value(value: object) -> object:
-    """Convert a field's value to what SQLite stores."""
+    """Convert a field's value to its representation in SQLite."""
     if isinstance(value, tuple | msgspec.Struct):
         return msgspec.json.encode(value, order="sorted").decode()
     return value

@@ -21,16 +21,15 @@ from store.writer import Writer
 
 log = logging.getLogger(__name__)
 
-# Some of the texts (model, error) are chosen by clients. The limit keeps the in-memory spool small; anything
-# longer is of no further use.
+# Clients choose some of the texts (model, error). Longer texts are cut to keep the in-memory spool small.
 _TEXT_LIMIT_CHARS = 2000
 
 
 class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_class": "class"}):
     """The stored record of one request. Times are in unix seconds. It contains neither prompt nor answer.
 
-    A row is open while `finished_at` is None; the fields about the end are set when it ends. The fields are
-    the table's columns (`request_class` is the column `class`).
+    A row is open while `finished_at` is None; fields such as `finish_reason` are set when the request ends.
+    The fields are the table's columns (`request_class` is the column `class`).
     """
 
     request_id: str
@@ -48,7 +47,7 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_cla
     stream: bool = False
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """Prompt tokens found in the prefix cache, which are included in `prompt_tokens`."""
+    """Prompt tokens found in the prefix cache; `prompt_tokens` includes them."""
     generated_tokens: int = 0
     billed_tokens: int = 0
     queue_ms: float | None = None
@@ -71,23 +70,24 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_cla
     retry: Literal["joined", "repeated", "anew"] | None = None
     """How a retry with a known `Idempotency-Key` was answered; None if the request is not a retry.
 
-    - "joined": from a run in progress.
+    - "joined": at the end of a run that was in progress.
     - "repeated": from the stored response of a finished run.
-    - "anew": by running the request again, because the response of the first run was lost."""
+    - "anew": by running the request again, because the response of the first run was
+      not kept."""
     retry_of: str | None = None
     """Id of the request whose run answered the retry."""
     user: str | None = None
-    """Field `user` of the request body, with which the client identifies its end user."""
+    """Field `user` of the request body, in which the client identifies its end user."""
 
 
 class LoggedRequest(RequestRow, frozen=True, kw_only=True):
     """A row as read from the database."""
 
     sequence: int
-    """Position of the row's last change in the order of all changes, used by `RequestReader.changes`."""
+    """Sequence number of the row's last change, used by `RequestReader.changes`."""
     state: Literal["open", "ended"]
     double_ends: int
-    """Number of further ends after the first one; 0 unless the service has a defect."""
+    """How often the request ended again after its first end; 0 unless the service has a defect."""
 
 
 _COLUMNS = RequestRow.__struct_encode_fields__
@@ -121,14 +121,15 @@ class RequestLog:
         """
         if row.finished_at is not None:
             raise ValueError(
-                f"request {row.request_id} has finished_at {row.finished_at}: end() takes ended rows"
+                f"request {row.request_id} has finished_at {row.finished_at}: pass a row that has ended "
+                "to end()"
             )
         return self._writer.submit(partial(self._write_open, row))
 
     def end(self, row: RequestRow) -> bool:
         """Log the end of a request: `row` replaces the open row, or is inserted if there is none. Never
-        blocks; returns False if the row was dropped. If a request ends twice, the first end is kept, and the
-        row's `double_ends` counts the second.
+        blocks; returns False if the row was dropped. If a request ends more than once, the first end is kept,
+        and the row's `double_ends` counts the others.
 
         Raises `ValueError` for a row without `finished_at`.
         """
@@ -140,18 +141,18 @@ class RequestLog:
 
     def seal_open_rows(self, reason: str) -> Future[int]:
         """End every row that is currently open, with status 500 and finish reason `interrupted`. Called at
-        startup after a crash, before the first `open`. The future returns the number of rows. They are ended
+        startup after a crash, before the first `open`. The future returns the number of rows. This is written
         before any row that is submitted later, even if the disk refuses writes at first, so callers need not
         wait for the future."""
         return self._writer.submit_for_result(partial(self._write_seals, reason, time.time()))
 
     def _write_open(self, row: RequestRow, connection: sqlite3.Connection) -> None:
         if self._execute(connection, _OPEN, row) == 0:
-            log.error("request %s was opened twice: keeping the first row", row.request_id)
+            log.error("request %s was opened twice: only the first row is kept", row.request_id)
 
     def _write_end(self, row: RequestRow, connection: sqlite3.Connection) -> None:
         if self._execute(connection, _END, row) == 0:
-            log.error("request %s was ended twice: keeping the first end", row.request_id)
+            log.error("request %s was ended twice: only the first end is kept", row.request_id)
             connection.execute(
                 "UPDATE requests SET double_ends = double_ends + 1 WHERE request_id = ?",
                 (_storable(row.request_id),),
@@ -249,8 +250,8 @@ class RequestReader:
         return self._read(where, (*values, _checked(limit)))[::-1]
 
     def changes(self, after: int, limit: int = 1000) -> list[LoggedRequest]:
-        """Return the first `limit` rows that were opened or ended after the change with sequence `after`, in
-        the order of their changes.
+        """Return the first `limit` rows that were opened or ended after the change with sequence number
+        `after`, in the order of their last change.
 
         Each row is in its latest state: a row that was both opened and ended after `after` appears once, as
         ended.
@@ -258,12 +259,11 @@ class RequestReader:
         return self._read("WHERE sequence > ? ORDER BY sequence LIMIT ?", (after, _checked(limit)))
 
     def last_sequence(self) -> int:
-        """Return the sequence of the latest change; 0 for an empty log."""
+        """Return the sequence number of the latest change; 0 for an empty log."""
         return int(self._fetch("SELECT ifnull(max(sequence), 0) FROM requests", ())[0][0])
 
     def double_ends(self) -> int:
-        """Return the total number of further ends after a request's first, over all rows. If it is above 0,
-        the service has a defect."""
+        """Return the sum of `double_ends` over all rows. If it is above 0, the service has a defect."""
         return int(
             self._fetch("SELECT ifnull(sum(double_ends), 0) FROM requests WHERE double_ends > 0", ())[0][0]
         )
@@ -291,5 +291,5 @@ def _storable(value: Any) -> Any:
 
 def _checked(limit: int) -> int:
     if limit < 1:
-        raise ValueError(f"limit is {limit}, and must be at least 1")
+        raise ValueError(f"limit is {limit}, but must be at least 1")
     return limit

@@ -1,5 +1,5 @@
-"""Removes data whose retention time has passed: rows of the request log, and stored contents of requests.
-Batches are small, so that other operations never wait long, and free pages are returned to the file system.
+"""Removes rows of the request log and stored contents of requests when their retention time has passed, and
+returns free pages to the file system. Batches are small, so that other operations never wait long.
 
 Functions that take a connection are operations for the database's writer.
 """
@@ -37,7 +37,7 @@ class Removed(NamedTuple):
     pages: int
     """Number of pages returned to the file system."""
     more: bool
-    """Whether there is more to remove."""
+    """Whether another batch may remain."""
 
 
 def remove_requests(connection: sqlite3.Connection, before: float) -> Removed:
@@ -55,8 +55,9 @@ def remove_requests(connection: sqlite3.Connection, before: float) -> Removed:
 def remove_contents(
     connection: sqlite3.Connection, before: Mapping[str, float | None], otherwise: float | None
 ) -> Removed:
-    """Remove a batch of contents of requests that were admitted before their tenant's time in `before` (unix
-    seconds). For deleted tenants, `otherwise` applies; if it is None, their contents are kept."""
+    """Remove a batch of stored contents. `before` gives each tenant's time limit, in unix seconds; contents
+    of requests admitted earlier are removed. For deleted tenants, `otherwise` applies; if it is None, their
+    contents are kept."""
     # Overwrite removed data instead of only unlinking its pages.
     connection.execute("PRAGMA secure_delete=ON").fetchone()
     tenants = [name for (name,) in connection.execute(_TENANTS)]
@@ -81,8 +82,8 @@ class Emptying:
 
 def empty_log(writer: Writer) -> Future[Emptying]:
     """Write the write-ahead log into the database and empty it, because removed data stays in the log until
-    it is overwritten. This does not wait for readers, because pending writes would have to wait too; the
-    caller tries again later. The future raises a `StoreError`."""
+    it is overwritten. Does not wait for readers, because pending writes would have to wait too. If a reader
+    prevents it, call this again later. The future raises a `StoreError`."""
 
     def empty(emptying: Emptying) -> None:
         connection = emptying.connection
@@ -94,7 +95,7 @@ def empty_log(writer: Writer) -> Future[Emptying]:
             connection.execute(f"PRAGMA busy_timeout={patience_ms}")
         emptying.done = not busy
 
-    # This runs after the commit, because a checkpoint is impossible within a transaction.
+    # `empty` runs after the commit, because a checkpoint is impossible within a transaction.
     return writer.call(Emptying, empty)
 
 

@@ -13,7 +13,7 @@ from store.fields import MAX_NAMES, MAX_TEXT_CHARS, Declared, declared, either
 from store.policies import PEER_KINDS, KeyRecord, PeerRecord, Quota, TenantRecord
 
 MAX_PEER_NUMBER = 2**32 - 2
-"""Highest uid and gid on Linux; the next number means "none"."""
+"""Highest valid uid and gid on Linux; the next number is reserved as "no id"."""
 
 _TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -30,24 +30,22 @@ def check_key(key: KeyRecord, now: float) -> None:
     _check_fields(key.quota)
     if key.expires_at is not None and key.expires_at <= now:
         raise ValueError(
-            f"expires_at is {key.expires_at}, which is past (now: {now:.0f}): give a later unix time"
+            f"expires_at is {key.expires_at}, which is in the past (now: {now:.0f}): use a later unix time"
         )
 
 
 def check_peer(peer: PeerRecord) -> None:
     """Check the mapping of a user or group."""
     if peer.kind not in PEER_KINDS:
-        raise wrong("kind", peer.kind, f"give {either(PEER_KINDS)}")
+        raise wrong("kind", peer.kind, f"use {either(PEER_KINDS)}")
     if not 0 <= peer.number <= MAX_PEER_NUMBER:
-        raise wrong("number", peer.number, f"give a {peer.kind} of Linux, 0 to {MAX_PEER_NUMBER}")
+        raise wrong("number", peer.number, f"use a Linux {peer.kind} from 0 to {MAX_PEER_NUMBER}")
 
 
 def check_tenant_name(name: str) -> None:
     """Check the name of a new tenant, which appears in URLs, metric labels and file names."""
     if not _TENANT_NAME.fullmatch(name):
-        raise wrong(
-            "name", name, "begin with a letter or digit and go on with those or any of . _ - (at most 64)"
-        )
+        raise wrong("name", name, "use 1 to 64 letters, digits and ._- and begin with a letter or digit")
 
 
 def allows(field: Declared, value: Any) -> bool:
@@ -82,7 +80,7 @@ def _check_fields(record: msgspec.Struct) -> None:
         stop = (
             "; to stop a tenant or key, suspend or revoke it" if isinstance(record, Quota) and lifted else ""
         )
-        raise wrong(field.name, value, f"give {field.expected}{lifted}{stop}")
+        raise wrong(field.name, value, f"use {field.expected}{lifted}{stop}")
 
 
 def _is_text(value: str) -> bool:

@@ -16,9 +16,9 @@ from store.migrations import Migration, Schema
 from store.policies import KeyFields, TenantRecord
 from store.records import column_type, column_value
 
-# Times are unix seconds. A request is open while finished_at is null. sequence is the position of the row's
-# last change in the order of all changes. Readers that follow the log ask for rows above the last sequence
-# they have seen.
+# Times are unix seconds. A request is open while finished_at is null. sequence is the number of the row's
+# last change, counted over all rows. Readers that follow the log select the rows above the last sequence
+# number that they have read.
 _REQUESTS = (
     """
 CREATE TABLE requests (
@@ -59,7 +59,7 @@ CREATE TABLE requests (
     "CREATE INDEX requests_tenant ON requests (tenant, created_at)",
     "CREATE INDEX requests_model ON requests (model, created_at)",
     # Partial indexes that always stay small or empty: one for the open rows, which a startup after a crash
-    # must end, and one for rows with double ends, which indicate a defect.
+    # must end, and one for the rows that ended more than once (double_ends), which indicate a defect.
     "CREATE INDEX requests_open ON requests (request_id) WHERE finished_at IS NULL",
     "CREATE INDEX requests_double_ends ON requests (request_id) WHERE double_ends > 0",
     """
@@ -108,7 +108,7 @@ WHERE finished_at IS NOT NULL AND (status >= 400 OR error IS NOT NULL)
 """,
 )
 
-# The key itself is not stored, only its SHA-256 and its first characters, which help people recognise it.
+# The key itself is not stored, only its SHA-256 and its first characters, which identify it to people.
 _KEYS = (
     """
 CREATE TABLE keys (
@@ -282,7 +282,7 @@ WHERE first.phase IS NOT 'result'
 """,
 )
 
-# Prompts and answers that tenants' log policies keep, in a file that only the service's user can read.
+# The prompts and answers that tenants' log policies keep. Only the service's user can read this file.
 _CONTENTS = (
     """
 CREATE TABLE contents (
@@ -317,9 +317,9 @@ HISTORY = Schema(
 def _added_fields(
     table: str, record: type[msgspec.Struct], after: str, view: str, view_sql: str
 ) -> Iterator[Migration]:
-    """Yield a migration for each field that `record` declares after the field `after`, the last one whose
-    column a hand-written migration creates. The migration adds the column to `table` and to the table's
-    view."""
+    """Yield a migration for each field that `record` declares after the field `after`. The migration adds the
+    field's column to `table` and to the table's view. The columns up to `after` are created by hand-written
+    migrations."""
     names = record.__struct_fields__
     hints, fields, added = get_type_hints(record), declared(record), ""
     for name in names[names.index(after) + 1 :]:

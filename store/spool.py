@@ -30,7 +30,7 @@ MAX_ENTRIES = 10_000
 
 _PURPOSE = "audit spool"
 _FIRST_MAC = "0" * 64
-_UNSIGNED = "the signature of its line in the spool was invalid"
+_UNSIGNED = "the spool line of this entry has an invalid signature"
 _UNREADABLE = "unreadable"
 
 
@@ -39,11 +39,11 @@ class SpoolState(NamedTuple):
 
     rows: int
     in_memory: int
-    """Number of entries that are not in the file. If the service dies, they survive only in its log."""
+    """Number of entries that are not in the file. If the service is killed, they remain only in its log."""
     path: Path | None
     """File that contains the other entries; None if there are none in the file."""
     since: str | None
-    """Time of the oldest entry, as in `Entry.at`."""
+    """Time of the oldest entry, in the format of `Entry.at`."""
     lost: int
     """Entries dropped because too many were waiting; they are in the service's log."""
 
@@ -60,7 +60,8 @@ class SpoolContent(NamedTuple):
 
 def read_spool(path: Path, key: SigningKey | None = None) -> SpoolContent:
     """Read a spool file; a missing file has no entries. With `key`, entries with a wrong signature are marked
-    with a note. A line that cannot be parsed becomes an entry that says so. Raises OSError."""
+    with a note. A line that cannot be parsed is returned as an entry that reports the damage. Raises
+    OSError."""
     try:
         lines = path.read_bytes().partition(b"\0")[0].splitlines(keepends=True)
     except FileNotFoundError:
@@ -90,7 +91,7 @@ class Spool:
         self._descriptor: int | None = None
         self._entries, self._end, self._mac = SpoolContent([])
         self._in_memory = 0
-        """Number of entries, counted from the newest, that are not in the file."""
+        """Number of entries that are not in the file; they are the newest ones."""
         self._lost = 0
 
     def start(self) -> None:
@@ -106,16 +107,20 @@ class Spool:
         with self._lock:
             if len(self._entries) >= MAX_ENTRIES:
                 self._lost += 1
-                log.critical("audit entry lost, %d entries wait already: %s", MAX_ENTRIES, _content(entry))
+                log.critical(
+                    "the audit spool is full (%d entries), so this audit entry is only in this log: %s",
+                    MAX_ENTRIES,
+                    _content(entry),
+                )
                 return
             self._entries.append(entry)
             self._in_memory += 1
             self._write()
             if self._in_memory:
-                log.critical("audit entry in memory only: %s", _content(entry))
+                log.critical("this audit entry is only in memory: %s", _content(entry))
 
     def retry(self) -> None:
-        """Try again to write the entries that are only in memory to the file."""
+        """Try again to write to the file the entries that are only in memory."""
         with self._lock:
             self._write()
 
@@ -138,10 +143,10 @@ class Spool:
             try:
                 self._clear()
             except OSError as error:
-                log.warning("%s cannot be emptied (%s)", self._path, error.strerror)
+                log.warning("%s cannot be cleared (%s)", self._path, error.strerror)
 
     def state(self) -> SpoolState:
-        """Return how many entries are waiting, and where."""
+        """Return the number of waiting entries and their locations."""
         with self._lock:
             rows = len(self._entries)
             return SpoolState(
@@ -156,7 +161,11 @@ class Spool:
         """Close the file, and remove it if it contains no entries."""
         with self._lock:
             if self._in_memory:
-                log.critical("%d audit entries are only in the log above: the process ends", self._in_memory)
+                log.critical(
+                    "the service is stopping: %d audit entries could not be stored and are only in the log "
+                    "above",
+                    self._in_memory,
+                )
             if self._descriptor is not None:
                 os.close(self._descriptor)
                 self._descriptor = None
@@ -170,7 +179,7 @@ class Spool:
             try:
                 self._append(entry)
             except OSError as error:
-                log.warning("%s cannot store an audit entry (%s)", self._path, error.strerror)
+                log.warning("an audit entry cannot be written to %s (%s)", self._path, error.strerror)
                 return
             self._in_memory -= 1
 

@@ -12,7 +12,7 @@ class KeptText(msgspec.Struct, frozen=True):
 
     part: Literal["prompt", "answer"]
     number: int
-    """Index among the request's prompts or answers."""
+    """Index of this text among the request's prompts or answers."""
     sha256: str
     """SHA-256 (hex) of `text`. If only hashes are kept, it is computed over the whole original text: JSON
     without spaces for a conversation, the decoded text for token ids."""
@@ -32,7 +32,7 @@ class WriterState(msgspec.Struct, frozen=True, kw_only=True):
     lag_rows: int
     """Number of operations that wait to be committed."""
     lag_ms: float
-    """Age of the oldest waiting operation; values up to the commit interval are normal."""
+    """Age of the oldest waiting operation; an age up to the commit interval is normal."""
     last_error: str | None
     """The reason why the latest attempt failed; None once the database accepts writes again."""
     failing_s: float
@@ -44,4 +44,4 @@ class WriterState(msgspec.Struct, frozen=True, kw_only=True):
     rejected_rows: int
     """Operations dropped because the database cannot store them (a defect, logged each time)."""
     restored: str = ""
-    """Description of what happened and how the writer reacted, if the open file was deleted or replaced."""
+    """If the open file was deleted or replaced: what happened, and how the writer reacted."""

@@ -22,17 +22,17 @@ BUILT_IN = (LOCAL, DEFAULT)
 
 
 def create(connection: sqlite3.Connection, tenant: TenantRecord) -> Change:
-    """Add a tenant. Raises ValueError, ConflictError."""
+    """Add a tenant. Raises ValueError or ConflictError."""
     check_tenant_name(tenant.name)
     check_tenant(tenant)
     if records.find(connection, TenantRecord, tenant.name) is not None:
-        raise ConflictError(f"tenant {tenant.name!r} exists already: change it, or give another name")
+        raise ConflictError(f"tenant {tenant.name!r} already exists: change it, or choose another name")
     records.insert(connection, tenant)
     return Change(None, tenant)
 
 
 def alter(connection: sqlite3.Connection, name: str, changes: Mapping[str, object]) -> Change:
-    """Set fields of a tenant. Raises ValueError, UnknownTenantError."""
+    """Set fields of a tenant. Raises ValueError or UnknownTenantError."""
     before = find(connection, name)
     after = replaced(before, changes)
     check_tenant(after)
@@ -53,10 +53,12 @@ def suspend(connection: sqlite3.Connection, name: str, now: float | None) -> Cha
 
 def delete(connection: sqlite3.Connection, name: str, now: float) -> Change:
     """Delete a tenant, which must have no peer and no key that is valid at unix time `now`. Raises
-    UnknownTenantError, ConflictError."""
+    UnknownTenantError or ConflictError."""
     tenant = find(connection, name)
     if name in BUILT_IN:
-        raise ConflictError(f"tenant {name!r} is built in and cannot be deleted: suspend it to stop it")
+        raise ConflictError(
+            f"tenant {name!r} is built in and cannot be deleted: suspend it to refuse its requests"
+        )
     keys = [key for key in records.select(connection, KeyRecord, "tenant = ?", name) if key.valid_at(now)]
     peers = records.select(connection, PeerRecord, "tenant = ?", name)
     if keys or peers:
@@ -70,7 +72,7 @@ def delete(connection: sqlite3.Connection, name: str, now: float) -> Change:
 
 
 def map_peer(connection: sqlite3.Connection, peer: PeerRecord) -> Change:
-    """Map a user or group to a tenant, replacing any earlier mapping. Raises ValueError,
+    """Map a user or group to a tenant, replacing any earlier mapping. Raises ValueError or
     UnknownTenantError."""
     check_peer(peer)
     find(connection, peer.tenant)
@@ -86,7 +88,10 @@ def unmap_peer(connection: sqlite3.Connection, kind: str, number: int) -> Change
     """Remove the mapping of a user or group. Raises UnknownPeerError."""
     before = records.find(connection, PeerRecord, kind, number)
     if before is None:
-        raise UnknownPeerError(f"{kind} {number} is not mapped to a tenant: list the peers to see which are")
+        raise UnknownPeerError(
+            f"{kind} {number} is not mapped to a tenant: list the mapped users and groups with: appliance "
+            "peers list"
+        )
     records.delete(connection, before)
     return Change(before, None)
 
@@ -95,7 +100,9 @@ def find(connection: sqlite3.Connection, name: str) -> TenantRecord:
     """Return the tenant with this name. Raises UnknownTenantError."""
     tenant = records.find(connection, TenantRecord, name)
     if tenant is None:
-        raise UnknownTenantError(f"there is no tenant {name!r}: list the tenants, or create it first")
+        raise UnknownTenantError(
+            f"there is no tenant {name!r}: create it first, or list the tenants with: appliance tenants list"
+        )
     return tenant
 
 
@@ -104,7 +111,9 @@ def replaced(before: records.R, changes: Mapping[str, object]) -> records.R:
     change. Raises ValueError for a field that cannot be set."""
     settable = {*declared(type(before)), "quota"}
     if unknown := changes.keys() - settable:
-        raise ValueError(f"{sorted(unknown)[0]} cannot be set: the fields are {', '.join(sorted(settable))}")
+        raise ValueError(
+            f"{sorted(unknown)[0]} cannot be set: available fields are {', '.join(sorted(settable))}"
+        )
     fields = dict(changes)
     if isinstance(quota := fields.get("quota"), Mapping):
         known = getattr(before, "quota", Quota())

@@ -1,5 +1,5 @@
-"""The audit trail of the running service. Entries go into the chain. While the database refuses writes, they
-go into the spool, and from there into the chain. The chain heads are recorded regularly.
+"""The audit trail of the running service. Entries are appended to the chain. While the database refuses
+writes, they are stored in the spool and moved to the chain later. The chain heads are recorded regularly.
 
     acting, recorded = trail.intend(actor, action, params)   before anything is done
     trail.append(connection, entry)                          within the transaction of a change, or
@@ -25,10 +25,10 @@ from store.writer import Writer
 log = logging.getLogger(__name__)
 
 WITHIN_S = 5.0
-"""A change to the control database that has not begun within this time fails, so that its caller gets an
-answer. An audit entry that has not begun within it goes into the spool."""
+"""Time limit for the start of a write to the control database. After that, a change fails, so that its caller
+gets an answer, and an audit entry is stored in the spool."""
 _LOOKED_THROUGH = 10_000
-"""Number of newest rows that a startup searches for intents without a result."""
+"""Number of rows, counted from the newest, that a startup searches for intents without a result."""
 
 
 _SERVICE = "service"
@@ -40,10 +40,10 @@ class TrailState(NamedTuple):
     head: Head
     """The newest row of the chain."""
     recorded_seq: int
-    """Newest row whose head is recorded outside the database."""
+    """Seq of the newest row whose head is recorded outside the database."""
     spool: SpoolState
     last_error: str | None
-    """The reason why entries are spooled or heads cannot be recorded, or what is missing from the chain; None
+    """The reason why entries are spooled or heads cannot be recorded, or a description of missing rows; None
     if there is no problem."""
 
 
@@ -67,8 +67,8 @@ class AuditTrail:
         self._shorter: str | None = None
 
     def start(self) -> None:
-        """Append what an earlier run left behind: spooled entries, and a result for each intent without one.
-        Record the head after that. If the database refuses writes, all this happens later."""
+        """Append the entries that an earlier run left in the spool, and a result for each of its intents
+        without one. Then record the head. If the database refuses writes, all of this is done later."""
         self._heads.start()
         self._call(self._begin).exception()
 
@@ -82,8 +82,8 @@ class AuditTrail:
         self, actor: Actor | str, action: str, params: Mapping[str, object]
     ) -> tuple[Actor, Future[None]]:
         """Record the intent of an action. Returns the actor with this action's id (`act`), and a future that
-        resolves when the intent is recorded. The future never fails: if the database refuses the entry, it
-        goes into the spool; if the spool refuses it, it is kept in memory and logged.
+        resolves when the intent is recorded. The future never fails: an entry that the database refuses is
+        stored in the spool, and one that the spool refuses is kept in memory and logged.
 
         Raises the same errors as `canonical_json` for `params`.
         """
@@ -134,20 +134,23 @@ class AuditTrail:
         late = audit.utc_now()
         for spooled in waiting:
             if not audit.holds(connection, spooled):
-                note = f"spooled, written {late}" + (f"; {spooled.note}" if spooled.note else "")
+                note = f"spooled; written to the chain at {late}" + (
+                    f"; {spooled.note}" if spooled.note else ""
+                )
                 audit.append(connection, spooled._replace(note=note))
         if entry is not None:
             audit.append(connection, entry)
         return Appended(audit.head(connection), len(waiting))
 
     def committed(self, appended: Appended) -> None:
-        """Handle the commit of a transaction: record heads and remove the appended entries from the spool."""
+        """Record the new head and remove the appended entries from the spool. Call this after the transaction
+        was committed."""
         # Record heads before entries leave the spool. Otherwise unrecorded rows with an empty spool would
         # look as if heads had been removed.
         self._heads.saw(appended.head)
         if appended.from_spool:
             self._spool.drop(appended.from_spool)
-            log.warning("%d spooled audit entries were added to the chain", appended.from_spool)
+            log.warning("%d audit entries were moved from the spool to the audit chain", appended.from_spool)
         self._refused = None
 
     def refused(self, entry: Entry, error: BaseException) -> None:
@@ -156,24 +159,30 @@ class AuditTrail:
         self._spool.put(entry)
         if news:
             place = self._spool.state().path or "memory only"
-            log.error("%s; until it can be written, audit entries wait in %s", error, place)
+            log.error("%s; until control.db can be written, audit entries wait in %s", error, place)
 
     def _begin(self, connection: sqlite3.Connection) -> Appended:
         appended = self.append(connection)
         key, newest = self._heads.key_id, appended.head.seq
         if (beyond := self._heads.beyond(newest)) is not None:
             self._shorter = (
-                f"the audit chain ends at row {newest}, but {self._heads.path} has the head of row "
-                f"{beyond.seq}: the database has lost all changes after that; stop the service, keep the "
-                "files, and restore a backup (details: appliance audit verify)"
+                f"the audit chain ends at row {newest}, but {self._heads.path} contains the head of row "
+                f"{beyond.seq}: control.db has lost all changes after row {newest}; stop the service, "
+                "keep the files, and restore a backup (details: appliance audit verify)"
             )
             log.error("%s", self._shorter)
         named = audit.key_named(audit.rows_of(connection, audit.KEY_ACTION), key)
         if newest and self._heads.replaced_another(named, newest):
-            log.warning("heads of the audit chain are signed with another key from now on: %s", key)
+            log.warning("a new key now signs the heads of the audit chain: %s", key)
             audit.append(connection, audit.outcome(_SERVICE, audit.KEY_ACTION, {"key": key}, "ok"))
         for row in audit.unfinished(connection, _LOOKED_THROUGH):
-            log.warning("audit row %d: %s by %s has no result", row.seq, row.action, row.actor)
+            log.warning(
+                "audit row %d: the result of %s by %s is unknown, because the service stopped before "
+                "recording it",
+                row.seq,
+                row.action,
+                row.actor,
+            )
             audit.append(
                 connection,
                 Entry(
@@ -181,7 +190,7 @@ class AuditTrail:
                     actor=row.actor,
                     action=row.action,
                     params=row.params,
-                    result="unknown: the service ended before the result was recorded",
+                    result="unknown: the service stopped before the result was recorded",
                     host=row.host,
                     act=row.act,
                     phase=audit.RESULT,

@@ -1,7 +1,7 @@
 """The thread that writes a database. Each database has exactly one.
 
-Operations are functions that take the connection. They run in the order in which they were submitted. There
-are two ways to submit one:
+Operations are functions that take the connection. They run in the order in which they were submitted, by one
+of two methods:
 
 - `submit` never blocks and never raises. Operations share commits (at most 200 ms and 500 operations apart).
   While the disk refuses writes, they wait in memory, up to a limit, so that a full disk does not stop the
@@ -39,10 +39,10 @@ Operation = Callable[[sqlite3.Connection], T]
 _FIRST_RETRY_S = 0.2
 _LAST_RETRY_S = 2.0
 _LOOK_EVERY_S = 2.0
-"""Interval at which an idle writer checks whether its file is still the one on disk."""
+"""Interval at which an idle writer checks whether its file has been deleted or replaced on disk."""
 
-# SQLite errors caused by the operation itself, which would occur at every attempt. All others come from the
-# disk or a lock.
+# SQLite errors that the operation itself causes and that would occur at every attempt. All other errors are
+# caused by the disk or a lock.
 _OWN_FAULTS = frozenset(
     {
         sqlite3.SQLITE_ERROR,
@@ -53,17 +53,22 @@ _OWN_FAULTS = frozenset(
         sqlite3.SQLITE_TOOBIG,
     }
 )
-# Faults after which the same connection works again once their cause has been removed.
+# Faults after which the same connection works again as soon as the cause is removed.
 _KEEP_CONNECTION = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
 
 
 class _Item(NamedTuple):
     operation: Operation[Any]
-    submitted_at: float  # time.monotonic()
-    future: Future[Any] | None  # a caller waits for this item, so its batch is committed at once
-    once: bool  # runs in a separate transaction; a failure goes to the future instead of being retried
+    submitted_at: float
+    """Time of the submission, from `time.monotonic()`."""
+    future: Future[Any] | None
+    """Future for the result. If there is one, a caller waits, so the item is committed immediately."""
+    once: bool
+    """Whether to run the operation in a separate transaction, and only once. A failure is not retried, but is
+    raised by the future."""
     after_commit: Callable[[Any], None] | None
-    begin_by: float | None = None  # time.monotonic(); an item that has not begun by then fails
+    begin_by: float | None = None
+    """Time limit for the start of the operation, from `time.monotonic()`. After it, the item fails."""
 
 
 class Writer:
@@ -92,7 +97,7 @@ class Writer:
             ("spool_rows", spool_rows),
         ):
             if value <= 0:
-                raise ValueError(f"{name} is {value}, and must be above 0")
+                raise ValueError(f"{name} is {value}, but must be greater than 0")
         self.path = path
         self._schema = schema
         self._synchronous = synchronous
@@ -158,8 +163,8 @@ class Writer:
         return future
 
     def submit_for_result(self, operation: Operation[T]) -> Future[T]:
-        """Like `submit` (shared commit, retried while the disk refuses writes), but committed immediately,
-        and with a future for the result."""
+        """Submit an operation to be committed immediately, and return a future for its result. As with
+        `submit`, the operation shares its commit and is retried while the disk refuses writes."""
         future: Future[T] = Future()
         future.set_running_or_notify_cancel()
         self._enqueue(_Item(operation, time.monotonic(), future, False, None))
@@ -190,11 +195,13 @@ class Writer:
             self._thread.join(timeout_s + 10.0)
             if self._thread.is_alive():
                 log.error(
-                    "%s: the disk did not answer within %.0f s; left as it is", self.path, timeout_s + 10.0
+                    "%s was not closed cleanly, because the disk did not respond within %.0f s",
+                    self.path,
+                    timeout_s + 10.0,
                 )
 
     def count_dropped(self, rows: int) -> None:
-        """Count rows that the caller dropped before submitting them, because of a lack of memory."""
+        """Count rows that the caller dropped instead of submitting them, to limit memory use."""
         with self._condition:
             self._dropped_rows += rows
 
@@ -215,8 +222,8 @@ class Writer:
 
     @property
     def stalled_s(self) -> float:
-        """How long the thread has been working on its current operation, in seconds; 0 while it waits for
-        work. A high value means that the disk hangs without an error."""
+        """Time that the thread has spent on its current operation, in seconds; 0 while it waits for work. A
+        high value means that the disk hangs without reporting an error."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
@@ -234,12 +241,14 @@ class Writer:
                 return True
             self._dropped_rows += 1
             dropped = self._dropped_rows
-        why = "is closed" if closed else f"is full ({self._spool_rows} rows wait; {self._last_error})"
+        why = "is closed" if closed else f"is full ({self._spool_rows} rows are waiting; {self._last_error})"
         if item.future is not None:
             error = WriterClosedError if closed else StorageFaultError
             item.future.set_exception(error(f"{self.path}: the writer {why}; the change was not made"))
         if dropped == 1 or dropped % 1000 == 0:
-            log.error("%s: the writer %s; %d rows lost so far", self.path, why, dropped)
+            log.error(
+                "%s: a row was lost, because the writer %s; %d rows lost so far", self.path, why, dropped
+            )
         return False
 
     # ── methods of the writer thread ───────────────────────────────────────────────────────────────────────
@@ -278,7 +287,7 @@ class Writer:
                 if now >= due:
                     self._look_at = now + _LOOK_EVERY_S
                     return self._next_batch()
-                # While closing, the timeout also limits the retries of operations that the disk refuses.
+                # While closing, retries of operations that the disk refuses also end at the timeout.
                 ends = [moment for moment in (due, self._close_by) if moment is not None]
                 self._condition.wait(min(ends) - now)
 
@@ -302,9 +311,9 @@ class Writer:
     def _write(self, batch: list[_Item]) -> None:
         if batch and (begin_by := batch[0].begin_by) is not None and time.monotonic() > begin_by:
             waited_s = time.monotonic() - batch[0].submitted_at
-            why = self._last_error or "a program may have locked the file, or the disk is slow"
+            why = self._last_error or "another program may have locked the file, or the disk is slow"
             error = StorageFaultError(
-                f"{self.path} accepted no change for {waited_s:.0f} s ({why}); the change was not made"
+                f"{self.path} could not be written for {waited_s:.0f} s ({why}); the change was not made"
             )
             self._fail(batch[0], error)
             return
@@ -334,7 +343,7 @@ class Writer:
                 if not _is_own_fault(error):
                     self._note_failure(str(self._explained(error)))
                     return
-                log.error("%s: a row cannot be written and is lost: %r", self.path, error)
+                log.error("%s: a row was rejected and is lost: %r", self.path, error)
                 self._fail(item, error)
 
     def _open(self) -> WritableDatabase:
@@ -348,10 +357,10 @@ class Writer:
     def _write_back(self, database: WritableDatabase, what: str) -> None:
         began = time.monotonic()
         aside = database.write_back(self._note_progress)
-        done = "its content was written back from the open file, so no rows are lost"
-        other = f"; the file that was there is {aside} now" if aside else ""
+        done = "the service restored it from the open file, so no rows are lost"
+        other = f"; the file found in its place was renamed to {aside}" if aside else ""
         self._restored = f"{what}: {done}{other}"
-        log.warning("%s (%.1f s)", self._restored, time.monotonic() - began)
+        log.warning("%s (restored in %.1f s)", self._restored, time.monotonic() - began)
         self._note_success([])
 
     def _note_progress(self) -> None:
@@ -413,7 +422,7 @@ class Writer:
         if failing_since is not None:
             seconds = time.monotonic() - failing_since
             log.warning(
-                "%s accepts writes again after %.1f s; %d rows still to write", self.path, seconds, waiting
+                "%s can be written again after %.1f s; %d rows are still waiting", self.path, seconds, waiting
             )
 
     def _note_failure(self, message: str) -> None:
@@ -427,7 +436,7 @@ class Writer:
             self._retry_s = min(self._retry_s * 2, _LAST_RETRY_S)
             waiting = len(self._queue)
         if news:
-            log.error("%s; %d rows wait in memory, trying again", message, waiting)
+            log.error("%s; %d rows are waiting in memory, and writing is retried", message, waiting)
 
     def _give_up_the_rest(self) -> None:
         with self._condition:
@@ -442,12 +451,14 @@ class Writer:
         for item in rest:
             if item.future is not None:
                 item.future.set_exception(
-                    WriterClosedError(f"{self.path}: not written before the writer closed ({why})")
+                    WriterClosedError(
+                        f"{self.path}: the change was not made before the writer closed ({why})"
+                    )
                 )
 
 
 def _nothing(connection: sqlite3.Connection) -> None:
-    """Do nothing. `flush` waits until this operation's position in the queue has been reached."""
+    """Do nothing. `flush` submits this operation and waits until it has been committed."""
 
 
 def _deliver(item: _Item, result: object) -> None:
@@ -457,7 +468,7 @@ def _deliver(item: _Item, result: object) -> None:
         if item.after_commit is not None:
             item.after_commit(result)
     except Exception as error:
-        log.exception("the callback after a committed change failed")
+        log.exception("the callback for a committed change failed")
         if item.future is not None:
             item.future.set_exception(error)
         return

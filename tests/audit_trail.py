@@ -7,10 +7,13 @@ from contextlib import closing
 from pathlib import Path
 
 from store import audit
-from store.audit import AuditRow
+from store.audit import Actor, AuditRow
+from store.control import ControlStore
 from store.database import reading
 from store.heads import read_key
 from store.schemas import CONTROL
+
+ROOT = Actor("uid:0", "box")
 
 
 def read_audit(path: Path, after: int = 0) -> list[AuditRow]:
@@ -20,7 +23,7 @@ def read_audit(path: Path, after: int = 0) -> list[AuditRow]:
 
 
 def forge(folder: Path, sql: str) -> None:
-    """Execute statements on `control.db` without the triggers that protect the audit rows."""
+    """Execute statements on `control.db` after dropping the triggers that protect the audit rows."""
     with closing(sqlite3.connect(folder / "control.db", isolation_level=None)) as connection:
         connection.executescript(
             "DROP TRIGGER IF EXISTS audit_rows_do_not_change; DROP TRIGGER IF EXISTS audit_rows_do_not_go;"
@@ -29,8 +32,8 @@ def forge(folder: Path, sql: str) -> None:
 
 
 def rewrite(folder: Path, seq: int) -> None:
-    """Change a row's actor in the way the service's user could: recompute every later hash, and replace the
-    recorded heads by a newly signed one."""
+    """Forge a row's actor as the service's user could: recompute all later hashes, and replace the recorded
+    chain heads with a newly signed one."""
     chain = read_audit(folder / "control.db")
     forge(folder, "DELETE FROM audit; DELETE FROM sqlite_sequence WHERE name = 'audit'")
     with closing(sqlite3.connect(folder / "control.db", isolation_level=None)) as connection:
@@ -41,3 +44,19 @@ def rewrite(folder: Path, seq: int) -> None:
         connection.execute("COMMIT")
     line = read_key(folder / "audit.key").sign_head(newest, audit.utc_now()).line
     (folder / "audit.heads").write_text(line + "\n")
+
+
+def announced(control: ControlStore, action: str, **params: object) -> Actor:
+    """Record the intent of an action, and return the actor with which to conclude it."""
+    acting, recorded = control.trail.intend(ROOT, action, params)
+    recorded.result(60)
+    return acting
+
+
+def fill(folder: Path) -> None:
+    """Create a database whose audit trail has a few rows."""
+    control = ControlStore(folder / "control.db")
+    control.start()
+    for number in range(5):
+        control.create_tenant(actor=ROOT, name=f"t{number}", changes={}).result(60)
+    control.close()

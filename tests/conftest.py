@@ -1,5 +1,5 @@
 """Configures all tests. Without a GPU, Triton kernels run in the interpreter, which verifies indexing and
-masking in float32 and float16. The numerics of bfloat16 and FP8 can only be verified on a GPU."""
+masking in float32 and float16. Only a GPU can verify the numerics of bfloat16 and FP8."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.examples import QUICK_EXAMPLES, SOAK_EXAMPLES
 
-# Property tests have no time limit per example, because their time depends on other work on the machine.
+# Property tests have no time limit per example, because its duration depends on the load of the machine.
 for _name, _count in (("quick", QUICK_EXAMPLES), ("soak", SOAK_EXAMPLES)):
     settings.register_profile(
         _name, max_examples=_count, deadline=None, suppress_health_check=[HealthCheck.too_slow]
@@ -29,8 +29,8 @@ if not torch.cuda.is_available():
 
 @pytest.fixture
 def open_folder() -> Iterator[Path]:
-    """Yield a folder that other users may enter. They may not enter the parents of `tmp_path`, whose
-    permissions every run of pytest restricts."""
+    """Yield a folder that other users can access. They cannot access `tmp_path`, because pytest restricts the
+    permissions of its parent folders."""
     with tempfile.TemporaryDirectory(prefix="appliance-") as folder:
         Path(folder).chmod(0o755)
         yield Path(folder)

@@ -1,4 +1,4 @@
-"""The number of examples that property tests draw: few in `scripts/test`, many in `scripts/soak`."""
+"""The number of examples that property tests draw: few in `scripts/test` and many in `scripts/soak`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks that a generated page of `docs/` is up to date."""
+"""Checks that a generated page in `docs/` is up to date."""
 
 from __future__ import annotations
 

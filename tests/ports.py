@@ -8,8 +8,8 @@ import socket
 
 
 def free_port() -> int:
-    """Return a free TCP port on the loopback interface. Linux assigns no client a port below 32768, so no
-    other connection takes this one before the service listens on it."""
+    """Return a free TCP port on the loopback interface. Linux assigns clients only ports from 32768 on, so no
+    connection can take this port before the service listens on it."""
     while True:
         port = random.SystemRandom().randrange(20_000, 32_768)
         with contextlib.suppress(OSError), socket.socket() as probe:

@@ -58,7 +58,7 @@ def test_a_field_added_in_its_one_place_is_everywhere(tree: Path, tmp_path: Path
     service = Service(tmp_path)
     service.state_dir.mkdir(mode=0o700)
     database = service.state_dir / "control.db"
-    before = ControlStore(database)  # written by the product without the additional field
+    before = ControlStore(database)  # The product without the additional field writes the database.
     before.start()
     before.create_tenant(actor="uid:0", name="acme", changes={"weight": 2.0}).result(60)
     before.close()
@@ -93,7 +93,7 @@ def test_a_field_added_in_its_one_place_is_everywhere(tree: Path, tmp_path: Path
         assert "max_images" in document["components"]["schemas"]["Tenant"]["properties"]
     finally:
         service.stop()
-    # The database that was created without the field, and its view.
+    # The existing database, which was created without the field, and its view.
     with closing(sqlite3.connect(database)) as connection:
         assert connection.execute(
             "SELECT weight, max_images FROM tenants WHERE name = 'acme'"

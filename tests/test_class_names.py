@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("appliance", "engine", "kernels", "store")
 
 KNOWN_DUPLICATES = {"Connection", "Exchange"}
-"""Names that are still used twice. Do not add any."""
+"""Names that are still used twice. Do not add names."""
 
 
 def public_class_names(package: str) -> list[str]:

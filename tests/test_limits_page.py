@@ -1,5 +1,5 @@
-"""Tests that docs/limits.md matches the code: each setting and constant has the value stated on the page, and
-each test named there exists."""
+"""Tests that docs/limits.md matches the code. Each setting and constant has the value stated on the page, and
+each test named on the page exists."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "limits.md").read_text(encoding="utf-8")
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20}
 VALUE = re.compile(r"`(\w+)` = (?:(none)|([\d.,/]*\d)(?: (KiB|MiB))?)")
-"""A name and its value with a unit. Other units (s, bytes, tokens) are those of the setting."""
+"""Matches a name and its value with an optional unit. Without KiB or MiB, the value has the setting's own
+unit (s, bytes, tokens)."""
 
 
 def named_values() -> Iterator[tuple[str, float | None]]:
-    """Yield every name for which the page states a value, with that value."""
+    """Yield every name for which the page states a value, and that value."""
     for name, none, number, unit in VALUE.findall(PAGE):
         yield name, None if none else float(Fraction(number.replace(",", ""))) * UNITS.get(unit, 1)
 
@@ -59,7 +60,8 @@ def constants() -> dict[str, list[float]]:
 
 
 def number_of(expression: ast.expr) -> float | None:
-    """Return the value of a number, or of a product, quotient or shift of numbers; None for anything else."""
+    """Return the value of a numeric literal, or of a product, quotient or shift of literals. Return None for
+    anything else."""
     match expression:
         case ast.Constant(value=int() | float() as value):
             return value

@@ -29,7 +29,7 @@ def test_every_source_file_reads_in_one_sitting() -> None:
 
 
 def test_the_engine_and_the_kernels_mean_the_same_block() -> None:
-    # The message structs may not load torch, so each side declares the value.
+    # The message structs may not import torch, so each side declares the constant.
     assert BLOCK_TOKENS == PAGE_TOKENS
 
 

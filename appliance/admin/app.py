@@ -45,12 +45,12 @@ class Backend(NamedTuple):
     act: Callable[[Actor, msgspec.Struct], Awaitable[msgspec.Struct]]
     """Performs the action that the parameters belong to. Raises ActionError."""
     record_denied: Callable[[Actor, Action, str], None]
-    """Audits that a caller lacked the scope for an action, with the reason."""
+    """Records in the audit trail that a caller lacked the scope for an action, and the reason."""
 
 
 def admin_app(backend: Backend, authenticator: Authenticator) -> tuple[Starlette, App]:
-    """Return two applications: the one with the routes, whose route table tests inspect, and the one to
-    serve, which authenticates callers before it calls the first."""
+    """Return two applications: the routed application, whose route table tests inspect, and the application
+    to serve, which authenticates each caller and then calls the routed application."""
 
     async def openapi(request: Request) -> Response:
         return _json(openapi_document("Appliance admin API", check_routes(app)))
@@ -73,13 +73,23 @@ def admin_app(backend: Backend, authenticator: Authenticator) -> tuple[Starlette
         return response
 
     routes = [
-        _shown("/status", backend.status, Status, "The state of the service"),
-        _shown("/requests", backend.in_flight, list[InFlight], "Requests that have not ended, oldest first"),
-        _shown("/keys", backend.keys, list[Key], "All keys, without their secrets"),
-        _shown("/tenants", backend.tenants, list[Tenant], "All tenants"),
-        _shown("/peers", backend.peers, list[PeerMapping], "Local users and groups that need no key"),
+        _shown("/status", backend.status, Status, "Return the service's state"),
         _shown(
-            "/config", backend.configuration, Configuration, "The settings in effect, and the source of each"
+            "/requests",
+            backend.in_flight,
+            list[InFlight],
+            "List the requests that have not ended, oldest first",
+        ),
+        _shown("/keys", backend.keys, list[Key], "List all keys, without their secrets"),
+        _shown("/tenants", backend.tenants, list[Tenant], "List all tenants"),
+        _shown(
+            "/peers", backend.peers, list[PeerMapping], "List the local users and groups that need no key"
+        ),
+        _shown(
+            "/config",
+            backend.configuration,
+            Configuration,
+            "Return the settings in effect, each with its source",
         ),
         *(_action_route(backend, action) for action in ACTIONS),
         ScopedRoute(
@@ -87,7 +97,7 @@ def admin_app(backend: Backend, authenticator: Authenticator) -> tuple[Starlette
             "/metrics",
             metrics,
             wanted="read",
-            operation=Operation("Metrics, in Prometheus' text format", answer=None),
+            operation=Operation("Return the metrics in Prometheus text format", answer=None),
         ),
         ScopedRoute("GET", "/openapi.json", openapi, wanted="read"),
     ]
@@ -111,7 +121,7 @@ def admin_app(backend: Backend, authenticator: Authenticator) -> tuple[Starlette
             return
         connection: Connection | None = state.get("connection")
         if connection is not None and not connection.authenticate():
-            response = _error(503, "too many connections are in use: try again in a moment")
+            response = _error(503, "too many connections are open: retry in a moment")
             response.headers.update({"connection": "close", "retry-after": "1"})
             await response(scope, receive, send)
             return
@@ -122,7 +132,7 @@ def admin_app(backend: Backend, authenticator: Authenticator) -> tuple[Starlette
 
 
 def _asked(scope: Scope) -> str:
-    """Return method and path for the log, escaped so that a client cannot forge log lines."""
+    """Return the request's method and path for the log, escaped so that a client cannot forge log lines."""
     return f"{scope['method']} {scope['path'][:100]!r}"
 
 
@@ -140,7 +150,7 @@ def _action_route(backend: Backend, action: Action) -> ScopedRoute:
         async for piece in request.stream():
             body += piece
             if len(body) > _MAX_BODY_BYTES:
-                return _error(413, f"the body is longer than {_MAX_BODY_BYTES} bytes")
+                return _error(413, f"the request body is larger than the limit of {_MAX_BODY_BYTES} bytes")
         try:
             parameters = msgspec.json.decode(body or b"{}", type=action.parameters)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 
 _MAX_AUDIT_WAIT_S = 3.0
 _MAX_DENIALS_PER_MINUTE = 10
-"""Maximum number of audit rows per minute for a caller who lacks the scope, because each row is a disk write.
-The log has all denials."""
+"""Maximum number of denied actions per caller and minute that are audited, because each audit row is a disk
+write. The log contains every denial."""
 _STATUSES: Mapping[type[Exception], int] = {
     ValueError: 400,
     SettingsError: 400,
@@ -41,7 +41,7 @@ _STATUSES: Mapping[type[Exception], int] = {
     UnknownRecordError: 404,
     LookupError: 404,
 }
-"""HTTP status codes for the errors with which handlers refuse an action."""
+"""HTTP status code for each type of error that refuses an action."""
 
 
 class ActionError(Exception):
@@ -53,8 +53,8 @@ class ActionError(Exception):
 
 
 class AuditedActions:
-    """Performs the registry's actions. Each action has two rows in the audit chain, even if it is refused:
-    one for its intent, written before anything is done, and one for its result."""
+    """Performs the registry's actions. Each action has two rows in the audit chain, even if the action is
+    refused: one for the intent, written before anything is done, and one for the result."""
 
     def __init__(self, control: ControlStore, handlers: Mapping[type[msgspec.Struct], Handler]) -> None:
         self._control = control
@@ -69,7 +69,7 @@ class AuditedActions:
         acting, recorded = self._control.trail.intend(actor, action.name, params)
         await _recorded(recorded)
         effect: Effect | None = None
-        outcome = "failed: the service's log says why"
+        outcome = "failed: see the service's log for the reason"
         try:
             effect = await self._handlers[action.parameters](acting, parameters)
             outcome = effect.outcome
@@ -97,8 +97,8 @@ class AuditedActions:
         self._background.run(reload())
 
     def record_denied(self, actor: Actor, action: Action, reason: str) -> None:
-        """Audit that a known caller tried an action without having its scope. The parameters were not
-        read."""
+        """Record in the audit trail that an authenticated caller lacked the scope for an action. The action's
+        parameters have not been read."""
         minute = time.monotonic() // 60
         if minute != self._minute:
             self._denials.clear()
@@ -109,9 +109,13 @@ class AuditedActions:
 
 
 async def _recorded(future: Future[None]) -> None:
-    """Wait until an audit row is stored, but for at most a few seconds, because a disk that does not respond
-    must not prevent an operator from acting. The row is then written later, at its place in the chain."""
+    """Wait until an audit row is stored, but only for a few seconds, because an unresponsive disk must not
+    prevent an operator from acting. A row that takes longer still keeps its position in the chain."""
     waiting = asyncio.wrap_future(future)
     await asyncio.wait([waiting], timeout=_MAX_AUDIT_WAIT_S)
     if not waiting.done():
-        log.error("the audit row was not written within %g s: the disk does not answer", _MAX_AUDIT_WAIT_S)
+        log.error(
+            "the audit row was not written within %g s, because the disk does not respond; the action "
+            "continues",
+            _MAX_AUDIT_WAIT_S,
+        )

@@ -1,8 +1,8 @@
 """Authenticates callers of the admin API: operators by uid or group, and keys with the `admin` or `read`
 scope.
 
-If a request carries a key, only the key determines the caller's rights, so that an operator can try out what
-a key allows. Every action is audited with the peer's uid, the key and the host.
+If a request carries a key, only the key determines the caller's rights, so that an operator can test a key's
+permissions. Every action is audited with the peer's uid, the key and the host.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Caller(NamedTuple):
 
     @property
     def actor(self) -> Actor:
-        """Return the actor as named in the audit chain: `uid:0`, or `uid:1000 key:key_12ab` for a request
-        with a key."""
+        """Return the actor's name for the audit chain: `uid:0`, or `uid:1000 key:key_12ab` for a request with
+        a key."""
         return Actor(f"uid:{self.uid} key:{self.key_id}" if self.key_id else f"uid:{self.uid}", self.host)
 
 
@@ -57,7 +57,7 @@ class Authenticator:
         self._valid_key = valid_key
         self._host = socket.gethostname()
         self.gid: int | None = None
-        """Group of the socket."""
+        """Id of the group that owns the admin socket."""
         self.configure(settings)
 
     def configure(self, settings: AdminSettings) -> None:
@@ -74,7 +74,7 @@ class Authenticator:
     def identify(self, headers: Iterable[tuple[bytes, bytes]], peer: Peer | None) -> Caller:
         """Return the caller, who has at least read access. Raises DeniedError."""
         if peer is None or peer.kind != "unix":
-            raise DeniedError(403, "only peers of a Unix socket may use this API")
+            raise DeniedError(403, "this API is available only over a Unix socket")
         scheme, credentials = bearer(headers)
         if scheme:
             return self._of_key(scheme, credentials, peer)
@@ -82,8 +82,9 @@ class Authenticator:
             return Caller(peer.uid, granted(("admin",)), self._host)
         raise DeniedError(
             403,
-            f"permission denied for uid {peer.uid}: run as root, the service's user or an operator of "
-            f"[admin] in the settings, or set APPLIANCE_ADMIN_KEY to a key of scope admin or read",
+            f"permission denied for uid {peer.uid}: run as root, as the service's user or as an "
+            "operator listed under [admin] in the settings, or set APPLIANCE_ADMIN_KEY to a key of "
+            "scope admin or read",
         )
 
     def _of_key(self, scheme: bytes, credentials: bytes, peer: Peer) -> Caller:
@@ -92,26 +93,28 @@ class Authenticator:
         found = self._valid_key(credentials.decode("latin-1"))
         if found is None:
             raise DeniedError(
-                401, "this key is unknown, revoked or expired; make one with: appliance keys create"
+                401, "this key is unknown, revoked or expired; create a new key with: appliance keys create"
             )
         key, tenant = found
         if tenant.suspended_at is not None:
             raise DeniedError(403, f"tenant {tenant.name!r} of key {key.id} is suspended")
         scopes = granted(key.scopes)
         if "read" not in scopes:
-            raise DeniedError(403, f"key {key.id} has neither scope admin nor read")
+            raise DeniedError(
+                403, f"key {key.id} has neither scope 'admin' nor scope 'read'; use a key with one of them"
+            )
         return Caller(peer.uid, scopes, self._host, key.id)
 
 
 def operator_gids(settings: AdminSettings) -> list[int]:
-    """Return the ids of the groups whose members are operators. Unknown groups are skipped."""
+    """Return the ids of the groups whose members are operators. Unknown groups are ignored."""
     gids = []
     for group in settings.groups:
         try:
             gids.append(grp.getgrnam(group).gr_gid if isinstance(group, str) else group)
         except KeyError:
             if settings.groups != AdminSettings().groups:
-                log.warning("admin.groups: no group %r on this machine, skipped", group)
+                log.warning("admin.groups: group %r does not exist on this machine and is ignored", group)
     return gids
 
 

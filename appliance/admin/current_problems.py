@@ -1,6 +1,6 @@
-"""The running service's current problems, each with its remedy, as one list for `status` and `doctor`.
+"""The running service's current problems, each with its remedy, for `status` and `doctor`.
 
-`appliance.core.problems` keeps past events. A problem stays in this list for as long as it lasts.
+A problem is listed only while it lasts. `appliance.core.problems` keeps past problems.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from appliance.protocol import (
 from engine.logs import LogState
 
 _STALLED_S = 3.0
-"""A write to standard error or a database operation is reported as a problem if it takes longer than this."""
+"""A write to standard error or a database operation that takes longer than this is reported as a problem."""
 
 
 def current_problems(
@@ -47,7 +47,7 @@ def _model(model: ModelStatus) -> Iterator[CurrentProblem]:
         yield CurrentProblem(
             where=f"model {model.name}",
             what=f"failed: {model.detail}",
-            remedy="correct the cause that the message names; the service then retries automatically",
+            remedy="fix the cause given in the message; the service retries automatically",
         )
     for replica in model.replicas:
         yield from _replica(replica)
@@ -57,15 +57,15 @@ def _replica(replica: ReplicaStatus) -> Iterator[CurrentProblem]:
     if replica.state == "silent":
         yield CurrentProblem(
             where=replica.name,
-            what=f"gets no new requests: {replica.detail}",
-            remedy="wait: its requests continue on another replica or after the restart; if it repeats, "
-            "see the log, the memory and the load of the machine",
+            what=f"replica receives no new requests: {replica.detail}",
+            remedy="wait: the replica's requests continue on another replica or after the restart; if the "
+            "problem recurs, check the log and the machine's memory and load",
         )
     elif replica.state in ("restarting", "failed"):
         yield CurrentProblem(
             where=replica.name,
             what=f"{replica.state}, {replica.detail}: {replica.last_error}",
-            remedy="correct the cause that the message names; the service then retries automatically",
+            remedy="fix the cause given in the message; the service retries automatically",
         )
 
 
@@ -74,45 +74,45 @@ def _front(front: FrontStatus) -> Iterator[CurrentProblem]:
         yield CurrentProblem(
             where=front.name,
             what=f"{front.detail}: {front.last_error}",
-            remedy="see the log; the service retries automatically",
+            remedy="see the log for the cause; the service retries automatically",
         )
     elif front.state == "starting" and front.detail:
         yield CurrentProblem(
             where=front.name,
             what=front.detail,
-            remedy="see the log, and whether the disk with the models' files answers",
+            remedy="see the log, and check that the disk with the model files responds",
         )
     elif front.state == "ready" and front.detail:
         yield CurrentProblem(
             where=front.name,
             what=front.detail,
-            remedy="wait: a front that stays silent is killed and restarted; see the log"
+            remedy="wait: a front that does not report again is killed and restarted; see the log"
             if front.detail.startswith("silent")
-            else "raise the limit that the message names, or start more fronts",
+            else "raise the limit named in the message, or start more fronts",
         )
     for model, why in front.problems.items():
         yield CurrentProblem(
             where=front.name,
             what=f"model {model!r} cannot be used: {why}",
-            remedy="correct the files of the model; the service then retries automatically",
+            remedy="fix the model's files; the service retries automatically",
         )
 
 
 def _database(database: DatabaseStatus) -> Iterator[CurrentProblem]:
     name = os.path.basename(database.path)
-    waiting = f"{database.lag_rows:,} rows wait in memory"
+    waiting = f"{database.lag_rows:,} rows are waiting in memory"
     if database.last_error is not None:
         yield CurrentProblem(
             where=name,
-            what=f"has refused writes for {database.failing_s:.0f} s; {waiting}: {database.last_error}",
-            remedy="correct the cause that the message names; until then requests are served, and rows wait "
-            "in memory",
+            what=f"writes have failed for {database.failing_s:.0f} s; {waiting}: {database.last_error}",
+            remedy="fix the cause given in the message; until then, requests are served and rows wait in "
+            "memory",
         )
     elif database.stalled_s > _STALLED_S:
         yield CurrentProblem(
             where=name,
-            what=f"a write has taken {database.stalled_s:.0f} s so far; {waiting}",
-            remedy="check whether the disk answers, and whether another program has locked the file",
+            what=f"the current write has taken {database.stalled_s:.0f} s so far; {waiting}",
+            remedy="check that the disk responds and that no other program has locked the file",
         )
 
 
@@ -121,14 +121,14 @@ def _audit(audit: AuditStatus) -> Iterator[CurrentProblem]:
         yield CurrentProblem(
             where="audit",
             what=audit.last_error,
-            remedy="correct the cause that the message names; until then entries wait in the spool",
+            remedy="fix the cause given in the message; until then, audit entries wait in the spool",
         )
     elif audit.spooled:
         places = " and ".join([*audit.places, *(["memory"] if audit.in_memory else [])])
         yield CurrentProblem(
             where="audit",
-            what=f"{audit.spooled:,} entries wait in {places}",
-            remedy="correct the problem of control.db; the entries are then added to the chain",
+            what=f"{audit.spooled:,} audit entries are waiting in {places}",
+            remedy="fix the problem with control.db; the entries are then added to the audit chain",
         )
 
 
@@ -136,10 +136,10 @@ def _clock(jump_s: float) -> Iterator[CurrentProblem]:
     if jump_s:
         yield CurrentProblem(
             where="clock",
-            what=f"the time of day was changed by {jump_s / 3600:+,.1f} hours, so nothing is removed "
-            "from the logs",
-            remedy="if the time is wrong now, set it back (timedatectl); if it is right, wait: after a day "
-            "old entries are removed again",
+            what=f"the system clock was changed by {jump_s / 3600:+,.1f} hours, so removing old log entries "
+            "is paused",
+            remedy="if the clock is wrong now, correct it with timedatectl; if it is right, wait: removing "
+            "old entries resumes after a day",
         )
 
 
@@ -147,7 +147,7 @@ def _log(log: LogState) -> Iterator[CurrentProblem]:
     if log.stalled_s > _STALLED_S:
         yield CurrentProblem(
             where="log",
-            what=f"standard error has not been read for {log.stalled_s:.0f} s; "
-            f"{log.dropped_lines:,} log lines are lost",
-            remedy="resume the program that reads the log: a stopped terminal, a pipe or journald",
+            what=f"standard error has not been read for {log.stalled_s:.0f} s; {log.dropped_lines:,} log "
+            "lines were dropped",
+            remedy="resume the program that reads the log, such as a stopped terminal, a pipe or journald",
         )

@@ -15,7 +15,7 @@ from store.audit import Actor
 
 @dataclass
 class DrainAdmin:
-    """Drains of a model or of the whole service."""
+    """Begins and ends drains of a model or of the whole service on behalf of operators."""
 
     drains: Drains
     status: Callable[[Drain], DrainStatus]
@@ -30,7 +30,7 @@ class DrainAdmin:
         """Cancel or end a drain. Raises DrainError."""
         before = self._state(asked.model)
         drain = self.drains.resume(asked.model)
-        return Effect(Done(message=f"{drain.name} accepts requests again"), before, "in service")
+        return Effect(Done(message=f"{drain.name} is accepting requests again"), before, "in service")
 
     def _state(self, model: str | None) -> str:
         drain = self.drains.of(model)

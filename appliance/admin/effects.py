@@ -1,4 +1,4 @@
-"""The result type of action handlers, and the errors that mean that an action was refused."""
+"""The result type of action handlers, and helpers for creating it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from store.errors import OutcomeUnknownError
 T = TypeVar("T")
 
 _MAX_CHANGE_S = 15.0
-"""Time limit for a change. It is longer than a change waits for its turn and for a lock on the file
-(`store.trail.WITHIN_S` and SQLite's busy timeout), so only a disk that does not respond exceeds it."""
+"""Time limit for a change to `control.db`. It exceeds the longest possible wait for the writer
+(`store.trail.WITHIN_S`) and for the file lock (SQLite's busy timeout), so only an unresponsive disk can
+exceed it."""
 
 
 class Effect(NamedTuple):
-    """The response to an action, with the values before and after the action for the audit."""
+    """The response to an action, with the values before and after the action for the audit trail."""
 
     result: msgspec.Struct
     before: object = None
@@ -35,18 +36,18 @@ Handler = Callable[[Actor, Any], Awaitable[Effect]]
 
 
 def done(message: str) -> Effect:
-    """Return the effect of an action whose response is a sentence."""
+    """Return the effect of an action whose response is only a message."""
     return Effect(Done(message=message))
 
 
 async def committed(change: Future[T]) -> T:
-    """Return the result of a change to `control.db`. A change that does not start in time fails on its own.
-    Raises OutcomeUnknownError if the disk does not complete the change in time."""
+    """Return the result of a change to `control.db`. A change that does not start in time fails by itself. If
+    it starts but does not finish in time, raises OutcomeUnknownError."""
     waiting = asyncio.wrap_future(change)
     await asyncio.wait([waiting], timeout=_MAX_CHANGE_S)
     if not waiting.done():
         raise OutcomeUnknownError(
-            f"control.db has not answered for {_MAX_CHANGE_S:.0f} s: the outcome of the change is "
-            "unknown; check the disk, then see: appliance audit list"
+            f"control.db has not responded for {_MAX_CHANGE_S:.0f} s, so it is unknown whether the "
+            "change was made; check the disk, then look for the change in: appliance audit list"
         )
     return waiting.result()

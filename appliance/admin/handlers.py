@@ -95,7 +95,7 @@ class RequestAdmin:
         request_id = asked.request_id
         before = next((one for one in self._in_flight() if one.request_id == request_id), None)
         if not self._cancel(request_id, "an operator cancelled the request"):
-            raise LookupError(f"no request {request_id!r} is running or queued")
+            raise LookupError(f"no running or queued request has id {request_id!r}")
         return Effect(
             Done(message=f"cancelling request {request_id}"),
             before={"state": before.state, "tenant": before.tenant} if before else None,
@@ -103,7 +103,8 @@ class RequestAdmin:
         )
 
     async def show(self, actor: Actor, asked: ShowContents) -> Effect:
-        """Return the stored prompts and answers. Raises LookupError if there are none, or a StoreError."""
+        """Return the stored prompts and answers. Raises LookupError if there are none, and StoreError if the
+        database fails."""
         return Effect(await self._contents(asked.request_id))
 
 
@@ -114,7 +115,7 @@ class BackupAdmin:
         self._trail = trail
 
     async def begin(self, actor: Actor, asked: BeginBackup) -> Effect:
-        """Record the audit chain's head and return it, so that the backup can be checked against it."""
+        """Record the audit chain's head and return it. The backup can then be checked against this head."""
         self._trail.record_head()
         head = self._trail.state().head
         return Effect(AuditHead(seq=head.seq, hash=head.hash))
@@ -124,5 +125,7 @@ class BackupAdmin:
         if asked.error is not None and asked.rows is None and asked.sha256 is None:
             return Effect(Done(message=f"backup {asked.path} failed"), outcome=f"failed: {asked.error}")
         if asked.error is not None or asked.rows is None or asked.sha256 is None:
-            raise ValueError("backup.end: give rows and sha256 of a complete backup, or an error")
+            raise ValueError(
+                "backup.end: give either rows and sha256 (complete backup) or error (failed backup)"
+            )
         return done(f"backup {asked.path} is complete")

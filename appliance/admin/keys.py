@@ -26,11 +26,12 @@ class KeyAdmin:
     cancel: CancelRequests
 
     def list(self) -> list[Key]:
-        """Return all keys, including revoked and expired ones, oldest first."""
+        """Return all keys, oldest first. Revoked and expired keys are included."""
         return [self._shown(record) for record in self.control.list_keys()]
 
     async def create(self, actor: Actor, asked: CreateKey) -> Effect:
-        """Create a key. Like all changes, raises ValueError or a StoreError."""
+        """Create a key. Like every method that changes keys, raises ValueError for an invalid change and
+        StoreError if the database fails."""
         fields = changes(asked, KeyFields)
         name = str(fields.pop("name"))
         created = await committed(
@@ -64,7 +65,9 @@ class KeyAdmin:
         key = self.control.policies.keys[asked.id]
         cancelled = None
         if asked.cancel:
-            cancelled = self.cancel(lambda identity: identity.key_id == asked.id, "its key was revoked")
+            cancelled = self.cancel(
+                lambda identity: identity.key_id == asked.id, "the key used for this request was revoked"
+            )
         return done(f"key {key.id} ({key.name}) revoked; {requests_after(cancelled)}")
 
     def _shown(self, record: KeyRecord) -> Key:

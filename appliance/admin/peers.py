@@ -51,7 +51,8 @@ class PeerAdmin:
         ]
 
     async def map(self, actor: Actor, asked: MapPeer) -> Effect:
-        """Map a user or group to a tenant. Like `unmap`, raises ValueError or a StoreError."""
+        """Map a user or group to a tenant. Like `unmap`, raises ValueError for an invalid change and
+        StoreError if the database fails."""
         kind, number = parse_peer(asked.peer)
         await committed(self.control.map_peer(actor=actor, kind=kind, number=number, tenant=asked.tenant))
         self.publish()
@@ -69,5 +70,5 @@ def parse_peer(text: str) -> tuple[PeerKind, int]:
     """Parse `uid:1000` or `gid:100` into kind and number. Raises ValueError."""
     found = re.fullmatch(r"(uid|gid):(\d{1,10})", text, re.ASCII)
     if not found:
-        raise ValueError(f"peer is {text!r}: write for example uid:1000 or gid:100")
+        raise ValueError(f"peer {text!r} is not valid: write it as uid:1000 or gid:100")
     return _KINDS[found[1]], int(found[2])

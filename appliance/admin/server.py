@@ -17,11 +17,11 @@ _LIMITS = Limits(max_body_bytes=64 << 10, max_connections=64, max_unauthenticate
 
 
 class AdminServer:
-    """The admin socket, from `start` to `stop`."""
+    """Serves the admin API on its socket between `start` and `stop`."""
 
     def __init__(self, path: Path, mode: str, given: socket.socket | None = None) -> None:
-        """`given` is the socket if the service manager created it. Such a socket stays open after the service
-        has ended."""
+        """`given` is the socket if the service manager created it. The service manager keeps this socket open
+        after the service has ended."""
         self._path = path
         self._mode = mode
         self._given = given

@@ -1,4 +1,4 @@
-"""The service's status as shown to operators. This module reads the other parts and changes nothing."""
+"""Collects the service's status for operators. This module only reads the state of the other parts."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ class StatusReader:
         ]
 
     def _state(self, reason: str, degraded: bool) -> ServiceState:
-        """Return the service's state. `degraded` says whether there are current problems."""
+        """Return the service's state. `degraded` indicates whether there are current problems."""
         if (drain := self.drains.of_service) is not None:
             return drain.public_state
         drains = [self.drains.of(model) for model in self.models.models]
@@ -209,16 +209,19 @@ class StatusReader:
         )
 
     def _model_state(self, model: str, replicas: list[ReplicaStatus]) -> tuple[ModelState, str]:
-        """Return a model's state and the explanation of the state."""
+        """Return a model's state and an explanation of it."""
         if (drain := self.drains.of(model)) is not None:
-            return drain.public_state, f"taken out of service until: appliance resume --model {model}"
-        # A model's state is that of its best replica, because that replica serves the clients.
+            return (
+                drain.public_state,
+                f"taken out of service by an operator; put it back with: appliance resume --model {model}",
+            )
+        # The replica in the best state serves the clients, so a model has the state of that replica.
         best = min(replicas, key=lambda replica: _BEST_FIRST.index(replica.state), default=None)
         if best is None:
-            return "loading", "its replica is being replaced"
+            return "loading", "the model's replica is being replaced"
         coming = [replica.name for replica in replicas if replica.state in ("starting", "loading")]
         if best.state == "ready":
-            return "ready", f"{', '.join(coming)} loads" if coming else best.detail
+            return "ready", f"still loading: {', '.join(coming)}" if coming else best.detail
         if best.state == "starting" or best.state == "draining":
             return "loading", best.detail
         return best.state, best.detail

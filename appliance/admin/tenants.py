@@ -20,10 +20,11 @@ from store.policies import Quota, TenantRecord
 from store.tenants import BUILT_IN
 
 CancelRequests = Callable[[Callable[[Identity], bool], str], int]
-"""Cancels the running and queued requests of matching callers with a message, and returns the number of these
-requests."""
+"""Cancels the running and queued requests of the matching callers, sends their clients the message, and
+returns the number of cancelled requests."""
 Usage = Callable[[str, str], list[LimitUsage]]
-"""Returns a tenant's ("tenant", name) or key's ("key", id) usage of its limits."""
+"""Returns how much of its limits a tenant or key has used. The arguments are ("tenant", name) or ("key",
+id)."""
 
 
 @dataclass(kw_only=True)
@@ -46,7 +47,8 @@ class TenantAdmin:
         return [self._shown(tenant, keys, peers) for tenant in policies.tenants.values()]
 
     async def create(self, actor: Actor, asked: CreateTenant) -> Effect:
-        """Create a tenant. Like all changes, raises ValueError or a StoreError."""
+        """Create a tenant. Like every method that changes tenants, raises ValueError for an invalid change
+        and StoreError if the database fails."""
         fields = changes(asked, TenantRecord)
         await committed(self.control.create_tenant(actor=actor, name=asked.name, changes=fields))
         return self._changed(asked.name)
@@ -64,7 +66,8 @@ class TenantAdmin:
         cancelled = None
         if asked.cancel:
             cancelled = self.cancel(
-                lambda identity: identity.tenant == asked.name, "its tenant was suspended"
+                lambda identity: identity.tenant == asked.name,
+                "the tenant that sent this request was suspended",
             )
         return done(f"tenant {asked.name} suspended; {requests_after(cancelled)}")
 
@@ -95,18 +98,19 @@ class TenantAdmin:
 
 
 def changes(asked: msgspec.Struct, record: type[msgspec.Struct]) -> dict[str, object]:
-    """Return the declared fields of `record` that were given. Those of its quota are under "quota"."""
+    """Return the declared fields of `record` that the caller gave. The quota's fields are nested under
+    "quota"."""
     given = _given(asked, record)
     limits = _given(asked, Quota)
     return given | ({"quota": limits} if limits else {})
 
 
 def requests_after(cancelled: int | None) -> str:
-    """Return a text that says what happens to running requests. `cancelled` is the number of cancelled
-    requests, or None if none were to be cancelled."""
+    """Return a text about the effect on running requests. `cancelled` is the number of cancelled requests, or
+    None if none were to be cancelled."""
     if cancelled is None:
         return "its running requests continue"
-    return f"ending {cancelled} request{'' if cancelled == 1 else 's'}"
+    return f"cancelling {cancelled} request{'' if cancelled == 1 else 's'}"
 
 
 def _given(asked: msgspec.Struct, record: type[msgspec.Struct]) -> dict[str, object]:

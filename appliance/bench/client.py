@@ -78,7 +78,7 @@ class Exchange:
         if not self._streamed or status != 200:
             self.body += data
             if len(self.body) > _MAX_BODY_BYTES:
-                self.fail("protocol", f"the response is longer than {_MAX_BODY_BYTES:,} bytes")
+                self.fail("protocol", f"the response is larger than {_MAX_BODY_BYTES:,} bytes")
             return
         now = time.monotonic()
         *lines, self._rest = (self._rest + data).split(b"\n")
@@ -99,7 +99,7 @@ class Exchange:
             if not self.done.done():
                 self.done.set_result(None)
         elif self.first_at is None:
-            self.fail("protocol", "no completion was streamed")
+            self.fail("protocol", "the server streamed no completion")
         else:
             self.fail("closed", "the stream ended without a finish_reason")
 
@@ -110,7 +110,10 @@ class Exchange:
         try:
             event = _decode_event(data)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            self.fail("protocol", f"an event is not a chunk of a completion ({error}): {data[:60]!r}")
+            self.fail(
+                "protocol",
+                f"the server sent an event that is not a completion chunk ({error}): {data[:60]!r}",
+            )
             return
         if event.error is not None:
             self.fail("error event", _error_text(event.error))
@@ -119,8 +122,9 @@ class Exchange:
         for choice in event.choices:
             if choice.finish_reason is not None:
                 self.ended_at = now
+                # The last chunk has no token.
                 if not choice.text:
-                    continue  # the last chunk has no token
+                    continue
             # An empty text without a finish_reason is a token whose characters are incomplete.
             self.chunks += 1
             if self.first_at is None:
@@ -131,7 +135,7 @@ class Exchange:
 
 
 class Connection(asyncio.Protocol):
-    """A connection that carries one exchange at a time. httptools calls its `on_` methods."""
+    """A connection that carries one exchange at a time. httptools calls the methods that begin with `on_`."""
 
     transport: asyncio.Transport
     _parser: Any
@@ -139,7 +143,7 @@ class Connection(asyncio.Protocol):
     def __init__(self) -> None:
         self.is_open = False
         self.has_response = False
-        """Whether any byte of the response to the last request has arrived."""
+        """Whether at least one byte of the response to the last request has arrived."""
         self._exchange: Exchange | None = None
         self._has_length = self._ends_at_close = False
 
@@ -162,14 +166,16 @@ class Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._fail("protocol", f"the response is not HTTP/1.1: {error}")
+            self._fail("protocol", f"the response is not valid HTTP/1.1: {error}")
             self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_open = False
         if self._exchange is not None and self._ends_at_close:
             self._end()
-        self._fail("closed", str(exc) if exc else "the server closed the connection before the end")
+        self._fail(
+            "closed", str(exc) if exc else "the server closed the connection before the response was complete"
+        )
 
     def close(self) -> None:
         """Close the connection immediately."""
@@ -214,7 +220,7 @@ class Client:
         self._tls = ssl.create_default_context() if target.tls_name else None
 
     async def complete(self, request: bytes, exchange: Exchange, due_at: float) -> Record:
-        """Send a streamed completion that was due at `due_at`, and return its record."""
+        """Send the request for a streamed completion, which was due at `due_at`, and return its record."""
         sent_at = time.monotonic()
         await self.send(request, exchange)
         return Record(
@@ -242,9 +248,16 @@ class Client:
                 connection = self._free.pop() if is_reused else await self._connect(deadline)
             except OSError as error:
                 kind = "timeout" if isinstance(error, TimeoutError) else "connect"
-                exchange.fail(kind, error.strerror or str(error) or "the connection was not accepted")
+                exchange.fail(
+                    kind, error.strerror or str(error) or "the server did not accept the connection in time"
+                )
                 return
-            timer = loop.call_at(deadline, exchange.fail, "timeout", f"no end within {self._timeout_s:g} s")
+            timer = loop.call_at(
+                deadline,
+                exchange.fail,
+                "timeout",
+                f"the response was not complete within {self._timeout_s:g} s",
+            )
             try:
                 connection.start(request, exchange)
                 await exchange.done
@@ -284,7 +297,7 @@ class Client:
                         )
                     return connection
                 except BlockingIOError:
-                    # The backlog of the Unix socket is full; a blocking connect would have to wait as well.
+                    # The backlog of the Unix socket is full, so a blocking connect would have to wait too.
                     await asyncio.sleep(_CONNECT_AGAIN_S)
 
 
@@ -304,7 +317,7 @@ def refusal_text(body: bytes) -> str:
     try:
         document = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return body[:200].decode("utf-8", "replace").strip() or "no reason was given"
+        return body[:200].decode("utf-8", "replace").strip() or "the server gave no reason"
     if isinstance(document, dict):
         return _error_text(document.get("error") or document.get("detail") or document)
     return str(document)[:200]

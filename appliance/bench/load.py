@@ -1,4 +1,4 @@
-"""The requests that a client process sends, and the records that it reports. All times are seconds of
+"""Defines the requests that a client process sends, and the records that it reports. All times are seconds of
 `time.monotonic`, a clock that all processes on a machine share."""
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class Target(msgspec.Struct, frozen=True):
     host: str = ""
     port: int = 0
     tls_name: str = ""
-    """Name that the server's certificate must have; empty means no TLS."""
+    """Name that the server's certificate must contain. If empty, TLS is not used."""
     socket: str = ""
     """Path of a Unix socket; if empty, `host` and `port` are used."""
     trusted_uids: frozenset[int] = frozenset()
-    """If not empty, users who may own the process behind the socket (`appliance.ownership`)."""
+    """If not empty, the users who may own the process that listens on the socket (`appliance.ownership`)."""
     authority: str = "bench"
     """Value of the Host header."""
     prefix: str = "/v1"
@@ -56,7 +56,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     target: Target
     model: str
     vocab_size: int
-    """Prompts are random token ids below this number."""
+    """Prompts consist of random token ids below this number."""
     prompt_tokens: int
     output_tokens: int
     seed: str
@@ -73,11 +73,12 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def streams(self) -> int:
-        """Maximum number of requests that may run at once."""
+        """Maximum number of requests that may run at the same time."""
         return min(self.concurrency, self.requests) or self.requests
 
     def numbers(self, worker: int, workers: int) -> list[int]:
-        """Return the numbers of the requests that a worker sends: those of every `workers`-th stream."""
+        """Return the numbers of the requests that this worker sends. A worker gets every `workers`-th
+        stream."""
         return [number for number in range(self.requests) if number % self.streams % workers == worker]
 
     def body(self, number: int) -> bytes:
@@ -112,7 +113,7 @@ class Record(msgspec.Struct):
     gaps_s: list[float] = []
     """Times between consecutive chunks."""
     tokens: int | None = None
-    """Output tokens as counted by the server; None if it sent no usage."""
+    """Number of output tokens according to the server's usage; None if the server sent no usage."""
     prompt_tokens: int | None = None
     failure: str = ""
     """Kind of failure: connect, closed, timeout, protocol, error event, stopped, http 503, …; empty for
@@ -126,12 +127,13 @@ class Record(msgspec.Struct):
 
     @property
     def output_tokens(self) -> int:
-        """The server's count of output tokens, or else the number of chunks."""
+        """Number of output tokens according to the server. If the server sent no count, the number of
+        chunks."""
         return self.chunks if self.tokens is None else self.tokens
 
 
 class LoadProgress(msgspec.Struct):
-    """A report of a client process, sent several times a second and once at the end."""
+    """A client process's report, sent several times a second and once at the end."""
 
     records: list[Record]
     """Requests that have ended since the last report."""

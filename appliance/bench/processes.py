@@ -14,11 +14,12 @@ from appliance.bench.load import Load, LoadProgress, Record
 from engine.client import module_command, module_environment
 
 START_DELAY_S = 0.05
-"""Delay between announcing the start and the start itself, so that all client processes start together."""
+"""Delay between the announcement of the start and the start itself, so that all client processes start at the
+same time."""
 
 
 class BenchError(Exception):
-    """The benchmark cannot run; the message names the reason and the remedy."""
+    """Raised if the benchmark cannot run. The message gives the reason and the remedy."""
 
 
 @dataclass(slots=True)
@@ -31,17 +32,17 @@ class RawRun:
     running: int = 0
     chunks: int = 0
     busiest_worker_cpu: float = 0.0
-    """CPU share of the busiest client process; near 1.0, the client may be the bottleneck."""
+    """CPU share of the busiest client process. Near 1.0, the client may be the bottleneck."""
 
 
 def default_workers(streams: int) -> int:
-    """Return the number of client processes: one per 64 streams, on at most half of the cores."""
+    """Return the number of client processes: one per 64 streams, but at most half the number of cores."""
     return max(1, min(len(os.sched_getaffinity(0)) // 2, -(-streams // 64)))
 
 
 def run_load(load: Load, workers: int | None, show: Callable[[RawRun], None]) -> RawRun:
-    """Send a load and wait until it is complete. `show` is called several times per second. Raises BenchError
-    if a client process dies."""
+    """Run a load and wait until all its requests have ended. `show` is called several times per second.
+    Raises BenchError if a client process dies."""
     workers = min(workers or default_workers(load.streams), load.streams)
     processes: list[subprocess.Popen[bytes]] = []
     pipes: list[Connection] = []
@@ -68,7 +69,7 @@ def run_load(load: Load, workers: int | None, show: Callable[[RawRun], None]) ->
         run.busiest_worker_cpu = max(progress.cpu_share for progress in latest.values())
         return run
     except (EOFError, ConnectionError):
-        raise BenchError("a client process ended early; the reason is printed above") from None
+        raise BenchError("a client process exited unexpectedly; the reason is printed above") from None
     finally:
         for process, pipe in zip(processes, pipes, strict=True):
             pipe.close()

@@ -1,4 +1,4 @@
-"""Open-loop runs: requests that arrive at a given rate, the decision whether a server sustains that rate, and
+"""Open-loop runs: requests that arrive at a given rate, the test of whether a server sustains that rate, and
 the search for the highest sustained rate.
 
 Arrivals form a Poisson process, like those of many independent users. They do not depend on whether the
@@ -6,7 +6,7 @@ server keeps up, and a request's times count from when it was due.
 
 A rate is sustainable if response times do not keep growing (Karimov et al., "Benchmarking Distributed Stream
 Data Processing Systems", ICDE 2018). The percentiles of a short trial are not enough, because they can be low
-although the backlog grows.
+while the backlog grows.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from appliance.bench.results import Backlog, RequestTimes, Run, Slo, percentile
 SATURATED = 0.8
 """CPU share of the busiest client process above which the client may be the bottleneck."""
 LATE_MS = 20.0
-"""Delay after a request was due above which the client may be the bottleneck as well."""
+"""Delay between the time when a request was due and the time when it was sent. A run with longer delays may
+also be limited by the client."""
 MAX_REQUESTS = 2_000_000
-"""Maximum number of requests in one run, because their records are kept in memory."""
+"""Maximum number of requests in one run. It is limited because all records of a run are kept in memory."""
 RESPONSE_SHARE = 0.5
-"""Fraction of a trial's duration above which a response time is too long to reach a steady state within the
-trial."""
+"""Maximum response time, as a fraction of a trial's duration. With longer response times, a trial ends before
+it reaches a steady state."""
 TRIAL_SHARE = 1 + RESPONSE_SHARE
-"""A trial is stopped after this many times its duration, because every response still open then is too
-slow."""
+"""A trial is stopped after this multiple of its duration, because any response that is still open then
+exceeds the maximum response time."""
 _FIRST_SHARE = 0.25
 _MIN_ALLOWED = 3
-"""A backlog of up to this many requests proves nothing, however short the trial is."""
+"""A backlog of at most this many requests is never counted as growth, however short the trial is."""
 _MISSED_SHARE = 0.01
 _PRECISION = 0.05
 SLOW = "E2E p99 >"
@@ -51,7 +52,8 @@ class Search(msgspec.Struct, kw_only=True):
 
 
 class UnsettledError(Exception):
-    """The server is still processing requests from an earlier trial, which would distort the next one."""
+    """Raised if the server is still processing requests from an earlier trial, which would distort the next
+    trial."""
 
 
 def requests_at(rate: float, duration_s: float) -> int:
@@ -62,8 +64,8 @@ def requests_at(rate: float, duration_s: float) -> int:
 def poisson_arrivals(requests: int, duration_s: float, seed: str) -> tuple[float, ...]:
     """Return the times of `requests` Poisson arrivals within `duration_s`, sorted.
 
-    Given their number, such arrivals are independent and uniformly distributed. The number is fixed, because
-    a random number would change the rate: for 100 requests, by 10 % (one standard deviation).
+    For a fixed number of requests, Poisson arrivals are independent and uniformly distributed. A random
+    number of requests would change the rate: by 10 % (one standard deviation) for 100 requests.
     """
     draw = random.Random(f"{seed}/arrivals")
     return tuple(sorted(draw.uniform(0.0, duration_s) for _ in range(requests)))
@@ -73,12 +75,12 @@ def backlog(requests: Sequence[RequestTimes], duration_s: float) -> Backlog:
     """Return the backlog of a run whose requests arrived over `duration_s`.
 
     A server that keeps up ends each request about one response time after it arrived. Requests that stay open
-    longer are behind: if a server can handle a fraction 1 − d of the load, these are about d of all requests.
-    The number of Poisson arrivals varies by the square root of its mean. Half of that is allowed, which
-    servers with a load of up to 0.9 rarely reach.
+    longer form the backlog. If a server can handle a fraction 1 − d of the load, the backlog grows to about a
+    fraction d of all requests. The number of Poisson arrivals varies by the square root of its mean. A
+    backlog of half that root is allowed, and servers at up to 90 % of their capacity rarely reach it.
 
-    The response time is measured before a backlog can matter: it is the 90th percentile of the first quarter,
-    or the fastest response of that quarter if the percentile is beyond RESPONSE_SHARE.
+    The response time is measured in the first quarter of the run, before a backlog can affect it. It is the
+    90th percentile, or the fastest response if the percentile exceeds RESPONSE_SHARE of the duration.
     """
     spans = [
         (one.at_s, math.inf if one.failure == STOPPED else one.at_s + one.e2e_ms / 1000) for one in requests
@@ -101,8 +103,8 @@ def backlog(requests: Sequence[RequestTimes], duration_s: float) -> Backlog:
 
 
 def judge(run: Run, slo: Slo, duration_s: float) -> list[str]:
-    """Return the reasons why a trial does not sustain its rate; empty if it does. A request that failed or
-    was stopped counts as exceeding every limit."""
+    """Return the reasons why a trial's rate is not sustained; empty if it is sustained. A failed or stopped
+    request counts as exceeding every limit."""
     allowed = _MISSED_SHARE * run.requests
     failed = [one for one in run.per_request if one.failure and one.failure != STOPPED]
     reasons = []
@@ -111,7 +113,7 @@ def judge(run: Run, slo: Slo, duration_s: float) -> list[str]:
     if run.backlog is not None and run.backlog.is_growing:
         reasons.append(str(run.backlog))
     if run.succeeded and run.ttft_ms is None:
-        reasons.append("no answer had a token")
+        reasons.append("no answer contained a token")
     elif (limit := slo.ttft_p99_ms) is not None:
         # A stopped request may have received its first token. A failed request counts as infinitely late.
         waits = sorted(
@@ -134,13 +136,14 @@ def judge(run: Run, slo: Slo, duration_s: float) -> list[str]:
 
 
 def is_client_limited(run: Run) -> bool:
-    """Return whether the client may have been the bottleneck of a run."""
+    """Return whether the client may have been the bottleneck in a run."""
     return run.busiest_worker_cpu > SATURATED or run.late_p99_ms > LATE_MS
 
 
 def resolution(run: Run, duration_s: float) -> float:
-    """Return the fraction by which a rate may exceed the server's capacity and still pass. It is above 0
-    because arrivals are random (0.2 for 100 requests, 0.05 for 1,600) and response times vary."""
+    """Return the fraction by which a rate may exceed the server's capacity and still be counted as sustained.
+    It is above 0 because arrivals are random (0.2 for 100 requests, 0.05 for 1,600) and response times
+    vary."""
     spread = run.e2e_ms
     uneven_s = 0.0 if spread is None else (spread.p90 - spread.p50) / 1000
     return 2 / math.sqrt(run.requests) + uneven_s / duration_s
@@ -174,16 +177,16 @@ def find_rate(attempt: Callable[[int], Run], first: int) -> Search:
             failing = trial
         else:
             best = trial
-        limited = "the client may have been the bottleneck: give it more --workers, or cores"
+        limited = "the client may have been the bottleneck: use more --workers, or more cores"
         if best is None:
             if requests == 1:
-                return found(f"no rate down to {trial.rate:g} requests/s is sustained")
+                return found(f"the server did not sustain any tested rate, down to {trial.rate:g} requests/s")
             requests //= 2
         elif failing is None:
             if is_client_limited(best):
                 return found(limited)
             if 2 * requests > MAX_REQUESTS:
-                return found(f"a trial has at most {MAX_REQUESTS:,} requests")
+                return found(f"the search stopped at the maximum of {MAX_REQUESTS:,} requests per trial")
             requests *= 2
         elif failing.requests - best.requests <= max(1.0, _PRECISION * best.requests):
             return found(limited if is_client_limited(failing) else "")

@@ -21,7 +21,7 @@ class Percentiles(msgspec.Struct):
 
 
 class Slo(msgspec.Struct, frozen=True):
-    """The limits within which a request counts towards goodput; None means no limit."""
+    """The limits that a request must meet to count towards goodput. None means no limit."""
 
     ttft_p99_ms: float | None = None
     itl_p99_ms: float | None = None
@@ -42,14 +42,15 @@ class Slo(msgspec.Struct, frozen=True):
 
 
 class Failures(msgspec.Struct):
-    """Requests that failed in the same way."""
+    """The failed requests with the same kind of failure."""
 
     count: int
     example: str
 
 
 class RequestTimes(msgspec.Struct):
-    """One request: `at_s` counts from the start of the run, the other times from when it was due."""
+    """The times of one request. `at_s` counts from the start of the run, and the other times count from when
+    the request was due."""
 
     at_s: float
     ttft_ms: float | None
@@ -62,19 +63,19 @@ class RequestTimes(msgspec.Struct):
 
 
 class Backlog(msgspec.Struct):
-    """Requests that were open for longer than a typical response takes, counted at two moments of an
-    open-loop run."""
+    """Requests that were open for longer than a typical response takes, counted at two points in an open-loop
+    run."""
 
     response_s: float
-    """Typical response time; infinite if it is too long for the run to show a backlog."""
+    """Typical response time; infinite if the response time is too long for the run to show a backlog."""
     before: int
-    """Number of such requests halfway through the arrivals."""
+    """Number of requests in the backlog halfway through the arrivals."""
     after: int
-    """Number of such requests at the end of the arrivals."""
+    """Number of requests in the backlog at the end of the arrivals."""
     seconds: float
-    """Time between the two moments."""
+    """Time between the two counts."""
     allowed: float
-    """Number of such requests that chance alone can explain."""
+    """Largest backlog, in requests, that chance alone can explain."""
 
     @property
     def is_growing(self) -> bool:
@@ -92,7 +93,7 @@ class Run(msgspec.Struct, kw_only=True):
 
     requests: int
     seconds: float
-    """Time from the start until the last request ended. In open loop, at least the duration of the
+    """Time from the start until the last request ended. In open loop, this is at least the duration of the
     arrivals."""
     rate: float | None
     """In open loop, the number of requests that arrive per second."""
@@ -111,7 +112,7 @@ class Run(msgspec.Struct, kw_only=True):
     prompt_tok_s: float
     requests_s: float
     goodput: float | None
-    """Requests per second that were within the limits; None without limits."""
+    """Number of requests per second that met the limits; None without limits."""
     ttft_ms: Percentiles | None
     itl_ms: Percentiles | None
     """Times between consecutive chunks."""

@@ -1,4 +1,4 @@
-"""Checks made before a run: the server's address, its model, its token ids, and whether it answers."""
+"""Checks made before a run: the server's address, model, token ids and response."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from appliance.bench.workloads import Shape
 
 _ANSWER_S = 30.0
 _SAFE_VOCAB_SIZE = 1000
-"""Vocabulary size that every model in common use reaches, used if the server reports none."""
+"""Vocabulary size that is assumed if the server reports none. Every model in common use has at least this
+many tokens."""
 _SAMPLE = "".join(chr(code) for code in (*range(32, 127), *range(0xA1, 0x17F), *range(0x391, 0x3CA))) + (
     " The quick brown fox jumps over the lazy dog; international organisations nevertheless reconsidered "
     "their responsibilities. def __init__(self, parameters): return [] # 1234567890 пример 例文 مثال उदाहरण"
@@ -25,7 +26,7 @@ _SAMPLE = "".join(chr(code) for code in (*range(32, 127), *range(0xA1, 0x17F), *
 
 
 class Server(msgspec.Struct, frozen=True):
-    """A server that has answered."""
+    """A server that has answered the checks, and its properties."""
 
     target: Target
     model: str
@@ -40,9 +41,9 @@ class Server(msgspec.Struct, frozen=True):
         wanted = shape.prompt_tokens + shape.output_tokens
         if self.max_model_len is not None and wanted > self.max_model_len:
             raise BenchError(
-                f"{shape.prompt_tokens} prompt tokens and {shape.output_tokens} output tokens are {wanted}, "
-                f"but {self.model!r} takes {self.max_model_len} in all: use fewer, or serve it with a larger "
-                f"max_model_len"
+                f"{shape.prompt_tokens} prompt tokens and {shape.output_tokens} output tokens make "
+                f"{wanted} tokens, but {self.model!r} allows only {self.max_model_len}: use fewer "
+                "tokens, or serve the model with a larger max_model_len"
             )
 
 
@@ -56,7 +57,7 @@ def parse_url(base_url: str, api_key: str | None) -> Target:
         port = 0
     if url.scheme not in ("http", "https") or not url.hostname or port == 0 or url.query or url.fragment:
         raise BenchError(
-            f"--base-url {base_url!r} is not the address of an API: write for example http://127.0.0.1:8080/v1"
+            f"--base-url {base_url!r} is not a valid API address: use a URL such as http://127.0.0.1:8080/v1"
         )
     is_tls = url.scheme == "https"
     return Target(
@@ -73,23 +74,26 @@ def socket_target(
     path: str, api_key: str | None = None, trusted_uids: frozenset[int] = frozenset()
 ) -> Target:
     """Return the target for a Unix socket. Raises BenchError."""
-    # The path is kept as given: a relative path may fit into the limit although the absolute path does not.
+    # The path is kept as given, because a relative path may fit into the length limit when the absolute path
+    # does not.
     if len(path.encode()) > 107:
-        raise BenchError(f"--socket {path!r} is too long: the path of a socket has at most 107 bytes")
+        raise BenchError(f"--socket {path!r} is too long: a socket path can have at most 107 bytes")
     if not Path(path).exists():
-        raise BenchError(f"there is no socket {path}: check that the server runs")
+        raise BenchError(f"the socket {path} does not exist: check that the server is running")
     return Target(socket=path, api_key=_checked_key(api_key), trusted_uids=trusted_uids)
 
 
 def find_server(target: Target, model: str | None, vocab_size: int | None) -> Server:
-    """Ask the server for its models and its vocabulary size, and send it a request for two tokens. Raises
+    """Request the server's models and vocabulary size, and send a completion request for two tokens. Raises
     BenchError."""
     return asyncio.run(_find_server(target, model, vocab_size))
 
 
 def _checked_key(api_key: str | None) -> str:
     if api_key and not (api_key.isascii() and api_key.isprintable()):
-        raise BenchError("--api-key has characters that no header can carry: check what was pasted")
+        raise BenchError(
+            "--api-key contains characters that are not allowed in an HTTP header: check the pasted key"
+        )
     return api_key or ""
 
 
@@ -119,11 +123,11 @@ async def _models(client: Client) -> dict[str, dict[str, Any]]:
     if status in (401, 403):
         raise _unauthorised(target, status, refusal_text(body))
     if status != 200:
-        raise BenchError(f"{target}/models answers {status}: {refusal_text(body)}")
+        raise BenchError(f"{target}/models returned status {status}: {refusal_text(body)}")
     try:
         return {str(model["id"]): model for model in json.loads(body)["data"]}
     except (ValueError, KeyError, TypeError):
-        raise BenchError(f"{target} is not an OpenAI-compatible API: it has no list of models") from None
+        raise BenchError(f"{target} is not an OpenAI-compatible API: it returned no list of models") from None
 
 
 def _choose(served: dict[str, dict[str, Any]], model: str | None, target: Target) -> str:
@@ -135,7 +139,8 @@ def _choose(served: dict[str, dict[str, Any]], model: str | None, target: Target
         return model
     if not served:
         raise BenchError(
-            f"{target}/models lists no model: check the address (most end in /v1), or name one with --model"
+            f"{target}/models lists no models: check the address (most end in /v1), or set a model with "
+            "--model"
         )
     return next(iter(served))
 
@@ -147,19 +152,20 @@ async def _vocab_size(client: Client, document: dict[str, Any], model: str) -> t
     for place in (document, meta if isinstance(meta, dict) else {}):
         for name in ("vocab_size", "n_vocab"):
             if isinstance(place.get(name), int) and place[name] > 0:
-                return place[name], "the server's list of models"
+                return place[name], "from the server's list of models"
     body = json.dumps({"model": model, "prompt": _SAMPLE, "content": _SAMPLE}).encode()
     status, answer = await _ask(client, "POST", f"{client.target.prefix.removesuffix('/v1')}/tokenize", body)
     if status == 200:
         try:
-            return max(json.loads(answer)["tokens"]) + 1, "the server's tokenizer"
+            return max(json.loads(answer)["tokens"]) + 1, "from the server's tokenizer"
         except (ValueError, KeyError, TypeError):
             pass
-    return _SAFE_VOCAB_SIZE, "a guess, since the server reports none: see --vocab-size"
+    return _SAFE_VOCAB_SIZE, "a guess, because the server does not report it; set it with --vocab-size"
 
 
 async def _try(client: Client, server: Server) -> None:
-    """Send a request like those of the run, so that a problem is reported once, before the run starts."""
+    """Send one request with the same shape as the run's requests, so that a problem is reported once, before
+    the run starts."""
     load = Load(
         target=server.target,
         model=server.model,
@@ -178,15 +184,17 @@ async def _try(client: Client, server: Server) -> None:
         raise _unauthorised(server.target, exchange.status, message)
     remedy = ""
     if kind == "http 404":
-        remedy = f" (check that there is a model {server.model!r} and a completions route)"
+        remedy = f" (check that the server has the model {server.model!r} and a completions route)"
     elif "token" in message.lower() and "id" in message.lower():
-        remedy = f" (prompts are token ids below {server.vocab_size}: see --vocab-size)"
-    raise BenchError(f"{server.target}/completions fails for two tokens: {kind}: {message}{remedy}")
+        remedy = f" (prompts are random token ids below {server.vocab_size}; see --vocab-size)"
+    raise BenchError(
+        f"a test request with two tokens to {server.target}/completions failed: {kind}: {message}{remedy}"
+    )
 
 
 def _unauthorised(target: Target, status: int, message: str) -> BenchError:
-    remedy = "check --api-key" if target.api_key else "give a key with --api-key, or $OPENAI_API_KEY"
-    return BenchError(f"{target} rejects the key (status {status}: {message}): {remedy}")
+    remedy = "check --api-key" if target.api_key else "set a key with --api-key or $OPENAI_API_KEY"
+    return BenchError(f"{target} rejected the key (status {status}: {message}): {remedy}")
 
 
 async def _ask(client: Client, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
@@ -194,8 +202,8 @@ async def _ask(client: Client, method: str, path: str, body: bytes = b"") -> tup
     await client.send(client.target.request(method, path, body), exchange)
     if exchange.failure == "connect":
         raise BenchError(
-            f"cannot connect to {client.target} ({exchange.message}): check the address, and that the server "
-            f"runs"
+            f"cannot connect to {client.target} ({exchange.message}): check the address, and that the "
+            "server is running"
         )
     if exchange.failure:
         raise BenchError(f"{method} {path} at {client.target} failed: {exchange.failure}: {exchange.message}")

@@ -27,17 +27,18 @@ from appliance.bench.workloads import Shape, Workload
 REQUEST_TIMEOUT_S = 600.0
 _MAX_WARM_UP = 8
 _SETTLE_S = 60.0
-"""Time limit for a trial's open requests to end, or the duration of the trial if that is longer."""
+"""Minimum time limit for a trial's open requests to end. The limit is the trial's duration if that is
+longer."""
 
 
 class Show(Protocol):
-    """Shows the progress of a run; called with None at its end."""
+    """Shows the progress of a run. Called with None when the run ends."""
 
     def __call__(self, title: str, load: Load, raw: RawRun | None) -> None: ...
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """A workload or a rate with all its runs."""
+    """A workload or a rate, with the results of all its runs."""
 
     name: str
     description: str
@@ -50,7 +51,8 @@ class Result(msgspec.Struct, kw_only=True):
 
     @property
     def typical(self) -> Run:
-        """The run with the median metric. For an even number of runs, it is the worse of the middle two."""
+        """The run with the median metric. For an even number of runs, this is the worse of the two middle
+        runs."""
         measured = [run for run in self.runs if run.metric(self.metric) is not None]
         if not measured:
             return self.runs[0]
@@ -86,7 +88,7 @@ class Session:
     def closed(self, name: str, workload: Workload, runs: int = 1) -> Result:
         """Run a workload `runs` times after a warm-up. Raises BenchError."""
         shape, requests, concurrency = workload.shape, workload.requests, workload.concurrency
-        size = f"{requests:,} requests, {concurrency:,} at once" if requests > 1 else "1 request"
+        size = f"{requests:,} requests, {concurrency:,} concurrent" if requests > 1 else "1 request"
         self._warm_up(shape, concurrency)
         return Result(
             name=name,
@@ -115,7 +117,7 @@ class Session:
 
     def search(self, shape: Shape, first_rate: float, duration_s: float) -> tuple[Search, Result | None]:
         """Search for the highest rate that the server sustains within the limits, in trials of `duration_s`.
-        Returns the search, and the best trial as a result. Raises BenchError."""
+        Returns the search and, as a result, its best trial. Raises BenchError."""
         self._warm_up(shape, _MAX_WARM_UP)
         is_settled = True
 
@@ -140,14 +142,15 @@ class Session:
         return found, _open_result("find-rate", shape, found.best.rate, duration_s, [found.best])
 
     def _settle(self, shape: Shape, duration_s: float) -> None:
-        """Wait until a request is answered, so that requests of the last trial do not slow down the next
+        """Wait until a request is answered, so that requests from the last trial do not slow down the next
         one."""
         limit_s = max(_SETTLE_S, duration_s)
         run = self._run("settling", shape, 1, concurrency=1, timeout_s=limit_s)
         if "timeout" in run.failures:
             raise UnsettledError(
-                f"the search ended early: {limit_s:g} s after a trial was stopped, the server still did not "
-                f"answer; it may continue requests whose clients have disconnected. Start at a lower --rate"
+                f"the search ended early, because the server still did not respond {limit_s:g} s after "
+                "a trial was stopped; it may be continuing requests whose clients have disconnected. "
+                "Start at a lower --rate"
             )
 
     def _warm_up(self, shape: Shape, streams: int) -> None:
@@ -169,7 +172,7 @@ class Session:
     ) -> Run:
         self._server.check_length(shape)
         self._runs += 1
-        seed = f"{self._seed}/{self._runs}"  # new prompts for each run, which are in no prefix cache
+        seed = f"{self._seed}/{self._runs}"  # a new seed for each run, so that no prompt is in a prefix cache
         load = Load(
             target=self._server.target,
             model=self._server.model,

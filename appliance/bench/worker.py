@@ -18,8 +18,8 @@ from appliance.bench.load import STOPPED, Load, LoadProgress, Record
 PROGRESS_S = 0.2
 _MAX_PREPARED = 4096
 _MAX_PREPARED_TOKENS = 16 << 20
-"""Maximum number of tokens in the requests that are encoded before the start (a token takes about six bytes).
-Later requests are encoded when they are sent."""
+"""Maximum number of tokens in the requests that are encoded before the start (about six bytes per token).
+Later requests are encoded just before they are sent."""
 
 
 class Sender:
@@ -79,7 +79,7 @@ class Sender:
         async with asyncio.TaskGroup() as streams:
             for number in self._numbers:
                 body, due_at = self._body(number), start + self._load.arrivals[number]
-                await asyncio.sleep(0)  # received chunks must be read even if the client is late
+                await asyncio.sleep(0)  # let the event loop read received chunks even if the client is late
                 while (wait := due_at - time.monotonic()) > 0:
                     await asyncio.sleep(wait)
                 streams.create_task(self._send(client, body, due_at))
@@ -89,7 +89,8 @@ class Sender:
         self._running.add(exchange)
         try:
             record = await client.complete(body, exchange, due_at)
-            self._records.append(record)  # `report` may have replaced the list during the await
+            # `self._records` is read after the await, because `report` may have replaced the list
+            self._records.append(record)
         except asyncio.CancelledError:
             self._records.append(Record(due_at, 0.0, time.monotonic(), exchange.first_at, failure=STOPPED))
             raise
@@ -113,7 +114,8 @@ def main() -> None:
     try:
         sender = Sender(*pipe.recv())
         gc.freeze()
-        gc.set_threshold(50_000, 20, 100)  # chunks create no cycles; the default is every 700 objects
+        # Chunks create no reference cycles. By default, the collector runs once per 700 objects.
+        gc.set_threshold(50_000, 20, 100)
         pipe.send(None)
         uvloop.run(sender.run(pipe.recv(), pipe))
     except (EOFError, BrokenPipeError):

@@ -23,14 +23,14 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A total of `requests` requests with one shape, of which at most `concurrency` run at once."""
+    """A total of `requests` requests with one shape, of which at most `concurrency` run at the same time."""
 
     requests: int
     concurrency: int
     shape: Shape
     metric: str = "output_tok_s"
-    """"output_tok_s" or "prompt_tok_s" (all tokens divided by the whole time), "p99_ms" or "ms" (the 99th
-    percentile, or the median, of the end-to-end time)."""
+    """One of "output_tok_s" and "prompt_tok_s" (tokens divided by total time), "p99_ms" (99th percentile of
+    the end-to-end time) and "ms" (its median)."""
 
     @property
     def unit(self) -> str:

@@ -24,11 +24,11 @@ def main() -> int:
         if error.filename is not None:
             print(f"appliance: {_shortened(error.filename)}: {error.strerror}", file=sys.stderr)
             return 1
-        # Writing to standard output failed. Buffered output is dropped, because the interpreter would report
-        # another error at exit.
+        # Writing to standard output failed. Drop the buffered output, because otherwise the interpreter would
+        # report another error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):  # the reader closed the pipe on purpose, as `head` does
-            print(f"appliance: the output cannot be written: {error.strerror}", file=sys.stderr)
+            print(f"appliance: cannot write the output: {error.strerror}", file=sys.stderr)
         return 1
     return code
 

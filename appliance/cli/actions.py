@@ -24,8 +24,8 @@ def perform(
     yes: bool = False,
     show: Callable[[Any], None] | None = None,
 ) -> None:
-    """Perform the action that `parameters` belongs to and print its result. `show` prints results other than
-    `Done`. `yes` skips the confirmation of a dangerous action."""
+    """Perform the action that `parameters` belongs to and print its result. `show` prints every result that
+    is not a `Done`. With `yes`, dangerous actions are not confirmed."""
     action = action_of(parameters)
     confirm(action, printable(action.target_name(parameters)), yes=yes)
     with admin_client(run_dir) as client:
@@ -39,17 +39,22 @@ def perform(
 
 
 def confirm(action: Action, target: str, *, yes: bool) -> None:
-    """Ask for confirmation of a dangerous action, unless `yes`. Raises Failure if the user declines, and
-    CommandLineError if standard input is not a terminal."""
+    """Ask for confirmation of a dangerous action, unless `yes` is set. Raises Failure if the user declines,
+    and CommandLineError if standard input is not a terminal."""
     if action.danger == "none" or yes:
         return
     if not is_terminal(sys.stdin):
         raise CommandLineError(
-            f"'{action.title} {target}' needs --yes: standard input is not a terminal to ask on"
+            f"'{action.title} {target}' needs confirmation, but standard input is not a terminal: add --yes"
         )
     print(f"{action.title} {target}? ", end="", flush=True, file=sys.stderr)
-    print("Type its name: " if action.danger == "typed" else "[y/N] ", end="", flush=True, file=sys.stderr)
+    print(
+        "Type the name to confirm: " if action.danger == "typed" else "[y/N] ",
+        end="",
+        flush=True,
+        file=sys.stderr,
+    )
     answer = sys.stdin.readline().strip()
     agreed = answer == target if action.danger == "typed" else answer.lower() in ("y", "yes")
     if not agreed:
-        raise Failure("nothing was changed")
+        raise Failure("cancelled: nothing was changed")

@@ -14,7 +14,7 @@ from appliance.cli.service_commands import doctor, serve, status
 from appliance.cli.tenant_commands import keys, peers, tenants
 
 app = typer.Typer(
-    help="One box, one service, one socket: an operated LLM inference appliance.",
+    help="Run and operate an LLM inference service on one server.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     add_completion=False,

@@ -71,7 +71,7 @@ def list_actions(
     since: str | None,
     as_json: bool,
 ) -> None:
-    """Print the recorded actions, oldest first, followed by those waiting in the spool."""
+    """Print the recorded actions, oldest first, followed by the actions that are waiting in the spool."""
     location = _location(run_dir, state_dir, file)
     wanted = ActionFilter(
         actor, action, None if since is None else _iso(moment(since, "--since", ahead=False))
@@ -84,7 +84,7 @@ def list_actions(
         print_json([_shown(record) for record in found])
         return
     if not found:
-        print(f"No action matches in {location.database}.", file=sys.stderr)
+        print(f"No matching actions in {location.database}.", file=sys.stderr)
         return
     rows = [_cells(record) for record in found]
     heading, *lines = table(_COLUMNS, rows, width=terminal_width())
@@ -104,15 +104,16 @@ def verify(
     as_json: bool,
 ) -> int:
     """Check the chain against all recorded chain heads, print the result and return the exit code. `journal`
-    selects which heads to use from the journal: all (True), those of this state directory if there are any
-    (None), or none (False)."""
+    selects the heads that are used from the journal: all (True), only this state directory's heads if there
+    are any (None), or none (False)."""
     location = _location(run_dir, state_dir, file)
     with as_failure(StoreError):
         recorded = [_noted(text) for text in noted]
         for name in heads:
             if name != "-" and not Path(name).exists():
                 raise Failure(
-                    f"--heads {name} does not exist: name a text with heads, such as the output of journalctl"
+                    f"--heads {name} does not exist: give a text file with recorded heads, such as the "
+                    "output of journalctl"
                 )
             recorded += (
                 recorded_in(sys.stdin or (), "standard input") if name == "-" else read_heads(Path(name))
@@ -133,7 +134,7 @@ def verify(
 def export(
     run_dir: str | None, state_dir: str | None, file: str | None, target: str | None, *, as_json: bool
 ) -> None:
-    """Write the chain to a file or to standard output. The file is either complete or not created."""
+    """Write the chain to a file or to standard output. If the export fails, no file is created."""
     location = _location(run_dir, state_dir, file)
     key = _key(location)
     with as_failure(StoreError), reading(location.database, CONTROL) as connection, _output(target) as out:
@@ -151,20 +152,21 @@ def export(
             }
         )
     if key is None:
-        print(
-            "The export is not signed: signing needs read rights to the service's audit.key.", file=sys.stderr
-        )
+        print("The export is not signed, because the service's audit.key cannot be read.", file=sys.stderr)
 
 
 def _examine_file(path: Path, recorded: list[Recorded], state_dir: str | None) -> Findings:
-    """Examine a copy or an export, using the key next to it or the key of the given state directory."""
+    """Check a copy or an export, using the key next to it or the key in the given state directory."""
     try:
         key = read_key((path.parent if state_dir is None else Path(state_dir)) / KEY_FILE)
     except StoreError:
         if state_dir is not None:
             raise
         found = examine(path, recorded)
-        unchecked = "signatures were not checked: name the folder of its service's audit.key with --state-dir"
+        unchecked = (
+            "signatures were not checked: use --state-dir to set the folder that contains the service's "
+            "audit.key"
+        )
         return found._replace(notes=[*found.notes, unchecked])
     return examine(path, recorded, key)
 
@@ -202,7 +204,7 @@ def _output(target: str | None) -> Iterator[TextIO]:
             os.fsync(out.fileno())
         unfinished.rename(path)
     except OSError as error:
-        raise Failure(f"{path} cannot be written ({error.strerror}): name another file") from error
+        raise Failure(f"{path} cannot be written ({error.strerror}): choose another file") from error
     finally:
         unfinished.unlink(missing_ok=True)
 
@@ -214,7 +216,8 @@ def _noted(text: str) -> Recorded:
     found = _HEAD.fullmatch(text.strip())
     if not found:
         raise CommandLineError(
-            f"--head {text[:100]!r} is not a head: write the row's number, a colon and its hash of 64 digits"
+            f"--head {text[:100]!r} is not valid: write SEQ:HASH, which is the row number, a colon and "
+            "the 64 hex digits of its hash"
         )
     return Recorded(Head(int(found[1]), found[2].lower()), "--head")
 
@@ -224,14 +227,19 @@ def _from_journal(location: ChainLocation, wanted: bool | None) -> JournalHeads:
         found = heads_in_journal(None)
         if not found.heads:
             raise Failure(
-                f"no head in the journal of this machine: {found.missing}. Use root or a member of "
-                f"systemd-journal, bring its output here with --heads FILE, or leave --journal out"
+                f"the journal's audit heads cannot be used: {found.missing}. Run this command as root "
+                "or as a member of the group systemd-journal, pass the journal's output with --heads "
+                "FILE, or omit --journal"
             )
         return found
     if wanted is not None:
         return JournalHeads([], "--no-journal")
     if location.folder is None:
-        return JournalHeads([], "no state directory is named; use --journal to read all heads in the journal")
+        return JournalHeads(
+            [],
+            "the journal was not read, because --file was given; add --journal to use all heads in the "
+            "journal",
+        )
     return heads_in_journal(location.folder)
 
 
@@ -243,7 +251,7 @@ def _say(location: ChainLocation, findings: Findings, missing: str | None) -> No
     from_journal = findings.sources.get(JOURNAL, 0)
     why = f" ({printable(missing)})" if missing else ""
     print(
-        f"sources: the chain, {_of_heads(findings.heads - from_journal, 'recorded')}, "
+        f"checked against: the chain itself, {_of_heads(findings.heads - from_journal, 'recorded')}, "
         f"{_of_heads(from_journal, 'journal')}{why}"
     )
     for problem in findings.problems:
@@ -254,9 +262,7 @@ def _say(location: ChainLocation, findings: Findings, missing: str | None) -> No
         print(f"{location.database} is complete and unchanged: {rows:,} rows")
         print(f"head {head.seq}:{head.hash}")
     else:
-        print(
-            f"{location.database} is not what the service wrote; {rows:,} rows before the fault are unchanged"
-        )
+        print(f"{location.database} is incomplete or was changed; the first {rows:,} rows are unchanged")
 
 
 def _of_heads(number: int, kind: str) -> str:
@@ -317,7 +323,8 @@ def _value(value: object) -> str:
 def _shown(record: ActionRecord) -> dict[str, Any]:
     fields = record._asdict()
     for name in ("params", "before", "after"):
-        with suppress(ValueError):  # not JSON: the row was tampered with, so show it as it is
+        # The text is not JSON because the row was tampered with, so show it unchanged.
+        with suppress(ValueError):
             fields[name] = json.loads(fields[name] or "null")
     return fields
 

@@ -10,8 +10,8 @@ import typer
 from appliance.cli.options import Config, Json, Limit, RunDir, StateDir
 
 audit = typer.Typer(
-    help="List, verify and export the audit trail of operators' actions. Needs only read rights, and no "
-    "running service.",
+    help="List, verify and export the audit trail of operators' actions. Requires read access to the state "
+    "directory, but no running service.",
     no_args_is_help=True,
 )
 
@@ -20,7 +20,7 @@ File = Annotated[
     typer.Option(
         "--file",
         metavar="FILE",
-        help="Read this copy of control.db instead of the one of the service.",
+        help="Read this copy of control.db instead of the service's database.",
         show_default=False,
     ),
 ]
@@ -31,19 +31,24 @@ def audit_list(
     limit: Limit = 20,
     actor: Annotated[
         str | None,
-        typer.Option(metavar="ACTOR", help="Only actions of this actor, such as uid:0.", show_default=False),
+        typer.Option(
+            metavar="ACTOR", help="List only actions of this actor, such as uid:0.", show_default=False
+        ),
     ] = None,
     action: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Only this action, such as keys.create, or all with a prefix, such as: keys.",
+            help="List only this action, such as keys.create. A name that ends with a dot, such as "
+            '"keys.", selects all actions with this prefix.',
             show_default=False,
         ),
     ] = None,
     since: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="Only actions since this date, or within this span (30m, 1h, 7d)."),
+        typer.Option(
+            metavar="TIME", help="List only actions since this date, or within this time span (30m, 1h, 7d)."
+        ),
     ] = None,
     file: File = None,
     run_dir: RunDir = None,
@@ -62,8 +67,8 @@ def audit_verify(
         list[str] | None,
         typer.Option(
             metavar="FILE",
-            help="Also check the heads in this text, such as the output of journalctl; - is standard input. "
-            "May be repeated.",
+            help="Also check against the recorded heads in this text file, such as the output of "
+            "journalctl; - reads standard input. May be repeated.",
             show_default=False,
         ),
     ] = None,
@@ -71,20 +76,23 @@ def audit_verify(
         bool | None,
         typer.Option(
             "--journal/--no-journal",
-            help="Also check the heads in the journal. By default, only those of this state directory.",
+            help="Also check against all recorded heads in the journal. By default, only the journal's "
+            "heads of this state directory are used.",
             show_default=False,
         ),
     ] = None,
     head: Annotated[
         list[str] | None,
-        typer.Option(metavar="SEQ:HASH", help="A head from your own records. May be repeated."),
+        typer.Option(
+            metavar="SEQ:HASH", help="Also check against this head from your own records. May be repeated."
+        ),
     ] = None,
     file: Annotated[
         str | None,
         typer.Option(
             "--file",
             metavar="FILE",
-            help="Verify this copy of control.db, or this export, instead of the database of the service.",
+            help="Verify this copy of control.db or this export instead of the service's database.",
             show_default=False,
         ),
     ] = None,
@@ -92,8 +100,8 @@ def audit_verify(
     state_dir: StateDir = None,
     json: Json = False,
 ) -> None:
-    """Verify that the audit trail is complete and unchanged, and name the first wrong row if it is not. Exit
-    code 1 if the check fails."""
+    """Verify that the audit trail is complete and unchanged. If it is not, the first wrong row is reported
+    and the exit code is 1."""
     from appliance.cli.audit import verify
 
     raise typer.Exit(
@@ -105,15 +113,19 @@ def audit_verify(
 def audit_export(
     target: Annotated[
         str | None,
-        typer.Argument(metavar="[FILE]", help="Default: standard output.", show_default=False),
+        typer.Argument(
+            metavar="[FILE]",
+            help="File to write the export to. Default: standard output.",
+            show_default=False,
+        ),
     ] = None,
     file: File = None,
     run_dir: RunDir = None,
     state_dir: StateDir = None,
     json: Json = False,
 ) -> None:
-    """Write every row as a line of JSON, and a last line with the signature. With FILE, --json prints a
-    summary of the export.
+    """Export the audit trail. Each row is written as a line of JSON, followed by a line with the signature.
+    With FILE, --json prints a summary of the export.
     """
     from appliance.cli.audit import export
 
@@ -125,7 +137,8 @@ def backup(
         str,
         typer.Argument(
             metavar="PATH",
-            help="A new folder or archive (.tar, .tar.gz, .tgz); in an existing folder, a new folder.",
+            help="Path of a new folder or archive (.tar, .tar.gz, .tgz). If PATH is an existing folder, a "
+            "new folder is created in it.",
             show_default=False,
         ),
     ],
@@ -137,7 +150,8 @@ def backup(
     state_dir: StateDir = None,
     json: Json = False,
 ) -> None:
-    """Copy databases, audit and settings while the service runs, and check the copy."""
+    """Back up the databases, the audit trail and the settings, and verify the backup. The service can
+    continue to run."""
     from appliance.cli.backup import take_backup
 
     take_backup(run_dir, state_dir, config, path, contents=contents, as_json=json)

@@ -17,7 +17,8 @@ UNIT = "appliance.service"
 JOURNAL = "the journal"
 """Source shown for heads from the journal."""
 MAX_READ_S = 20.0
-"""Time limit for reading the journal. The newest lines are read first, so only older ones can be missed."""
+"""Time limit for reading the journal. The newest lines are read first, so a timeout can only hide older
+heads."""
 
 
 class JournalHeads(NamedTuple):
@@ -25,12 +26,13 @@ class JournalHeads(NamedTuple):
 
     heads: list[Recorded]
     missing: str | None = None
-    """The reason why no heads were found, or why some may be missing."""
+    """The reason why no heads were found or some may be missing."""
 
 
 def heads_in_journal(folder: Path | None) -> JournalHeads:
     """Return the heads of the service whose state directory is `folder`, or of every service that ran as
-    `UNIT` if it is None. A missing systemd or a journal that the caller may not read is not an error."""
+    `UNIT` if `folder` is None. A missing systemd or a journal that the caller may not read is not an
+    error."""
     command = ["journalctl", "--quiet", "--no-pager", "--reverse", "--output=cat", f"--unit={UNIT}"]
     with tempfile.TemporaryFile() as said:
         try:
@@ -55,11 +57,11 @@ def heads_in_journal(folder: Path | None) -> JournalHeads:
         finally:
             timer.cancel()
         if late.is_set():
-            return JournalHeads(found, f"it was not read to its end within {MAX_READ_S:g} s")
+            return JournalHeads(found, f"journalctl did not finish within {MAX_READ_S:g} s")
         if process.returncode != 0:
             said.seek(0)
             why = said.read().decode(errors="replace").strip() or f"exit code {process.returncode}"
             return JournalHeads(found, f"journalctl failed: {why}")
     whose = UNIT if folder is None else f"{UNIT} with {folder}"
-    missing = f"it has no heads of {whose} that uid {os.geteuid()} may read"
+    missing = f"no audit heads of {whose} are readable by uid {os.geteuid()}"
     return JournalHeads(found, None if found else missing)

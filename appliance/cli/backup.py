@@ -33,7 +33,7 @@ def take_backup(
     contents: bool,
     as_json: bool,
 ) -> None:
-    """Copy the state, check the copy, and print what was copied."""
+    """Copy the state, check the copy, and print a list of the copied files."""
     run = find_run_dir(run_dir, config)
     state, path = find_state_dir(state_dir, run, config), Path(target).absolute()
     check_databases(state, None if state_dir else run, *AUDIT_FILES, "history.db", "contents.db")
@@ -58,13 +58,14 @@ def take_backup(
         return
     if head is None:
         print(
-            f"No service is running in {run}: the backup is not recorded in its audit chain.", file=sys.stderr
+            f"No service is running in {run}, so the backup is not recorded in the audit chain.",
+            file=sys.stderr,
         )
     _say(done)
 
 
 def _begun(run: Path, begin: BeginBackup) -> Head | None:
-    """Have the running service record the beginning of the backup. Returns the chain head that the copy must
+    """Make the running service record the beginning of the backup. Returns the chain head that the copy must
     contain; None if no service is running."""
     with AdminClient(run, key=admin_key()) as client:
         try:
@@ -78,13 +79,16 @@ def _begun(run: Path, begin: BeginBackup) -> Head | None:
 
 
 def _ended(run: Path, end: EndBackup) -> None:
-    """Have the service record the result of the backup. The copy is valid even if the service has stopped in
-    the meantime."""
+    """Make the service record the result of the backup. If the service has stopped by then, the copy is still
+    valid."""
     with AdminClient(run, key=admin_key()) as client:
         try:
             client.act(end)
         except (ServiceNotRunningError, AdminError) as error:
-            print(f"The result of this backup is not recorded in the audit chain: {error}", file=sys.stderr)
+            print(
+                f"The result of this backup could not be recorded in the audit chain: {error}",
+                file=sys.stderr,
+            )
 
 
 def _recorded(head: Head | None) -> Iterable[Recorded]:

@@ -67,8 +67,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Document(msgspec.Struct, kw_only=True):
-    """The document that --json writes. Names that end in `_ms` are milliseconds, names that end in `_s` are
-    seconds. null means that nothing was measured."""
+    """The document that --json writes. Fields whose names end in `_ms` are in milliseconds, and fields whose
+    names end in `_s` are in seconds. null means that nothing was measured."""
 
     appliance: str
     at: str
@@ -87,7 +87,9 @@ def bench(options: Options) -> int:
     workloads = _workloads(options)
     slo = Slo(options.ttft_p99_ms, options.itl_p99_ms)
     if options.find_rate and not slo.is_set:
-        raise typer.BadParameter("--find-rate needs a limit: give --ttft-p99-ms, --itl-p99-ms or both")
+        raise typer.BadParameter(
+            "--find-rate requires a latency limit: add --ttft-p99-ms, --itl-p99-ms or both"
+        )
     report = BenchReport(sys.stderr if options.json == "-" else sys.stdout)
     _check_writable(options.json)
     seed = str(int.from_bytes(os.urandom(4), "big") if options.seed is None else options.seed)
@@ -95,8 +97,8 @@ def bench(options: Options) -> int:
         with as_failure(BenchError):
             server = find_server(_target(options), options.model, options.vocab_size)
             report.wrapped(
-                f"{printable(server.model)} at {server.target} · prompts of ids below {server.vocab_size:,} "
-                f"({server.vocab_size_source}) · seed {seed}",
+                f"{printable(server.model)} at {server.target} · prompt token ids below "
+                f"{server.vocab_size:,} ({server.vocab_size_source}) · seed {seed}",
                 "dim",
             )
             results, search = _run(options, workloads, slo, server, seed, report)
@@ -165,9 +167,13 @@ def _workloads(options: Options) -> dict[str, Workload]:
         "--runs": options.runs,
     }
     conflicts = (
-        (bool(names), list(given)[:4], "workloads have their own"),
-        (options.is_open_loop, list(given)[:2], "requests arrive at --rate for --duration"),
-        (not options.is_open_loop, ["--duration"], "it needs --rate or --find-rate"),
+        (bool(names), list(given)[:4], "the named workload sets this value"),
+        (
+            options.is_open_loop,
+            list(given)[:2],
+            "with --rate or --find-rate, requests arrive at a fixed rate for --duration",
+        ),
+        (not options.is_open_loop, ["--duration"], "it can be used only with --rate or --find-rate"),
         (options.find_rate, ["--runs"], "--find-rate repeats trials as needed"),
     )
     for applies, flags, reason in conflicts:
@@ -175,11 +181,11 @@ def _workloads(options: Options) -> dict[str, Workload]:
             if applies and given[flag] is not None:
                 raise typer.BadParameter(f"remove {flag}: {reason}")
     if options.is_open_loop and len(names) > 1:
-        raise typer.BadParameter("--rate and --find-rate take the shape of one workload: name only one")
+        raise typer.BadParameter("--rate and --find-rate use a single workload: name only one")
     if options.rate is not None and options.rate * options.duration_s > MAX_REQUESTS:
         raise typer.BadParameter(
-            f"--rate {options.rate:g} for --duration {options.duration_s:g} are more than {MAX_REQUESTS:,} "
-            f"requests: reduce either"
+            f"--rate {options.rate:g} for --duration {options.duration_s:g} would send more than "
+            f"{MAX_REQUESTS:,} requests: reduce the rate or the duration"
         )
     if names:
         return {name: WORKLOADS[name] for name in names}
@@ -196,7 +202,9 @@ def _target(options: Options) -> Target:
     """Return the server given in the options, or the service of the run directory. Raises Failure and
     BenchError."""
     if len([one for one in (options.base_url, options.socket, options.run_dir) if one is not None]) > 1:
-        raise typer.BadParameter("--base-url, --socket and --run-dir each name a server: give one of them")
+        raise typer.BadParameter(
+            "--base-url, --socket and --run-dir cannot be combined: use only one of them"
+        )
     if options.base_url is not None:
         # The environment variable is meant for servers on the network. A service that identifies its peer by
         # the socket would reject the key.
@@ -208,7 +216,7 @@ def _target(options: Options) -> Target:
     uids = trusted_directory(run_dir, "--run-dir")
     if not os.path.lexists(socket):
         raise Failure(
-            f"no service is running at {socket}: name another server with --base-url or --socket, or "
+            f"no service is running at {socket}: set another server with --base-url or --socket, or "
             f"{start_remedy(run_dir)}"
         )
     return socket_target(str(socket), options.api_key, uids)
@@ -244,7 +252,7 @@ def _check_writable(path: str | None) -> None:
         with file.open("a"):
             pass
         if is_new:
-            file.resolve().unlink()  # removes the target of a symbolic link, not the link
+            file.resolve().unlink()  # remove the target of a symbolic link, not the link
     except OSError as error:
         raise Failure(f"--json {path!r} cannot be written: {error.strerror}") from error
 

@@ -20,7 +20,7 @@ _RANKS = ("p50", "p90", "p99", "max")
 _MIN_FOR_P99 = 100
 """With fewer requests, the 99th percentile (nearest rank) equals the maximum."""
 _FINE = 0.05
-"""Precision of a search. The report notes it if a trial is less precise."""
+"""Target precision of a search. If a trial is less precise, the report says so."""
 
 
 class BenchReport:
@@ -121,15 +121,19 @@ class BenchReport:
             )
             if (beyond := resolution(best, duration_s)) > _FINE:
                 notes.append(
-                    f"with {best.requests:,} requests per trial, a rate may pass that is up to {beyond:.0%} "
-                    f"beyond what the server can do: a longer --duration is more precise"
+                    f"with only {best.requests:,} requests per trial, the result may be up to "
+                    f"{beyond:.0%} above the rate that the server can sustain: a longer --duration "
+                    "gives a more precise result"
                 )
             if best.requests < _MIN_FOR_P99:
-                notes.append(f"the 99th percentile of {best.requests:,} requests is the slowest of them")
+                notes.append(
+                    f"with only {best.requests:,} requests per trial, the 99th percentile is the slowest "
+                    "request"
+                )
         if any(reason.startswith(SLOW) for trial in search.trials for reason in trial.reasons):
             notes.append(
-                "trials must last more than twice as long as a response takes to show whether a rate is "
-                "sustained: give a longer --duration"
+                "a trial shows whether a rate is sustained only if it lasts more than twice as long as "
+                "a response takes: use a longer --duration"
             )
         for note in notes:
             self.wrapped(f"note: {note}", "yellow")
@@ -178,28 +182,28 @@ class ProgressBar:
 def _notes(result: Result, run: Run) -> Iterator[str]:
     """Yield the notes that a reader needs to interpret a run."""
     if run.unfinished:
-        yield f"{run.unfinished:,} requests were open when the run was stopped"
+        yield f"{run.unfinished:,} requests were unfinished when the run was stopped"
     if run.busiest_worker_cpu > SATURATED:
         yield (
-            f"the busiest of {run.workers} client processes used {run.busiest_worker_cpu:.0%} of a core: the "
-            f"client may be the bottleneck; give it more --workers, or cores"
+            f"the busiest of {run.workers} client processes used {run.busiest_worker_cpu:.0%} of a "
+            "core: the client may be the bottleneck; use more --workers, or more cores"
         )
     if run.late_p99_ms > LATE_MS:
         yield f"requests were sent late: {run.late_p99_ms:,.0f} ms (p99) after they were due"
     if run.backlog is not None and run.backlog.is_growing:
-        yield f"{run.backlog}: the server does not keep up with this rate, and times grow with --duration"
+        yield f"{run.backlog}: the server cannot sustain this rate, so latencies grow with --duration"
     if run.short_answers:
         yield (
-            f"{run.short_answers:,} of {run.succeeded:,} answers have fewer than the {result.output_tokens} "
-            f"tokens asked for: the server ignores ignore_eos. The rates count the {run.output_tokens:,} "
-            f"tokens that were received"
+            f"{run.short_answers:,} of {run.succeeded:,} answers have fewer than the "
+            f"{result.output_tokens} requested tokens, because the server ignores ignore_eos. The rates "
+            f"count the {run.output_tokens:,} tokens that were received"
         )
     if run.tokens_counted_by_client and run.succeeded:
-        yield "the server sent no usage: each chunk counts as a token"
+        yield "the server reported no token usage, so each chunk counts as one token"
     elif run.chunks and abs(run.output_tokens / run.chunks - 1) > 0.05:
         yield (
-            f"a chunk carries {run.output_tokens / run.chunks:.2f} tokens on average: ITL is measured per "
-            f"chunk, TPOT per token"
+            f"a chunk contains {run.output_tokens / run.chunks:.2f} tokens on average; ITL is measured "
+            "per chunk, TPOT per token"
         )
 
 

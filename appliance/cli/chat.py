@@ -15,9 +15,9 @@ from appliance.cli.service import find_run_dir
 
 _HELP = """\
   Ctrl-C   cancel the answer
-  Ctrl-D   leave
-  /reset   begin a new conversation
-  /help    this list"""
+  Ctrl-D   exit
+  /reset   start a new conversation
+  /help    show this list"""
 _INTERRUPTED = 130
 # An answer may contain line breaks and tabs. All other control characters are removed, because they could
 # control the terminal.
@@ -25,7 +25,7 @@ _STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class Conversation:
-    """The messages so far, and the parameters of the next request."""
+    """The messages of a conversation, and the parameters of the next request."""
 
     def __init__(self, client: ChatClient, system: str | None, options: dict[str, Any]) -> None:
         self._client = client
@@ -38,12 +38,12 @@ class Conversation:
         self.messages = list(self._opening)
 
     def ask(self, question: str) -> Generator[Piece | End, None, None]:
-        """Send a question and yield the answer as it arrives. If the answer is cut off, the part received so
-        far stays in the conversation; a question without any answer is removed. Raises AnswerError."""
+        """Send a question and yield the answer as it arrives. If the answer is cut off, the conversation
+        keeps the part that was received. A question that got no answer is removed. Raises AnswerError."""
         self.messages.append({"role": "user", "content": _sendable(question)})
         said: list[str] = []
         try:
-            # Close the stream however this block is left, because closing it tells the service to stop.
+            # Close the stream no matter how this block ends: closing it tells the service to stop generating.
             with contextlib.closing(
                 self._client.answer({**self._options, "messages": self.messages})
             ) as answer:
@@ -72,7 +72,7 @@ def chat(
     if prompt is None and not is_terminal(sys.stdin):
         prompt = sys.stdin.read() if sys.stdin is not None else ""
     if prompt is not None and not prompt.strip():
-        raise Failure("the prompt is empty: write one, or start a conversation with: appliance chat")
+        raise Failure("the prompt is empty: pass a prompt, or start a conversation with: appliance chat")
     with ChatClient(find_run_dir(run_dir)) as client:
         options: dict[str, Any] = {"model": _choose(client.models(), model), "temperature": temperature}
         if max_tokens is not None:
@@ -89,7 +89,7 @@ def _choose(models: list[str], wanted: str | None) -> str:
     if wanted is None:
         return models[0]
     if wanted not in models:
-        raise Failure(f"no model {wanted!r}: available models: {', '.join(models)}")
+        raise Failure(f"unknown model {wanted!r}; available models: {', '.join(models)}")
     return wanted
 
 
@@ -108,7 +108,7 @@ def _answer_once(conversation: Conversation, prompt: str) -> int:
 def _converse(conversation: Conversation, model: str) -> int:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (gives input() a history and its keys)
-    print(paint(f"Chatting with {printable(model)}. /help shows the keys, Ctrl-D leaves.", "dim"))
+    print(paint(f"Chatting with {printable(model)}. /help lists the commands, Ctrl-D exits.", "dim"))
     while True:
         try:
             line = input("> ").strip()
@@ -135,11 +135,11 @@ def _is_command(conversation: Conversation, line: str) -> bool:
         return False
     if line == "/reset":
         conversation.reset()
-        print(paint("A new conversation.", "dim"))
+        print(paint("Started a new conversation.", "dim"))
     elif line == "/help":
         print(paint(_HELP, "dim"))
     else:
-        print(paint(f"{line} is not a command: available commands: /reset, /help.", "dim"))
+        print(paint(f"{line} is not a command. Available commands: /reset, /help.", "dim"))
     return True
 
 

@@ -18,7 +18,7 @@ _READ_BYTES = 64 << 10
 
 
 class AnswerError(Exception):
-    """The service did not answer, or its answer was cut off; the message gives the reason."""
+    """Raised if the service does not answer or its answer is cut off. The message gives the reason."""
 
 
 class Piece(NamedTuple):
@@ -28,7 +28,7 @@ class Piece(NamedTuple):
 
 
 class End(NamedTuple):
-    """The end of an answer, with its statistics."""
+    """The end of an answer, with statistics about the answer."""
 
     finish_reason: str
     completion_tokens: int | None
@@ -36,7 +36,7 @@ class End(NamedTuple):
     ttft_s: float | None
     """Time from the request to the first text."""
     tokens_per_s: float | None
-    """Rate of the generated tokens between the first text and the end of the answer."""
+    """Generated tokens per second between the first text and the end of the answer."""
 
 
 class ChatClient:
@@ -63,8 +63,8 @@ class ChatClient:
                 content = response.read()
         except (OSError, HTTPException) as error:
             raise Failure(
-                f"the service behind {self._socket} does not answer ({error or type(error).__name__}): "
-                f"see its state with: appliance status --run-dir {self._run_dir}"
+                f"the service on {self._socket} does not respond ({error or type(error).__name__}); "
+                f"show its state with: appliance status --run-dir {self._run_dir}"
             ) from error
         if response.status != 200:
             raise Failure(_refusal(response.status, content))
@@ -72,13 +72,12 @@ class ChatClient:
             return [str(model["id"]) for model in json.loads(content)["data"]]
         except (ValueError, KeyError, TypeError) as error:
             raise Failure(
-                f"{self._socket} is not the API of this product: it has no list of models"
+                f"{self._socket} does not serve the Appliance API: it returned no list of models"
             ) from error
 
     def answer(self, body: dict[str, Any]) -> Generator[Piece | End, None, None]:
-        """Stream the answer to a chat completion request; closing the iterator cancels it.
-
-        Raises AnswerError for a refusal, an error event or a broken connection.
+        """Stream the answer to a chat completion request. Closing the iterator cancels the request. Raises
+        AnswerError for a refusal, an error event or a broken connection.
         """
         asked = time.monotonic()
         first: float | None = None
@@ -102,9 +101,9 @@ class ChatClient:
                             first = first or time.monotonic()
                             yield Piece(text)
         except (OSError, HTTPException) as error:
-            raise AnswerError(f"the connection broke: {error or type(error).__name__}") from error
+            raise AnswerError(f"the connection was lost: {error or type(error).__name__}") from error
         if not finish_reason:
-            raise AnswerError("the answer broke off: the service closed the connection")
+            raise AnswerError("the answer is incomplete: the service closed the connection")
         yield _end(finish_reason, tokens, asked, first)
 
     def _connected(self, timeout_s: float | None) -> HTTPConnection:
@@ -163,7 +162,7 @@ def _objects(data: Iterable[str]) -> Iterator[dict[str, Any]]:
         except ValueError:
             event = None
         if not isinstance(event, dict):
-            raise AnswerError(f"the answer has an event that is not a JSON object: {text[:80]!r}")
+            raise AnswerError(f"the service sent an event that is not a JSON object: {text[:80]!r}")
         if (error := event.get("error")) is not None:
             raise AnswerError(str(error.get("message", error) if isinstance(error, dict) else error))
         yield event
@@ -174,5 +173,5 @@ def _refusal(status: int, content: bytes) -> str:
     try:
         message = str(json.loads(content)["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        message = content[:200].decode("utf-8", "replace").strip() or "no reason was given"
+        message = content[:200].decode("utf-8", "replace").strip() or "the service gave no reason"
     return f"{message} (status {status})"

@@ -15,9 +15,9 @@ TOKENS = whole_number(1, 10_000_000)
 MILLISECONDS = number(0.001, 86_400_000)
 
 BENCH_EPILOG = (
-    "Workloads: http1, http256, http1024 (1, 256 and 1,024 streams, 512 prompt and 256 output tokens), and "
-    "those of the engine: b1_50tok, b1_decode, b8_decode, b64_decode, n1024, n1024_sampled, prefill, long, "
-    "ttft8k. Exit code 1 if a request failed."
+    "Workloads: http1, http256 and http1024 (1, 256 and 1,024 streams, with 512 prompt and 256 output "
+    "tokens), and the engine's workloads b1_50tok, b1_decode, b8_decode, b64_decode, n1024, "
+    "n1024_sampled, prefill, long and ttft8k. The exit code is 1 if a request failed."
 )
 
 
@@ -29,7 +29,10 @@ def chat(
         ),
     ] = None,
     model: Annotated[
-        str | None, typer.Option("--model", "-m", metavar="NAME", help="Default: the service's first model.")
+        str | None,
+        typer.Option(
+            "--model", "-m", metavar="NAME", help="Model to use. Default: the service's first model."
+        ),
     ] = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.")] = None,
     temperature: Annotated[
@@ -40,9 +43,10 @@ def chat(
     ] = None,
     run_dir: RunDir = None,
 ) -> None:
-    """Talk to a model from the terminal.
+    """Chat with a model in the terminal.
 
-    Ctrl-C cancels an answer, Ctrl-D leaves. With PROMPT or piped input: one answer.
+    Ctrl-C cancels an answer, Ctrl-D exits. With PROMPT or piped input, the command prints one answer and
+    exits.
     """
     from appliance.cli.chat import chat
 
@@ -61,40 +65,53 @@ def chat(
 def bench(
     workloads: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[WORKLOAD]...", help="Names of workloads; see below.", show_default=False),
+        typer.Argument(
+            metavar="[WORKLOAD]...", help="Names of workloads, which are listed below.", show_default=False
+        ),
     ] = None,
     base_url: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="Any OpenAI-compatible server, as http://127.0.0.1:8080/v1."),
+        typer.Option(
+            metavar="URL", help="URL of an OpenAI-compatible server, such as http://127.0.0.1:8080/v1."
+        ),
     ] = None,
     socket: Annotated[
-        str | None, typer.Option(metavar="PATH", help="A server on a Unix socket. Default: the service's.")
+        str | None,
+        typer.Option(metavar="PATH", help="Unix socket of the server. Default: the service's socket."),
     ] = None,
     api_key: Annotated[
-        str | None, typer.Option(metavar="KEY", help="Bearer key. With --base-url also $OPENAI_API_KEY.")
+        str | None,
+        typer.Option(metavar="KEY", help="Bearer key. With --base-url, the default is $OPENAI_API_KEY."),
     ] = None,
     model: Annotated[
-        str | None, typer.Option("--model", "-m", metavar="NAME", help="Default: the server's first model.")
+        str | None,
+        typer.Option(
+            "--model", "-m", metavar="NAME", help="Model to measure. Default: the server's first model."
+        ),
     ] = None,
     vocab_size: Annotated[
         int | None,
         typer.Option(
             metavar="N",
-            help="Prompts are random ids below N. Default: what the server reports.",
+            help="Use random token ids below N as prompts. Default: the vocabulary size reported by the "
+            "server.",
             parser=TOKENS,
         ),
     ] = None,
     concurrency: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="Streams at once (16).", show_default=False, parser=whole_number(1, 100_000)
+            metavar="N",
+            help="Number of concurrent streams (default 16).",
+            show_default=False,
+            parser=whole_number(1, 100_000),
         ),
     ] = None,
     requests: Annotated[
         int | None,
         typer.Option(
             metavar="N",
-            help="Number of requests in total (4 per stream).",
+            help="Total number of requests (default 4 per stream).",
             show_default=False,
             parser=whole_number(1, MAX_REQUESTS),
         ),
@@ -102,20 +119,21 @@ def bench(
     prompt_tokens: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="Prompt tokens of each request (512).", show_default=False, parser=TOKENS
+            metavar="N", help="Prompt tokens per request (default 512).", show_default=False, parser=TOKENS
         ),
     ] = None,
     output_tokens: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="Output tokens of each request (128).", show_default=False, parser=TOKENS
+            metavar="N", help="Output tokens per request (default 128).", show_default=False, parser=TOKENS
         ),
     ] = None,
     rate: Annotated[
         float | None,
         typer.Option(
             metavar="R",
-            help="Open loop: send R requests per second (Poisson) for --duration.",
+            help="Send R requests per second for --duration, without waiting for answers (open loop, "
+            "Poisson arrivals).",
             parser=number(0.001, 100_000),
         ),
     ] = None,
@@ -123,7 +141,7 @@ def bench(
         float | None,
         typer.Option(
             metavar="S",
-            help="Time during which requests arrive, in seconds (30).",
+            help="Time during which requests are sent, in seconds (default 30).",
             show_default=False,
             parser=number(0.1, 7 * 86_400),
         ),
@@ -131,34 +149,44 @@ def bench(
     find_rate: Annotated[
         bool,
         typer.Option(
-            "--find-rate", help="Search for the highest rate that keeps the limits below, starting at --rate."
+            "--find-rate",
+            help="Search for the highest request rate that meets --ttft-p99-ms and --itl-p99-ms, starting "
+            "at --rate.",
         ),
     ] = False,
     ttft_p99_ms: Annotated[
         float | None,
-        typer.Option(metavar="MS", help="Limit of the time to the first token.", parser=MILLISECONDS),
+        typer.Option(
+            metavar="MS",
+            help="Limit on the 99th percentile of the time to first token, in milliseconds.",
+            parser=MILLISECONDS,
+        ),
     ] = None,
     itl_p99_ms: Annotated[
         float | None,
-        typer.Option(metavar="MS", help="Limit of the gaps between tokens.", parser=MILLISECONDS),
+        typer.Option(
+            metavar="MS",
+            help="Limit on the 99th percentile of the time between tokens, in milliseconds.",
+            parser=MILLISECONDS,
+        ),
     ] = None,
     runs: Annotated[
         int | None,
         typer.Option(
             metavar="N",
-            help="Number of runs (1); the median run is shown.",
+            help="Number of runs (default 1). The median run is shown.",
             show_default=False,
             parser=whole_number(1, 1000),
         ),
     ] = None,
     warm_up: Annotated[
-        bool, typer.Option("--warm-up/--no-warm-up", help="Requests before the first run that do not count.")
+        bool, typer.Option("--warm-up/--no-warm-up", help="Send unmeasured requests before the first run.")
     ] = True,
     workers: Annotated[
         int | None,
         typer.Option(
             metavar="N",
-            help="Number of client processes. Default: depends on streams and cores.",
+            help="Number of client processes. The default depends on the number of streams and cores.",
             parser=whole_number(1, 256),
         ),
     ] = None,
@@ -166,21 +194,27 @@ def bench(
         int | None,
         typer.Option(
             metavar="N",
-            help="Seed of prompts and arrivals. Default: random, so that no prompt is cached.",
+            help="Seed for prompts and arrival times. Default: random, so that no prompt is in the server's "
+            "cache.",
             parser=whole_number(0, 2**63 - 1),
         ),
     ] = None,
     run_dir: RunDir = None,
     json: Annotated[
         str | None,
-        typer.Option("--json", metavar="FILE", help="Write all measurements to FILE; - is standard output."),
+        typer.Option(
+            "--json",
+            metavar="FILE",
+            help="Write all measurements to FILE as JSON; - writes to standard output.",
+        ),
     ] = None,
 ) -> None:
     """Measure a server under load: TTFT, ITL, E2E, throughput and goodput.
 
-    Without a workload: --concurrency streams, or --rate, of one shape. Every token is streamed, prompts are
-    random token ids, and answers have a fixed length (ignore_eos). Goodput counts requests that keep
-    --ttft-p99-ms, and --itl-p99-ms in the mean of their gaps.
+    Without a named workload, the requests are described by --prompt-tokens and --output-tokens, and the load
+    by --concurrency or --rate. Answers are streamed and have a fixed length (ignore_eos). Prompts are random
+    token ids. Goodput counts only requests whose time to first token is within --ttft-p99-ms and whose mean
+    time between tokens is within --itl-p99-ms.
     """
     options = locals()
     from appliance.cli.bench import Options, bench

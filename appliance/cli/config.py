@@ -38,13 +38,13 @@ def check(file: str | None, *, as_json: bool) -> int:
         for fault in faults:
             print(printable(str(fault)))
     else:
-        print(f"ok: {', '.join(map(printable, files)) or 'no file: defaults'}")
+        print(f"ok: {', '.join(map(printable, files)) or 'no settings file, so defaults apply'}")
     return 1 if faults else 0
 
 
 def show(run_dir: str | None, config: str | None, *, origin: bool, as_json: bool) -> None:
-    """Print the settings of the running service, or those from a file if one is given or no service is
-    running."""
+    """Print the running service's settings. If a settings file is given or no service is running, print the
+    settings that a service would start with."""
     running = None if config is not None else _of_service(run_dir)
     if running is None:
         with as_failure(SettingsError):
@@ -54,15 +54,15 @@ def show(run_dir: str | None, config: str | None, *, origin: bool, as_json: bool
     if as_json:
         print_json(found)
         return
-    whose = "the running service" if running is not None else "a service that starts now"
-    files = ", ".join(map(printable, found.files)) or "no file"
-    print(paint(f"# settings of {whose}: {files}", "dim"))
+    whose = "the running service" if running is not None else "a service started now"
+    files = ", ".join(map(printable, found.files)) or "none"
+    print(paint(f"# settings of {whose} (files: {files})", "dim"))
     for text in toml_lines(found.settings, found.places if origin else {}):
         print(text)
 
 
 def reload(run_dir: str | None, *, as_json: bool) -> None:
-    """Have the service reload its settings and print the result. Raises Failure if the service refuses."""
+    """Make the service reload its settings, and print the result. Raises Failure if the service refuses."""
     perform(run_dir, ReloadConfig(), as_json=as_json, show=_show_reloaded)
 
 
@@ -108,6 +108,6 @@ def _show_reloaded(reloaded: Reloaded) -> None:
     for text in lines:
         print(printable(text))
     for text in reloaded.at_restart:
-        print(paint(f"{printable(text)} (takes effect after a restart)", "yellow"))
+        print(paint(f"{printable(text)} (takes effect only after a restart)", "yellow"))
     if not lines and not reloaded.at_restart:
-        print("nothing has changed")
+        print("the settings have not changed")

@@ -22,7 +22,7 @@ class _Message(msgspec.Struct):
 
 
 def show_contents(run_dir: str | None, request_id: str, *, as_json: bool) -> None:
-    """Print the stored contents. The service records in the audit trail who read them."""
+    """Print the stored contents. The service records the request and its caller in the audit trail."""
     perform(run_dir, ShowContents(request_id=request_id), as_json=as_json, show=_say)
 
 
@@ -41,7 +41,7 @@ def _described(text: KeptText) -> str:
     if text.redactions:
         parts.append(f"{text.redactions} secret{'s' if text.redactions != 1 else ''} removed")
     if text.truncated:
-        parts.append("only the beginning is kept")
+        parts.append("truncated")
     return "; ".join(parts)
 
 

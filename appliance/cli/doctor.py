@@ -27,8 +27,8 @@ _INDENT = 12
 
 
 def show_findings(config: str | None, run_dir: str | None, state_dir: str | None, *, as_json: bool) -> int:
-    """Examine the service and print the findings. Returns the exit code: 1 if there is a problem; warnings
-    are ignored."""
+    """Examine the service and print the findings. Returns exit code 1 if there is a problem. Warnings do not
+    affect the exit code."""
     run, state, settings = _find(config, run_dir, state_dir)
     examination = examine(run, state, settings)
     if as_json:
@@ -51,11 +51,12 @@ def _find(
         settings = str(error)
     try:
         run = find_run_dir(run_dir, config)
-    except Failure:  # `settings` contains the error; use the flags and defaults
+    except Failure:  # `settings` contains the error, so use the flags and defaults
         run = Path(run_dir or default_run_dir()).absolute()
     try:
         return run, find_state_dir(state_dir, run, config), settings
-    except (Failure, UntrustedError):  # as above, or an untrusted run directory, which the findings report
+    # The settings are unusable, or the run directory is not trusted. The findings report either case.
+    except (Failure, UntrustedError):
         return run, Path(state_dir or default_state_dir()).absolute(), settings
 
 

@@ -55,7 +55,7 @@ def drain(
         except KeyboardInterrupt:
             return _interrupted(client, model)
     if last is None:
-        print(f"{_name(model)} was resumed by another operator", file=sys.stderr)
+        print(f"{_name(model)}: the drain was cancelled by another operator", file=sys.stderr)
         return 1
     print_json(last, line=True) if as_json else print(line(last))
     return 1 if last.ended else 0
@@ -99,7 +99,7 @@ class _Watch:
 
 def line(status: DrainStatus) -> str:
     """Format the progress of a drain as one line."""
-    held = [f"{of_count(status.held)} held until resume"] if status.queue else []
+    held = [f"{of_count(status.held)} held until service resumes"] if status.queue else []
     if status.state == "drained":
         facts = [f"took {of_seconds(status.elapsed_s)}", *held]
         if status.ended:
@@ -111,7 +111,7 @@ def line(status: DrainStatus) -> str:
         if status.running or status.queued:
             facts.append(f"ETA {'unknown' if status.eta_s is None else of_seconds(status.eta_s)}")
             facts.append(f"grace left {of_seconds(status.grace_left_s)}")
-            facts.append(f"about {of_count(status.tokens_left)} tokens")
+            facts.append(f"about {of_count(status.tokens_left)} tokens left to generate")
     return f"{_name(status.model)} {_DOES[status.state]}: {', '.join(facts)}"
 
 
@@ -128,7 +128,7 @@ def _interrupted(client: AdminClient, model: str | None) -> int:
     if answer in ("y", "yes"):
         print(printable(client.resume(ResumeService(model=model)).message), file=sys.stderr)
         return 1
-    print(f"{name} continues to drain; cancel the drain with: appliance resume{option}", file=sys.stderr)
+    print(f"{name} continues draining; cancel the drain with: appliance resume{option}", file=sys.stderr)
     return INTERRUPTED
 
 

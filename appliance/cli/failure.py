@@ -7,14 +7,14 @@ from contextlib import contextmanager
 
 
 class Failure(Exception):
-    """The command failed. The message names the cause, the value and the remedy."""
+    """Raised if a command fails. The message gives the cause, the value and the remedy."""
 
     code = 1
     """Exit code of the command."""
 
 
 class CommandLineError(Failure):
-    """The command line is invalid: a value cannot be used, or an option is missing."""
+    """Raised if the command line is invalid because a value cannot be used or an option is missing."""
 
     code = 2
 

@@ -36,9 +36,9 @@ def flag(field: Declared) -> str:
 
 
 def with_fields(record: type[msgspec.Struct], *, but: Collection[str] = ()) -> Callable[[Command], Command]:
-    """Add an option to a command for each declared field of `record` and its quota, except those in `but`.
-    The command receives the options as keyword arguments. Their values are text, because "none" is a valid
-    value too."""
+    """Add an option to a command for each declared field of `record` and its quota, except the fields in
+    `but`. The command receives the options as keyword arguments. Their values are strings, because "none" is
+    also a valid value."""
 
     def decorate(command: Command) -> Command:
         signature = inspect.signature(command, eval_str=True)
@@ -93,11 +93,11 @@ def _value(field: Declared, text: str) -> Any:
     if field.kind == "time":
         return moment(text, name, ahead=True)
     value = _parsed(field, text)
-    # The service checks texts and names, and its error message is equivalent.
+    # Texts and names are left to the service, whose error message is just as good.
     if value is None or (field.kind not in ("text", "list") and not allows(field, value)):
         expected = "P0, P1, P2 or P3" if field.kind == "class" else field.expected
         lifted = ", or none" if field.optional else ""
-        raise CommandLineError(f"{name} {text[:40]!r} cannot be used: write {expected}{lifted}")
+        raise CommandLineError(f"{name} {text[:40]!r} is not valid: use {expected}{lifted}")
     return value
 
 
@@ -121,7 +121,7 @@ def _parsed(field: Declared, text: str) -> Any:
 
 
 def shown(field: Declared, value: Any) -> str:
-    """Format a value for people. None is shown as its meaning."""
+    """Format a value for people. None is shown as the text that describes its meaning."""
     from appliance.cli.times import local, of_span
 
     if value is None:

@@ -61,12 +61,12 @@ def set_key(run_dir: str | None, key_id: str, options: Mapping[str, Any], *, as_
     """Change a key, and print it."""
     fields = given_fields(options, KeyFields)
     if not fields:
-        raise CommandLineError("nothing to change was given: see appliance keys set --help")
+        raise CommandLineError("no changes were given: see appliance keys set --help")
     perform(run_dir, SetKey(id=key_id, **fields), as_json=as_json, show=lambda key: _print([key]))
 
 
 def list_keys(run_dir: str | None, tenant: str | None, *, as_json: bool) -> None:
-    """Print all keys, or those of one tenant, oldest first."""
+    """Print all keys, or the keys of one tenant, oldest first."""
     with admin_client(run_dir) as client:
         every = client.keys()
     found = [key for key in every if tenant in (None, key.tenant)]
@@ -76,7 +76,7 @@ def list_keys(run_dir: str | None, tenant: str | None, *, as_json: bool) -> None
         _print(found)
     else:
         whose = "" if tenant is None else f" of tenant {printable(tenant)}"
-        print(f"No keys{whose}: create one with: appliance keys create --name NAME", file=sys.stderr)
+        print(f"No keys{whose}. Create one with: appliance keys create --name NAME", file=sys.stderr)
 
 
 def _print(keys: list[Key]) -> None:
@@ -97,12 +97,12 @@ def _print(keys: list[Key]) -> None:
 
 
 def _print_new(made: NewKey) -> None:
-    """Print a new key. Standard output contains only the key, so that a script can read it."""
+    """Print a new key. Only the key is written to standard output, so that a script can read it."""
     until = f", valid until {local(made.expires_at)}" if made.expires_at is not None else ""
     print(made.key)
     print(
-        f"This is key {made.id} ({printable(made.name)}) of tenant {printable(made.tenant)}{until}. "
-        f"It is shown only once: save it now.",
+        f"This is key {made.id} ({printable(made.name)}) of tenant {printable(made.tenant)}{until}. The "
+        "key is shown only once: save it now.",
         file=sys.stderr,
     )
     if made.replaces is not None:

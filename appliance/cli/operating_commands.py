@@ -13,7 +13,7 @@ config = typer.Typer(help="Check, show and reload the settings.", no_args_is_hel
 
 Model = Annotated[
     str | None,
-    typer.Option("--model", "-m", metavar="NAME", help="Only this model. Default: the whole service."),
+    typer.Option("--model", "-m", metavar="NAME", help="Name of the model. Default: the whole service."),
 ]
 
 
@@ -21,24 +21,26 @@ def drain(
     model: Model = None,
     grace_s: Annotated[
         str,
-        typer.Option("--grace", metavar="SPAN", help="After this time, running requests end with an error."),
+        typer.Option(
+            "--grace", metavar="SPAN", help="Time after which unfinished requests end with an error."
+        ),
     ] = "120s",
     queue: Annotated[
         bool,
-        typer.Option("--queue", help="Hold new requests until service is resumed."),
+        typer.Option("--queue", help="Hold new requests until service resumes, instead of refusing them."),
     ] = False,
     wait: Annotated[
-        bool, typer.Option("--wait/--no-wait", help="Show the progress until it is done.")
+        bool, typer.Option("--wait/--no-wait", help="Show the progress until the drain is complete.")
     ] = True,
     yes: Yes = False,
     run_dir: RunDir = None,
     json: Json = False,
 ) -> None:
-    """Accept no new requests, and finish those that were accepted.
+    """Stop accepting requests, and finish the requests that were already accepted.
 
-    Shows the progress until it is done. Ctrl-C stops watching and asks whether to cancel the drain; without a
-    terminal the drain continues. With --json, each update is a line. Exit code 1 if requests were ended or
-    the drain was cancelled."""
+    Shows the progress until the drain is complete. Ctrl-C asks whether to cancel the drain; without a
+    terminal, the drain continues. With --json, each update is one line. The exit code is 1 if requests were
+    ended with an error or the drain was cancelled."""
     from appliance.cli.drain import drain
 
     raise typer.Exit(
@@ -47,7 +49,7 @@ def drain(
 
 
 def resume(model: Model = None, run_dir: RunDir = None, json: Json = False) -> None:
-    """Cancel or end a drain: accept requests again, held requests first."""
+    """Cancel or end a drain and accept requests again. Held requests are served first."""
     from appliance.actions import ResumeService
     from appliance.cli.actions import perform
 
@@ -60,13 +62,14 @@ def config_check(
         str | None,
         typer.Argument(
             metavar="[FILE]",
-            help="The settings file; conf.d beside it is included. Default: the service's file.",
+            help="Settings file to check, together with the conf.d folder next to it. Default: the "
+            "service's settings file.",
             show_default=False,
         ),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Check the settings files, and print each mistake with its line. Exit code 1 if there are any."""
+    """Check the settings files, and print each mistake with its line. The exit code is 1 if there is any."""
     from appliance.cli.config import check
 
     raise typer.Exit(check(file, as_json=json))
@@ -79,8 +82,8 @@ def config_show(
     run_dir: RunDir = None,
     json: Json = False,
 ) -> None:
-    """Print all settings in effect: those of the running service, or of a file (with --config, or if none
-    runs)."""
+    """Print all settings of the running service. With --config, or if no service is running, print the
+    settings from the settings file."""
     from appliance.cli.config import show
 
     show(run_dir, config, origin=origin, as_json=json)
@@ -88,9 +91,9 @@ def config_show(
 
 @config.command("reload")
 def config_reload(run_dir: RunDir = None, json: Json = False) -> None:
-    """Make the running service read its settings again and apply what changed.
+    """Make the running service read its settings files again and apply the changes.
 
-    Models whose settings did not change stay loaded. If a file cannot be used, nothing changes and the exit
+    Models whose settings did not change stay loaded. If a file is not valid, nothing changes and the exit
     code is 1.
     """
     from appliance.cli.config import reload

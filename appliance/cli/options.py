@@ -22,7 +22,7 @@ def whole_number(low: int, high: int) -> Callable[[str | int], int]:
         text = str(value)
         if not _WHOLE.fullmatch(text) or not low <= int(text) <= high:
             raise typer.BadParameter(
-                f"{text[:40]!r} cannot be used: write a whole number, {low:,} to {high:,}"
+                f"{text[:40]!r} is not valid: use a whole number from {low:,} to {high:,}"
             )
         return int(text)
 
@@ -37,7 +37,7 @@ def number(low: float, high: float) -> Callable[[str | float], float]:
         text = str(value)
         if not is_decimal(text) or not low <= float(text) <= high:
             raise typer.BadParameter(
-                f"{text[:40]!r} cannot be used: write a number, {low:,.15g} to {high:,.15g}"
+                f"{text[:40]!r} is not valid: use a number from {low:,.15g} to {high:,.15g}"
             )
         return float(text)
 
@@ -51,23 +51,37 @@ def is_decimal(text: str) -> bool:
 
 RunDir = Annotated[
     str | None,
-    typer.Option("--run-dir", metavar="DIR", help="Directory of the service's sockets.", show_default=False),
+    typer.Option(
+        "--run-dir", metavar="DIR", help="Directory that contains the service's sockets.", show_default=False
+    ),
 ]
 StateDir = Annotated[
     str | None,
-    typer.Option("--state-dir", metavar="DIR", help="Directory of the databases.", show_default=False),
+    typer.Option(
+        "--state-dir",
+        metavar="DIR",
+        help="Directory that contains the service's databases.",
+        show_default=False,
+    ),
 ]
 Config = Annotated[
     str | None,
-    typer.Option("--config", metavar="FILE", help="Settings file (TOML).", show_default=False),
+    typer.Option("--config", metavar="FILE", help="Path of the settings file (TOML).", show_default=False),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the output as JSON.")]
 Yes = Annotated[
-    bool, typer.Option("--yes", "-y", help="Do not ask for confirmation. Required without a terminal.")
+    bool,
+    typer.Option(
+        "--yes", "-y", help="Skip the confirmation prompt. Required if standard input is not a terminal."
+    ),
 ]
 Limit = Annotated[
     int,
     typer.Option(
-        "--limit", "-n", metavar="N", help="Maximum number of rows.", parser=whole_number(1, MAX_ROWS)
+        "--limit",
+        "-n",
+        metavar="N",
+        help="Maximum number of rows to print.",
+        parser=whole_number(1, MAX_ROWS),
     ),
 ]

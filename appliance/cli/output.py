@@ -26,8 +26,8 @@ class Column(NamedTuple):
     right: bool = False
     """Whether the column is right-aligned, as numbers are."""
     drop: int = 0
-    """Order in which columns are dropped if the terminal is too narrow: highest first. A column with 0 is
-    never dropped."""
+    """Priority for dropping the column if the terminal is too narrow. The column with the highest value is
+    dropped first; a column with 0 is never dropped."""
     flexible: bool = False
     """Whether the column may be shortened once no more columns can be dropped."""
     colours: Mapping[str, str] | None = None
@@ -35,7 +35,7 @@ class Column(NamedTuple):
 
 
 class Layout:
-    """Columns with fixed widths, so that lines can be added later."""
+    """Table columns with fixed widths, so that further lines can be printed later."""
 
     def __init__(
         self, columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None, indent: int = 0
@@ -123,8 +123,8 @@ def cells(text: str) -> int:
 
 
 def shorten(text: str, width: int) -> str:
-    """Return `text` shortened to `width` columns. The end of a path is kept, and the beginning of any other
-    text."""
+    """Return `text` shortened to `width` columns. Paths lose their beginning, and all other texts lose their
+    end."""
     if cells(text) <= width:
         return text
     from_end = text.startswith("/")

@@ -63,14 +63,14 @@ def by_number(peer: str) -> str:
             return f"gid:{grp.getgrnam(name).gr_gid}"
     except (KeyError, ValueError):
         raise CommandLineError(
-            f"this machine has no {kind} {name!r}: give its number, as uid:1000 or gid:100"
+            f"this machine has no {kind} {name!r}: use a numeric id, such as uid:1000 or gid:100"
         ) from None
     return peer
 
 
 def _called(peer: PeerMapping) -> str:
     if peer.kind == "any":
-        return "every other user"
+        return "all other users"
     try:
         if peer.kind == "uid":
             return pwd.getpwuid(peer.number).pw_name

@@ -9,7 +9,11 @@ import typer
 
 from appliance.cli.options import Json, Limit, RunDir, StateDir, Yes
 
-requests = typer.Typer(help="Read the request log, oldest first.", invoke_without_command=True)
+RequestId = Annotated[
+    str, typer.Argument(metavar="ID", help="The request's id, as shown by `requests`.", show_default=False)
+]
+
+requests = typer.Typer(help="Show the request log, oldest requests first.", invoke_without_command=True)
 
 
 @requests.callback()
@@ -17,28 +21,32 @@ def requests_read(
     context: typer.Context,
     limit: Limit = 20,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Keep printing requests as they end.")
+        bool, typer.Option("--follow", "-f", help="Keep running and print requests as they end.")
     ] = False,
     request_id: Annotated[
-        str | None, typer.Option("--id", metavar="ID", help="Only this request, with every field.")
+        str | None, typer.Option("--id", metavar="ID", help="Show only this request, with all its fields.")
     ] = None,
-    tenant: Annotated[str | None, typer.Option(metavar="NAME", help="Only requests of this tenant.")] = None,
-    model: Annotated[str | None, typer.Option(metavar="NAME", help="Only requests for this model.")] = None,
+    tenant: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Show only requests of this tenant.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Show only requests for this model.")
+    ] = None,
     status: Annotated[
         str | None,
         typer.Option(
             "--status",
             metavar="STATUS",
-            help="Only requests with this HTTP status, or open or ended ones: open, ended.",
+            help="Show only requests with this HTTP status, or in this state (open or ended).",
         ),
     ] = None,
     failed: Annotated[
-        bool, typer.Option("--failed", help="Only requests with a status ≥ 400 or an error.")
+        bool, typer.Option("--failed", help="Show only requests with a status ≥ 400 or an error.")
     ] = False,
     since: Annotated[
         str | None,
         typer.Option(
-            metavar="TIME", help="Only requests since this date, or within this span (30m, 1h, 7d)."
+            metavar="TIME", help="Show only requests since this date, or within this time span (30m, 1h, 7d)."
         ),
     ] = None,
     run_dir: RunDir = None,
@@ -55,15 +63,12 @@ def requests_read(
 
 @requests.command("cancel")
 def requests_cancel(
-    request_id: Annotated[
-        str,
-        typer.Argument(metavar="ID", help="The request's id, as `requests` shows it.", show_default=False),
-    ],
+    request_id: RequestId,
     yes: Yes = False,
     run_dir: RunDir = None,
     json: Json = False,
 ) -> None:
-    """Cancel a request; its client gets an error."""
+    """Cancel a request. Its client gets an error."""
     from appliance.actions import CancelRequest
     from appliance.cli.actions import perform
 
@@ -72,14 +77,11 @@ def requests_cancel(
 
 @requests.command("show")
 def requests_show(
-    request_id: Annotated[
-        str,
-        typer.Argument(metavar="ID", help="The request's id, as `requests` shows it.", show_default=False),
-    ],
+    request_id: RequestId,
     run_dir: RunDir = None,
     json: Json = False,
 ) -> None:
-    """Show the stored prompts and answers of a request. The audit trail records who reads them."""
+    """Show a request's stored prompts and answers. The audit trail records the operator who reads them."""
     from appliance.cli.contents import show_contents
 
     show_contents(run_dir, request_id, as_json=json)

@@ -29,8 +29,8 @@ from store.requests import LoggedRequest, RequestFilter, RequestReader
 
 _POLL_S = 0.25
 _UNREADABLE_FOR_S = 10.0
-"""How long `--follow` tolerates an unreadable log, because a service briefly locks it while starting or
-stopping."""
+"""Time for which `--follow` tolerates an unreadable log. A service briefly locks the log while it starts or
+stops."""
 
 _COLUMNS = (
     Column("TIME"),
@@ -49,7 +49,7 @@ _COLUMNS = (
     Column("E2E ms", right=True),
     Column("ERROR", flexible=True, drop=3),
 )
-# Minimum column widths, so that columns stay aligned with lines that follow later.
+# Set minimum column widths, so that lines printed later are aligned with the first lines.
 _ROOM = (
     "00-00 00:00:00",
     "req-" + "0" * 24,
@@ -86,7 +86,7 @@ def show_requests(
         raise Failure(str(error)) from error
     if wanted.request_id is not None and not rows and not follow:
         raise Failure(
-            f"{reader.path} has no request {wanted.request_id!r}: list them with: appliance requests"
+            f"{reader.path} has no request {wanted.request_id!r}: list the requests with: appliance requests"
         )
     if follow:
         shown: dict[str, LoggedRequest] = {row.request_id: row for row in rows}
@@ -98,7 +98,7 @@ def show_requests(
     elif rows:
         _show_as_they_come(rows, None, as_json)
     else:
-        print(f"No request matches in {reader.path}.", file=sys.stderr)
+        print(f"No matching requests in {reader.path}.", file=sys.stderr)
 
 
 def request_filter(
@@ -126,7 +126,7 @@ def request_filter(
     if re.fullmatch("[1-5][0-9][0-9]", status):
         return msgspec.structs.replace(wanted, status=int(status))
     raise CommandLineError(
-        f"--status {status[:40]!r} cannot be used: it can be open, ended, or an HTTP status such as 503"
+        f"--status {status[:40]!r} is not valid: use open, ended, or an HTTP status such as 503"
     )
 
 
@@ -187,7 +187,7 @@ def _show_fields(row: LoggedRequest) -> None:
 def _ends(
     reader: RequestReader, last: int, wanted: RequestFilter, shown: dict[str, LoggedRequest]
 ) -> Iterator[LoggedRequest]:
-    """Yield matching requests as they end, or also as they begin if the filter selects open ones. Never
+    """Yield matching requests when they end, or when they begin if the filter selects open requests. Never
     stops."""
     failing_since: float | None = None
     while True:

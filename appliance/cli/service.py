@@ -17,7 +17,8 @@ _SOCKET = "admin.sock"
 
 
 def find_run_dir(flag: str | None, config: str | None = None) -> Path:
-    """Return the run directory given by the flag or the settings file, or else the one where a service runs.
+    """Return the run directory given by the flag or the settings file, or else a directory where a service is
+    running.
 
     Without a flag and a file, these directories are tried in order:
 
@@ -44,9 +45,9 @@ def find_run_dir(flag: str | None, config: str | None = None) -> Path:
 
 
 def find_state_dir(flag: str | None, run_dir: Path, config: str | None = None) -> Path:
-    """Return the state directory. It is given by the flag, the service that uses or last used `run_dir`, the
-    settings file, or the default, in this order. Raises UntrustedError if the run directory's owner is not
-    trusted, because the run directory names the state directory.
+    """Return the state directory. The first of these sources that names a directory is used: the flag, the
+    service that uses or last used `run_dir`, the settings file, the default. Raises UntrustedError if the run
+    directory's owner is not trusted, because the run directory names the state directory.
     """
     from appliance.ownership import trusted_directory
     from appliance.rundir import SYSTEM_RUN_DIR, SYSTEM_STATE_DIR, last_holder, unit_is_installed
@@ -94,7 +95,9 @@ def admin_key() -> str | None:
     cannot be sent in an HTTP header."""
     key = os.environ.get("APPLIANCE_ADMIN_KEY") or None
     if key is not None and not (key.isascii() and key.isprintable()):
-        raise Failure("$APPLIANCE_ADMIN_KEY has characters that are not allowed in a key: copy the key again")
+        raise Failure(
+            "$APPLIANCE_ADMIN_KEY contains characters that are not allowed in a key: copy the key again"
+        )
     return key
 
 
@@ -118,6 +121,6 @@ def _from_file(name: str, config: str | None) -> str | None:
         value = read_tables(path).values.get(name)
     except SettingsError as error:
         raise Failure(
-            f"{error}: correct it, or name the directory with --{name.replace('_', '-')}"
+            f"{error}: fix the settings, or set the directory with --{name.replace('_', '-')}"
         ) from error
     return value if isinstance(value, str) else None

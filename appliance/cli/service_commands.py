@@ -18,13 +18,16 @@ def serve(
         list[str] | None,
         typer.Option(
             metavar="NAME=FOLDER",
-            help="Serve the checkpoint in FOLDER as NAME; may be repeated. Without: the shipped model, "
+            help="Serve the checkpoint in FOLDER under NAME. May be repeated. Default: the shipped model, "
             "named demo.",
             show_default=False,
         ),
     ] = None,
     listen: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Also serve TCP, with bearer keys.")
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT", help="Also serve TCP clients on this address. They need a bearer key."
+        ),
     ] = None,
     run_dir: RunDir = None,
     state_dir: StateDir = None,
@@ -32,21 +35,36 @@ def serve(
         int | None, typer.Option(metavar="N", help="Number of front processes.", parser=whole_number(1, 256))
     ] = None,
     device: Annotated[
-        Device | None, typer.Option(help="Device on which models run.", show_default=False)
+        Device | None, typer.Option(help="Device that runs the models.", show_default=False)
     ] = None,
-    dtype: Annotated[DType | None, typer.Option(help="Data type of the model.", show_default=False)] = None,
+    dtype: Annotated[
+        DType | None,
+        typer.Option(help="Data type of the models' weights and activations.", show_default=False),
+    ] = None,
     quantization: Annotated[
-        Quantization | None, typer.Option(help="fp8: quantise the layers' weights.", show_default=False)
+        Quantization | None,
+        typer.Option(
+            help="Quantization of the layers' weights; fp8 converts them to FP8 while they are loaded.",
+            show_default=False,
+        ),
     ] = None,
     kv_cache_dtype: Annotated[
-        Quantization | None, typer.Option(help="fp8: quantise the KV cache.", show_default=False)
+        Quantization | None,
+        typer.Option(help="Data type of the KV cache; fp8 stores it in FP8.", show_default=False),
     ] = None,
     load_format: Annotated[
-        LoadFormat | None, typer.Option(help="dummy: random weights, to measure speed.", show_default=False)
+        LoadFormat | None,
+        typer.Option(
+            help="Source of the weights; dummy creates random weights to measure speed.", show_default=False
+        ),
     ] = None,
     tensor_parallel_size: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Ranks (GPUs) that hold one replica.", parser=whole_number(1, 64)),
+        typer.Option(
+            metavar="N",
+            help="Number of ranks per replica; each rank uses one GPU.",
+            parser=whole_number(1, 64),
+        ),
     ] = None,
     max_model_len: Annotated[
         int | None,
@@ -59,24 +77,32 @@ def serve(
     max_num_seqs: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="Maximum number of sequences that run at once.", parser=whole_number(1, 65_536)
+            metavar="N",
+            help="Maximum number of sequences that run at the same time in a replica.",
+            parser=whole_number(1, 65_536),
         ),
     ] = None,
     max_num_batched_tokens: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Token budget of one step.", parser=whole_number(1, 1_048_576)),
+        typer.Option(
+            metavar="N",
+            help="Maximum number of tokens that a step computes.",
+            parser=whole_number(1, 1_048_576),
+        ),
     ] = None,
     kv_blocks: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="Blocks of 64 tokens in the KV cache.", parser=whole_number(1, 1_000_000_000)
+            metavar="N",
+            help="Number of KV cache blocks of 64 tokens each.",
+            parser=whole_number(1, 1_000_000_000),
         ),
     ] = None,
     log_level: Annotated[
-        LogLevel | None, typer.Option(help="Lowest level that is logged.", show_default=False)
+        LogLevel | None, typer.Option(help="Minimum level of log messages.", show_default=False)
     ] = None,
 ) -> None:
-    """Run the service in the foreground, until Ctrl-C or SIGTERM."""
+    """Run the service in the foreground until Ctrl-C or SIGTERM."""
     options = locals()
     from appliance.core.process import run
     from appliance.settings import Flags
@@ -85,7 +111,7 @@ def serve(
 
 
 def status(run_dir: RunDir = None, json: Json = False) -> None:
-    """Show the state of the service: sockets, fronts, models, queue, databases, problems."""
+    """Show the state of the service: sockets, fronts, models, queue, databases and problems."""
     from appliance.cli.status import show_status
 
     show_status(run_dir, as_json=json)
@@ -94,8 +120,8 @@ def status(run_dir: RunDir = None, json: Json = False) -> None:
 def doctor(
     config: Config = None, run_dir: RunDir = None, state_dir: StateDir = None, json: Json = False
 ) -> None:
-    """Check everything that can prevent the service from working, and name remedies. Exit code 1 if there is
-    a problem."""
+    """Check for everything that can prevent the service from working, and suggest remedies. The exit code is
+    1 if there is a problem."""
     from appliance.cli.doctor import show_findings
 
     raise typer.Exit(show_findings(config, run_dir, state_dir, as_json=json))

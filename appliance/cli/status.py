@@ -93,7 +93,7 @@ def _head(status: Status, width: int | None) -> Iterable[str]:
         ("settings", status.config_file),
     ):
         room = None if width is None else width - _INDENT
-        yield f"{_label(name)}{_cut(printable(path) or 'no file: defaults and flags', room)}"
+        yield f"{_label(name)}{_cut(printable(path) or 'no settings file; defaults and flags apply', room)}"
 
 
 def _sockets(status: Status, width: int | None) -> list[str]:
@@ -144,7 +144,7 @@ def _fronts(fronts: list[FrontStatus], width: int | None) -> list[str]:
 
 
 def _per_token(front: FrontStatus) -> str:
-    # With few tokens, the value would mostly reflect the start of the process.
+    # With few tokens, the value would mostly reflect the startup of the process.
     if front.cpu_us_per_token is None or front.tokens < _MIN_TOKENS:
         return ""
     return f"{front.cpu_us_per_token:.1f}"
@@ -152,7 +152,7 @@ def _per_token(front: FrontStatus) -> str:
 
 def _model(model: ModelStatus, width: int | None) -> list[str]:
     facts = [
-        f"{model.max_model_len:,} tokens at most",
+        f"up to {model.max_model_len:,} tokens",
         f"{model.queued:,} queued",
         f"version {printable(model.version)}",
     ]
@@ -206,8 +206,8 @@ def _replicas(replicas: list[ReplicaStatus], width: int | None) -> list[str]:
 
 
 def _by_kind(replica: ReplicaStatus, decode: str, mixed: str) -> str:
-    """Format the values for decode-only steps and for steps that compute prompts; "-" if there were no such
-    steps."""
+    """Format the values for decode-only steps and for steps that compute prompts; "-" if there were no steps
+    of that kind."""
     return f"{decode if replica.step_ms else '-'}/{mixed if replica.mixed_step_ms else '-'}"
 
 
@@ -226,7 +226,7 @@ def _queue(status: Status, width: int | None) -> list[str]:
     queue = status.queue
     oldest = f", the oldest for {of_seconds(queue.oldest_wait_s)}" if queue.waiting else ""
     facts = (
-        f"{queue.waiting:,} waiting of {queue.limit:,}{oldest} · {queue.running:,} running · "
+        f"{queue.waiting:,} of at most {queue.limit:,} waiting{oldest} · {queue.running:,} running · "
         f"{queue.admitted:,} admitted · {queue.refused:,} refused · {queue.ended:,} ended"
     )
     if queue.preemptions:
@@ -237,7 +237,7 @@ def _queue(status: Status, width: int | None) -> list[str]:
             target = "" if one.target_s is None else f" (target {of_seconds(one.target_s)})"
             waits = (
                 f"{one.name}  {one.waiting:,} waiting, the oldest for {of_seconds(one.oldest_wait_s)}; "
-                f"new requests wait about {of_seconds(one.expected_wait_s)}{target}"
+                f"expected wait of new requests {of_seconds(one.expected_wait_s)}{target}"
             )
             lines += _labelled("", waits, width)
     if queue.overload:
@@ -260,7 +260,7 @@ def _stores(status: Status, width: int | None) -> list[str]:
                 paint(line, "yellow") for line in _wrapped(printable(database.restored), width, " " * _INDENT)
             ]
         if database.last_error:
-            trouble = f"has refused writes for {of_seconds(database.failing_s)}: {database.last_error}"
+            trouble = f"writes have failed for {of_seconds(database.failing_s)}: {database.last_error}"
             lines += [paint(line, "red") for line in _wrapped(printable(trouble), width, " " * _INDENT)]
     return lines
 
@@ -272,9 +272,9 @@ def _audit(audit: AuditStatus, width: int | None) -> list[str]:
     if audit.spooled:
         places = " and ".join([*audit.places, *(["memory only"] if audit.in_memory else [])])
         since = "" if audit.spooled_since is None else f" since {local_short(audit.spooled_since)}"
-        troubles.append(f"{audit.spooled:,} rows wait in {places}{since}")
+        troubles.append(f"{audit.spooled:,} rows waiting in {places}{since}")
     if audit.lost:
-        troubles.append(f"{audit.lost:,} rows are not in the chain: only the service's log has them")
+        troubles.append(f"{audit.lost:,} rows are missing from the chain and are only in the service's log")
     if audit.last_error:
         troubles.append(audit.last_error)
     for trouble in troubles:
@@ -297,7 +297,7 @@ def _problems(status: Status, width: int | None) -> list[str]:
             f"{when}  {printable(problem.where)}: {printable(problem.what)}{times}", width, "  "
         )
     left = len(status.problems) - _MAX_PROBLEMS
-    return [*lines, f"  and {left} older ones: appliance status --json"] if left > 0 else lines
+    return [*lines, f"  {left} older events are shown by: appliance status --json"] if left > 0 else lines
 
 
 def _table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None) -> list[str]:

@@ -14,23 +14,32 @@ from appliance.cli.options import Json, RunDir, Yes
 from store.fields import declared
 from store.policies import KeyFields, TenantRecord
 
-tenants = typer.Typer(help="Tenants, which are billed for requests, and their limits.", no_args_is_help=True)
-keys = typer.Typer(help="Bearer keys, which TCP clients need.", no_args_is_help=True)
-peers = typer.Typer(help="Local users and groups, which need no key.", no_args_is_help=True)
+tenants = typer.Typer(
+    help="Manage tenants, which are billed for requests, and their limits.", no_args_is_help=True
+)
+keys = typer.Typer(help="Manage bearer keys, which TCP clients need.", no_args_is_help=True)
+peers = typer.Typer(help="Manage local users and groups, which need no key.", no_args_is_help=True)
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="A name from `tenants list`.", show_default=False)]
-KeyId = Annotated[str, typer.Argument(metavar="ID", help="A key id from `keys list`.", show_default=False)]
+Name = Annotated[
+    str,
+    typer.Argument(metavar="NAME", help="The tenant's name, as shown by `tenants list`.", show_default=False),
+]
+KeyId = Annotated[
+    str, typer.Argument(metavar="ID", help="The key's id, as shown by `keys list`.", show_default=False)
+]
 PeerName = Annotated[
     str,
     typer.Argument(
         metavar="PEER",
-        help="A user or group: uid:1000, user:alice, gid:100 or group:staff.",
+        help="A user or group, such as uid:1000, user:alice, gid:100 or group:staff.",
         show_default=False,
     ),
 ]
 
 
-Cancel = Annotated[bool, typer.Option("--cancel", help="Cancel its running and queued requests too.")]
+Cancel = Annotated[
+    bool, typer.Option("--cancel", help="Also cancel the running and queued requests of this tenant or key.")
+]
 
 
 def about(action: str) -> str:
@@ -70,7 +79,7 @@ def tenants_create(
     create_tenant(run_dir, name, fields, as_json=json)
 
 
-@tenants.command("set", help=about("tenants.set") + " The value none removes a limit.")
+@tenants.command("set", help=about("tenants.set") + ' The value "none" removes a limit.')
 @with_fields(TenantRecord)
 def tenants_set(name: Name, run_dir: RunDir = None, json: Json = False, **fields: str | None) -> None:
     from appliance.cli.tenants import set_tenant
@@ -106,11 +115,11 @@ def tenants_delete(name: Name, yes: Yes = False, run_dir: RunDir = None, json: J
 
 @keys.command("list")
 def keys_list(
-    tenant: Annotated[str | None, typer.Option(metavar="NAME", help="Only keys of this tenant.")] = None,
+    tenant: Annotated[str | None, typer.Option(metavar="NAME", help="List only keys of this tenant.")] = None,
     run_dir: RunDir = None,
     json: Json = False,
 ) -> None:
-    """List all keys, revoked ones included, without their secrets."""
+    """List all keys, including revoked keys, without their secrets."""
     from appliance.cli.keys import list_keys
 
     list_keys(run_dir, tenant, as_json=json)
@@ -131,7 +140,7 @@ def keys_create(
         ),
     ],
     tenant: Annotated[
-        str, typer.Option(metavar="NAME", help="The tenant that is billed for its requests.")
+        str, typer.Option(metavar="NAME", help="The tenant that is billed for the key's requests.")
     ] = "default",
     run_dir: RunDir = None,
     json: Json = False,
@@ -142,7 +151,7 @@ def keys_create(
     create_key(run_dir, name, tenant, fields, as_json=json)
 
 
-@keys.command("set", help=about("keys.set") + " The value none removes a limit.")
+@keys.command("set", help=about("keys.set") + ' The value "none" removes a limit.')
 @with_fields(KeyFields)
 def keys_set(key_id: KeyId, run_dir: RunDir = None, json: Json = False, **fields: str | None) -> None:
     from appliance.cli.keys import set_key
@@ -154,14 +163,14 @@ def keys_set(key_id: KeyId, run_dir: RunDir = None, json: Json = False, **fields
 def keys_rotate(
     key_id: KeyId,
     overlap_s: Annotated[
-        str, typer.Option("--overlap", metavar="SPAN", help="How long the old key stays valid.")
+        str, typer.Option("--overlap", metavar="SPAN", help="Time for which the old key stays valid.")
     ] = "24h",
     expires: Annotated[
         str | None,
         typer.Option(
             metavar="TIME",
-            help="When the new key expires: after this span, or on this date. "
-            "Default: it gets the lifetime of the old one.",
+            help="Expiry of the new key, as a date or as a time span from now. By default, the new key gets "
+            "the old key's lifetime.",
         ),
     ] = None,
     yes: Yes = False,
@@ -196,7 +205,9 @@ def peers_map(
     peer: PeerName,
     tenant: Annotated[
         str,
-        typer.Option("--tenant", metavar="NAME", help="The tenant that is billed.", show_default=False),
+        typer.Option(
+            "--tenant", metavar="NAME", help="The tenant that is billed for the requests.", show_default=False
+        ),
     ],
     run_dir: RunDir = None,
     json: Json = False,

@@ -65,7 +65,7 @@ def show_tenant(run_dir: str | None, name: str, *, as_json: bool) -> None:
         found = [tenant for tenant in client.tenants() if tenant.name == name]
         keys = [] if as_json else client.keys()
     if not found:
-        raise Failure(f"no tenant {name!r}: list the tenants with: appliance tenants list")
+        raise Failure(f"there is no tenant {name!r}: list the tenants with: appliance tenants list")
     if as_json:
         print_json(found[0])
         return
@@ -92,13 +92,13 @@ def set_tenant(run_dir: str | None, name: str, options: Mapping[str, Any], *, as
     """Change a tenant and print it."""
     fields = given_fields(options, TenantRecord)
     if not fields:
-        raise CommandLineError("nothing to change was given: see appliance tenants set --help")
+        raise CommandLineError("no changes were given: see appliance tenants set --help")
     perform(run_dir, SetTenant(name=name, **fields), as_json=as_json, show=_print)
 
 
 def _used(scope: str, usage: LimitUsage) -> tuple[str, ...]:
     if usage.resets_in_s is None:
-        reset = "when they end" if usage.used else "-"
+        reset = "when requests end" if usage.used else "-"
     else:
         reset = duration(usage.resets_in_s) if usage.used else "-"
     return (

@@ -9,16 +9,15 @@ from datetime import datetime
 from appliance.cli.failure import CommandLineError
 
 MAX_SPAN_S = 36525 * 86400.0
-"""A hundred years. Every time within this distance from now can be stored and printed."""
+"""One hundred years. Any time within this distance from now can be stored and displayed."""
 _FIRST_YEAR, _LAST_YEAR = 1971, 2999
 _SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
 _SPAN = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*(s|m|min|h|d|w)")
 
 
 def moment(text: str, option: str, *, ahead: bool, now: float | None = None) -> float:
-    """Parse a date, or a duration before (`ahead`: after) `now`, and return it in unix seconds.
-
-    Raises CommandLineError, which names `option`.
+    """Parse a date or a duration, and return unix seconds. A duration counts back from `now`, or forward if
+    `ahead` is set. Raises CommandLineError, whose message names `option`.
     """
     now = time.time() if now is None else now
     if _SPAN.fullmatch(text.strip()):
@@ -28,31 +27,31 @@ def moment(text: str, option: str, *, ahead: bool, now: float | None = None) -> 
         date = datetime.fromisoformat(text.strip())
         if not _FIRST_YEAR <= date.year <= _LAST_YEAR:
             raise CommandLineError(
-                f"{option} {_shown(text)} is out of range: write a date from {_FIRST_YEAR} to {_LAST_YEAR}"
+                f"{option} {_shown(text)} is out of range: use a date from {_FIRST_YEAR} to {_LAST_YEAR}"
             )
         at = date.timestamp()
     except (ValueError, OverflowError, OSError):
         raise CommandLineError(
-            f"{option} {_shown(text)} is neither a span nor a date: write for example 90s, 30m, 12h, 7d, "
-            f"2026-11-20 or 2026-11-20T14:30"
+            f"{option} {_shown(text)} is neither a time span nor a date: use a span such as 90s, 30m, "
+            "12h or 7d, or a date such as 2026-11-20 or 2026-11-20T14:30"
         ) from None
     if ahead and at <= now:
         raise CommandLineError(
-            f"{option} {_shown(text)} is in the past: write a later date, or a span from now such as 90d"
+            f"{option} {_shown(text)} is in the past: use a future date, or a time span from now such as 90d"
         )
     return at
 
 
 def span_s(text: str, option: str, max_s: float = MAX_SPAN_S) -> float:
-    """Parse a duration and return it in seconds. Raises CommandLineError, which names `option`."""
+    """Parse a duration and return it in seconds. Raises CommandLineError, whose message names `option`."""
     span = _SPAN.fullmatch(text.strip())
     if span is None:
         raise CommandLineError(
-            f"{option} {_shown(text)} is not a span of time: write for example 90s, 30m, 12h or 7d"
+            f"{option} {_shown(text)} is not a time span: use a value such as 90s, 30m, 12h or 7d"
         )
     seconds = float(span[1]) * _SECONDS[span[2]]
     if seconds > max_s:
-        raise CommandLineError(f"{option} {_shown(text)} is too long: write at most {of_span(max_s)}")
+        raise CommandLineError(f"{option} {_shown(text)} is too long: use at most {of_span(max_s)}")
     return seconds
 
 

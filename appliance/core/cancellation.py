@@ -11,8 +11,8 @@ from appliance.models.manager import ModelManager
 from appliance.traffic.request_manager import RequestManager
 
 _ENGINE_CANCEL_S = 2.0
-"""If a front has not cancelled a request in the engine after this time, it is assumed to hang, and the core
-cancels the request itself."""
+"""Time after which a front that has not cancelled a request is assumed to hang. The core then cancels the
+request in the engine itself."""
 
 
 @dataclass
@@ -23,7 +23,7 @@ class RequestCanceller:
     models: ModelManager
 
     def cancel(self, request_id: str, message: str) -> bool:
-        """End a request, with this message for its client. Return False if there is no such request."""
+        """End a request, and send its client this message. Return False if there is no such request."""
         if not self.requests.abort(request_id, message):
             return False
         asyncio.get_running_loop().call_later(_ENGINE_CANCEL_S, self.models.cancel, request_id)

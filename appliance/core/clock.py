@@ -8,11 +8,12 @@ from collections.abc import Callable
 
 MIN_JUMP_S = 600.0
 HOLD_S = 24 * 3600.0
-"""Duration after a clock jump during which no entries are removed, unless the clock is set back."""
+"""Duration for which no entries are removed after a clock jump. It ends early if the clock is set back."""
 
 
 def _steady() -> float:
-    """Return the time in seconds on a clock that cannot be set and that includes suspended time."""
+    """Return the time in seconds on a clock that cannot be set and that keeps running while the machine is
+    suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 

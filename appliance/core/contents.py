@@ -1,5 +1,5 @@
-"""Stored prompts and answers, as handled by the core: written to `contents.db` according to the tenants' log
-policies, shown to operators, and removed after the tenant's retention time."""
+"""Handles stored prompts and answers in the core. They are written to `contents.db` according to the tenants'
+log policies, shown to operators, and removed after the tenant's retention time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ DAY_S = 86400.0
 _MAX_BYTES = 64 << 20
 """Maximum size of one request's texts, in bytes of UTF-8."""
 _MAX_WAITING = 256
-"""Maximum number of requests whose texts have not been read yet. Each of them occupies a file descriptor."""
+"""Maximum number of requests whose texts are still waiting to be read. Each of them occupies a file
+descriptor."""
 
 
 class ContentKeeper:
@@ -61,7 +62,11 @@ class ContentKeeper:
         with self._lock:
             if self._waiting >= _MAX_WAITING:
                 self.writer.count_dropped(1)
-                log.error("request %s: its texts are not stored, too many are waiting", message.request_id)
+                log.error(
+                    "request %s: its prompts and answers are not stored, because too many requests are "
+                    "waiting to be stored",
+                    message.request_id,
+                )
                 return
             self._waiting += 1
         self._thread.submit(self._take, message, os.dup(descriptor))
@@ -72,10 +77,12 @@ class ContentKeeper:
             texts = message.identity.log_policy == "full"
             if not self._log.keep(_content(message, part, texts) for part in parts):
                 log.error(
-                    "request %s: its texts are not stored, too much waits for the disk", message.request_id
+                    "request %s: its prompts and answers are not stored, because too much data is "
+                    "waiting to be written to disk",
+                    message.request_id,
                 )
         except Exception:
-            log.exception("request %s: its texts could not be stored", message.request_id)
+            log.exception("request %s: its prompts and answers could not be stored", message.request_id)
         finally:
             with self._lock:
                 self._waiting -= 1
@@ -83,12 +90,13 @@ class ContentKeeper:
     # ── showing ──
 
     async def show(self, request_id: str) -> Contents:
-        """Return a request's stored texts. Raises LookupError if there are none, or a StoreError."""
+        """Return a request's stored texts. Raises LookupError if there are none, and StoreError if the
+        database fails."""
         found = await asyncio.to_thread(read_contents, self.writer.path, request_id)
         if not found:
             raise LookupError(
-                f"no texts are stored for request {request_id!r}: its tenant stores metadata only, or the "
-                f"texts were removed after their time"
+                f"no prompts or answers are stored for request {request_id!r}: the log policy of its "
+                "tenant is 'metadata', or the retention period is over"
             )
         first = found[0]
         days = self._days(first.tenant)
@@ -112,8 +120,8 @@ class ContentKeeper:
     # ── removing ──
 
     def limits(self) -> tuple[dict[str, float | None], float | None]:
-        """Return the time (in unix seconds) before which contents are removed, as a dict by tenant and as a
-        single value for deleted tenants. None means that contents are never removed."""
+        """Return the times (in unix seconds) before which contents are removed: a dict by tenant, and a
+        single time for deleted tenants. None means that the contents are kept forever."""
 
         def before(days: float) -> float | None:
             return time.time() - days * DAY_S if days else None

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 _COUNT_WITHIN_S = 1.0
-"""Time for replicas to report how many tokens they generated for the last requests."""
+"""Time limit for replicas to report how many tokens they generated for the last requests."""
 
 
 @dataclass
@@ -56,9 +56,9 @@ class Controller:
         self._tick()
 
     async def stop(self, hurry: asyncio.Event) -> None:
-        """Drain the service (without waiting once `hurry` is set), then end all processes. Until the drain is
-        complete, new requests are refused, except on sockets that outlive the service, where they wait for
-        its next start."""
+        """Drain the service, then end all processes. Once `hurry` is set, the drain stops waiting. Until the
+        drain is complete, new requests are refused, except on sockets that outlive the service, where they
+        wait for its next start."""
         self.listeners.begin_stop()
         await self.drains.stop(hurry)
         self.listeners.close()
@@ -71,7 +71,11 @@ class Controller:
         if self._tick_timer is not None:
             self._tick_timer.cancel()
         if in_flight:
-            log.error("%d requests did not end: the next start closes their rows in the log", len(in_flight))
+            log.error(
+                "%d requests had not ended when the service stopped; the next start ends their rows in the "
+                "request log",
+                len(in_flight),
+            )
 
     def apply_policies(self) -> None:
         """Apply changed tenants and keys to the queue and to the fronts."""

@@ -1,4 +1,5 @@
-"""Drains of a model or of the whole service: accept no new requests, and finish those already accepted.
+"""Drains of a model or of the whole service: new requests are no longer accepted, and the requests accepted
+so far are finished.
 
              Controller (stop), DrainAdmin (begin, resume), Reloader (keep_only)
                  │
@@ -32,7 +33,7 @@ STOPPING = "the service is stopping"
 
 
 class FrontConfiguration(Protocol):
-    """Tells the fronts which models are ready."""
+    """Sends the fronts the models' readiness."""
 
     def publish_configuration(self) -> None:
         """Send configuration changes to the fronts."""
@@ -47,11 +48,12 @@ class DrainTools(NamedTuple):
     requests: RequestManager
     fronts: FrontConfiguration
     cancel: Callable[[str, str], bool]
-    """Ends a request, with this message for its client. Returns False if there is no such request."""
+    """Ends a request, and sends its client this message. Returns False if there is no such request."""
 
 
 class Drain:
-    """One drain. `run` performs the whole drain; cancelling the task of `run` interrupts the drain."""
+    """One drain. `run` performs it from start to finish. Cancelling the task that executes `run` interrupts
+    the drain."""
 
     def __init__(
         self,
@@ -93,7 +95,7 @@ class Drain:
 
     @property
     def name(self) -> str:
-        """Name of the drained part, such as "model 'demo'"."""
+        """Name of the drained model or service, such as "model 'demo'"."""
         return _name(self.model)
 
     @property
@@ -114,7 +116,7 @@ class Drain:
         return max(0.0, self._grace_ends_at - time.monotonic())
 
     def replaces(self, former: Drain) -> None:
-        """Take over the progress of `former`, but with the grace period of this drain."""
+        """Continue with the progress of the drain `former`, but with this drain's grace period."""
         if former.state != "drained":
             self.started_at, self._began_at = former.started_at, former._began_at
         if former.state != "announced":
@@ -129,12 +131,14 @@ class Drain:
         requests.pause_admission(self.model, self.why, hold=self.hold)
         self.state, self._grace_ends_at = "draining", time.monotonic() + self.grace_s
         left = len(list(requests.state.unfinished(self.model)))
-        log.info("draining %s: %d requests get %g s", self.name, left, self.grace_s)
+        log.info("draining %s: %d unfinished requests have %g s to finish", self.name, left, self.grace_s)
         if not await self._poll(self._finished, self.grace_s):
-            message = f"{self.why}, and this request did not finish in time"
+            message = f"{self.why}, and this request did not finish within the grace period"
             late = [request.request_id for request in requests.state.unfinished(self.model)]
             self.ended = sum([self._tools.cancel(request_id, message) for request_id in late])
-            log.warning("%s: %d requests did not finish in time", self.name, self.ended)
+            log.warning(
+                "%s: %d requests did not finish within the grace period and were ended", self.name, self.ended
+            )
             self._hurry = asyncio.Event()
             await self._poll(self._finished, self._abort_within_s)
         self.state, self._drained_at = "drained", time.monotonic()
@@ -172,14 +176,14 @@ class Drains:
         self._tasks: dict[str | None, asyncio.Task[None]] = {}
 
     def __iter__(self) -> Iterator[Drain]:
-        """Iterate over all drains, beginning with the one for the shutdown."""
+        """Iterate over all drains, beginning with the drain for the shutdown."""
         if self.stopping is not None:
             yield self.stopping
         yield from self._active.values()
 
     @property
     def of_service(self) -> Drain | None:
-        """The drain of the whole service: the one for its shutdown, or an operator's."""
+        """The drain of the whole service, begun for its shutdown or by an operator."""
         return self.stopping or self._active.get(None)
 
     def of(self, model: str | None) -> Drain | None:
@@ -190,7 +194,7 @@ class Drains:
         """Begin an operator's drain. It replaces an existing drain of the same model or service, so that an
         operator can change the grace period. Raises DrainError."""
         if self.stopping is not None:
-            raise DrainError(f"{STOPPING}: nothing else can be drained")
+            raise DrainError(f"{STOPPING}, so no drain can be started")
         if model is not None and model not in (names := self._models()):
             raise DrainError(f"unknown model {model!r}; available models: {', '.join(names) or 'none'}")
         drain = Drain(
@@ -209,21 +213,21 @@ class Drains:
         return drain
 
     def resume(self, model: str | None) -> Drain:
-        """Cancel or end an operator's drain. Requests are accepted again, beginning with those on hold.
+        """Cancel or end an operator's drain. Requests are accepted again, beginning with the held requests.
         Raises DrainError."""
         if self.stopping is not None:
-            raise DrainError(f"{STOPPING}: it cannot be resumed")
+            raise DrainError(f"{STOPPING}, so it cannot be resumed")
         drain = self._active.get(model)
         if drain is None:
             others = ", ".join(other.name for other in self._active.values())
-            raise DrainError(f"{_name(model)} is not draining; {others or 'nothing'} is")
+            raise DrainError(f"{_name(model)} is not draining; active drains: {others or 'none'}")
         self._forget(model)
         self._tools.requests.resume_admission(model)
         self._tools.fronts.publish_configuration()
         return drain
 
     async def stop(self, hurry: asyncio.Event) -> None:
-        """Drain the service for its shutdown, without waiting once `hurry` is set."""
+        """Drain the service for its shutdown. Once `hurry` is set, the drain stops waiting."""
         settings = self._settings()
         for task in self._tasks.values():
             task.cancel()

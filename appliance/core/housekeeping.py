@@ -45,7 +45,7 @@ class Housekeeper:
         self._history = history
         self._contents = contents
         self._rules = rules
-        # An earlier run of the service may have left removed contents in the log.
+        # SQLite's write-ahead log may still contain texts that an earlier run of the service removed.
         self._log_has_removed = True
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -100,7 +100,7 @@ async def _repeat(every_s: float, work: Callable[[], Awaitable[None]]) -> None:
         except StoreError:
             pass  # The writer has logged the error. The operation is retried.
         except Exception:
-            log.exception("housekeeping failed; it is retried in %g s", every_s)
+            log.exception("housekeeping failed and will be retried in %g s", every_s)
 
 
 async def _remove(writer: Writer, operation: Operation[Removed]) -> int:
@@ -116,4 +116,4 @@ async def _remove(writer: Writer, operation: Operation[Removed]) -> int:
             await asyncio.sleep(max(_MIN_PAUSE_S, _PAUSE_FACTOR * (time.monotonic() - began)))
     finally:
         if rows or pages:
-            log.info("%s: removed %d old rows, freed %d pages", writer.path, rows, pages)
+            log.info("%s: removed %d old rows and freed %d database pages", writer.path, rows, pages)

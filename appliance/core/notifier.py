@@ -1,7 +1,7 @@
-"""Reports the service's state to the service manager: started, loading, draining, alive.
+"""Reports the service's state (started, loading, draining, alive) to the service manager.
 
 The core's event loop sends the keep-alive for the watchdog, but only while every database's writer makes
-progress. Replicas that hang are killed by the core itself.
+progress. The core itself kills replicas that hang.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _KEEP_ALIVES = 4
 
 
 class Notifier:
-    """Reports to the service manager from `start` to `close`."""
+    """Reports to the service manager until `close` is called."""
 
     def __init__(self, manager: Manager, readiness: Readiness, stalled_s: Callable[[], float]) -> None:
         """`stalled_s` returns how long the slowest writer has been busy with its current operation, in
@@ -64,6 +64,8 @@ class Notifier:
             if stalled_s < manager.watchdog_s / 2:
                 manager.tell(WATCHDOG=1)
             else:
-                log.error("a database's writer has been busy with one operation for %.0f s", stalled_s)
+                log.error(
+                    "no watchdog notification sent: one database operation has taken %.0f s so far", stalled_s
+                )
         if (status := readiness.headline()) != self._sent_status and manager.tell(STATUS=status):
             self._sent_status = status

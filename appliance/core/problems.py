@@ -1,4 +1,4 @@
-"""Recent problems, for the status report. Repetitions of a problem are counted."""
+"""Keeps recent problems for the status report, and counts their repetitions."""
 
 from __future__ import annotations
 

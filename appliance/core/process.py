@@ -27,9 +27,9 @@ from store.errors import StoreError
 log = logging.getLogger(__name__)
 
 COLLECT_AFTER = (50_000, 20, 100)
-"""Thresholds of Python's garbage collector: it runs after this many new objects, and 20 and 100 times less
-often for older objects. With the default of 700, it would scan all waiting requests once per thirty arriving
-requests."""
+"""Thresholds of Python's garbage collector. It scans new objects after this many allocations, and the two
+older generations 20 and 100 times less often. With the default of 700, it would scan all waiting requests
+once per thirty arriving requests."""
 
 
 def run(flags: Flags) -> int:
@@ -68,7 +68,7 @@ async def serve(
     launch: Launch = ReplicaGroup.launch,
     front_module: str = "appliance.front",
 ) -> None:
-    """Run the service. The first SIGTERM or SIGINT drains it, and a second one ends it at once. SIGHUP
+    """Run the service. The first SIGTERM or SIGINT drains it, and a second one ends it immediately. SIGHUP
     applies the settings that `reread` returns.
 
     Raises RunDirError, SettingsError, ListenError or a StoreError if the service cannot start. `manager` is
@@ -91,7 +91,8 @@ async def serve(
 
 
 def _signals() -> tuple[asyncio.Event, asyncio.Event]:
-    """Return two events: one is set by the first SIGTERM or SIGINT, the other by the second."""
+    """Return two events. The first SIGTERM or SIGINT sets the first event, and the second signal sets the
+    second event."""
     stop, hurry = asyncio.Event(), asyncio.Event()
 
     def signalled() -> None:

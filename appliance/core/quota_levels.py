@@ -1,5 +1,4 @@
-"""Saves quota levels in `history.db`, beside the requests that used the quotas, so that the levels survive a
-restart."""
+"""Saves quota levels in `history.db`, next to the request log, so that the levels survive a restart."""
 
 from __future__ import annotations
 
@@ -15,7 +14,8 @@ from store.quotas import QuotaLog, read_quotas
 log = logging.getLogger(__name__)
 
 _SAVE_EVERY_S = 2.0
-"""Interval between saves. After a crash, the next startup derives later changes from the request log."""
+"""Interval between saves. After a crash, changes since the last save are reconstructed from the request
+log."""
 
 
 class LevelKeeper:
@@ -32,7 +32,7 @@ class LevelKeeper:
         try:
             state = read_quotas(path)
         except StoreError as error:
-            log.error("the levels of quotas cannot be read, so all quotas are full: %s", error)
+            log.error("the saved quota levels cannot be read, so all quotas start unused: %s", error)
             return
         self._quotas.restore(state, time.time())
 
@@ -48,7 +48,7 @@ class LevelKeeper:
             self._quotas.remember(gone)
 
     def close(self) -> None:
-        """Do a final save, after the last request has ended."""
+        """Save the levels one last time, after the last request has ended."""
         if self._timer is not None:
             self._timer.cancel()
         self.save()

@@ -29,8 +29,8 @@ class Readiness:
     drains: Drains
 
     def reason(self) -> str:
-        """Return why not every model is ready, or an empty string if all are. Models that an operator has
-        drained are ignored unless all models are drained."""
+        """Return the reason why a model is not ready, or an empty string if all models are ready. Models that
+        an operator has drained are ignored unless all models are drained."""
         names = list(self.models.models)
         wanted = [name for name in names if self.drains.of(name) is None]
         return self.service_drain() or "; ".join(filter(None, map(self.silence, wanted or names)))
@@ -41,9 +41,9 @@ class Readiness:
         return ready and not any(map(self.silence, self.models.pinned()))
 
     def worth_waiting_for(self) -> bool:
-        """Return whether the service manager should keep waiting for an incomplete startup. It should if a
-        replica is loading, or if one model is already serving and should not be stopped because another is
-        broken."""
+        """Return whether the service manager should keep waiting for startup to complete. It should wait
+        while a replica is loading. It should also wait if one model is already serving, so that a broken
+        model does not stop the working one."""
         return any(replica.state in ("starting", "loading", "ready") for replica in self.models.replicas)
 
     def headline(self) -> str:
@@ -69,9 +69,9 @@ class Readiness:
         replicas = self.models.of(model)
         if not any(replica.answers for replica in replicas):
             states = ", ".join(f"{replica.name} is {replica.client_state}" for replica in replicas)
-            return f"model {model!r} does not answer ({states or 'it has no replica now'})"
+            return f"model {model!r} is unavailable ({states or 'it has no replica at the moment'})"
         problem = self.front_problems(model)
-        return f"model {model!r} does not answer ({problem})" if problem else ""
+        return f"model {model!r} is unavailable ({problem})" if problem else ""
 
     def service_drain(self) -> str:
         """Return why the whole service is refusing requests, or an empty string if it accepts them."""

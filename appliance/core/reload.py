@@ -1,7 +1,7 @@
 """Reloads the settings while the service is running. Only changed settings are applied.
 
-All steps that can fail come first. If a file cannot be used, a model's folder cannot be read or an address is
-already in use, the whole reload is refused and nothing changes.
+All steps that can fail are done first. If a file cannot be used, a model's folder cannot be read or an
+address is already in use, the whole reload is refused and nothing changes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ReloadError(Exception):
 
 
 class LiveSettings:
-    """Returns the settings in effect, which a reload replaces."""
+    """Returns the settings in effect. Each reload replaces them."""
 
     def __init__(self, current: Settings) -> None:
         self.current = current
@@ -62,7 +62,7 @@ class LiveSettings:
 
 @dataclass(kw_only=True)
 class Reloader:
-    """Reads the settings again and applies what has changed."""
+    """Reads the settings again and applies the changes."""
 
     loaded: Loaded
     reread: Callable[[], Loaded]
@@ -94,7 +94,7 @@ class Reloader:
             loaded = _until_restart(loaded, former)
             served = await asyncio.to_thread(describe_models, loaded, former.settings)
             if self.drains.stopping is not None:
-                raise ReloadError(f"{STOPPING}: its settings cannot be reloaded")
+                raise ReloadError(f"{STOPPING}, so its settings cannot be reloaded")
             opened = self._open(loaded.settings)
             try:
                 models = self._apply(loaded.settings, {change.path[0] for change in applied}, served)
@@ -145,8 +145,8 @@ def check_still_there(former: Loaded, loaded: Loaded) -> None:
     raise SettingsError(
         Fault(
             place=Place(str(gone)),
-            what="the service was started with this file, which was deleted",
-            remedy="restore it, or restart the service to run without it",
+            what="the service was started with this settings file, but the file no longer exists",
+            remedy="restore the file, or restart the service to run without it",
         )
     )
 

@@ -24,7 +24,7 @@ def reload_hooks(
     admin: AdminServer,
     shown_tenants: ShownTenants,
 ) -> dict[str, ReloadHook]:
-    """Return the hook for each setting, except those that `appliance.core.reload` applies itself."""
+    """Return the hook for each setting, except the settings that `appliance.core.reload` applies itself."""
 
     def front_count(settings: Settings) -> None:
         fronts.set_count(settings.fronts)

@@ -55,7 +55,8 @@ class Service:
         launch: Launch,
         front_module: str,
     ) -> None:
-        """`held` closes everything that is opened here. Raises SettingsError, ListenError or a StoreError."""
+        """`held` is the exit stack that closes everything that is opened here. Raises SettingsError,
+        ListenError or StoreError."""
         self.settings = LiveSettings(loaded.settings)
         settings, control, started_at = loaded.settings, state.control, time.time()
         problems, clock = Problems(), ClockGuard()
@@ -175,9 +176,9 @@ class Service:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.actions.reload_on_signal)
 
     async def stop(self, hurry: asyncio.Event) -> None:
-        """Drain the service (without waiting once `hurry` is set) and shut it down. The admin API responds
-        until all requests have ended."""
-        log.info("stopping: running requests get %g s", self.settings.current.drain_grace_s)
+        """Drain the service and shut it down. Once `hurry` is set, the drain stops waiting. The admin API
+        responds until all requests have ended."""
+        log.info("stopping: running requests have %g s to finish", self.settings.current.drain_grace_s)
         self.notifier.begin_stop()
         await self.controller.stop(hurry)
         self.levels.close()

@@ -4,8 +4,8 @@
         ▲                              │                                               │
         └──────────── send ────────────┘       Readiness.configuration() ◄─────────────┘
 
-Two of the links point to a part that is created later, so they are functions: the request manager sends its
-answers through the front pool, and the front pool gets the fronts' configuration from `Readiness`.
+Two parts need a part that is created later, so they receive a function: the request manager sends its answers
+through the front pool, and the front pool gets the fronts' configuration from `Readiness`.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ async def opened(settings: Settings, manager: Manager) -> AsyncIterator[State]:
     """Open the state in the directories given by the settings, and lock the directories for this service.
     Rows that an earlier run left open are closed. Raises RunDirError or a StoreError.
 
-    A migration, a recovery or a slow disk can take a long time. The service manager is therefore told which
-    database is being opened, and waits.
+    A migration, a recovery or a slow disk can take a long time. The service manager is therefore told to keep
+    waiting, and its status shows which database is being opened.
     """
     held = contextlib.ExitStack()
     state = await manager.wait_for(lambda: held.enter_context(_opened(settings, manager)))
@@ -81,12 +81,13 @@ def _opened(settings: Settings, manager: Manager) -> Iterator[State]:
 def _warn_missing(control: Path, others: list[Path]) -> None:
     """Warn about missing databases if `control` shows that the service has run before."""
     if not _has_bytes(control):
-        return  # This is the first startup.
+        return  # This is the first startup, so no database is missing.
     for path in others:
         if not _has_bytes(path):
             log.warning(
-                "%s is missing or empty, but %s is not new: its contents are lost and an empty database is "
-                "created; to recover the contents, stop the service and restore a backup",
+                "%s is missing or empty although %s already has data: an empty database is created, "
+                "and the previous contents are lost; to recover them, stop the service and restore a "
+                "backup",
                 path,
                 control.name,
             )
@@ -117,5 +118,6 @@ def cache_salts(control: ControlStore) -> Callable[[str], str]:
 def _log_sealed(sealed: Future[int]) -> None:
     if not sealed.exception() and sealed.result():
         log.warning(
-            "%d requests had not ended when the service last ended: their rows are marked", sealed.result()
+            "%d requests had not ended when the service last stopped; their rows are marked as interrupted",
+            sealed.result(),
         )

@@ -16,7 +16,7 @@ from typing import TypeVar
 log = logging.getLogger(__name__)
 
 EXTENSION_US = 30_000_000
-"""Extension of the start timeout, requested repeatedly while an operation takes a long time."""
+"""Amount by which the start timeout is extended, repeatedly, during a long operation."""
 _EVERY_S = 1.0
 _FIRST_DESCRIPTOR = 3
 T = TypeVar("T")
@@ -26,7 +26,8 @@ class Manager:
     """The service manager that started this process, if any."""
 
     def __init__(self, environ: MutableMapping[str, str] = os.environ) -> None:
-        """Removes the service manager's variables from `environ`, so that child processes do not use them."""
+        """Reads the service manager's variables and removes them from `environ`, so that child processes do
+        not use them."""
         self.sockets = _take_sockets(environ)
         """Listening sockets that the service manager opened. The code that takes a socket over must close
         it."""
@@ -41,7 +42,7 @@ class Manager:
             try:
                 self._socket.connect(f"\0{address[1:]}" if address.startswith("@") else address)
             except OSError as error:
-                log.warning("the service manager does not listen on %s: %s", address, error.strerror)
+                log.warning("cannot connect to the service manager's socket %s: %s", address, error.strerror)
                 self.close()
 
     @property
@@ -58,13 +59,13 @@ class Manager:
         try:
             self._socket.send(text.encode("utf-8", "replace"))
         except OSError as error:
-            log.debug("the service manager did not take %s: %s", text, error)
+            log.debug("the service manager did not accept %s: %s", text, error)
             return False
         return True
 
     async def wait_for(self, work: Callable[[], T]) -> T:
-        """Run `work` in a thread and return its result. Meanwhile, repeatedly ask the service manager to wait
-        longer."""
+        """Run `work` in a thread and return its result. While it runs, repeatedly ask the service manager to
+        wait longer."""
         working = asyncio.create_task(asyncio.to_thread(work))
         while not working.done():
             self.tell(EXTEND_TIMEOUT_USEC=EXTENSION_US, WATCHDOG=1)

@@ -12,24 +12,30 @@ import sys
 
 _PR_SET_PDEATHSIG = 1
 NICENESS = 5
-"""Nice value of fronts. It keeps the core and the replicas from being delayed while clients keep every CPU
-busy."""
+"""Nice value of front processes. It is above 0, so that busy clients cannot delay the core and the replicas
+even if they keep every CPU busy."""
 
 
 def main() -> int:
     """Run a front; return the exit status."""
     parent = os.getppid()
     parser = argparse.ArgumentParser(prog="python -m appliance.front", description=__doc__)
-    parser.add_argument("--channel", type=int, required=True, help="descriptor of the channel to the core")
-    parser.add_argument("--name", default="front", help="for the log (default: front)")
-    parser.add_argument("--log-level", default="info", help="debug, info, warning or error (default: info)")
+    parser.add_argument(
+        "--channel", type=int, required=True, help="file descriptor of the channel to the core"
+    )
+    parser.add_argument("--name", default="front", help="name of this process in the log (default: front)")
+    parser.add_argument(
+        "--log-level",
+        default="info",
+        help="minimum level of log messages: debug, info, warning or error (default: info)",
+    )
     arguments = parser.parse_args()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        # The core ended before the death signal was set up.
+        # The core ended before `PR_SET_PDEATHSIG` took effect.
         return 0
-    # The core decides when a front ends (by StopFront, or by closing the channel). A signal to the process
-    # group, such as Ctrl-C or systemd's SIGTERM, must not cut off streams that the core allows to finish.
+    # The core ends a front with StopFront or by closing the channel. A signal to the process group, such as
+    # Ctrl-C or systemd's SIGTERM, must not cut off streams that the core allows to finish.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.nice(NICENESS)

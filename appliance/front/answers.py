@@ -16,7 +16,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def answer_head(generation: Generation, chunk: bool) -> dict[str, Any]:
-    """Return the first fields of an answer, up to `choices`."""
+    """Return the leading fields of an answer, up to `choices`."""
     task, context = generation.task, generation.context
     kind = "chat.completion" if task.chat else "text_completion"
     return {
@@ -41,7 +41,7 @@ def usage(generation: Generation) -> dict[str, Any]:
 
 
 def answer_steps(generation: Generation) -> Generator[None, None, bytes]:
-    """Build the JSON of an answer whose samples have all ended, as work in steps."""
+    """Build the JSON of an answer whose samples have all ended, incrementally, yielding between steps."""
     task = generation.task
     of_prompts: dict[int, bytes] = {}
     for prompt in task.prompts:

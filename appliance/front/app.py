@@ -28,17 +28,17 @@ from appliance.http.openapi import openapi_document
 from appliance.scopes import OPEN, InsufficientScopeError, check_routes
 
 _DESCRIPTION = """\
-OpenAI's API over the models of one server. On TCP every request needs a key; on the Unix socket the peer's
-uid is enough, and a valid key takes precedence. `x-appliance-class` (P0 to P3) or `service_tier` request a
-service class; with `x-appliance-deadline-ms` a request is refused at once if its answer cannot be complete in
-time. Every answer carries `x-request-id`."""
+OpenAI-compatible API for the models of one server. On TCP, every request needs a key. On the Unix socket,
+the peer's uid identifies the user, and a valid key takes precedence. `x-appliance-class` (P0 to P3) or
+`service_tier` select the service class. With `x-appliance-deadline-ms`, a request is refused immediately if
+its answer cannot be complete in time. Every response contains the header `x-request-id`."""
 _MAX_CHARS_SHOWN = 100
-"""Maximum number of characters of a path or method in an error message."""
+"""Maximum number of characters that an error message shows of a path or method."""
 
 
 def build_app(state: AppState) -> tuple[Starlette, ASGIApp]:
-    """Return two applications: the one with the routes, whose route table tests read, and the one to serve,
-    which authenticates callers before it calls the first."""
+    """Return two applications: the routed application, whose route table tests read, and the application to
+    serve, which authenticates each caller and then calls the routed application."""
 
     async def refuse(request: Request, error: Exception) -> Response:
         return _refuse(state, request, error)
@@ -68,7 +68,11 @@ def _refuse(state: AppState, request: Request, error: Exception) -> Response:
         refusal = ApiError(CLIENT_DISCONNECTED, "the client disconnected before its request was complete")
     else:
         # The HTTP server logs the traceback and then releases the stack frames.
-        refusal = ApiError(500, "the front failed to answer; its log has the cause", code="internal")
+        refusal = ApiError(
+            500,
+            "the server failed to process the request; see the log of this front for the cause",
+            code="internal",
+        )
     if isinstance(error, ApiError | ClientDisconnected):
         drop_frames(error)
     context: RequestContext | None = request.scope["state"].get("context")
@@ -81,11 +85,11 @@ def _refused_by_router(request: Request, error: HTTPException) -> ApiError:
     path = request.scope["path"][:_MAX_CHARS_SHOWN]
     message, code = str(error.detail), None
     if error.status_code == 404:
-        message = f"there is no path {path!r} here; GET /openapi.json lists the paths"
+        message = f"the path {path!r} does not exist; GET /openapi.json lists all paths"
         code = "not_found"
     elif error.status_code == 405:
         taken = (error.headers or {}).get("Allow", "other methods")
-        message = f"{path!r} does not take {request.method[:_MAX_CHARS_SHOWN]}; it takes {taken}"
+        message = f"{path!r} does not support {request.method[:_MAX_CHARS_SHOWN]}; use {taken}"
         code = "method_not_allowed"
     return ApiError(error.status_code, message, code=code, headers=error.headers)
 

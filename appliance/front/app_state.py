@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from appliance.front.request_context import RequestContext
 
 MAX_TEXT_BYTES = 16 << 20
-"""Maximum total size in bytes of the prompts waiting to be encoded. Tenants with waiting prompts get equal
-shares."""
+"""Maximum total size in bytes of the prompts that are waiting to be encoded. It is shared equally between the
+tenants with waiting prompts."""
 MAX_TEXT_WAIT_S = 30.0
 """Time limit for encoding the prompts of one request."""
 
@@ -50,9 +50,9 @@ class AppState:
         descriptors."""
         self.keeper = Keeper(hand_over)
         self.limits = Limits()
-        """Limits for clients. They may be replaced at any time."""
+        """Limits for clients. The object may be replaced at any time."""
         self.bodies = BodyBudget()
-        self.denials = CountedLog("requests without a valid key or user were denied")
+        self.denials = CountedLog("requests without a valid key or permitted user were denied")
         self.catalog = Catalog()
         self.identities = IdentityTable()
         self.replicas = ReplicaChannels()
@@ -62,7 +62,7 @@ class AppState:
         self.active: dict[str, Running] = {}
         """Requests that are waiting for admission or running, by request id."""
         self.ready = False
-        self.not_ready_reason = "the front has not been configured yet"
+        self.not_ready_reason = "this front has not received its configuration yet; retry in a moment"
         self.silent_models: dict[str, str] = {}
         """Models that cannot answer, each with the reason."""
         self.requests = 0
@@ -75,19 +75,12 @@ class AppState:
         """Log a request that the front itself has refused."""
         self.to_core(
             Rejected(
-                request_id=context.request_id,
-                identity=context.identity,
-                peer=context.peer,
-                endpoint=context.endpoint,
-                model=context.model,
-                stream=context.stream,
+                **context.logged_fields(),
                 status=error.status,
                 error=error.message[:500],
                 prompt_tokens=context.prompt_tokens,
                 work_tokens=context.work_tokens,
-                arrived_at=context.arrived_at,
                 e2e_ms=context.elapsed_ms(),
-                user=context.user,
             )
         )
 
@@ -98,8 +91,8 @@ class AppState:
             self.to_core(Worked(context.identity, tokens))
 
     def flush_soon(self, flush: Callable[[], None]) -> None:
-        """Call `flush` after all messages in the channels have been processed, so that a stream's waiting
-        outputs are sent as one chunk."""
+        """Call `flush` after all messages in the channels have been processed. A stream's waiting outputs are
+        then sent as one chunk."""
         if not self._unflushed:
             asyncio.get_running_loop().call_soon(self._flush)
         self._unflushed.append(flush)

@@ -14,19 +14,22 @@ from appliance.front.validation import Body, FieldError, parse_struct
 
 _BYTES_PER_VALUE = 8
 _BYTES_PER_CONTAINER = 128
-"""A body of the maximum size may have one JSON value per 8 bytes and one list or object per 128 bytes:
-262,144 and 16,384 for 2 MiB. Parsing them takes about 0.1 µs per value and 1 µs per list or object, on the
-event loop. A token id takes 6 to 8 bytes. Commas and brackets inside text are counted too, but text with that
-many of them has more tokens than one eighth of its bytes."""
+"""Limits on the JSON values and on the lists and objects in a body. A body may have one value per 8 bytes and
+one list or object per 128 bytes of the maximum body size. For 2 MiB, these are 262,144 values and 16,384
+lists or objects.
+
+Parsing takes about 0.1 µs per value and 1 µs per list or object, on the event loop. A list of token ids stays
+within the limit, because each id takes 6 to 8 bytes. Commas and brackets inside text are counted too, but a
+text with that many of them has more tokens than one eighth of its bytes."""
 
 _FREE_BYTES = 64 << 10
-"""Refusing a body of up to this size is not charged as work."""
+"""Refused bodies of up to this size are not charged against the caller's token limits."""
 _BYTES_PER_TOKEN = 8
-"""A refused body is charged as one token per this many bytes."""
+"""A larger refused body is charged one token for each of these bytes above the free size."""
 
 
 class ClientDisconnected(Exception):
-    """The client disconnected before its request was complete."""
+    """Raised if the client disconnects before the request is complete."""
 
 
 async def read_body(request: Request, model: type[Body], max_bytes: int) -> Body:
@@ -48,8 +51,8 @@ def parse_body(data: bytearray, model: type[Body], max_bytes: int, context: Requ
     if data.count(b",") > max_values or data.count(b"{") + data.count(b"[") > max_containers:
         raise ApiError(
             413,
-            f"the body has more than {max_values} values, or {max_containers} lists and objects; "
-            "send less in a request",
+            f"the body has more than {max_values} values or more than {max_containers} lists and "
+            "objects; split the request",
             code="body_too_large",
         )
     try:
@@ -77,13 +80,15 @@ def _check_content_type(request: Request) -> None:
 
 
 async def _read_bytes(request: Request, max_bytes: int, reservation: BodyReservation) -> bytearray:
-    too_large = ApiError(413, f"the body is larger than {max_bytes} bytes", code="body_too_large")
+    too_large = ApiError(
+        413, f"the body is larger than the limit of {max_bytes} bytes", code="body_too_large"
+    )
     # The HTTP parser has refused a Content-Length that is not a number.
     length = int(request.headers.get("content-length", 0))
     if length > max_bytes:
         raise too_large
     # Reserve the declared length before reading the first byte, so that a client that exceeds the limit is
-    # refused at once.
+    # refused immediately.
     reservation.grow_to(length)
     received = bytearray()
     while True:
@@ -103,7 +108,7 @@ def _decode(data: bytearray) -> Any:
     try:
         return msgspec.json.decode(data)
     except RecursionError:
-        reason = "lists or objects are nested too deeply"
+        reason = "its lists or objects are nested too deeply"
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         reason = str(error).removeprefix("JSON is malformed: ")
     raise invalid(None, f"the body is not valid JSON: {reason}", "invalid_json")

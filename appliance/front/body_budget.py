@@ -19,18 +19,21 @@ class BodyBudget:
         self._by_tenant: dict[str, int] = {}
 
     def reserve(self, tenant: str, size: int) -> None:
-        """Reserve `size` more bytes. Raises a 503 if the tenant, or all tenants together, would hold too
-        many."""
+        """Reserve `size` more bytes. Raises a 503 if the tenant, or all tenants together, would then hold too
+        many bytes."""
         held = self._by_tenant.get(tenant, 0)
-        # One body of the maximum size is always allowed, whatever the settings are.
+        # One body of the maximum size is always allowed, regardless of the settings.
         tenant_limit = max(self.limits.max_tenant_body_bytes, self.limits.max_body_bytes)
         front_limit = max(self.limits.max_front_body_bytes, self.limits.max_body_bytes)
         if held + size > tenant_limit:
             self._refuse(
-                f"tenant {tenant!r} has request bodies of {held:,} bytes in progress here", tenant_limit
+                f"this server is already holding {held:,} bytes of request bodies of tenant {tenant!r}",
+                tenant_limit,
             )
         if self.held_bytes + size > front_limit:
-            self._refuse(f"request bodies of {self.held_bytes:,} bytes are in progress here", front_limit)
+            self._refuse(
+                f"this server is already holding {self.held_bytes:,} bytes of request bodies", front_limit
+            )
         self._by_tenant[tenant] = held + size
         self.held_bytes += size
 
@@ -68,13 +71,6 @@ class BodyReservation:
         if size > self._bytes:
             self._budget.reserve(self._tenant, size - self._bytes)
             self._bytes = size
-
-    def moved(self) -> BodyReservation:
-        """Move the bytes to a new reservation and return it. This reservation is then empty, and the caller
-        may release it."""
-        other = BodyReservation(self._budget, self._tenant)
-        other._bytes, self._bytes = self._bytes, 0
-        return other
 
     def release(self) -> None:
         """Release all bytes. Further calls have no effect."""

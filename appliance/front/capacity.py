@@ -1,5 +1,5 @@
-"""Limits a front's connections to the configured limits or to the available file descriptors, whichever are
-lower."""
+"""Limits a front's connections to the configured limits. If too few file descriptors are available, the
+limits are lower."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ sends."""
 
 
 def limits_within(limits: Limits, descriptors: int) -> Limits:
-    """Return `limits`, lowered to at most `descriptors` connections in total, but with at least one
-    connection of each kind."""
+    """Return `limits`, lowered so that the total number of connections is at most `descriptors`. Each kind of
+    connection keeps a limit of at least one."""
     wanted = limits.max_connections + limits.max_unauthenticated_connections
     if wanted <= descriptors:
         return limits
@@ -30,8 +30,8 @@ def limits_within(limits: Limits, descriptors: int) -> Limits:
 
 
 def descriptors_for_connections(limits: Limits, connections: int) -> int:
-    """Return the number of file descriptors that this process can use for connections. `connections` of them
-    are already in use."""
+    """Return the number of file descriptors that this process can use for connections. `connections` is
+    the number of these descriptors that are already in use."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = limits.max_connections + limits.max_unauthenticated_connections
     if allowed == resource.RLIM_INFINITY or allowed >= 2 * (wanted + RESERVED_DESCRIPTORS):

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 
-from appliance.front.request_context import ResponseSink
+from appliance.http import Connection
 
 HEAD_DELAY_S = 0.5
-"""Delay of a stream's headers, in seconds, while waiting for the first token, so that a request refused in
-this time gets its own status."""
+"""Maximum time in seconds for which a stream's headers wait for the first token. A request that is refused
+within this time gets the HTTP status of its error."""
 COMMENT = b": waiting\n\n"
 
 
 async def happens_within(event: asyncio.Event, timeout_s: float | None) -> bool:
-    """Wait for the event, for at most `timeout_s` (None: without a limit). Return whether the event is
+    """Wait for the event for at most `timeout_s` (None: without a limit), and return whether the event is
     set."""
     try:
         await asyncio.wait_for(event.wait(), timeout_s)
@@ -23,7 +23,7 @@ async def happens_within(event: asyncio.Event, timeout_s: float | None) -> bool:
     return True
 
 
-async def send_comments(client: ResponseSink, until: asyncio.Event, interval_s: float) -> None:
+async def send_comments(client: Connection, until: asyncio.Event, interval_s: float) -> None:
     """Write a comment whenever nothing has been written for `interval_s` seconds, until the event is set. The
     response head must already have been written."""
     silent_since = time.monotonic()

@@ -22,7 +22,7 @@ _EXPOSED = (
         for kind in ("requests", "tokens")
     ),
 )
-"""Response headers that scripts on those pages may read."""
+"""Response headers that scripts on the allowed web pages may read."""
 _MAX_AGE_S = 600
 
 

@@ -18,7 +18,7 @@ class ErrorDetail(_Document):
 
     message: str
     type: str
-    param: Annotated[str | None, Meta(description="The name of the invalid field.")]
+    param: Annotated[str | None, Meta(description="Name of the invalid field.")]
     code: str | None
 
 
@@ -29,7 +29,7 @@ class ErrorDocument(_Document):
 
 
 class HealthDocument(_Document):
-    """A readiness report; `reason` says what is missing."""
+    """A readiness report. If the service is not ready, `reason` explains why."""
 
     status: Literal["live", "ready", "not_ready"]
     reason: str | None = None
@@ -63,7 +63,11 @@ class PromptTokenDocument(_Document):
 
     logprob: float
     rank: Annotated[
-        int | None, Meta(description="1 for the most likely token; null if the token is not among the best.")
+        int | None,
+        Meta(
+            description="Rank of the token by probability, 1 for the most likely token. Null if the token is "
+            "not among the returned alternatives."
+        ),
     ]
     decoded_token: str
 
@@ -72,7 +76,9 @@ PromptLogprobs = list[dict[str, PromptTokenDocument] | None]
 
 
 class _ChoiceDocument(_Document):
-    token_ids: Annotated[list[int], Meta(description="With `return_token_ids`.")] = []
+    token_ids: Annotated[
+        list[int], Meta(description="Present only if the request sets `return_token_ids`.")
+    ] = []
 
 
 class UsageDocument(_Document):
@@ -132,8 +138,12 @@ class ChatCompletionDocument(_Document):
     system_fingerprint: str
     choices: list[ChatChoiceDocument]
     usage: UsageDocument
-    prompt_logprobs: Annotated[PromptLogprobs, Meta(description="With `prompt_logprobs`.")] = []
-    prompt_token_ids: Annotated[list[int], Meta(description="With `return_token_ids`.")] = []
+    prompt_logprobs: Annotated[
+        PromptLogprobs, Meta(description="Present only if the request sets `prompt_logprobs`.")
+    ] = []
+    prompt_token_ids: Annotated[
+        list[int], Meta(description="Present only if the request sets `return_token_ids`.")
+    ] = []
 
 
 class CompletionLogprobsDocument(_Document):
@@ -152,8 +162,12 @@ class CompletionChoiceDocument(_ChoiceDocument, kw_only=True):
     text: str
     logprobs: CompletionLogprobsDocument | None
     finish_reason: Literal["stop", "length"]
-    prompt_logprobs: Annotated[PromptLogprobs, Meta(description="With `prompt_logprobs`.")] = []
-    prompt_token_ids: Annotated[list[int], Meta(description="With `return_token_ids`.")] = []
+    prompt_logprobs: Annotated[
+        PromptLogprobs, Meta(description="Present only if the request sets `prompt_logprobs`.")
+    ] = []
+    prompt_token_ids: Annotated[
+        list[int], Meta(description="Present only if the request sets `return_token_ids`.")
+    ] = []
 
 
 class CompletionDocument(_Document):

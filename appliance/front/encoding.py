@@ -1,4 +1,5 @@
-"""Runs work on request texts, fairly between tenants: short work inline, long work in threads."""
+"""Runs text processing for requests, shared fairly between tenants. Short texts are processed on the event
+loop, long texts in threads."""
 
 from __future__ import annotations
 
@@ -17,20 +18,20 @@ from appliance.text.fair_queue import TooMuchWorkError, run_steps
 Result = TypeVar("Result")
 
 _INLINE_CHARACTERS = 512
-"""Texts of up to this length are encoded on the event loop, because that (0.3 µs per character) is cheaper
-than using a thread (0.1 ms)."""
+"""Texts of up to this length are encoded on the event loop. At 0.3 µs per character, this is cheaper than
+using a thread (0.1 ms)."""
 _RETRY_AFTER_S = 2.0
 
 
 def text_bytes(texts: Iterable[str]) -> int:
-    """Return the memory that the texts take, in bytes: 1 to 4 per character."""
+    """Return the size of the texts in memory, in bytes (1 to 4 per character)."""
     return sum(map(sys.getsizeof, texts))
 
 
 @contextmanager
 def text_memory(state: AppState, context: RequestContext, size: int) -> Iterator[None]:
-    """Count `size` bytes of text in progress for the caller's tenant. Raises a 503 if the tenant has too
-    many."""
+    """During the context, count `size` bytes of text as in progress for the caller's tenant. Raises a 503 if
+    the tenant would have too many bytes in progress."""
     try:
         with state.text_memory.reserved(context.identity.tenant, size):
             yield
@@ -45,7 +46,7 @@ async def do_work(
     characters: int,
     inline: int = _INLINE_CHARACTERS,
 ) -> Result:
-    """Run the work on this many characters. Return its result or raise its error. Raises a 503 if the work
+    """Run `steps`, which process this many characters, and return their result. Raises a 503 if the work
     waits too long."""
     try:
         if characters <= inline:
@@ -59,5 +60,5 @@ async def do_work(
 
 
 def too_much_work(error: TooMuchWorkError) -> ApiError:
-    """Return the 503 for a tenant with too much work in progress."""
+    """Return the 503 for a tenant that already has too much work in progress."""
     return ApiError(503, str(error), code="too_many_prompts", retry_after_s=_RETRY_AFTER_S)

@@ -51,7 +51,7 @@ class ApiError(Exception):
         """Return the error as an HTTP response."""
         headers = self.headers
         if self.retry_after_s is not None:
-            # Send both Retry-After in whole seconds, as HTTP requires, and the header in milliseconds that
+            # Send Retry-After in whole seconds, as HTTP requires, and also the header in milliseconds that
             # OpenAI's client prefers.
             headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
             headers["retry-after-ms"] = str(max(1, round(self.retry_after_s * 1000)))
@@ -76,7 +76,8 @@ def forbidden(message: str, code: str, param: str | None = None) -> ApiError:
 def model_not_allowed(name: str) -> ApiError:
     """Return the 403 for a model that the key does not permit."""
     return forbidden(
-        f"this key does not allow model {_shown(name)!r}; GET /v1/models lists the allowed models",
+        f"this key does not permit the use of model {_shown(name)!r}; GET /v1/models lists the "
+        "permitted models",
         "model_not_allowed",
         "model",
     )
@@ -86,7 +87,7 @@ def model_not_found(name: str) -> ApiError:
     """Return the 404 for a model that is not served."""
     return ApiError(
         404,
-        f"model {_shown(name)!r} is not served here; GET /v1/models lists the models",
+        f"model {_shown(name)!r} is not served by this server; GET /v1/models lists the available models",
         param="model",
         code="model_not_found",
     )

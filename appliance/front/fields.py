@@ -1,4 +1,5 @@
-"""Types for request fields that have more than one JSON form, or limits that JSON Schema cannot express."""
+"""Types for request fields that have more than one JSON form, or that have limits that JSON Schema cannot
+express."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from appliance.text.stop import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 MAX_PROMPTS = 1024
 MAX_LOGIT_BIASES = 1024
 MAX_ALLOWED_TOKEN_IDS = 1 << 18
-"""Size of the largest known vocabulary. It limits both the number of ids and their values."""
+"""Size of the largest known vocabulary. It limits the number of token ids and the value of each id."""
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
 """Maximum length of one bad word. Each word is tokenized twice, with and without a leading space."""
@@ -49,7 +50,7 @@ class PositiveOrMinusOne(int):
 
 
 class TextFormatField:
-    """`response_format`: only text."""
+    """`response_format`, which accepts only the text format."""
 
     json_schema: ClassVar[dict[str, Any]] = {
         "type": "object",
@@ -59,27 +60,28 @@ class TextFormatField:
 
     @classmethod
     def parse(cls, value: Any) -> None:
-        """Accept the text format. Raises FieldError."""
+        """Accept only the text format. Raises FieldError."""
         kind = value.get("type") if isinstance(value, dict) else value
         if not isinstance(value, dict) or kind != "text":
             raise FieldError(
                 f'type {str(kind)[:40]!r} is not supported by this server; use {{"type": "text"}} and '
-                "describe the format in the prompt",
+                "describe the desired format in the prompt",
                 UNSUPPORTED,
             )
 
 
 class NoToolChoiceField:
-    """`tool_choice` and `function_call`: only "none"."""
+    """`tool_choice` and `function_call`, which accept only "none"."""
 
     json_schema: ClassVar[dict[str, Any]] = {"const": "none"}
 
     @classmethod
     def parse(cls, value: Any) -> None:
-        """Accept "none". Raises FieldError."""
+        """Accept only "none". Raises FieldError."""
         if value != "none":
             raise FieldError(
-                f"{shown(value)} is not supported by this server; tools are not available: leave it out",
+                f"{shown(value)} is not supported by this server; tools are not available, so omit this "
+                "field",
                 UNSUPPORTED,
             )
 
@@ -113,11 +115,11 @@ class ContentField(str):
             kind = part.get("type") if isinstance(part, dict) else None
             if kind != "text":
                 raise FieldError(
-                    f"part {index} has type {shown(kind)}; this server takes text parts only", UNSUPPORTED
+                    f"part {index} has type {shown(kind)}; this server supports only text parts", UNSUPPORTED
                 )
             text = part.get("text")
             if not isinstance(text, str):
-                raise FieldError(f"part {index} needs a string in 'text'")
+                raise FieldError(f"part {index} must have a string in its field 'text'")
             texts.append(text)
         return "\n".join(texts)
 
@@ -126,7 +128,7 @@ _STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTERS}
 
 
 class StopsField(tuple[str, ...]):
-    """`stop`: a string, or a list of strings."""
+    """The field `stop`: a string, or a list of strings."""
 
     json_schema: ClassVar[dict[str, Any]] = {
         "anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOP_STRINGS}]
@@ -140,7 +142,7 @@ class StopsField(tuple[str, ...]):
 
 
 class BadWordsField(tuple[str, ...]):
-    """`bad_words`: a list of strings."""
+    """The field `bad_words`: a list of strings."""
 
     json_schema: ClassVar[dict[str, Any]] = {
         "type": "array",
@@ -154,7 +156,10 @@ class BadWordsField(tuple[str, ...]):
         words = _strings(value, "must be a list of strings", "words", MAX_BAD_WORDS)
         for index, word in enumerate(words):
             if not 1 <= len(word) <= MAX_BAD_WORD_CHARS:
-                raise FieldError(f"word {index} has {len(word)} characters; give 1 to {MAX_BAD_WORD_CHARS}")
+                raise FieldError(
+                    f"word {index} has {len(word)} characters; words must have 1 to {MAX_BAD_WORD_CHARS} "
+                    "characters"
+                )
         return words
 
 
@@ -162,12 +167,12 @@ def _strings(value: Any, kind: str, unit: str, max_count: int) -> tuple[str, ...
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value[: max_count + 1]):
         raise FieldError(kind)
     if len(value) > max_count:
-        raise FieldError(f"has {len(value)} {unit}; give at most {max_count}")
+        raise FieldError(f"has {len(value)} {unit}; at most {max_count} are allowed")
     return tuple(value)
 
 
 class LogitBiasField(dict[int, float]):
-    """`logit_bias`: an object from token ids to numbers."""
+    """The field `logit_bias`: an object that maps token ids to numbers."""
 
     json_schema: ClassVar[dict[str, Any]] = {
         "type": "object",
@@ -180,9 +185,9 @@ class LogitBiasField(dict[int, float]):
     def parse(cls, value: Any) -> dict[int, float]:
         """Return the biases by token id. Raises FieldError."""
         if not isinstance(value, dict):
-            raise FieldError("must be an object from token ids to numbers")
+            raise FieldError("must be an object that maps token ids to numbers")
         if len(value) > MAX_LOGIT_BIASES:
-            raise FieldError(f"has {len(value)} tokens; give at most {MAX_LOGIT_BIASES}")
+            raise FieldError(f"has {len(value)} tokens; at most {MAX_LOGIT_BIASES} are allowed")
         biases: dict[int, float] = {}
         for key, bias in value.items():
             if not (key.isascii() and key.isdecimal() and len(key) < 10):
@@ -208,7 +213,7 @@ class TokenIdsField(list[int]):
 
 
 class AllowedTokenIdsField(list[int]):
-    """`allowed_token_ids`: a list of token ids that is not empty."""
+    """The field `allowed_token_ids`: a list of token ids that is not empty."""
 
     json_schema: ClassVar[dict[str, Any]] = {**_TOKEN_IDS, "minItems": 1, "maxItems": MAX_ALLOWED_TOKEN_IDS}
 
@@ -217,18 +222,16 @@ class AllowedTokenIdsField(list[int]):
         """Return the ids. Raises FieldError."""
         ids = _ids(value)
         if not ids:
-            raise FieldError(
-                "must be a list of token ids that is not empty; leave it out to allow all tokens"
-            )
+            raise FieldError("must be a non-empty list of token ids; omit this field to allow all tokens")
         if len(ids) > MAX_ALLOWED_TOKEN_IDS:
-            raise FieldError(f"has {len(ids)} token ids; give at most {MAX_ALLOWED_TOKEN_IDS}")
+            raise FieldError(f"has {len(ids)} token ids; at most {MAX_ALLOWED_TOKEN_IDS} are allowed")
         if min(ids) < 0 or max(ids) >= MAX_ALLOWED_TOKEN_IDS:
-            raise FieldError(f"has a token id that is not from 0 to {MAX_ALLOWED_TOKEN_IDS - 1}")
+            raise FieldError(f"has a token id outside the range from 0 to {MAX_ALLOWED_TOKEN_IDS - 1}")
         return ids
 
 
 class PromptsField(list[str | list[int]]):
-    """`prompt`: one text, the token ids of one prompt, or a list of either."""
+    """The field `prompt`: one text, the token ids of one prompt, or a list of texts or of token id lists."""
 
     json_schema: ClassVar[dict[str, Any]] = {
         "anyOf": [
@@ -251,13 +254,13 @@ class PromptsField(list[str | list[int]]):
             return [value]
         if not isinstance(value, list) or not value:
             raise FieldError(
-                "must be a string, a list of strings, a list of token ids, or a list of such lists"
+                "must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
             )
         single = _ids(value)
         if single is not None:
             return [single]
         if len(value) > MAX_PROMPTS:
-            raise FieldError(f"has {len(value)} prompts; give at most {MAX_PROMPTS}")
+            raise FieldError(f"has {len(value)} prompts; at most {MAX_PROMPTS} are allowed")
         kinds = set(map(type, value))
         if kinds == {str}:
             return value
@@ -265,11 +268,13 @@ class PromptsField(list[str | list[int]]):
             lists = [_ids(ids) for ids in value]
             if all(lists):
                 return [ids for ids in lists if ids]
-        raise FieldError("mixes types or has an empty list: give strings only, or lists of token ids only")
+        raise FieldError(
+            "mixes types or contains an empty list; use only strings, or only lists of token ids"
+        )
 
 
 class TemplateVariablesField(dict[str, Any]):
-    """`chat_template_kwargs`: any JSON object."""
+    """The field `chat_template_kwargs`: any JSON object."""
 
     json_schema: ClassVar[dict[str, Any]] = {"type": "object", "maxProperties": MAX_TEMPLATE_VARIABLES}
 
@@ -279,7 +284,7 @@ class TemplateVariablesField(dict[str, Any]):
         if not isinstance(value, dict):
             raise FieldError(f"must be an object, not {shown(value)}")
         if len(value) > MAX_TEMPLATE_VARIABLES:
-            raise FieldError(f"has {len(value)} variables; give at most {MAX_TEMPLATE_VARIABLES}")
+            raise FieldError(f"has {len(value)} variables; at most {MAX_TEMPLATE_VARIABLES} are allowed")
         level: list[Any] = [value]
         for _ in range(MAX_TEMPLATE_VARIABLE_DEPTH):
             level = [
@@ -290,4 +295,4 @@ class TemplateVariablesField(dict[str, Any]):
             ]
             if not level:
                 return value
-        raise FieldError(f"is nested too deeply; give at most {MAX_TEMPLATE_VARIABLE_DEPTH} levels")
+        raise FieldError(f"is nested too deeply; at most {MAX_TEMPLATE_VARIABLE_DEPTH} levels are allowed")

@@ -1,6 +1,6 @@
 """Assigns an id to each request and authenticates its caller before any other code handles the request.
 
-Every path requires an identity, except those of open routes (`appliance.scopes`). Responses to callers
+Every path requires an identity, except the paths of open routes (`appliance.scopes`). Responses to callers
 without an identity do not reveal which other paths exist. The route itself checks the caller's scopes. The
 gate does not read the body.
 """
@@ -17,6 +17,7 @@ from appliance.front.body_budget import BodyReservation
 from appliance.front.errors import ApiError, forbidden, invalid
 from appliance.front.request_context import RequestContext, make_request_id, response_ids
 from appliance.http.headers import header
+from appliance.messages import Identity
 from appliance.scopes import granted
 
 _MAX_PATH_CHARS = 100
@@ -24,7 +25,8 @@ _MAX_DEADLINE_MS = 86_400_000
 
 
 class Gate:
-    """ASGI middleware around the whole application. Paths in `open_paths` need no identity."""
+    """ASGI middleware around the whole application. Paths in `open_paths` need no identity. The caller has
+    already been identified (`IdentityTable.tenant_of`)."""
 
     def __init__(self, app: ASGIApp, state: AppState, open_paths: frozenset[str]) -> None:
         self._app = app
@@ -52,19 +54,16 @@ class Gate:
         state = self._state
         state.requests += not is_open
         request_state = scope["state"]
-        try:
-            identity = state.identities.identify(scope["headers"], request_state["peer"])
-        except ApiError as error:
-            if is_open:
-                await self._app(scope, receive, send_with_headers)
-                return
-            state.denials.note(request_state["peer"])
-            error.headers["connection"] = "close"
-            await error.response()(scope, receive, send_with_headers)
-            return
-        request_state["identity"] = identity
+        identity: Identity | ApiError = request_state["caller"]
+        if isinstance(identity, Identity):
+            request_state["identity"] = identity
         if is_open:
             await self._app(scope, receive, send_with_headers)
+            return
+        if isinstance(identity, ApiError):
+            state.denials.note(request_state["peer"])
+            identity.headers["connection"] = "close"
+            await identity.response()(scope, receive, send_with_headers)
             return
         context = RequestContext(
             request_id=request_id,
@@ -81,7 +80,7 @@ class Gate:
                 raise _no_place()
             if identity.suspended:
                 raise forbidden(
-                    f"tenant {identity.tenant!r} is suspended: ask the operator of this server",
+                    f"tenant {identity.tenant!r} is suspended: contact the operator of this server",
                     "tenant_suspended",
                 )
             context.asked_class = _asked_class(scope)
@@ -99,8 +98,8 @@ class Gate:
 def _no_place() -> ApiError:
     return ApiError(
         503,
-        "all connections of this server, or all that one tenant may have, are in use: retry later, "
-        "or raise limits.max_connections",
+        "the connection limit of this server or of your tenant is reached: retry later, or ask the "
+        "operator to raise limits.max_connections",
         code="too_many_connections",
         retry_after_s=1.0,
         headers={"connection": "close"},
@@ -125,8 +124,8 @@ def _deadline_ms(scope: Scope) -> float | None:
     if not 0 < deadline_ms <= _MAX_DEADLINE_MS:
         raise invalid(
             "x-appliance-deadline-ms",
-            f"must be the milliseconds from now in which the answer must be complete, above 0 and at most "
-            f"{_MAX_DEADLINE_MS}",
+            "must be the time in milliseconds within which the answer must be complete, greater than 0 "
+            f"and at most {_MAX_DEADLINE_MS}",
         )
     return deadline_ms
 

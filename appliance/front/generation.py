@@ -1,5 +1,5 @@
-"""The life cycle of a validated request: admission, submission, resubmission if a replica is lost, and
-settlement."""
+"""Manages a validated request through its life cycle: admission, submission, resubmission if a replica is
+lost, and settlement."""
 
 from __future__ import annotations
 
@@ -76,23 +76,26 @@ class Generation:
             for number in range(each)
         ]
         self.begun = asyncio.Event()
-        """Set when the first output arrives or the request ends."""
+        """Set when the first output has arrived or the request has ended."""
         self.ended = asyncio.Event()
         self.failure: ApiError | None = None
         self.left = False
         self.ran = False
         """Whether the request has been submitted to a replica."""
         self.on_progress: Callable[[Sample], None] | None = None
-        """Called after each output that a sample has taken."""
+        """Called after a sample has processed an output."""
+        self.on_disconnect: Callable[[], None] | None = None
+        """Called when the client disconnects, if the request does not end with it."""
         self.on_end: Callable[[], None] | None = None
         self.headers: dict[str, str] = {}
         """Headers of the answer that report the caller's rate limits."""
         self.prompt_tokens = task.prompt_tokens
         """Total number of tokens in all prompts."""
         self.completion_tokens = 0
-        """Number of tokens that the answer has needed so far, over all samples."""
+        """Number of tokens that the answer uses so far, over all samples. Tokens generated after a stop
+        string are not counted."""
         self.cached_tokens = 0
-        """Number of prompt tokens found in the prefix cache, over the prompts whose first outputs have
+        """Number of prompt tokens found in the prefix cache, counting only prompts whose first outputs have
         arrived."""
         self.delivered_tokens = 0
         """Number of output tokens written to the client. Set by the response."""
@@ -113,19 +116,21 @@ class Generation:
     # ── events from the client ──
 
     def start(self) -> None:
-        """Ask the core for admission."""
+        """Request admission from the core."""
         self.state.active[self.context.request_id] = self
         self.context.admitted = True
-        self.context.connection.on_lost = self._client_disconnected
+        on_lost = self.on_disconnect or self.client_disconnected
+        self.context.connection.on_lost = on_lost
         unpaid = self.context.encoded_tokens
         if self.context.connection.lost:
-            self._client_disconnected()
-        else:
+            on_lost()
+        if not self.left:
             self._ask()
             unpaid -= self.task.prompt_tokens
         self.state.charge(self.context, unpaid)
 
-    def _client_disconnected(self) -> None:
+    def client_disconnected(self) -> None:
+        """End the request, because no client is waiting for it."""
         self.left = True
         self._drop()
         self._end()
@@ -137,7 +142,7 @@ class Generation:
         self.left = True
         self._drop()
         self._end()
-        self.settle(CLIENT_DISCONNECTED, "the client read too slowly")
+        self.settle(CLIENT_DISCONNECTED, "the client read the answer too slowly")
         self.context.connection.cut_off()
 
     # ── messages from the core ──
@@ -190,7 +195,7 @@ class Generation:
         )
 
     def abort(self, message: str) -> None:
-        """End the request at once, for an operator or a drain."""
+        """End the request immediately, for an operator or a drain."""
         self._fail(ApiError(503, message, code="aborted", retry_after_s=1.0))
 
     # ── outputs from the replica ──
@@ -211,10 +216,16 @@ class Generation:
         try:
             sample.take(output)
         except Exception:
-            # An error here must end only this request, because the frame also carries tokens of other
+            # An error here must end only this request, because the frame also contains tokens of other
             # requests.
-            log.exception("request %s: an output could not be processed", self.context.request_id)
-            self._fail(ApiError(500, "the front failed to answer; its log has the cause", code="internal"))
+            log.exception("request %s: processing an output failed", self.context.request_id)
+            self._fail(
+                ApiError(
+                    500,
+                    "the server failed to process the request; see the log of this front for the cause",
+                    code="internal",
+                )
+            )
             return
         self.completion_tokens += sample.delivered - delivered
         now = time.monotonic()
@@ -236,7 +247,7 @@ class Generation:
 
     def _lost(self) -> None:
         """Schedule a resubmission, because the replica is lost. Called once for each submission that was
-        running there."""
+        running on the replica."""
         self._link = None
         self._handles.clear()
         if self.ended.is_set() or self._retry is not None:
@@ -273,23 +284,16 @@ class Generation:
         self._submitted = False
         self.state.to_core(
             Admit(
-                request_id=context.request_id,
+                **context.logged_fields(),
                 attempt=self._attempt,
-                identity=context.identity,
-                peer=context.peer,
-                endpoint=context.endpoint,
-                model=context.model,
-                stream=context.stream,
                 submissions=len(running) if again else len(task.prompts),
                 num_seqs=len(running),
                 prompt_tokens=prompt_tokens,
                 max_tokens=sum(sample.prompt.max_tokens for sample in running) - emitted,
                 may_lower=task.may_lower,
-                arrived_at=context.arrived_at,
                 asked_class=task.asked_class,
                 deadline_ms=context.deadline_ms,
                 retry_of=context.retry_of,
-                user=context.user,
             )
         )
 
@@ -392,7 +396,7 @@ class Generation:
         gaps = self._tokens - len(self.samples)
         itl_ms = None
         if gaps > 0 and self._first_token_at is not None:
-            # Samples run in parallel, so the time between two steps is one gap for every sample.
+            # Samples run in parallel, so the time between two steps counts as one gap in each sample.
             itl_ms = (self._last_token_at - self._first_token_at) * 1000.0 * len(self.samples) / gaps
         self.state.to_core(
             Settle(
@@ -410,8 +414,8 @@ class Generation:
 
     @property
     def answers(self) -> list[Sample]:
-        """The samples to include in the answer, in order: all samples of each prompt, or only the best
-        ones."""
+        """The samples to include in the answer, in order. For each prompt, these are all its samples or only
+        its best samples."""
         task = self.task
         if task.samples == task.n:
             return self.samples
@@ -446,7 +450,7 @@ class Generation:
 
 
 def _engine_error(output: Output) -> ApiError:
-    message = output.error or "the engine ended this request"
+    message = output.error or "the engine ended this request without giving a reason"
     if output.finish_reason == "cancelled":
         return ApiError(503, output.error or "this request was cancelled", code="aborted", retry_after_s=1.0)
     if output.refused:

@@ -14,7 +14,7 @@ from engine.messages import SamplingParams, TokenLogprob
 
 @dataclass(slots=True)
 class Prompt:
-    """One prompt of a request, with the data about the prompt that arrives with its first outputs."""
+    """One prompt of a request, including the data about it that arrives with its first outputs."""
 
     index: int
     token_ids: list[int]
@@ -39,8 +39,8 @@ class GenerationTask:
     sampling: SamplingParams
     """Sampling parameters for every prompt, except `max_tokens`."""
     best_of: int = 0
-    """Number of samples to generate for each prompt. The answer contains the best `n` of them. 0 means
-    `n`."""
+    """Number of samples to generate for each prompt; 0 means `n`. The answer contains the best `n`
+    samples."""
     stops: StopSet | None = None
     include_stop: bool = False
     """Whether an answer includes the stop string or stop token that ended it."""

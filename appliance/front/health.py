@@ -1,7 +1,7 @@
 """Health checks, which require no identity.
 
 Clients without an identity learn only whether the service is ready. They learn neither the names of its
-models nor what is wrong with them.
+models nor the reasons why a model is not ready.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ _MODEL = {"name": "model", "in": "query", "required": False, "schema": {"type": 
 def health_routes(state: AppState) -> list[ScopedRoute]:
     """Return the health routes."""
     health = _Health(state)
-    live = Operation("Whether this front answers at all", HealthDocument, tags=("health",), security=())
-    simple = live._replace(summary="Whether requests are answered now", errors={503: HealthDocument})
+    live = Operation("Report that this front is running", HealthDocument, tags=("health",), security=())
+    simple = live._replace(summary="Report whether the service is ready", errors={503: HealthDocument})
     ready = live._replace(
-        summary="Whether requests are answered now, and why not",
-        description="Checks every model that is not drained; with `model`, which needs a key, only that one.",
+        summary="Report whether the service is ready to answer requests, with the reason if it is not",
+        description="Checks every model that is not drained. With the parameter `model`, which requires a "
+        "key, only that model is checked.",
         errors={401: ErrorDocument, 404: HealthDocument, 503: HealthDocument},
         parameters=(_MODEL,),
     )
@@ -52,14 +53,14 @@ class _Health:
         return _answer(200, "live")
 
     async def simple(self, request: Request) -> Response:
-        """Report readiness as /health/ready does, but without the reason, because it names models. Other
-        servers use this path as well."""
+        """Report readiness as /health/ready does, but without the reason, because the reason names models.
+        Other servers use this path as well."""
         is_ready = self._state.ready and not self._state.catalog.problem
         return _answer(200, "ready") if is_ready else _answer(503, "not_ready")
 
     async def ready(self, request: Request) -> Response:
-        """Report the readiness of one model, which requires a key, or of all models that are not drained. The
-        reason is shown only to clients with a key or from a user that the service knows."""
+        """Report the readiness of one model, which requires an identity, or of all models that are not
+        drained. For all models, the reason is shown only to callers who may use every model."""
         state = self._state
         identity: Identity | None = request.scope["state"].get("identity")
         model = request.query_params.get("model")
@@ -67,22 +68,26 @@ class _Health:
             return self._ready_model(model, identity)
         if state.ready and not state.catalog.problem:
             return _answer(200, "ready")
-        reason = state.catalog.problem if state.ready else state.not_ready_reason or "no reason was given"
+        reason = state.catalog.problem if state.ready else state.not_ready_reason or "no reason was reported"
         if identity is None or identity.models is not None:
-            reason = "not ready: a key for all models shows the reason"
+            reason = "not ready: send a key that permits all models to see the reason"
         return _answer(503, "not_ready", reason)
 
     def _ready_model(self, model: str, identity: Identity | None) -> Response:
         state = self._state
         if identity is None:
             raise unauthorized(
-                "the readiness of a single model requires a key: send 'Authorization: Bearer KEY', or ask "
-                "for /health/ready",
+                "checking a single model requires a key: send 'Authorization: Bearer KEY', or use "
+                "/health/ready without a model",
                 "missing_api_key",
             )
         reason = state.silent_models.get(model) or state.catalog.problems.get(model, "")
         if not allows(identity, model) or not (reason or state.catalog.serves(model)):
-            return _answer(404, "not_ready", f"there is no model {model[:_MAX_NAME_SHOWN]!r}")
+            return _answer(
+                404,
+                "not_ready",
+                f"there is no model {model[:_MAX_NAME_SHOWN]!r}; GET /v1/models lists the available models",
+            )
         return _answer(503, "not_ready", reason) if reason else _answer(200, "ready")
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from appliance.front.errors import ApiError, unauthorized
-from appliance.http import Peer, bearer
+from appliance.http import Peer, bearer, drop_frames
 from appliance.messages import Identities, Identity
 
 KEY_PREFIX = b"ak-"
@@ -17,7 +18,7 @@ _KEY_HEADERS = (b"api-key", b"x-api-key")
 
 
 class IdentityTable:
-    """Identities by key hash, uid and gid, as most recently sent by the core. An empty table refuses every
+    """Identities by key hash, uid and gid, as last received from the core. An empty table refuses every
     caller."""
 
     def __init__(self) -> None:
@@ -40,10 +41,10 @@ class IdentityTable:
     def identify(self, headers: Sequence[tuple[bytes, bytes]], peer: Peer) -> Identity:
         """Return the identity of a request's caller. Raises a 401.
 
-        A valid key takes precedence on every socket. On a Unix socket, the peer's uid is sufficient, and keys
-        without `KEY_PREFIX` are ignored, because OpenAI's clients must send a key and users therefore send a
-        placeholder. A key that has the prefix but is not valid (because it was revoked or mistyped) is
-        refused on a Unix socket too, so that no other tenant is billed by mistake.
+        A valid key takes precedence on every socket. On a Unix socket, the peer's uid is sufficient. Keys
+        without `KEY_PREFIX` are ignored there, because OpenAI's clients always send a key, so users without
+        one configure a placeholder. A key that has the prefix but is not valid (because it was revoked or
+        mistyped) is refused on a Unix socket too, so that no other tenant is billed by mistake.
         """
         scheme, key = _credentials(headers)
         if scheme and scheme != b"bearer":
@@ -54,25 +55,35 @@ class IdentityTable:
                 return known
             if peer.kind != "unix" or key.startswith(KEY_PREFIX):
                 raise unauthorized(
-                    "this key is unknown, revoked or expired; make one with: appliance keys create",
+                    "this key is unknown, revoked or expired; create a new key with: appliance keys create",
                     "invalid_api_key",
                 )
         if peer.kind != "unix":
             raise unauthorized(
-                "no key: send the header 'Authorization: Bearer KEY'; make a key with: appliance keys create",
+                "a key is required: send the header 'Authorization: Bearer KEY'; create a key with: "
+                "appliance keys create",
                 "missing_api_key",
             )
         identity = self._of_peer(peer)
         if identity is None:
-            raise unauthorized(f"uid {peer.uid} may not use this socket without a key", "unknown_uid")
+            raise unauthorized(
+                f"uid {peer.uid} is not permitted to use this socket without a key; send the header "
+                "'Authorization: Bearer KEY'",
+                "unknown_uid",
+            )
         return identity
 
-    def tenant_of(self, headers: Sequence[tuple[bytes, bytes]], peer: Peer) -> str:
-        """Return the tenant of a request, or an empty string if it has no valid identity."""
+    def tenant_of(self, headers: Sequence[tuple[bytes, bytes]], state: dict[str, Any]) -> str:
+        """Identify the caller of a request, and store the identity, or the error, in the request's state.
+        Return the tenant, or an empty string if the request has no valid identity."""
         try:
-            return self.identify(headers, peer).tenant
-        except ApiError:
+            identity = self.identify(headers, state["peer"])
+        except ApiError as error:
+            drop_frames(error)
+            state["caller"] = error
             return ""
+        state["caller"] = identity
+        return identity.tenant
 
     def knows(self, peer: Peer) -> bool:
         """Return whether the peer needs no key because it is a local user that the service knows."""
@@ -86,7 +97,7 @@ class IdentityTable:
 
 
 def _credentials(headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, bytes]:
-    """Return the same as `bearer`. If there is no Authorization header, use the key in `api-key` or
+    """Return the result of `bearer`. If there is no Authorization header, use the key in `api-key` or
     `x-api-key`, which Azure's and Anthropic's clients send."""
     scheme, key = bearer(headers)
     if scheme:

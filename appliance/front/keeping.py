@@ -1,8 +1,9 @@
 """Prepares the prompts and answers that log policies keep: hashes them, redacts secrets, and sends them to
 the core.
 
-This takes 0.2 ms per thousand characters of kept text, so it runs after the answer, on a separate thread that
-pauses often. The texts are sent in a memfd, so that the core's event loop only has to pass on a descriptor.
+Processing takes 0.2 ms per thousand characters of kept text, so it runs after the answer is sent, on a
+separate thread that pauses often. The texts are sent in a memfd, so that the core's event loop only has to
+pass on a descriptor.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ log = logging.getLogger(__name__)
 MAX_WAITING_CHARS = 32 << 20
 """Maximum number of characters waiting for the thread. Further texts are dropped and counted."""
 MAX_REQUEST_CHARS = 4 << 20
-"""Maximum number of characters kept for one request. For texts beyond this limit, only the length is kept."""
+"""Maximum number of characters kept for one request. Only the length is kept of texts beyond this limit."""
 
 _BEYOND_CHARS = 1024
-"""Number of characters beyond the kept ones that are also searched for secrets, because a secret may extend
+"""Number of characters after the kept part that are also searched for secrets, because a secret may extend
 across the cut."""
 _PAUSE_S = 0.0001
-"""Pause during which the event loop's thread can take the interpreter lock. A pause of 0 s would not
-suffice."""
+"""Length of the pauses in which the event loop's thread can acquire the interpreter lock. A pause of 0 s
+would not suffice."""
 
 Message = dict[str, str]
 Text = str | list[Message] | list[int]
@@ -62,7 +63,7 @@ class Transcript(NamedTuple):
 
 
 class Keeper:
-    """Keeps texts as its rules and the callers' policies require. All methods must be called on the event
+    """Keeps texts according to its rules and the callers' policies. All methods must be called on the event
     loop's thread."""
 
     def __init__(self, hand_over: Callable[[Keep, tuple[int, ...]], None]) -> None:
@@ -76,11 +77,13 @@ class Keeper:
         self._background = Background()
 
     def keep(self, transcript: Transcript) -> None:
-        """Queue the transcript to be kept as its tenant's policy requires."""
+        """Queue the transcript, which is then kept according to its tenant's policy."""
         if self._waiting_chars + transcript.chars > MAX_WAITING_CHARS:
             self.dropped += 1
             log.error(
-                "request %s: its texts are not kept, because too many characters wait", transcript.request_id
+                "request %s: its prompts and answers are not stored, because too much text is waiting "
+                "to be stored",
+                transcript.request_id,
             )
             return
         self._waiting_chars += transcript.chars
@@ -95,7 +98,7 @@ class Keeper:
             loop = asyncio.get_running_loop()
             descriptor = await loop.run_in_executor(self._threads, _in_memory, transcript, self.rules)
         except Exception:
-            log.exception("request %s: its texts could not be kept", transcript.request_id)
+            log.exception("request %s: its prompts and answers could not be stored", transcript.request_id)
             return
         finally:
             self._waiting_chars -= transcript.chars
@@ -141,8 +144,8 @@ def _part(
     data = _plain(text).encode("utf-8", "surrogatepass")
     if transcript.identity.log_policy != "full":
         return KeptText(name, number, hashlib.sha256(data).hexdigest(), len(data))
-    # Redact the messages' texts before encoding them as JSON, because escapes would change the form of a
-    # secret.
+    # Redact the messages' texts before encoding them as JSON, because JSON escapes would change the
+    # characters of a secret.
     clean = _Clean(redactor, most)
     shown = clean.text(text) if isinstance(text, str) else _plain(clean.conversation(text))  # type: ignore[arg-type]
     kept = shown[:most].encode("utf-8", "backslashreplace")
@@ -160,12 +163,13 @@ def _part(
 
 
 def _plain(text: Text) -> str:
-    """Return the text in the form in which it is kept. A conversation is kept as JSON without spaces."""
+    """Return the text as it will be stored. A conversation is stored as JSON without spaces."""
     return text if isinstance(text, str) else json.dumps(text, ensure_ascii=False, separators=(",", ":"))
 
 
 class _Clean:
-    """Redacts the beginning of a text, up to slightly more than the part that is kept."""
+    """Redacts the beginning of a text. The redacted beginning is slightly longer than the part that is
+    kept."""
 
     def __init__(self, redactor: Redactor, room: int) -> None:
         self.secrets = 0

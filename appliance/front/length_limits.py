@@ -13,20 +13,20 @@ from appliance.messages import Identity
 MAX_TOKENS_SHOWN = 524_288
 """Maximum number of tokens in a /tokenize response."""
 _NO_LIMIT = 1 << 20
-"""Number of tokens to generate if the model's length is not known yet. The engine ends an answer at the
-actual limit."""
+"""Number of tokens to generate if the model's context length is not known yet. The engine ends an answer at
+the actual limit."""
 
 
 class LengthLimit(NamedTuple):
     """The context length of a request: the maximum number of tokens in prompt and answer together."""
 
     owner: str
-    """Owner of the limit, as named in messages: "this model's", or a tenant's."""
+    """Name of the limit's owner in messages: "this model's", or a tenant's name in the possessive."""
     tokens: int
     """The limit, or 0 if it is not known. In that case, either the model cannot be loaded and the core
     refuses the request with the cause, or the engine applies the limit when the request runs."""
     answer_tokens: int = 1
-    """Number of tokens that must be left for the answer."""
+    """Number of tokens that the prompt must leave for the answer."""
 
     @property
     def max_prompt_tokens(self) -> int | None:
@@ -34,12 +34,12 @@ class LengthLimit(NamedTuple):
         return self.tokens - self.answer_tokens if self.tokens else None
 
     def exceeded(self, param: str, tokens: int | None) -> ApiError:
-        """Return the 400 for a prompt of this length. Pass None if only an excess over the limit is known."""
+        """Return the 400 for a prompt of this length. Pass None if the exact length is unknown."""
         count = f"more than {self.max_prompt_tokens}" if tokens is None else str(tokens)
         return ApiError(
             400,
-            f"{self.owner} maximum context length is {self.tokens} tokens, prompt and answer together, but "
-            f"{param} has {count} tokens; shorten it",
+            f"{self.owner} maximum context length is {self.tokens} tokens for prompt and answer "
+            f"together, but {param} has {count} tokens; shorten {param}",
             param=param,
             code="context_length_exceeded",
         )
@@ -57,7 +57,7 @@ class AnswerLimit(NamedTuple):
 
 
 def length_limit(identity: Identity, model: LoadedModel, answer_tokens: int = 1) -> LengthLimit:
-    """Return the context length of the model, or the tenant's if that is shorter."""
+    """Return the model's context length, or the tenant's limit if that is shorter."""
     longest, allowed = model.served.max_model_len, identity.context_tokens
     if allowed is not None and (not longest or allowed < longest):
         return LengthLimit(f"tenant {identity.tenant!r}'s", allowed, answer_tokens)
@@ -65,8 +65,8 @@ def length_limit(identity: Identity, model: LoadedModel, answer_tokens: int = 1)
 
 
 def answer_limit(identity: Identity, requested: int | None, default: int | None, field: str) -> AnswerLimit:
-    """Return the limit that the request sets. In a request, -1 means that only the context length limits the
-    answer."""
+    """Return the limit that the request sets. A value of -1 in a request means that only the context length
+    limits the answer."""
     if requested == -1:
         return AnswerLimit(None, None, field)
     return AnswerLimit(requested, identity.default_max_tokens or default, field)
@@ -74,7 +74,9 @@ def answer_limit(identity: Identity, requested: int | None, default: int | None,
 
 def too_many_to_show(param: str) -> ApiError:
     """Return the 400 for a text with more tokens than /tokenize can show."""
-    return invalid(param, f"has more than {MAX_TOKENS_SHOWN} tokens; send it in parts")
+    return invalid(
+        param, f"has more than {MAX_TOKENS_SHOWN} tokens; split the text and send several requests"
+    )
 
 
 def truncated(
@@ -101,7 +103,7 @@ def max_answer_tokens(limit: LengthLimit, token_ids: list[int], answer: AnswerLi
     """Return the maximum number of tokens to generate after a prompt. `param` names the prompt's field in the
     request. Raises a 400 if the prompt is empty or leaves too few tokens for the answer."""
     if not token_ids:
-        raise invalid(param, "is empty: there is nothing to continue")
+        raise invalid(param, "is empty; send at least one token")
     requested, default = answer.requested, answer.default
     if not limit.tokens:
         return (default or _NO_LIMIT) if requested is None else max(requested, limit.answer_tokens)

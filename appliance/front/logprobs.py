@@ -49,7 +49,7 @@ def _chat_token(tokenizer: Tokenizer, token_id: int, value: float) -> dict[str, 
 
 
 class _Columns:
-    """`choices[].logprobs` of a completion: parallel lists, filled token by token."""
+    """Builds `choices[].logprobs` of a completion: parallel lists to which each token is appended."""
 
     def __init__(self, tokenizer: Tokenizer, alternatives: int) -> None:
         self._tokenizer = tokenizer
@@ -88,7 +88,8 @@ class _Columns:
 
 
 class PromptLogprobs:
-    """Log probabilities of the echoed prompt at the beginning of the answer (`echo`), returned in parts."""
+    """Log probabilities of the prompt that the answer repeats at its beginning (`echo`). They are returned in
+    parts."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Prompt) -> None:
         self._prompt = prompt
@@ -111,16 +112,16 @@ class PromptLogprobs:
 
 
 def tokens_at_once(task: GenerationTask) -> int:
-    """Return the number of tokens whose log probabilities are written in one step. A step takes a few
-    milliseconds."""
+    """Return the number of tokens whose log probabilities are written in one step, so that a step takes only
+    a few milliseconds."""
     return max(1, _LOGPROBS_AT_ONCE // (1 + (task.logprobs or 0)))
 
 
 def prompt_logprobs_steps(
     tokenizer: Tokenizer, prompt: Prompt, alternatives: int
 ) -> Generator[None, None, bytes]:
-    """Build the field `prompt_logprobs` as work in steps. As in vLLM, it has for each prompt token except the
-    first an object that maps token ids to log probability, rank and text."""
+    """Build the field `prompt_logprobs` incrementally, yielding between steps. As in vLLM, every prompt token
+    except the first gets an object that maps token ids to log probability, rank and text."""
     known = prompt.logprobs or []
     count = max(1, _LOGPROBS_AT_ONCE // (1 + alternatives))
     slices = []
@@ -143,7 +144,7 @@ def _with_ranks(tokenizer: Tokenizer, known: TokenLogprob, alternatives: int) ->
     return {
         str(token_id): {
             "logprob": _finite(value),
-            # A token's rank is known only if the token is among the most likely ones.
+            # The engine reports ranks only for the most likely tokens.
             "rank": ranks.get(token_id),
             "decoded_token": tokenizer.token_text(token_id),
         }
@@ -154,7 +155,8 @@ def _with_ranks(tokenizer: Tokenizer, known: TokenLogprob, alternatives: int) ->
 def logprobs_event(
     task: GenerationTask, entries: Sequence[LogprobEntry] | None, echoed: PromptLogprobs | None
 ) -> bytes:
-    """Return `choices[].logprobs` as JSON for a stream chunk: the next tokens of the prompt, or `entries`."""
+    """Return `choices[].logprobs` as JSON for a stream chunk. It covers the next tokens of the echoed prompt,
+    if any are left, and `entries`."""
     if task.logprobs is None or entries is None:
         return b"null"
     tokenizer = task.model.tokenizer
@@ -170,7 +172,7 @@ def logprobs_event(
 def logprobs_steps(
     task: GenerationTask, entries: Sequence[LogprobEntry] | None, echoed: Prompt | None
 ) -> Generator[None, None, bytes]:
-    """Build `choices[].logprobs` as JSON for a complete answer, as work in steps."""
+    """Build `choices[].logprobs` as JSON for a complete answer, incrementally, yielding between steps."""
     if task.logprobs is None or entries is None:
         return b"null"
     tokenizer, count = task.model.tokenizer, tokens_at_once(task)

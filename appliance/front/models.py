@@ -47,10 +47,10 @@ def _read_model(folder: str) -> tuple[Tokenizer, TemplateProcess]:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the reason why a model cannot be loaded, as text that can be encoded."""
+    """Return the reason why a model cannot be loaded. Characters that UTF-8 cannot encode are escaped."""
     text = str(error)
     if not isinstance(error, TokenizerFilesError):
-        text = f"its files cannot be read ({type(error).__name__}: {text})"
+        text = f"the model's files cannot be read ({type(error).__name__}: {text})"
     return text[:_MAX_REASON_CHARACTERS].encode(errors="backslashreplace").decode()
 
 
@@ -70,8 +70,8 @@ class Catalog:
 
     @property
     def problems(self) -> dict[str, str]:
-        """The reason why each unusable model cannot be used, by model name. Empty if all models can be
-        used."""
+        """The reason why each unusable model cannot be used, by model name. Empty if all models are
+        usable."""
         return self._broken
 
     @property
@@ -81,8 +81,8 @@ class Catalog:
 
     @property
     def template_problems(self) -> dict[str, tuple[int, str]]:
-        """For each model whose chat templates exceeded their limits: how often, and which limit was exceeded
-        last."""
+        """For each model whose chat templates exceeded their limits, how often this happened and which limit
+        was exceeded last."""
         return {
             name: (model.template.bounds_exceeded, model.template.problem)
             for name, model in self._models.items()
@@ -94,7 +94,7 @@ class Catalog:
         return name in self._models
 
     async def replace(self, served: list[ServedModel]) -> None:
-        """Serve exactly these models. The previous models are used until the new ones are loaded."""
+        """Serve exactly these models. The previous models stay in use until the new models are loaded."""
         models: dict[str, LoadedModel] = {}
         broken: dict[str, str] = {}
         for model in served:
@@ -117,7 +117,7 @@ class Catalog:
         kept = {model.template for model in models.values()}
         for old in self._models.values():
             if old.template not in kept:
-                # Requests that started with the old model may still need its templates.
+                # Requests that began with the old model may still need its templates.
                 asyncio.get_running_loop().call_later(_CLOSE_AFTER_S, old.template.close)
         self._models, self._broken, self.served = models, broken, served
 

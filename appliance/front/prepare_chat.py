@@ -18,7 +18,7 @@ async def chat_task(
 ) -> GenerationTask:
     """Return the task for a chat completion. Raises `ApiError`."""
     if body.top_logprobs is not None and not body.logprobs:
-        raise invalid("top_logprobs", "needs logprobs: true")
+        raise invalid("top_logprobs", "requires logprobs: true")
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
         raise invalid("continue_final_message", "cannot be true together with add_generation_prompt")

@@ -14,10 +14,10 @@ from appliance.front.schemas import DEFAULT_COMPLETION_TOKENS, CompletionRequest
 from appliance.front.tokenization import decode, prompt_param, text_tokens
 
 MAX_SEQUENCES = 1024
-"""Maximum number of prompts times samples in one request."""
+"""Maximum number of samples in one request, over all prompts."""
 MAX_SENT_BIASES = 65_536
-"""Maximum number of prompts times `logit_bias` entries, because each prompt is sent to the replica with its
-own copy of the biases."""
+"""Maximum product of the number of prompts and the number of `logit_bias` entries. Each prompt is sent to the
+replica with its own copy of the biases."""
 MAX_ECHOED = 131_072
 """Maximum number of prompt tokens, or of their log probabilities, in one answer."""
 
@@ -73,24 +73,28 @@ async def completion_task(
 def _check_fields(body: CompletionRequest, n: int, best_of: int) -> None:
     """Check fields that depend on each other. Raises a 400."""
     if best_of < n:
-        raise invalid("best_of", f"is {best_of}, less than n, {n}: give at least n, or leave it out")
+        raise invalid("best_of", f"is {best_of}, but must be at least n = {n}; raise best_of, or omit it")
     if best_of > n and body.stream:
         raise invalid(
             "best_of",
-            f"{best_of} answers, of which {n} are returned, cannot be streamed: leave out stream, or best_of",
+            f"best_of = {best_of} with n = {n} cannot be streamed; omit stream or best_of",
         )
     if body.max_tokens == 0 and not body.echo:
-        raise invalid("max_tokens", "must be at least 1 without echo")
+        raise invalid("max_tokens", "must be at least 1 unless echo is true")
     prompts = len(body.prompt)
     if prompts * best_of > MAX_SEQUENCES:
         field = "best_of" if body.best_of else "n"
-        raise invalid(field, f"{prompts} prompts times {field} make more than {MAX_SEQUENCES} answers")
+        raise invalid(
+            field,
+            f"{prompts} prompts times {field} is more than the limit of {MAX_SEQUENCES} answers; send fewer "
+            "prompts in a request",
+        )
     biases = len(body.logit_bias or ())
     if prompts * biases > MAX_SENT_BIASES:
         raise invalid(
             "logit_bias",
-            f"has {biases} tokens for {prompts} prompts: the product may be at most {MAX_SENT_BIASES}; send "
-            "fewer prompts in a request",
+            f"has {biases} tokens for {prompts} prompts, but tokens times prompts may be at most "
+            f"{MAX_SENT_BIASES}; send fewer prompts in a request",
         )
 
 
@@ -101,6 +105,6 @@ def _check_echo(tokens: list[list[int]], logprobs: int | None, n: int) -> None:
     if count > MAX_ECHOED:
         raise invalid(
             "echo",
-            f"n × prompt tokens × (1 + logprobs) is {count}; with echo it may be at most {MAX_ECHOED}: ask "
-            "for fewer alternatives, or send fewer prompts in a request",
+            f"n × prompt tokens × (1 + logprobs) is {count}; with echo it may be at most {MAX_ECHOED}; "
+            "request fewer alternatives, or send fewer prompts in a request",
         )

@@ -17,16 +17,16 @@ from appliance.text.stop import StopSet, StopStringsError
 from engine.messages import SamplingParams
 
 MAX_PROMPT_LOGPROBS = 131_072
-"""Maximum number of prompt log probabilities in one answer with `prompt_logprobs`. Decoding this many takes
-the event loop 40 ms."""
+"""Maximum number of prompt log probabilities in one answer with `prompt_logprobs`. Decoding this number
+blocks the event loop for 40 ms."""
 MAX_ANSWER_LOGPROBS = 262_144
 """Maximum number of log probabilities of generated tokens in one answer that is not streamed. Such an answer
 is held in memory until it is complete, and each log probability takes about 200 bytes."""
 MAX_RETURNED_PROMPT_TOKENS = 1 << 20
 """Maximum number of prompt token ids in one answer with `return_token_ids`."""
 MAX_SENT_NUMBERS = 262_144
-"""Maximum number of prompts times the size of `allowed_token_ids` and `bad_words`, because each prompt is
-sent to the replica with its own copy."""
+"""Maximum product of the number of prompts and the size of `allowed_token_ids` and `bad_words`. Each prompt
+is sent to the replica with its own copy of these lists."""
 
 
 def named_model(state: AppState, context: RequestContext, body: GenerationRequest) -> LoadedModel:
@@ -39,13 +39,13 @@ def named_model(state: AppState, context: RequestContext, body: GenerationReques
 
 
 def count_prompt_tokens(context: RequestContext, tokens: int) -> None:
-    """Record the number of tokens in the encoded prompts."""
+    """Record the total number of tokens in the encoded prompts."""
     context.prompt_tokens = context.encoded_tokens = tokens
     context.work_tokens = max(context.work_tokens, tokens)
 
 
 def encoding_limit(body: GenerationRequest, limit: LengthLimit) -> LengthLimit | None:
-    """Return the limit for the prompt as it was sent, or None if only the prompt's end is used."""
+    """Return the token limit for the prompt as sent, or None if `truncate_prompt_tokens` cuts the prompt."""
     return limit if body.truncate_prompt_tokens is None else None
 
 
@@ -111,7 +111,7 @@ async def make_task(
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
         asked_class=asked_class,
-        # A client that asks for at least `min_tokens` must not get an error about a limit that it did not
+        # A client that asks for at least `min_tokens` must not get an error about a limit that it has not
         # set.
         may_lower=may_lower and not body.min_tokens,
         asked=asked if context.identity.log_policy != "metadata" else [],
@@ -120,8 +120,8 @@ async def make_task(
 
 def _limit_answer_logprobs(prompts: list[Prompt], per_token: int, may_lower: bool, chat: bool) -> None:
     """Limit the number of log probabilities in an answer that is not streamed. Each generated token has
-    `per_token` of them, over all samples of a prompt. If the client set no token limit, the limit is lowered.
-    Otherwise raises a 400."""
+    `per_token` log probabilities, over all samples of a prompt. If there would be too many and the client set
+    no token limit, the limit is lowered; otherwise raises a 400."""
     total = per_token * sum(prompt.max_tokens for prompt in prompts)
     max_tokens = MAX_ANSWER_LOGPROBS // (per_token * len(prompts))
     if total <= MAX_ANSWER_LOGPROBS:
@@ -129,32 +129,34 @@ def _limit_answer_logprobs(prompts: list[Prompt], per_token: int, may_lower: boo
     if not may_lower or not max_tokens:
         raise invalid(
             "top_logprobs" if chat else "logprobs",
-            f"the answer could have {total} log probabilities (samples × max_tokens × (1 + alternatives)); "
-            f"without stream it may have {MAX_ANSWER_LOGPROBS}: stream it, or lower one of the three",
+            f"the answer could have {total} log probabilities (samples × max_tokens × (1 + "
+            f"alternatives)); without stream, at most {MAX_ANSWER_LOGPROBS} are allowed; set stream, or "
+            "lower one of the three values",
         )
     for prompt in prompts:
         prompt.max_tokens = min(prompt.max_tokens, max_tokens)
 
 
 def _check_returned_prompts(body: GenerationRequest, prompt_tokens: int) -> None:
-    """Limit the prompt data in the answer. `prompt_tokens` counts each prompt once per choice. Raises a
-    400."""
+    """Limit the amount of prompt data in the answer. `prompt_tokens` counts each prompt once per choice.
+    Raises a 400."""
     if body.return_token_ids and prompt_tokens > MAX_RETURNED_PROMPT_TOKENS:
         raise invalid(
             "return_token_ids",
-            f"the answer would have {prompt_tokens} token ids of prompts, more than "
+            f"the answer would contain {prompt_tokens} prompt token ids, more than the limit of "
             f"{MAX_RETURNED_PROMPT_TOKENS}; send fewer prompts, or lower n",
         )
     if body.prompt_logprobs is None:
         return
     if body.stream:
-        raise invalid("prompt_logprobs", "cannot be streamed: leave out stream, or prompt_logprobs")
+        raise invalid("prompt_logprobs", "cannot be streamed; omit stream or prompt_logprobs")
     logprobs = prompt_tokens * (body.prompt_logprobs + 1)
     if logprobs > MAX_PROMPT_LOGPROBS:
         raise invalid(
             "prompt_logprobs",
-            f"the answer would have {logprobs} log probabilities of prompts, more than "
-            f"{MAX_PROMPT_LOGPROBS}; send shorter prompts, or ask for fewer alternatives or answers",
+            f"the answer would contain {logprobs} log probabilities of prompt tokens, more than the "
+            f"limit of {MAX_PROMPT_LOGPROBS}; send shorter prompts, or request fewer alternatives or "
+            "answers",
         )
 
 

@@ -39,14 +39,14 @@ log = logging.getLogger(__name__)
 _REPORT_EVERY_S = 0.5
 _TRIM_EVERY_S = 10.0
 _MEND_EVERY_S = 5.0
-"""Interval between attempts to read a broken tokenizer again, because its folder may have become
+"""Interval between attempts to read an unreadable tokenizer again, because its folder may have become
 available."""
 _ERROR_EVENT_GRACE_S = 1.0
 """Time allowed for sending the error events of requests that did not end within the grace period."""
 
 
 class FrontProcess:
-    """One front on the running event loop, from its first message until `ended` is set."""
+    """Runs one front on the current event loop, from its first message until `ended` is set."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._channel: Channel[CoreToFront] = Channel(sock, CoreToFront)
@@ -96,12 +96,16 @@ class FrontProcess:
                 self._state.replicas.attach(message.replica, self._take_socket())
             except LookupError:
                 # This front cannot work without the channel, so it ends, and the core starts another front.
-                log.error("no file descriptor is left for the channel to replica %s", message.replica)
+                log.error(
+                    "too many open files to open the channel to replica %s: raise the limit of open files "
+                    "(ulimit -n)",
+                    message.replica,
+                )
                 os._exit(1)
         elif isinstance(message, Configure):
             self._configurations.put_nowait(message)
-            # Apply this at once, although models may take long to load, because a drain must refuse the next
-            # requests.
+            # Apply this part immediately, because a drain must refuse the next requests and loading the
+            # models may take long.
             self._state.silent_models = self._state.silent_models | message.silent
             if not message.ready:
                 self._state.ready, self._state.not_ready_reason = False, message.reason
@@ -131,10 +135,10 @@ class FrontProcess:
             try:
                 await self._apply(configure)
             except Exception:
-                log.exception("configuration %d could not be applied", configure.serial)
+                log.exception("applying configuration %d failed", configure.serial)
 
     async def _apply(self, configure: Configure) -> None:
-        """Apply a configuration. The front becomes ready with the first one."""
+        """Apply a configuration. The first configuration makes the front ready."""
         self._state.limits = self._state.bodies.limits = configure.limits
         self._limit_connections()
         self._state.retries.rules = configure.retries
@@ -165,7 +169,6 @@ class FrontProcess:
 
     async def _stop(self, grace_s: float) -> None:
         state = self._state
-        state.retries.stop()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + grace_s
         stopping = asyncio.create_task(self._server.stop(grace_s + _ERROR_EVENT_GRACE_S))
@@ -213,7 +216,7 @@ class FrontProcess:
                 tokens=state.tokens,
                 unauthenticated=state.denials.total,
                 cpu_seconds=usage.ru_utime + usage.ru_stime,
-                kept_answers=len(state.retries),
+                kept_answers=len(state.retries.runs),
                 kept_bytes=state.retries.kept_bytes,
                 dropped_texts=state.keeper.dropped,
                 problems=state.catalog.problems,
@@ -225,13 +228,13 @@ class FrontProcess:
 
 
 def _core_gone() -> None:
-    """Exit at once, because the core has ended. This closes the clients' connections."""
+    """Exit immediately, because the core has ended. This closes the clients' connections."""
     os._exit(0)
 
 
 async def _return_memory() -> None:
-    """Return freed memory to the system at intervals. Otherwise the C library keeps it if a small block
-    behind it is still in use."""
+    """Return freed memory to the system at intervals. Otherwise the C library keeps freed memory below a
+    small block that is still in use."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     while trim is not None:
         await asyncio.sleep(_TRIM_EVERY_S)

@@ -13,7 +13,7 @@ from appliance.front.validation import UNSUPPORTED, FieldError, shown
 
 
 class RefusedField(NamedTuple):
-    """A field that is refused, with the remedy for the error message."""
+    """A refused field, and the remedy for the error message."""
 
     name: str
     remedy: str
@@ -26,7 +26,10 @@ class RefusedField(NamedTuple):
     @property
     def json_schema(self) -> dict[str, Any]:
         """JSON schema of the accepted values."""
-        return {"enum": [None, False, *self.neutral], "description": f"Refused otherwise: {self.remedy}."}
+        return {
+            "enum": [None, False, *self.neutral],
+            "description": f"Other values are refused: {self.remedy}.",
+        }
 
     def check(self, value: Any) -> None:
         """Accept a value that does not change the answer. Raises FieldError for any other value."""
@@ -35,31 +38,31 @@ class RefusedField(NamedTuple):
         # True == 1 in Python, so the types are compared too.
         if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.neutral):
             return
-        named = "a text" if self.is_content and not isinstance(value, (dict, list)) else shown(value)
+        named = "this value" if self.is_content and not isinstance(value, (dict, list)) else shown(value)
         raise FieldError(f"{named} is not supported by this server; {self.remedy}", UNSUPPORTED)
 
 
 def _each(remedy: str, *names: str, **neutral: tuple[Any, ...]) -> tuple[RefusedField, ...]:
-    """Return fields that share one remedy: those in `names`, and those in `neutral` with their neutral
-    values."""
+    """Return fields that share one remedy: the fields in `names`, and the fields in `neutral` with the values
+    that do not change the answer."""
     return (
         *(RefusedField(name, remedy) for name in names),
         *(RefusedField(name, remedy, values) for name, values in neutral.items()),
     )
 
 
-_FORMAT = "structured output is not available: describe the format in the prompt and check the answer"
-_TOOLS = "tools are not available: leave it out"
+_FORMAT = "structured output is not available; describe the format in the prompt and check the answer"
+_TOOLS = "tools are not available, so omit this field"
 _SAMPLING = "use temperature, top_k, top_p and min_p"
 _PENALTIES = "use repetition_penalty, frequency_penalty and presence_penalty"
 _LENGTH = "use max_tokens"
 _TEMPLATE = (
-    "the model's own chat template is used: set its variables with chat_template_kwargs, or render the "
+    "the model's chat template is always used; set its variables with chat_template_kwargs, or render the "
 )
-_TEMPLATE += "conversation yourself and send it to /v1/completions"
+_TEMPLATE += "conversation in the client and send it to /v1/completions"
 _THINKING = "set the variables of the model's chat template with chat_template_kwargs"
-_SEARCH = "sample several answers with n, or use best_of in /v1/completions"
-_ADAPTERS = "load the merged model under a name of its own, and name it in model"
+_SEARCH = "generate several answers with n, or use best_of in /v1/completions"
+_ADAPTERS = "ask the operator to serve the merged model under a separate name, and use that name in model"
 _PROCESSORS = "use logit_bias, allowed_token_ids or bad_words"
 
 REFUSED = (
@@ -111,7 +114,7 @@ REFUSED = (
         adaptive_target=(-1,),
         adaptive_decay=(0.9,),
     ),
-    RefusedField("do_sample", "for greedy decoding use temperature 0", (True,)),
+    RefusedField("do_sample", "use temperature 0 for greedy decoding", (True,)),
     *_each(
         _PENALTIES,
         "penalize_nl",
@@ -141,7 +144,7 @@ REFUSED = (
         length_penalty=(1,),
         penalty_alpha=(0,),
     ),
-    *_each("write it into the prompt", "negative_prompt", guidance_scale=(0, 1), cfg_scale=(0, 1)),
+    *_each("describe it in the prompt", "negative_prompt", guidance_scale=(0, 1), cfg_scale=(0, 1)),
     *_each("use ignore_eos", "ban_eos_token"),
     *_each(
         _PROCESSORS, "logits_processors", "logits_processor", "custom_logit_processor", "custom_token_bans"
@@ -152,7 +155,7 @@ REFUSED = (
     *_each("use logprobs", "post_sampling_probs", "return_hidden_states", n_probs=(0,), top_n_tokens=(0,)),
     *_each("send token ids as the prompt of /v1/completions", "input_ids", "prompt_embeds", "input_embeds"),
     *_each(_ADAPTERS, "lora", "lora_path", "lora_name", "lora_request", "adapter_id", "adapter"),
-    *_each("leave it out", "watermark", "vllm_xargs", "mm_processor_kwargs"),
+    *_each("omit this field", "watermark", "vllm_xargs", "mm_processor_kwargs"),
     *_each(
         _THINKING,
         "enable_thinking",
@@ -169,20 +172,26 @@ REFUSED = (
 
 REFUSED_IN_CHATS = (
     *_each(_TOOLS, "tools", "functions", "tool_prompt", "web_search_options", "guideline"),
-    *_each("answers are text: leave it out", "audio"),
+    *_each("answers are text only, so omit this field", "audio"),
     *_each(_TEMPLATE, "chat_template", "documents", "add_special_tokens"),
     *_each("use /v1/completions, or n", best_of=(1,)),
-    *_each("the answer never repeats the conversation: leave it out", "echo"),
+    *_each("the answer never repeats the conversation, so omit this field", "echo"),
 )
 
 REFUSED_IN_COMPLETIONS = (
-    RefusedField("suffix", "filling in between two texts is not available: leave it out", is_content=True),
+    RefusedField(
+        "suffix",
+        "filling in text between a prefix and a suffix is not available, so omit this field",
+        is_content=True,
+    ),
     *_each("use echo", "return_full_text"),
     RefusedField(
-        "add_special_tokens", "send token ids as the prompt: /tokenize makes them with and without", (True,)
+        "add_special_tokens",
+        "send token ids as the prompt; /tokenize returns them with or without special tokens",
+        (True,),
     ),
 )
 
 REFUSED_IN_MESSAGES = _each(_TOOLS, "tool_calls", "function_call") + _each(
-    "answers and prompts are text: leave it out", "audio"
+    "prompts and answers are text only, so omit this field", "audio"
 )

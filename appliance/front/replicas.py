@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 
 class ReplicaChannels:
-    """Channels by replica name. A restarted replica keeps its name."""
+    """Channels by replica name. A replica keeps its name when it restarts."""
 
     def __init__(self) -> None:
         self._clients: dict[str, ReplicaClient] = {}
@@ -20,7 +20,7 @@ class ReplicaChannels:
         """Use a new channel for a replica."""
 
         def closed(handles: list[int]) -> None:
-            log.warning("lost replica %s", name)
+            log.warning("the connection to replica %s was lost", name)
             if self._clients.get(name) is client:
                 del self._clients[name]
 

@@ -5,54 +5,36 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
 from starlette.requests import Request
 
 from appliance.front.body_budget import BodyReservation
+from appliance.http import Connection
 from appliance.http.headers import header
-from appliance.messages import Identity
+from appliance.messages import Identity, LoggedFields
 
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:@+/=-]{1,64}")
 _MAX_ECHOED_BYTES = 1024
 
 
-class ResponseSink(Protocol):
-    """Receives a response: either a connection (`appliance.http.Connection`), or a run that several clients
-    follow (`KeyedRun`)."""
-
-    on_writable: Callable[[], None] | None
-    on_lost: Callable[[], None] | None
-    last_chunk_at: float
-    """When `write_chunk` was last called, in seconds of the monotonic clock, or 0 before the first call."""
-
-    @property
-    def writable(self) -> bool: ...
-    @property
-    def lost(self) -> bool: ...
-    def write_chunk(self, data: bytes) -> None: ...
-    def release(self) -> None: ...
-    def abort(self) -> None: ...
-    def cut_off(self) -> None: ...
-
-
 @dataclass(slots=True)
 class RequestContext:
-    """Caller, endpoint and timestamps of a request. The gate creates the context; the endpoint sets the
-    model, the stream flag and the counts."""
+    """Caller, endpoint and timestamps of a request. The gate creates the context. The endpoint later sets the
+    model, the stream flag and the token counts."""
 
     request_id: str
     identity: Identity
     peer: str
     endpoint: str
-    connection: ResponseSink
+    connection: Connection
     body: BodyReservation
     """Memory reserved for the request's body."""
     asked_class: str = ""
     deadline_ms: float | None = None
-    """Time after `arrived_at` within which the answer must be complete."""
+    """Time limit for the complete answer, measured from `arrived_at`."""
     request_class: int | None = None
     """The service class, 0 to 3, or None until the body has been parsed."""
     model: str = ""
@@ -63,15 +45,20 @@ class RequestContext:
     encoded_tokens: int = 0
     """Number of prompt tokens before `truncate_prompt_tokens` removed any."""
     work_tokens: int = 0
-    """Work done so far for parsing and encoding, in tokens. If this front refuses the request, these tokens
-    are charged to the tenant."""
+    """Work done so far for parsing and encoding, as a number of tokens. If this front refuses the request,
+    these tokens are charged to the tenant."""
     admitted: bool = False
-    """Whether `Admit` was sent. If so, the request ends with `Settle` or `Refused`, never with `Rejected`."""
+    """Whether `Admit` was sent. If it was, the request ends with `Settle` or `Refused`, never with
+    `Rejected`."""
     retry_of: str = ""
-    """Request id of an earlier run with the same `Idempotency-Key` whose answer is lost."""
+    """Request id of an earlier run with the same `Idempotency-Key` whose answer is no longer kept."""
     arrived_at: float = field(default_factory=time.time)
     """When the request arrived, in unix seconds."""
     started: float = field(default_factory=time.monotonic)
+
+    def logged_fields(self) -> dict[str, Any]:
+        """Return the fields of `LoggedFields`."""
+        return {name: getattr(self, name) for name in LoggedFields.__struct_fields__}
 
     def elapsed_ms(self, until: float | None = None) -> float:
         """Return the number of milliseconds since the request head was read."""
@@ -87,7 +74,7 @@ def context_of(request: Request) -> RequestContext:
 def make_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
     """Return a new request id, which is unique in the request log.
 
-    The id begins with the client's `X-Request-Id` if that contains only common characters, so that an
+    The id begins with the client's `X-Request-Id` if that header contains only common characters, so that an
     operator can find the request by the client's id. A suffix makes it unique, because clients repeat their
     id when they retry.
     """

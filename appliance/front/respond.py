@@ -25,12 +25,8 @@ _STREAM_HEADERS = [
 class GenerationResponse(Response):
     """The response to a generation request. The request is always settled at its end, even after an error."""
 
-    def __init__(
-        self, state: AppState, context: RequestContext, task: GenerationTask, comments: bool = True
-    ) -> None:
-        """`comments` says whether to write comments while a stream is silent. A keyed run gets none."""
+    def __init__(self, state: AppState, context: RequestContext, task: GenerationTask) -> None:
         super().__init__()
-        self._comments = comments
         self.generation = Generation(state, context, task)
         self.status = 500
         """Final status of the request. It may differ from the 200 in the response head of a stream."""
@@ -43,7 +39,7 @@ class GenerationResponse(Response):
             # The request is prepared, so its body can be released.
             self._context.body.release()
         generation = self.generation
-        error = "the front failed to answer; its log has the cause"
+        error = "the server failed to process the request; see the log of this front for the cause"
         try:
             if self._task.stream:
                 failure = await self._stream(generation, scope, receive, send)
@@ -57,7 +53,7 @@ class GenerationResponse(Response):
                 generation.abort(error)
             generation.settle(self.status, error)
             # The callbacks belong to the stream, and the stream refers to the generation. Breaking this cycle
-            # frees both at once, instead of at the next garbage collection, which happens after about a
+            # frees both immediately, instead of at the next garbage collection, which happens after about a
             # thousand streams.
             generation.on_progress = generation.on_end = None
             self._state.active.pop(self._context.request_id, None)
@@ -88,7 +84,8 @@ class GenerationResponse(Response):
     ) -> ApiError | None:
         stream = EventStream(generation)
         generation.start()
-        # A failure that occurs before the response head is written can have its own status.
+        # Delay the response head, because a failure that occurs before it is written can still set the HTTP
+        # status.
         interval_s = self._state.limits.stream_comment_interval_s
         if interval_s:
             await happens_within(generation.begun, HEAD_DELAY_S)
@@ -104,7 +101,7 @@ class GenerationResponse(Response):
         try:
             await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS + headers})
             stream.open()
-            if self._comments and interval_s:
+            if interval_s:
                 await send_comments(self._context.connection, stream.done, interval_s)
             await stream.done.wait()
             await send({"type": "http.response.body", "body": b"", "more_body": False})

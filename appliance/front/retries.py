@@ -1,22 +1,136 @@
-"""This front's runs of requests with an `Idempotency-Key`, which retries join or repeat.
+"""Runs of requests with an `Idempotency-Key`, and their recorded answers.
 
     claimed ──► running ──► kept ──► dropped after its time, or for lack of memory
         │          └──► dropped: it failed, or no client came back in time
-        └──► forgotten: another front has the run
+        └──► dropped: another front has the run
 
 The core records which front has which run (`appliance.front_pool.claims`), and the front keeps the answers.
-When the front's process ends, its answers are lost, and retries run again from the beginning.
+When the front's process ends, its answers are lost, and retries run again.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
 
-from appliance.front.keyed_run import KeyedRun
+from starlette.responses import Response
+from starlette.types import Message, Send
+
+from appliance.background import Timer
+from appliance.http import Connection
 from appliance.messages import Claim, Claimed, FrontToCore, Release, RetryRules
 
+if TYPE_CHECKING:
+    from appliance.front.generation import Generation
+    from appliance.front.respond import GenerationResponse
+
+_NOT_REPEATED = (b"x-ratelimit-", b"content-length")
+"""Prefixes of headers that are not valid for a retry, or are set for it anew."""
 _RUN_BYTES = 1024
 """Memory in bytes that a run takes in addition to its answer."""
+
+
+class KeyedRun:
+    """One run, whose response is recorded for retries. A run that has ended refers to no connection and no
+    prompt, because `held_bytes` does not include them."""
+
+    def __init__(self, retries: Retries, claim: Claim, fingerprint: bytes) -> None:
+        """Create a run that has not been claimed yet. `fingerprint` is a hash of the request's body."""
+        self.scope = claim.scope
+        self.request_id = claim.request_id
+        self.fingerprint = fingerprint
+        self.claimed: asyncio.Future[Claimed] = asyncio.get_running_loop().create_future()
+        self.ended = asyncio.Event()
+        self.answer: Response | None = None
+        """The response to retries, or None if there is no complete record."""
+        self.status = 500
+        self.finish_reason = "error"
+        self.request_class: int | None = None
+        self.is_kept = True
+        """Whether retries can find the run, so that its response must be recorded."""
+        self.held_bytes = _RUN_BYTES
+        """Memory in bytes that counts against `RetryRules.max_bytes`."""
+        self.timer = Timer()
+        """Runs while a running request has no clients, and while an answer is kept."""
+        self.generation: Generation | None = None
+        """The generation while it is running. It outlives its client."""
+        self._retries = retries
+        self._head: Message = {}
+        self._body = bytearray()
+        self._clients: set[Connection] = set()
+        """Connections of the first client and of the retries that wait for the answer."""
+        self._billed_tokens = 0
+        """Number of output tokens that had been written when the last client left."""
+
+    def follow(self, connection: Connection) -> None:
+        """Add a client of a run that has not ended. It is removed when it disconnects."""
+        self.timer.stop()
+        self._clients.add(connection)
+        connection.on_lost = partial(self.leave, connection)
+        if connection.lost:
+            self.leave(connection)
+
+    async def send(self, to_client: Send, message: Message) -> None:
+        """Record part of the response (ASGI), and send it to the first client."""
+        if message["type"] == "http.response.start":
+            self._head = {**message}
+        else:
+            self.record(message.get("body", b""))
+        await to_client(message)
+
+    def record(self, data: bytes) -> None:
+        """Record part of the body."""
+        if self.is_kept:
+            self._body += data
+            self._retries.grew(self, len(data))
+
+    def complete(self, response: GenerationResponse) -> None:
+        """Make the answer to retries of the record, if the whole response has been recorded."""
+        self.status = response.status
+        self.finish_reason = response.generation.finish_reason(response.status)
+        self.request_class = response.generation.context.request_class
+        if self.is_kept and not response.generation.left:
+            self.answer = Response(bytes(self._body), self._head["status"])
+            self.answer.raw_headers += [
+                *(pair for pair in self._head["headers"] if not pair[0].startswith(_NOT_REPEATED)),
+                (b"idempotent-replayed", b"true"),
+                (b"x-appliance-retry-of", self.request_id.encode()),
+            ]
+
+    def end(self) -> None:
+        """Let retries have the answer, if there is one, and keep it for a while if the run succeeded."""
+        self.ended.set()
+        self.generation = None
+        self._body.clear()
+        self._clients.clear()
+        if self.is_kept and self.status == 200:
+            self.timer.start(self._retries.rules.keep_s, partial(self._retries.drop, self))
+        elif self.is_kept:
+            self._retries.drop(self)
+
+    def give_up(self) -> None:
+        """End the generation, unless the first client is connected. Tokens written since the last client
+        left are not billed."""
+        generation = self.generation
+        if generation is not None and generation.context.connection.lost:
+            generation.delivered_tokens = self._billed_tokens
+            generation.client_disconnected()
+
+    def leave(self, connection: Connection) -> None:
+        """Remove a client. If it was the last one, give the run up unless a retry arrives in time."""
+        self._clients.discard(connection)
+        generation = self.generation
+        if not self._clients and not self.ended.is_set():
+            self._billed_tokens = 0 if generation is None else generation.delivered_tokens
+            if self.is_kept:
+                self.timer.start(self._retries.rules.grace_s, partial(self._retries.drop, self))
+            else:
+                self.give_up()
+        if generation is not None and generation.on_end is not None:
+            # Record what was waiting for the client to read.
+            generation.on_end()
 
 
 class Retries:
@@ -25,90 +139,41 @@ class Retries:
     def __init__(self, to_core: Callable[[FrontToCore], None]) -> None:
         self.rules = RetryRules()
         self.kept_bytes = 0
+        self.runs: dict[bytes, KeyedRun] = {}
         self._to_core = to_core
-        self._runs: dict[bytes, KeyedRun] = {}
-        """The runs by scope. Among ended runs, the oldest comes first."""
-        self._stopping = False
 
-    def __len__(self) -> int:
-        return len(self._runs)
-
-    def find(self, scope: bytes) -> KeyedRun | None:
-        """Return the run for this scope, if this front knows one."""
-        return self._runs.get(scope)
-
-    def claim(self, scope: bytes, fingerprint: bytes, request_id: str) -> KeyedRun:
+    def claim(self, claim: Claim, fingerprint: bytes) -> KeyedRun:
         """Add a run, and ask the core whether this front may have it (`KeyedRun.claimed`)."""
-        run = self._runs[scope] = KeyedRun(scope, fingerprint, request_id, self._grew, self._orphaned)
-        run.held_bytes = _RUN_BYTES
+        run = self.runs[claim.scope] = KeyedRun(self, claim, fingerprint)
         self.kept_bytes += run.held_bytes
-        self._to_core(Claim(scope, request_id))
+        self._to_core(claim)
         return run
 
     def take(self, message: Claimed) -> None:
         """Handle the core's answer to a claim."""
-        run = self._runs.get(message.scope)
-        if run is not None and not run.claimed.done():
-            if message.is_elsewhere:
-                self._forget(run)
-            run.claimed.set_result(message)
+        run = self.runs[message.scope]
+        if message.is_elsewhere:
+            self._forget(run)
+            run.end()
+        run.claimed.set_result(message)
 
-    def ended(self, run: KeyedRun) -> None:
-        """Keep a run's answer for a while if it succeeded; otherwise drop it."""
-        run.stop_timer()
-        if not run.is_kept:
-            return
-        good = run.status == 200
-        if not good or self._stopping:
-            self._drop(run, void=not good)
-            return
-        self._runs[run.scope] = self._runs.pop(run.scope)
-        run.set_timer(self.rules.keep_s, lambda: self._drop(run))
-        self._make_room()
-
-    def stop(self) -> None:
-        """End the runs that have no followers, because the front is stopping."""
-        self._stopping = True
-        for run in list(self._runs.values()):
-            if run.timer is not None and not run.ended:
-                self._give_up(run)
-
-    def _orphaned(self, run: KeyedRun) -> None:
-        if not run.is_kept or self._stopping or self.rules.grace_s <= 0:
-            self._give_up(run)
-        else:
-            run.set_timer(self.rules.grace_s, lambda: self._give_up(run))
-
-    def _give_up(self, run: KeyedRun) -> None:
-        if run.is_kept:
-            self._drop(run, void=True)
-        run.give_up()
-
-    def _grew(self, run: KeyedRun, size: int) -> None:
-        if not run.is_kept:
-            return
+    def grew(self, run: KeyedRun, size: int) -> None:
+        """Count an addition to an answer. If the memory is full, drop the oldest answers, or else this
+        one."""
         run.held_bytes += size
         self.kept_bytes += size
-        self._make_room()
-        if self.kept_bytes > self.rules.max_bytes:
-            self._drop(run, void=True)
-            if not run.followers:
-                run.give_up()
+        while self.kept_bytes > self.rules.max_bytes and run.is_kept:
+            self.drop(next((known for known in self.runs.values() if known.ended.is_set()), run))
 
-    def _make_room(self) -> None:
-        while self.kept_bytes > self.rules.max_bytes:
-            oldest = next((run for run in self._runs.values() if run.ended), None)
-            if oldest is None:
-                return
-            self._drop(oldest, void=True)
-
-    def _drop(self, run: KeyedRun, void: bool = False) -> None:
-        """Remove the run from this front and from the core. `void` means that the answer is dropped early."""
+    def drop(self, run: KeyedRun) -> None:
+        """Remove the run from this front and from the core. A running request continues only if its first
+        client is connected."""
         self._forget(run)
-        self._to_core(Release(scope=run.scope, request_id=run.request_id, void=void))
+        self._to_core(Release(run.scope))
+        run.give_up()
 
     def _forget(self, run: KeyedRun) -> None:
-        del self._runs[run.scope]
+        del self.runs[run.scope]
         self.kept_bytes -= run.held_bytes
         run.is_kept = False
-        run.stop_timer()
+        run.timer.stop()

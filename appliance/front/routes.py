@@ -46,8 +46,8 @@ SECURITY: tuple[dict[str, list[str]], ...] = ({"key": []},)
 _IDEMPOTENCY_KEY = {
     "name": "Idempotency-Key",
     "in": "header",
-    "description": "A retry with the same key and body joins the first request's run, or repeats its answer. "
-    "With another body: 422.",
+    "description": "A retry with the same key and body joins the first request while it runs, or gets its "
+    "answer again. A request with the same key and a different body is refused with 422.",
     "schema": {"type": "string", "minLength": 1, "maxLength": 255, "pattern": "^[!-~]+$"},
 }
 
@@ -77,13 +77,15 @@ def api_routes(state: AppState, describe: Callable[[], dict[str, Any]]) -> list[
             "POST",
             "/v1/chat/completions",
             api.chat_completions,
-            _generation("Answer a conversation", ChatRequest, documents.ChatCompletionDocument),
+            _generation(
+                "Generate an answer to a conversation", ChatRequest, documents.ChatCompletionDocument
+            ),
         ),
         _route(
             "POST",
             "/v1/completions",
             api.completions,
-            _generation("Continue prompts", CompletionRequest, documents.CompletionDocument),
+            _generation("Continue one or more prompts", CompletionRequest, documents.CompletionDocument),
         ),
         # Azure's routes. The longer path comes first, because a model's name can contain slashes.
         _route("POST", "/openai/deployments/{model:path}/chat/completions", api.deployment_chat_completions),
@@ -93,7 +95,7 @@ def api_routes(state: AppState, describe: Callable[[], dict[str, Any]]) -> list[
             "/tokenize",
             api.tokenize,
             _tokens(
-                "Convert text, or a conversation, to token ids", TokenizeRequest, documents.TokenizeDocument
+                "Convert a text or a conversation to token ids", TokenizeRequest, documents.TokenizeDocument
             ),
         ),
         _route(
@@ -131,20 +133,20 @@ class _Api:
         return await self._generate(request, CompletionRequest, completion_task)
 
     async def deployment_chat_completions(self, request: Request) -> Response:
-        """Answer a conversation with the model that the path names."""
+        """Answer a conversation with the model named in the path."""
         return await self._generate(request, DeploymentChatRequest, chat_task)
 
     async def deployment_completions(self, request: Request) -> Response:
-        """Continue prompts with the model that the path names."""
+        """Continue prompts with the model named in the path."""
         return await self._generate(request, DeploymentCompletionRequest, completion_task)
 
     async def tokenize(self, request: Request) -> Response:
-        """Convert text, or a conversation, to token ids."""
+        """Convert a text or a conversation to token ids."""
         state, context = self._state, context_of(request)
         body = await read_body(request, TokenizeRequest, state.limits.max_body_bytes)
         model = state.catalog.get(body.model, context.identity)
         if (body.prompt is None) == (body.messages is None):
-            raise invalid("prompt", "give either prompt or messages")
+            raise invalid("prompt", "send either prompt or messages")
         if body.messages is not None:
             tokens = await chat_tokens(
                 state,
@@ -178,7 +180,7 @@ class _Api:
         kind: type[Body],
         make_task: Callable[[AppState, LoadedModel, RequestContext, Body], Awaitable[GenerationTask]],
     ) -> Response:
-        """Answer a generation request whose body is of this kind. A model in the path replaces the model in
+        """Answer a generation request whose body has this type. A model in the path overrides the model in
         the body."""
         state, context = self._state, context_of(request)
         data = await receive_body(request, state.limits.max_body_bytes)
@@ -187,12 +189,10 @@ class _Api:
         found = named_model(state, context, body)
         key = key_of(request)
         if key is None:
-            # Free the body's bytes. Otherwise up to two megabytes would be held until the prompt is encoded.
+            # Free the body's bytes. Otherwise up to 2 MB would stay in memory until the prompt is encoded.
             data.clear()
             return GenerationResponse(state, context, await make_task(state, found, context, body))
-        return await answer(
-            state, request, context, key, data, lambda: make_task(state, found, context, body)
-        )
+        return await answer(state, request, key, data, lambda: make_task(state, found, context, body))
 
 
 def _route(
@@ -217,7 +217,8 @@ def _generation(summary: str, body: Any, kind: Any) -> Operation:
     return Operation(
         summary,
         kind,
-        answer_description="The complete answer. With `stream`: chunks as server-sent events, then [DONE].",
+        answer_description="The complete answer. With `stream`, chunks of the answer as server-sent events, "
+        "followed by [DONE].",
         streams=True,
         tags=("generation",),
         body=body,

@@ -18,8 +18,8 @@ class LogprobEntry(NamedTuple):
 
 
 class Sample:
-    """One sample. `finish_reason` is "" while the sample is running. `pieces` and `entries` hold what has not
-    yet been written to the client."""
+    """One sample. `finish_reason` is "" while the sample is running. `pieces` and `entries` hold the output
+    that has not yet been written to the client."""
 
     __slots__ = (
         "_discard",
@@ -58,16 +58,16 @@ class Sample:
         self.index = index
         """Index in the answer."""
         self.token_ids: list[int] = []
-        """All generated tokens. They are needed for a resubmission."""
+        """All generated tokens. A resubmission needs them."""
         self.pieces: list[str] = []
         self.kept_text: list[str] | None = [] if is_kept else None
         """The text so far, if the log policy keeps it."""
         self.entries: list[LogprobEntry] | None = [] if wants_logprobs else None
         self.delivered = 0
-        """Number of tokens that the answer needed, including end tokens. If a stop string was found, this is
-        the number of tokens up to the one that completed it."""
+        """Number of tokens that the answer uses, including end tokens. Tokens after the token that completed
+        a stop string are not counted."""
         self.cumulative_logprob = 0.0
-        """Sum of the log probabilities of the delivered tokens, as far as the engine has sent them."""
+        """Sum of the log probabilities of the delivered tokens that the engine has reported."""
         self.counted = 0
         """Number of delivered tokens that have been written to a stream."""
         self.finish_reason: FinishReason = ""
@@ -81,15 +81,15 @@ class Sample:
         self._includes_stop = includes_stop
 
     def take(self, output: Output) -> None:
-        """Take an output whose finish reason is neither "error" nor "cancelled". If a stop string is found,
-        `finish_reason` is set even though the output has none."""
+        """Process an output whose finish reason is neither "error" nor "cancelled". If a stop string is
+        found, `finish_reason` is set even though the output has none."""
         token_ids = output.token_ids
         finish = output.finish_reason
         self.token_ids += token_ids
         if self._discard:
             self.finish_reason = "length"
             return
-        # A stop token is counted and billed, but is included in the text only on request.
+        # A stop token is counted and billed. It is included in the text only on request.
         visible = token_ids[:-1] if finish == "stop" and not self._includes_stop else token_ids
         delivered = self.delivered
         if self.entries is None:

@@ -17,7 +17,8 @@ from appliance.text.encoder import LoneSurrogateError
 from engine.messages import MAX_BAD_WORD_TOKENS, SamplingParams
 
 _MAX_INLINE_IDS = 32_768
-"""For up to this many ids, the bit map is built on the event loop, which takes 2 ms."""
+"""The bit map is built on the event loop for up to this many ids, which takes 2 ms. Longer lists are
+processed in a thread."""
 
 
 async def sampling_params(
@@ -32,7 +33,8 @@ async def sampling_params(
 ) -> SamplingParams:
     """Return the sampling parameters for answers of at most `max_tokens`. Raises `ApiError`.
 
-    `logprobs` and `prompt_logprobs` are the numbers for the engine. The answer may show fewer.
+    `logprobs` and `prompt_logprobs` are the numbers of alternatives that the engine returns. The answer may
+    show fewer.
     """
     temperature = 1.0 if body.temperature is None else body.temperature
     top_p = 1.0 if body.top_p is None else body.top_p
@@ -42,7 +44,8 @@ async def sampling_params(
     min_tokens = body.min_tokens or 0
     if min_tokens > max_tokens:
         raise invalid(
-            "min_tokens", f"is {min_tokens}, more than the {max_tokens} tokens that may be generated"
+            "min_tokens",
+            f"is {min_tokens}, but at most {max_tokens} tokens may be generated; lower min_tokens",
         )
     check_token_ids(model, list(body.logit_bias or ()), "logit_bias")
     stop_ids = check_token_ids(model, body.stop_token_ids or [], "stop_token_ids")
@@ -57,7 +60,8 @@ async def sampling_params(
         if banned.issuperset(body.allowed_token_ids):
             raise invalid(
                 "allowed_token_ids",
-                "leaves no token to begin with, since bad_words and min_tokens ban all of them; allow others",
+                "contains no token with which the answer can begin, because bad_words and min_tokens "
+                "exclude all of them; allow more tokens",
             )
     allowed: list[int] = body.allowed_token_ids or []
     inline = len(allowed) <= _MAX_INLINE_IDS
@@ -74,8 +78,7 @@ async def sampling_params(
         logit_bias=body.logit_bias or None,
         allowed_tokens=allowed_tokens,
         bad_words=bad_words,
-        # The seed is drawn here, so that a resubmission after the loss of a replica continues with the same
-        # text.
+        # The seed is drawn here, so that a resubmission to another replica continues the same text.
         seed=secrets.randbits(63) if body.seed is None else body.seed & ((1 << 63) - 1),
         min_tokens=min_tokens,
         stop_token_ids=tuple(stop_ids),
@@ -91,8 +94,8 @@ def check_token_ids(model: LoadedModel, token_ids: list[int], param: str) -> lis
     most = model.served.vocab_size - 1
     if most >= 0 and token_ids and (min(token_ids) < 0 or max(token_ids) > most):
         wrong = next(token_id for token_id in token_ids if not 0 <= token_id <= most)
-        shown = str(wrong) if abs(wrong) < 1 << 64 else "a huge number"
-        raise invalid(param, f"token id {shown} is not one of the model's, 0 to {most}")
+        shown = str(wrong) if abs(wrong) < 1 << 64 else "a very large number"
+        raise invalid(param, f"token id {shown} is not valid; the model's token ids are 0 to {most}")
     return token_ids
 
 
@@ -125,7 +128,7 @@ async def bad_word_tokens(
         if len(run) > MAX_BAD_WORD_TOKENS:
             raise invalid(
                 "bad_words",
-                f"word {index} has {len(run)} tokens, with the space before it; give words of at most "
+                f"word {index} has {len(run)} tokens including a leading space; words can have at most "
                 f"{MAX_BAD_WORD_TOKENS} tokens",
             )
     return tuple(dict.fromkeys(tuple(run) for run in runs if run))

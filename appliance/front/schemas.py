@@ -70,81 +70,120 @@ def _refusing(*fields: RefusedField) -> Mapping[str, RefusedName]:
 
 
 class StreamOptions(RequestStruct, kw_only=True):
-    """Selects what a stream carries besides the answer."""
+    """Options for the additional content of a stream."""
 
-    include_usage: Annotated[bool | None, _about("Send a last chunk with token counts.")] = None
+    include_usage: Annotated[bool | None, _about("Send a final chunk with the token counts.")] = None
     continuous_usage_stats: Annotated[
-        bool | None, _about("With `include_usage`: every chunk has the token counts so far.")
+        bool | None, _about("Include the current token counts in every chunk. Requires `include_usage`.")
     ] = None
 
 
 class GenerationRequest(RequestStruct, kw_only=True):
-    """The fields that chats and completions share."""
+    """The fields that chat completions and completions share."""
 
     refused: ClassVar[Mapping[str, RefusedName]] = _refusing(*REFUSED)
 
-    model: Annotated[ModelName, _about("Name of a served model: see /v1/models.")]
-    temperature: Annotated[Temperature | None, _about("0 is greedy; default 1.")] = None
-    top_p: Annotated[Fraction | None, _about("Default 1.")] = None
-    top_k: Annotated[TopK | None, _about("0 and -1 turn it off, the default.")] = None
-    min_p: Annotated[Fraction | None, _about("Default 0.")] = None
-    n: Annotated[Samples | None, _about("Answers for each prompt; default 1.")] = None
-    stream: Annotated[bool | None, _about("Send the answer as server-sent events; default false.")] = None
-    stream_options: Annotated[StreamOptions | None, _about("Only used with `stream`.")] = None
+    model: Annotated[ModelName, _about("Name of a served model, as listed by /v1/models.")]
+    temperature: Annotated[
+        Temperature | None, _about("Sampling temperature. 0 selects greedy decoding. Default 1.")
+    ] = None
+    top_p: Annotated[
+        Fraction | None,
+        _about("Sample only from the most likely tokens whose probabilities add up to this. Default 1."),
+    ] = None
+    top_k: Annotated[
+        TopK | None,
+        _about(
+            "Sample only from this many most likely tokens. 0 and -1 turn this limit off, which is the "
+            "default."
+        ),
+    ] = None
+    min_p: Annotated[
+        Fraction | None,
+        _about("Sample only from tokens with at least this fraction of the highest probability. Default 0."),
+    ] = None
+    n: Annotated[Samples | None, _about("Number of answers per prompt. Default 1.")] = None
+    stream: Annotated[bool | None, _about("Send the answer as server-sent events. Default false.")] = None
+    stream_options: Annotated[
+        StreamOptions | None, _about("Options for streaming. Used only with `stream`.")
+    ] = None
     stop: Annotated[
-        StopsField | None, _about("Strings that end an answer. The answer does not contain them.")
+        StopsField | None, _about("Strings that end an answer. By default, the answer does not contain them.")
     ] = None
     include_stop_str_in_output: Annotated[
         bool | None,
-        _about("The answer contains the stop string, or stop token, that ended it; default false."),
+        _about("Include the stop string or stop token that ended the answer. Default false."),
     ] = None
-    presence_penalty: Annotated[Penalty | None, _about("Default 0.")] = None
-    frequency_penalty: Annotated[Penalty | None, _about("Default 0.")] = None
-    repetition_penalty: Annotated[RepetitionPenalty | None, _about("1 turns it off, the default.")] = None
-    logit_bias: Annotated[LogitBiasField | None, _about("Added to the logits of these token ids.")] = None
+    presence_penalty: Annotated[
+        Penalty | None, _about("Subtracted from the logit of each token that the answer contains. Default 0.")
+    ] = None
+    frequency_penalty: Annotated[
+        Penalty | None,
+        _about("Subtracted from a token's logit once per occurrence in the answer. Default 0."),
+    ] = None
+    repetition_penalty: Annotated[
+        RepetitionPenalty | None,
+        _about(
+            "Penalty for tokens that already occur in the prompt or the answer. 1 turns it off, which is the "
+            "default."
+        ),
+    ] = None
+    logit_bias: Annotated[
+        LogitBiasField | None, _about("Numbers that are added to the logits of the given token ids.")
+    ] = None
     allowed_token_ids: Annotated[
         AllowedTokenIdsField | None,
         _about(
-            "Only these tokens can be generated. If the model's end token is not among them, the answer ends "
-            "at its maximum length."
+            "Restricts generation to these tokens. If they do not include the model's end token, an "
+            "answer usually ends at its maximum length."
         ),
     ] = None
     bad_words: Annotated[
         BadWordsField | None,
         _about(
-            "Texts that are not generated: the last token of a word cannot follow its other tokens. This "
-            "applies to the tokens that the tokenizer makes of the word, with and without a space before it; "
-            "other tokens with the same text remain possible."
+            "Texts that must not be generated. Each text is tokenized with and without a leading "
+            "space, and its last token is banned after its other tokens. Different tokens that produce "
+            "the same text remain possible."
         ),
     ] = None
-    seed: Annotated[Seed | None, _about("The same seed gives the same answers; default: random.")] = None
-    user: Annotated[User | None, _about("The client's name for its end user, for the request log.")] = None
-    ignore_eos: Annotated[bool | None, _about("Continue after the model's end tokens; default false.")] = None
-    min_tokens: Annotated[Count | None, _about("No end token before this many tokens; default 0.")] = None
-    stop_token_ids: Annotated[StopTokenIds | None, _about("Further tokens that end an answer.")] = None
+    seed: Annotated[
+        Seed | None,
+        _about("Seed for sampling. Requests with the same seed get the same answers. Default: random."),
+    ] = None
+    user: Annotated[
+        User | None, _about("Identifier of the client's end user. It is written to the request log.")
+    ] = None
+    ignore_eos: Annotated[
+        bool | None, _about("Continue generating after the model's end tokens. Default false.")
+    ] = None
+    min_tokens: Annotated[
+        Count | None, _about("Minimum number of tokens before an end token can be generated. Default 0.")
+    ] = None
+    stop_token_ids: Annotated[StopTokenIds | None, _about("Additional token ids that end an answer.")] = None
     skip_special_tokens: Annotated[
-        bool | None, _about("Leave special tokens out of the text; default true.")
+        bool | None, _about("Omit special tokens from the text. Default true.")
     ] = None
     truncate_prompt_tokens: Annotated[
         PositiveOrMinusOne | None,
         _about(
-            "Keep only the last tokens of each prompt, at most this many; -1: as many as leave space for "
-            "`max_tokens`. A beginning-of-text token that the tokenizer puts before a text is kept."
+            "Keep at most this many tokens from the end of each prompt. With -1, as many are kept as "
+            "leave space for `max_tokens`. A beginning-of-text token that the tokenizer added is "
+            "always kept."
         ),
     ] = None
     prompt_logprobs: Annotated[
         Alternatives | None,
         _about(
-            "Return the log probability of each prompt token, and of this many alternatives. Not with "
-            "`stream`."
+            "Return the log probability of each prompt token and of this many alternatives per token. "
+            "Not possible with `stream`."
         ),
     ] = None
     return_token_ids: Annotated[
-        bool | None, _about("Return the token ids of prompt and answer; default false.")
+        bool | None, _about("Return the token ids of the prompt and the answer. Default false.")
     ] = None
     service_tier: Annotated[
         Literal["auto", "default", "flex", "priority", "scale"] | None,
-        _about("Requests a service class, as the header `x-appliance-class` does."),
+        _about("Selects the service class, like the header `x-appliance-class`."),
     ] = None
 
 
@@ -155,16 +194,18 @@ class ChatMessage(RequestStruct, kw_only=True):
 
     role: Annotated[
         Literal["system", "developer", "user", "assistant"],
-        _about("`developer` means the same as `system`."),
+        _about("Author of the message. `developer` has the same meaning as `system`."),
     ]
     content: Annotated[
         ContentField | None,
         _about(
-            "Text, or text parts, which are joined by line breaks. In an assistant's message null, or no "
-            "content at all, is an empty text."
+            "A text, or text parts, which are joined with line breaks. In an assistant's message, "
+            "missing or null content is treated as an empty text."
         ),
     ] = None
-    name: Annotated[str | None, _about("Name of the speaker, for templates that use it.")] = None
+    name: Annotated[str | None, _about("Name of the message's author, for chat templates that use it.")] = (
+        None
+    )
 
     def __post_init__(self) -> None:
         if self.content is None and self.role != "assistant":
@@ -181,41 +222,52 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
     refused: ClassVar[Mapping[str, RefusedName]] = _refusing(*REFUSED, *REFUSED_IN_CHATS)
 
-    messages: Annotated[Messages, _about("The conversation.")]
+    messages: Annotated[Messages, _about("The messages of the conversation, oldest first.")]
     max_tokens: Annotated[
         PositiveOrMinusOne | None,
-        _about("Maximum tokens of an answer. -1 is no limit; default: as the model's length permits."),
+        _about(
+            "Maximum number of tokens per answer. With -1, only the model's maximum length limits the "
+            "answer. Default: the tenant's default, or -1."
+        ),
     ] = None
     max_completion_tokens: Annotated[
-        PositiveOrMinusOne | None, _about("Takes precedence over `max_tokens`.")
+        PositiveOrMinusOne | None,
+        _about("Maximum number of tokens per answer. Takes precedence over `max_tokens`."),
     ] = None
     logprobs: Annotated[
-        bool | None, _about("Return log probabilities of the answer's tokens; default false.")
+        bool | None, _about("Return the log probabilities of the answer's tokens. Default false.")
     ] = None
-    top_logprobs: Annotated[Alternatives | None, _about("Alternatives for each token. Needs `logprobs`.")] = (
-        None
-    )
+    top_logprobs: Annotated[
+        Alternatives | None,
+        _about("Number of alternatives whose log probabilities are returned per token. Requires `logprobs`."),
+    ] = None
     add_generation_prompt: Annotated[
         bool | None,
         _about(
-            "End the prompt with the beginning of an assistant's message; default true, except with "
+            "End the prompt with the beginning of an assistant's message. Default true, or false with "
             "`continue_final_message`."
         ),
     ] = None
     continue_final_message: Annotated[
         bool | None,
         _about(
-            "End the prompt inside the last message, which the answer continues; default false. Not with "
+            "Continue the last message instead of starting a new one. Default false. Not possible with "
             "`add_generation_prompt`."
         ),
     ] = None
     chat_template_kwargs: Annotated[
-        TemplateVariablesField | None, _about("Further variables of the model's chat template.")
+        TemplateVariablesField | None, _about("Additional variables for the model's chat template.")
     ] = None
-    response_format: Annotated[TextFormatField | None, _about("Only text.")] = None
-    tool_choice: Annotated[NoToolChoiceField | None, _about("Tools are not available.")] = None
-    function_call: Annotated[NoToolChoiceField | None, _about("Tools are not available.")] = None
-    modalities: Annotated[list[Literal["text"]] | None, _about("Only text.")] = None
+    response_format: Annotated[TextFormatField | None, _about("Only text is supported.")] = None
+    tool_choice: Annotated[
+        NoToolChoiceField | None,
+        _about("Accepted only with values that select no tool, because tools are not available."),
+    ] = None
+    function_call: Annotated[
+        NoToolChoiceField | None,
+        _about("Accepted only with values that select no tool, because tools are not available."),
+    ] = None
+    modalities: Annotated[list[Literal["text"]] | None, _about("Only text is supported.")] = None
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
@@ -224,40 +276,45 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     refused: ClassVar[Mapping[str, RefusedName]] = _refusing(*REFUSED, *REFUSED_IN_COMPLETIONS)
 
     prompt: Annotated[
-        PromptsField, _about("Text, token ids, or a list of either: each prompt gets `n` answers.")
+        PromptsField,
+        _about("One or more prompts, each a text or a list of token ids. Each prompt gets `n` answers."),
     ]
     max_tokens: Annotated[
         CountOrMinusOne | None,
         _about(
-            "Maximum number of tokens of an answer. -1 is no limit, 0 is possible with `echo` only; default: "
-            f"{DEFAULT_COMPLETION_TOKENS}, or the tenant's own default."
+            "Maximum number of tokens per answer. With -1, only the model's maximum length limits the "
+            "answer. 0 is allowed only with `echo`. Default: the tenant's default, or "
+            f"{DEFAULT_COMPLETION_TOKENS}."
         ),
     ] = None
     logprobs: Annotated[
         Alternatives | None,
-        _about("Return log probabilities of the answer's tokens, and of this many alternatives."),
+        _about(
+            "Return the log probabilities of the answer's tokens and of this many alternatives per token."
+        ),
     ] = None
-    echo: Annotated[bool | None, _about("Begin the answer with the prompt; default false.")] = None
+    echo: Annotated[bool | None, _about("Begin the answer with the prompt. Default false.")] = None
     best_of: Annotated[
         Samples | None,
         _about(
-            "Generate this many answers for each prompt and return the `n` with the highest cumulative log "
-            "probability; all of them count as output. Not with `stream`; default `n`."
+            "Generate this many answers per prompt and return the `n` answers with the highest "
+            "cumulative log probability. All generated answers count as output. Not possible with "
+            "`stream`. Default: `n`."
         ),
     ] = None
-    response_format: Annotated[TextFormatField | None, _about("Only text.")] = None
+    response_format: Annotated[TextFormatField | None, _about("Only text is supported.")] = None
 
 
 class DeploymentChatRequest(ChatRequest, kw_only=True):
-    """Body of Azure's route for chats. The path names the model."""
+    """Body of Azure's route for chat completions. The model's name is part of the path."""
 
-    model: Annotated[str, _about("Not used: the path names the model.")] = ""
+    model: Annotated[str, _about("Ignored, because the model's name is part of the path.")] = ""
 
 
 class DeploymentCompletionRequest(CompletionRequest, kw_only=True):
-    """Body of Azure's route for completions. The path names the model."""
+    """Body of Azure's route for completions. The model's name is part of the path."""
 
-    model: Annotated[str, _about("Not used: the path names the model.")] = ""
+    model: Annotated[str, _about("Ignored, because the model's name is part of the path.")] = ""
 
 
 class TokenizeRequest(RequestStruct, kw_only=True):
@@ -266,11 +323,19 @@ class TokenizeRequest(RequestStruct, kw_only=True):
     model: ModelName
     prompt: str | None = None
     messages: Messages | None = None
-    add_special_tokens: Annotated[bool | None, _about("Default: true for a prompt, false for messages.")] = (
-        None
-    )
+    add_special_tokens: Annotated[
+        bool | None,
+        _about(
+            "Add special tokens such as the beginning-of-text token. Default: true for a prompt, false for "
+            "messages."
+        ),
+    ] = None
     add_generation_prompt: Annotated[
-        bool | None, _about("Default true, except with `continue_final_message`.")
+        bool | None,
+        _about(
+            "End the prompt with the beginning of an assistant's message. Default: true, or false with "
+            "`continue_final_message`."
+        ),
     ] = None
     continue_final_message: Annotated[bool | None, _about("Default false.")] = None
     return_token_strs: bool | None = None

@@ -1,8 +1,9 @@
-"""Builds server-sent events by hand, because this code determines the front's cost per token.
+"""Builds server-sent events by hand, because this code accounts for most of the front's CPU time per token.
 
 Each token costs one list append when it arrives, and a share of one chunk when its stream is flushed. Streams
 are flushed each time the event loop has processed the messages in the replica's channel. While the client's
-socket is full, no events are built. Later, the waiting tokens are written as one event per sample.
+socket is full, no events are built. Once it has space again, the waiting tokens are written as one event per
+sample.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from appliance.front.sample import Sample
 log = logging.getLogger(__name__)
 
 MAX_HELD_OUTPUTS = 65_536
-"""Maximum number of outputs (of one or a few tokens each) held for a client that does not read. Above this
-limit, the request ends."""
+"""Maximum number of outputs held for a client that does not read. Each output has one or a few tokens. Above
+this limit, the request is ended."""
 MAX_HELD_LOGPROB_OUTPUTS = 4_096
-"""Maximum number of held outputs with log probabilities, which may take a kilobyte each."""
+"""Maximum number of held outputs with log probabilities. Each of these outputs may take a kilobyte."""
 
 _MAX_COST = 2048
-"""Maximum cost of one flush, which takes about 10 ms. Each event costs 1, and each log probability costs
-1."""
+"""Maximum cost of one flush, where each event, each log probability and every 512 characters of echoed text
+cost 1. A flush of this cost takes about 10 ms."""
 _CHARACTERS_PER_COST = 512
 
 _encode = msgspec.json.Encoder().encode
@@ -54,7 +55,8 @@ class EventStream:
         self._max_held = MAX_HELD_OUTPUTS if task.logprobs is None else MAX_HELD_LOGPROB_OUTPUTS
         self._unfinished = len(generation.samples)
         head = _encode(answer_head(generation, chunk=True))[:-1]
-        # The fixed parts of a chunk: before the choice, from there to the text, and after the text.
+        # These are the fixed parts of a chunk: the part before the choice, the part from there to the text,
+        # and the part after the text.
         self._head = b"data: " + head + b',"choices":['
         before_text = b',"delta":{"content":' if task.chat else b',"text":'
         self._before_text = [
@@ -70,7 +72,7 @@ class EventStream:
     # ── called by the generation ──
 
     def progress(self, sample: Sample) -> None:
-        """Schedule a flush, because the sample has taken an output."""
+        """Schedule a flush, because the sample has processed an output."""
         if not sample.waiting:
             sample.waiting = True
             self._waiting.append(sample)
@@ -103,8 +105,11 @@ class EventStream:
         try:
             self._flush()
         except Exception:
-            # An error here must end only this stream, because other streams are waiting to be flushed.
-            log.exception("request %s: its events could not be built", self.generation.context.request_id)
+            # An error here must end only this stream, because other streams are also waiting to be flushed.
+            log.exception(
+                "request %s: creating the stream's events failed", self.generation.context.request_id
+            )
+            self.generation.client_disconnected()
             self._connection.abort()
 
     def _flush(self) -> None:
@@ -140,8 +145,7 @@ class EventStream:
             if generation.first_bytes_at is None:
                 generation.first_bytes_at = time.monotonic()
         if last:
-            # Settle at this point, because clients disconnect after the last event, before the end of the
-            # response.
+            # Settle now, because clients disconnect after the last event, before the end of the response.
             if generation.failure is not None:
                 generation.settle(generation.failure.status, generation.failure.message)
             else:
@@ -163,7 +167,7 @@ class EventStream:
                 and sample.prompt.logprobs is None
                 and self.generation.failure is None
             ):
-                # The prompt's log probabilities arrive with the first output of its first sample.
+                # The prompt's log probabilities arrive with the first output of the prompt's first sample.
                 self._wait(sample)
                 return cost
             if not self._begin(sample, events):
@@ -209,7 +213,8 @@ class EventStream:
         self._waiting.append(sample)
 
     def _begin(self, sample: Sample, events: list[bytes]) -> bool:
-        """Append the events that come before a sample's text. Return False if more of them are to follow."""
+        """Append the events that precede a sample's text. Return False if more of these events are to
+        follow."""
         is_first = sample.index not in self._echoed
         prompt_ids = b""
         if self._task.return_token_ids and is_first and not (self._task.chat and sample.index):

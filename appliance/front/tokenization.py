@@ -26,11 +26,11 @@ HIDE_INLINE_CHARACTERS = 4096
 2.5 µs per character."""
 
 _MESSAGE_CHARACTERS = 16
-"""Number of characters added to a conversation's size for each message, because searching its role and field
-names for control tokens takes as long as searching this many characters."""
+"""Number of characters added to a conversation's size for each message. Searching the role and field names of
+a message for control tokens takes as long as searching this many characters."""
 _MARK_DIGITS = 20
-"""Number of digits in the mark at the end of a message that is continued. The mark consists of digits because
-no template filter changes them."""
+"""Number of digits in the marker that is appended to a continued message. The marker consists of digits
+because no template filter changes them."""
 _RESERVED_VARIABLES = frozenset(["messages", "tools", "documents", "add_generation_prompt"])
 
 
@@ -71,13 +71,13 @@ async def chat_tokens(
 ) -> list[int]:
     """Return the prompt for a conversation. Only the template can produce control tokens in it.
 
-    If `add_generation_prompt` is None, the default applies. With `continue_final_message`, the prompt ends
+    If `add_generation_prompt` is None, its default applies. With `continue_final_message`, the prompt ends
     with the last message's text. Without a `limit`, the prompt may have at most `MAX_TOKENS_SHOWN` tokens.
     Raises `ApiError`.
     """
     for name in variables or ():
         if name in _RESERVED_VARIABLES:
-            raise invalid("chat_template_kwargs", f"{name!r} cannot be set here")
+            raise invalid("chat_template_kwargs", f"the variable {name!r} cannot be set in a request")
     shown: Any = [
         message | {"role": "system"} if message["role"] == "developer" else message
         for message in conversation(messages)
@@ -134,15 +134,15 @@ def conversation(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
 
 
 def conversation_size(messages: Sequence[ChatMessage]) -> tuple[int, int]:
-    """Return the number of characters in a conversation, and their memory in bytes. Messages without text are
-    counted too, because they also take work and memory."""
+    """Return the number of characters in a conversation, and their size in memory in bytes. Messages without
+    text are counted too, because processing them also takes time and memory."""
     texts = [text for message in messages for text in (message.text, message.name) if text]
     others = len(messages) * _MESSAGE_CHARACTERS
     return others + sum(map(len, texts)), others + text_bytes(texts)
 
 
 def prompt_param(index: int, prompts: Sequence[object]) -> str:
-    """Return the parameter name of one of a completion's prompts, for error messages."""
+    """Return the parameter name of one prompt of a completion, for error messages."""
     return "prompt" if len(prompts) == 1 else f"prompt[{index}]"
 
 
@@ -158,7 +158,9 @@ def _checked_size(variables: dict[str, Any]) -> int:
     """Return the size of the template variables as JSON, in bytes. Raises a 400 if it exceeds the limit."""
     size = len(json.dumps(variables))
     if size > MAX_VARIABLES_BYTES:
-        raise invalid("chat_template_kwargs", f"has {size} bytes; give at most {MAX_VARIABLES_BYTES}")
+        raise invalid(
+            "chat_template_kwargs", f"has {size} bytes; at most {MAX_VARIABLES_BYTES} bytes are allowed"
+        )
     return size
 
 
@@ -168,6 +170,7 @@ def _before_mark(text: str, mark: str) -> str:
     if end < 0:
         raise invalid(
             "continue_final_message",
-            "the model's chat template does not write the last message as it is, so it cannot be continued",
+            "the model's chat template changes the text of the last message, so that message cannot be "
+            "continued",
         )
     return text[:end].replace(mark, "")

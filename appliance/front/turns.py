@@ -1,4 +1,4 @@
-"""Runs long work on the event loop in steps, so that other work can run between them."""
+"""Runs long computations on the event loop in steps, so that other tasks can run between the steps."""
 
 from __future__ import annotations
 

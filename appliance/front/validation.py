@@ -1,11 +1,12 @@
 """Validates a decoded JSON object against a request struct.
 
 msgspec's own error messages are written for developers, so this module reads the structs' declarations
-(`msgspec.inspect`) and checks each value itself. An error names the field, the value, and the allowed values.
-Validation stops at the first invalid value, so a hostile list with a quarter of a million items costs little.
+(`msgspec.inspect`) and checks each value itself. Errors name the field, the value and the allowed values.
+Validation stops at the first invalid value, so that a hostile list with a quarter of a million items takes
+little time.
 
 The module supports the types that request structs use: booleans, numbers, strings, literals, lists, objects,
-other structs, each of these or None, and classes that parse themselves (`ParsedType`).
+other structs, optional variants of all these, and classes that parse their own values (`ParsedType`).
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ Parser = Callable[[Any], Any]
 
 
 class FieldError(ValueError):
-    """A value that a field does not allow. `path` consists of the names and indexes that lead to the value in
-    the body."""
+    """Raised for a value that a field does not allow. `path` consists of the names and indexes that lead to
+    the value in the body."""
 
     def __init__(self, message: str, code: str = INVALID, path: tuple[str | int, ...] = ()) -> None:
         super().__init__(message)
@@ -36,7 +37,8 @@ class FieldError(ValueError):
         self.path = path
 
     def inside(self, part: str | int) -> FieldError:
-        """Return this error as an error of the object or list that contains the value at `part`."""
+        """Return this error with `part` prepended to its path, for the object or list that contains the
+        value."""
         return FieldError(self.message, self.code, (part, *self.path))
 
     @property
@@ -59,7 +61,7 @@ class ParsedType(Protocol):
 
 
 class RefusedName(Protocol):
-    """A field name that a struct refuses."""
+    """A field name that a struct accepts only with certain values."""
 
     @property
     def json_schema(self) -> dict[str, Any]:
@@ -74,7 +76,7 @@ class RequestStruct(msgspec.Struct, kw_only=True):
     ignored."""
 
     refused: ClassVar[Mapping[str, RefusedName]] = {}
-    """Further field names that are accepted only with certain values."""
+    """Additional field names that are accepted only with certain values."""
 
 
 Body = TypeVar("Body", bound=RequestStruct)
@@ -101,7 +103,7 @@ def parse_struct(kind: type[Body], value: Any) -> Body:
 
 
 def shown(value: Any) -> str:
-    """Return a short form of a value for an error message."""
+    """Return a shortened value for an error message."""
     if isinstance(value, dict):
         return "an object"
     if isinstance(value, list):
@@ -109,13 +111,13 @@ def shown(value: Any) -> str:
     if isinstance(value, str) and len(value) > _MAX_SHOWN_CHARS:
         return repr(value[:_MAX_SHOWN_CHARS] + "…")
     if isinstance(value, int) and abs(value) >= 1 << 64:
-        return "a huge number"
+        return "a very large number"
     return "null" if value is None else repr(value)
 
 
 def _shown_kind(value: Any) -> str:
-    """Return the same as `shown`, but without the text of a string. Error messages are logged, so they must
-    not repeat conversation text that was sent in the wrong place."""
+    """Return the same as `shown`, but with the text of a string left out. Error messages are logged, and
+    conversation text that was sent in the wrong field must not appear in the log."""
     return "a string" if isinstance(value, str) else shown(value)
 
 
@@ -217,7 +219,7 @@ def _check_length(info: types.StrType | types.ListType, value: Sized, unit: str)
     if info.min_length is not None and len(value) < info.min_length:
         raise FieldError("must not be empty")
     if info.max_length is not None and len(value) > info.max_length:
-        raise FieldError(f"has {len(value)} {unit}; give at most {info.max_length}")
+        raise FieldError(f"has {len(value)} {unit}; at most {info.max_length} are allowed")
     return value
 
 

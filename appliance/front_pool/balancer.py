@@ -21,13 +21,13 @@ class ConnectionBalancer:
 
     @property
     def open(self) -> bool:
-        """Whether any front accepts connections."""
+        """Whether at least one front accepts connections at the moment."""
         return any(front.takes_connections for front in self._fronts)
 
     def assign(self, connection: ClientConnection, *descriptors: int) -> None:
-        """Give the connection to the next front with a free place. If all fronts are full, the next one gets
-        the connection and refuses it with 503. If no front accepts connections at the moment, the connection
-        waits. The caller closes its own descriptors."""
+        """Give the connection to the next front that has a free place. If all fronts are full, the next one
+        gets the connection and refuses it with 503. If no front accepts connections at the moment, the
+        connection waits. The caller closes its own descriptors."""
         for needs_room in (True, False):
             for step in range(len(self._fronts)):
                 front = self._fronts[(self._next + step) % len(self._fronts)]
@@ -38,8 +38,8 @@ class ConnectionBalancer:
         self._waiting.append(Untaken(connection, descriptors))
 
     def assign_again(self, connections: Sequence[Untaken] = ()) -> None:
-        """Assign the connections that wait, and `connections`, which a front that has ended did not take.
-        Their descriptors are closed here."""
+        """Assign the waiting connections, and `connections`, which a front left unread when it ended. Their
+        descriptors are closed here."""
         waiting = [*self._waiting, *connections]
         self._waiting.clear()
         for one in waiting:

@@ -1,7 +1,7 @@
 """The core's view of one front process: starts it, sends its configuration and connections, and restarts it
 when it ends.
 
-A `Front` knows nothing about requests, models or other fronts. It passes on what its process sends to its
+A `Front` does not depend on requests, models or other fronts. It passes its process's messages to its
 `FrontEvents` (`appliance.front_pool.pool.FrontPool`).
 """
 
@@ -47,16 +47,16 @@ log = logging.getLogger(__name__)
 _MAX_UNREAD_BYTES = 64 << 10
 """A front with more unread bytes than this in its control channel temporarily gets no further connections."""
 _MAX_UNTAKEN = 24
-"""A front that has not yet taken this many of its connections temporarily gets no further ones. The number is
-lower than the number of descriptors that a front keeps free (`RESERVED_DESCRIPTORS`). It is also limited to
-an eighth of this process's descriptors, because this process keeps a duplicate of each of these descriptors,
-and because the kernel counts descriptors in a channel against the same limit."""
+"""A front that has not yet taken this many of its connections temporarily gets no further connections. The
+number is lower than the number of descriptors that a front keeps free (`RESERVED_DESCRIPTORS`). It is also at
+most an eighth of this process's descriptor limit, because this process keeps a duplicate of each connection's
+descriptor, and the kernel counts descriptors in a channel against the same limit."""
 _QUIET_S = 3.0
 """A front that sends nothing for this long temporarily gets no further connections. Fronts report twice a
 second."""
 _SLOW_START_S = 30.0
-"""A front that has been starting for longer than this is listed as a problem. Reading takes about two seconds
-per model."""
+"""A front that has been starting for longer than this is listed as a problem. A front takes about two seconds
+per model to read the tokenizer."""
 _DYING_S = 0.5
 
 
@@ -84,15 +84,15 @@ class FrontEvents(Protocol):
     """Receives the events of a front and the messages that its process sends."""
 
     def front_started(self, front: Front) -> None:
-        """Handle a new process, which has no configuration yet. May raise OSError, in which case the process
-        is killed and started again."""
+        """Handle a new process, which has no configuration yet. If OSError is raised, the process is killed
+        and started again."""
 
     def front_ready(self, front: Front) -> None:
         """Handle a front that is ready for connections."""
 
     def front_reported(self, front: Front) -> None:
-        """Handle a sign of life, or the end of a shortage of places. Afterwards the front may accept
-        connections again."""
+        """Handle a message that shows that the front is responding or has free places again. The front may
+        then accept connections again."""
 
     def request_message(self, front: Front, message: AboutRequest) -> None:
         """Handle a message about a request."""
@@ -109,8 +109,8 @@ class FrontEvents(Protocol):
         returns."""
 
     def front_changed(self, front: Front, former: dict[str, str]) -> None:
-        """Handle a change of `front.problems`, the models that the front cannot serve. `former` holds the
-        previous value."""
+        """Handle a change of `front.problems`, the models that the front cannot serve. `former` is the
+        previous value of `front.problems`."""
 
     def front_lost(self, front: Front, name: str) -> None:
         """Handle the end of the process with this name."""
@@ -144,7 +144,7 @@ class Front:
         self.restarts = 0
         self.last_error = ""
         self.max_connections = 0
-        """Maximum number of connections of known clients according to the settings."""
+        """Maximum number of connections of authenticated clients, according to the settings."""
         self._events = events
         self.hang_timeout_s = hang_timeout_s
         self.load_timeout_s = load_timeout_s
@@ -163,7 +163,7 @@ class Front:
         self._given = 0
         """Number of connections given to this process."""
         self._untaken: dict[int, Untaken] = {}
-        """Connections from which the process has not yet read anything, by number."""
+        """Connections from which the process has not read anything yet, by number."""
         self._refusals = RefusalWatch()
         self._stopping = False
         self._ended = asyncio.Event()
@@ -185,8 +185,8 @@ class Front:
 
     @property
     def has_room(self) -> bool:
-        """Whether the front has a free place for another connection, in addition to the connections on their
-        way to it. A full front still responds: it refuses connections with 503."""
+        """Whether the front has a free place for another connection, counting the connections that have been
+        sent but not yet taken. A full front still responds: it refuses connections with 503."""
         report = self._report
         return report is None or report.busy_connections + len(self._untaken) < report.max_connections
 
@@ -197,7 +197,7 @@ class Front:
 
     @property
     def configured(self) -> int:
-        """Serial number of the latest configuration that the front has applied."""
+        """Serial number of the last configuration that the front applied."""
         return self._report.configured if self._report is not None else 0
 
     @property
@@ -212,7 +212,7 @@ class Front:
     # ── start and stop ──
 
     def start(self) -> None:
-        """Spawn the process. A failed attempt is retried in the same way as after the end of a process."""
+        """Spawn the process. If spawning fails, it is retried as after the end of a process."""
         self.name = f"front-{self.number}" + (f".{self.restarts}" if self.restarts else "")
         self.state, self.detail = "starting", ""
         self._report, self._ready_at, self._kill_reason = None, None, ""
@@ -222,13 +222,13 @@ class Front:
         try:
             pid = self._spawn()
         except OSError as error:
-            self._restart(f"it could not be started: {error}")
+            self._restart(f"the front process could not be started: {error}")
             return
-        log.info("%s starts (pid %d)", self.name, pid)
+        log.info("%s is starting (pid %d)", self.name, pid)
         try:
             self._events.front_started(self)
         except OSError as error:
-            self.kill(f"its channels could not be made: {error}")
+            self.kill(f"its channels could not be created: {error}")
 
     def _spawn(self) -> int:
         """Spawn the process and return its id. If OSError is raised, everything opened here has been
@@ -280,8 +280,8 @@ class Front:
             os.close(descriptor)
 
     def give(self, connection: ClientConnection, *descriptors: int) -> None:
-        """Send the process a client connection and the bytes already read from it. The caller closes its own
-        descriptors."""
+        """Send the process a client connection, and the bytes that were already read from it. The caller
+        closes its own descriptors."""
         if self._channel is not None:
             self._given += 1
             connection = msgspec.structs.replace(connection, number=self._given)
@@ -310,15 +310,15 @@ class Front:
         await self._ended.wait()
 
     def kill(self, reason: str) -> None:
-        """Kill the process at once."""
+        """Kill the process immediately."""
         if self._process is not None:
             self._kill_reason = self._kill_reason or reason
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def kill_soon(self, reason: str) -> None:
-        """Kill the process unless it ends within half a second. It is probably ending, in which case its exit
-        status gives the reason."""
+        """Kill the process unless it ends within half a second. It is probably already ending by itself, and
+        then its exit status gives the reason."""
 
         def kill(name: str) -> None:
             if self.name == name:
@@ -330,9 +330,9 @@ class Front:
         """Kill the process if it hangs or takes too long to start. Must be called about once a second."""
         limit_s = self.load_timeout_s if self._ready_at is None else self.hang_timeout_s
         if self._silent_s > limit_s:
-            self.kill(f"it sent nothing for {self._silent_s:.0f} s while {self.state}")
+            self.kill(f"it sent no message for {self._silent_s:.0f} s while {self.state}")
         elif self._starting_s > self.load_timeout_s:
-            self.kill(f"it was not ready {self._starting_s:.0f} s after its start (load_timeout_s)")
+            self.kill(f"it was not ready within {self._starting_s:.0f} s after its start (load_timeout_s)")
 
     def _message(self, message: FrontToCore) -> None:
         self._last_sign = time.monotonic()
@@ -374,8 +374,8 @@ class Front:
 
     @contextlib.contextmanager
     def _descriptors(self, count: int) -> Iterator[list[int]]:
-        """Yield the descriptors that came with a message, and close them afterwards. Yields none if the
-        kernel has dropped one because this process has too many open files."""
+        """Yield the descriptors that came with a message, and close them afterwards. If the kernel has
+        dropped a descriptor because this process has too many open files, yield nothing."""
         taken: list[int] = []
         complete = True
         try:
@@ -385,7 +385,9 @@ class Front:
         except LookupError:
             complete = False
             self._events.front_problem(
-                self, "a message lost its file descriptor: raise the limit of open files (ulimit -n)"
+                self,
+                "a file descriptor could not be received because too many files are open: raise the "
+                "limit of open files (ulimit -n)",
             )
         try:
             yield taken if complete else []
@@ -447,21 +449,26 @@ class Front:
         """Return the explanation of the front's state."""
         if self._starting_s > _SLOW_START_S:
             return (
-                f"starting for {self._starting_s:.0f} s: it has not loaded the models' tokenizers and chat "
-                f"templates yet; after load_timeout_s = {self.load_timeout_s:g} it is killed and restarted"
+                f"starting for {self._starting_s:.0f} s: loading the models' tokenizers and chat "
+                "templates is not complete; the front is killed and restarted after load_timeout_s = "
+                f"{self.load_timeout_s:g}"
             )
         if self.state == "ready" and self._silent_s > _QUIET_S:
-            return f"silent for {self._silent_s:.0f} s: it gets no connections"
+            return f"silent for {self._silent_s:.0f} s: the front gets no new connections"
         return self.detail or (self._limits_reached(report) if report else "")
 
     def _limits_reached(self, report: FrontReport) -> str:
-        """Return the connection limit that the front has reached, or an empty string if there is none."""
+        """Return a description of the connection limit that the front has reached, or an empty string if it
+        has reached none."""
         if report.max_connections and report.busy_connections >= report.max_connections:
-            return f"full: all {report.max_connections:,} connections are in use, others are refused"
+            return (
+                f"full: all {report.max_connections:,} connections are in use, and new connections are "
+                "refused"
+            )
         if 0 < report.max_connections < self.max_connections:
             return (
-                f"only {report.max_connections:,} of limits.max_connections = {self.max_connections:,}: "
-                f"raise the limit of open files (ulimit -n)"
+                f"the limit of open files allows only {report.max_connections:,} of "
+                f"limits.max_connections = {self.max_connections:,} connections: raise it (ulimit -n)"
             )
         return ""
 

@@ -1,4 +1,5 @@
-"""The identity table with which fronts authenticate callers, derived from tenants, keys and settings.
+"""Derives the table of identities from tenants, keys and settings. Fronts use the table to authenticate
+callers.
 
 The table is derived again only when policies or settings change. Fronts then receive only the differences.
 The rights of a request always come from the core's own table (`IdentityRegistry.of`), never from the front.
@@ -28,7 +29,7 @@ class IdentityRegistry:
         self._known: dict[str, tuple[KeyRecord, TenantRecord, Identity]] = {}
 
     def current(self) -> Identities:
-        """Return the whole table. Returns the same object for as long as nothing changes."""
+        """Return the whole table. The same object is returned until a policy or setting changes."""
         policies = self._policies()
         if self._made_of is None or self._made_of[0] is not policies or self._made_of[1] is not self.unix:
             self._made_of = policies, self.unix

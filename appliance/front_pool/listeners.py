@@ -1,8 +1,8 @@
 """The API's listening sockets. The core accepts connections on them and gives each connection to a front.
 
-A listener is read only while a front accepts connections. Otherwise clients wait in its backlog, so that none
-is refused. Sockets opened by the service manager outlive the service: a client that connects while the
-service is down is served after the next startup.
+A listener is read only while a front accepts connections. Otherwise clients wait in the listener's backlog,
+so that no client is refused. Sockets opened by the service manager outlive the service: a client that
+connects while the service is down is served after the next startup.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ not delay requests in progress."""
 _RETRY_S = 0.1
 """Time during which no connections are accepted after a shortage of descriptors or memory."""
 _SAME_SHORTAGE_S = 60.0
-"""A shortage that recurs within this time is treated as the same shortage and is reported once."""
+"""A shortage that recurs within this time is treated as one continuous shortage and is reported once."""
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 NoteProblem = Callable[[str, str], None]
@@ -67,14 +67,15 @@ class Listener:
         self._balancer = balancer
         self._note = note
         self._shortage_at: float | None = None
-        """When this process last lacked a descriptor or memory for a connection."""
+        """When this process last ran out of descriptors or memory for a connection."""
         self._reading = False
         self._pause: asyncio.TimerHandle | None = None
         self._stopping = False
         self._closed = False
 
     def update(self) -> None:
-        """Read the socket if a front accepts connections. Otherwise leave connections in the backlog."""
+        """Read the socket while a front accepts connections. Otherwise leave new connections in the
+        backlog."""
         wanted = not (self._closed or self._stopping) and self._pause is None and self._balancer.open
         if wanted != self._reading:
             self._reading = wanted
@@ -128,13 +129,13 @@ class Listener:
                 self._balancer.assign(message, connection.fileno())
 
     def _pause_accepting(self, shortage: OSError) -> None:
-        """Accept no connections for a moment. Clients wait in the backlog."""
+        """Accept no connections for a short time. Clients wait in the backlog."""
         loop = asyncio.get_running_loop()
         if self._shortage_at is None or loop.time() - self._shortage_at > _SAME_SHORTAGE_S:
             self._note(
                 self.name,
-                f"no connections can be accepted for now ({shortage.strerror}): raise the limit of open "
-                f"files (ulimit -n)",
+                f"no connections can be accepted at the moment ({shortage.strerror}): raise the limit "
+                "of open files (ulimit -n)",
             )
         self._shortage_at = loop.time()
         self._pause = loop.call_later(_RETRY_S, self._resume)
@@ -150,7 +151,7 @@ def _tcp_connection(peer: tuple[object, ...]) -> ClientConnection:
 
 
 class Listeners:
-    """All sockets of the API: those opened by the service manager and those opened by the service."""
+    """All sockets of the API, whether opened by the service manager or by the service."""
 
     def __init__(
         self,
@@ -159,7 +160,8 @@ class Listeners:
         balancer: ConnectionBalancer,
         note: NoteProblem,
     ) -> None:
-        """Assign the `given` sockets by their addresses, and open the missing ones. Raises ListenError."""
+        """Assign the `given` sockets by their addresses, and open the sockets that are missing. Raises
+        ListenError."""
         self.admin: socket.socket | None = None
         """Socket of the admin API, if the service manager opened it."""
         self._listeners: list[Listener] = []
@@ -185,12 +187,13 @@ class Listeners:
         return {listener.name: listener.accepted for listener in self._listeners}
 
     def update(self) -> None:
-        """Accept connections if, and only if, a front accepts them."""
+        """Accept connections only while a front accepts them."""
         for listener in self._listeners:
             listener.update()
 
     def begin_stop(self) -> None:
-        """Leave new connections on sockets that outlive the service for its next start."""
+        """Leave new connections in the backlogs of sockets that outlive the service, so that the next run of
+        the service serves them."""
         for listener in self._listeners:
             listener.begin_stop()
 
@@ -205,14 +208,14 @@ class Listeners:
         return self._bind_tcp(settings, beside=[listener.socket for listener in self._own_tcp()])
 
     def change(self, settings: Settings, opened: socket.socket | None) -> None:
-        """Listen on the address in `settings`, with the file modes in `settings`. Existing connections
+        """Listen on the address in `settings`, and apply the file modes in `settings`. Existing connections
         continue."""
         wanted = settings.address()
         for listener in self._own_tcp():
             if wanted is None or not listens_on(listener.address, wanted):
                 listener.close()
                 self._listeners.remove(listener)
-                log.info("tcp no longer listens on %s", listener.address)
+                log.info("no longer listening on %s (tcp)", listener.address)
         if opened is not None:
             self._add("tcp", opened).update()
         for listener in self._listeners:
@@ -226,7 +229,7 @@ class Listeners:
         listener = Listener(name, sock, self._balancer, self._note, lasting=lasting)
         self._listeners.append(listener)
         by = " (opened by the service manager)" if lasting else ""
-        log.info("%s listens on %s%s", name, listener.address, by)
+        log.info("listening on %s: %s%s", name, listener.address, by)
         return listener
 
     def _bind_tcp(self, settings: Settings, beside: Iterable[socket.socket] = ()) -> socket.socket | None:
@@ -242,8 +245,8 @@ class Listeners:
         name = sock.getsockname()
         if sock.type != socket.SOCK_STREAM or not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             raise ListenError(
-                f"the service manager passed {name!r}, which does not listen for connections: use "
-                f"ListenStream="
+                f"the service manager passed {name!r}, which is not a listening stream socket: use "
+                "ListenStream= in the socket unit"
             )
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
@@ -252,8 +255,9 @@ class Listeners:
         known = {str(settings.api_socket): "api", str(settings.admin_socket): "admin"}
         if name not in known:
             raise ListenError(
-                f"the service manager passed {name}, but the service's sockets are {' and '.join(known)}: "
-                f"make ListenStream= and run_dir agree"
+                f"the service manager passed {name}, but the service's sockets are "
+                f"{' and '.join(known)}: change ListenStream= or the setting run_dir so that the paths "
+                "match"
             )
         if known[name] == "api":
             self._add("api", sock, lasting=True)

@@ -7,9 +7,9 @@
                                              │
              FrontRequests, configuration(), keep(), note(), on_availability()
 
-Calls go down. Messages from fronts go up, through the `FrontRequests` protocol and the callbacks that are
-passed to the pool. The pool knows nothing about requests. It knows only a replica's name and a function that
-opens a channel to it.
+In this diagram, calls point down. Messages from fronts are passed up, through the `FrontRequests` protocol
+and the callbacks that are passed to the pool. The pool does not depend on requests. For each replica, it
+stores only the name and a function that opens a channel to the replica.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from appliance.settings import Settings
 log = logging.getLogger(__name__)
 
 _CONFIGURED_WITHIN_S = 2.0
-"""A front that has not applied a configuration after this time is busy or ending, so the pool does not wait
-for it any longer."""
+"""Time limit for a front to apply a configuration. A slower front is busy or ending, so the pool stops
+waiting for it."""
 _CLOSE_S = 1.0
 _STOP_S = 3.0
-"""Time for fronts to close their connections and end. After this time they are killed."""
+"""Time limit for fronts to close their connections and end. Fronts that take longer are killed."""
 
 
 class FrontRequests(Protocol):
@@ -109,7 +109,7 @@ class FrontPool:
         self._note = note
         self._on_availability = on_availability
         self._module = module
-        self._claims = Claims(time.monotonic, lambda: settings().idempotency.keep_s)
+        self._claims = Claims()
         self._by_name: dict[str, Front] = {}
         """Fronts with a running process, by process name."""
         self._replicas: dict[str, _Endpoint] = {}
@@ -137,7 +137,7 @@ class FrontPool:
         ended = asyncio.gather(*(front.ended() for front in self.fronts))
         await asyncio.wait([ended], timeout=_STOP_S)
         for front in self.fronts:
-            front.kill("it did not end in time")
+            front.kill("it did not exit in time")
         await ended
 
     def check(self) -> None:
@@ -174,7 +174,7 @@ class FrontPool:
         self._leaving.discard(front)
 
     def set_timeouts(self) -> None:
-        """Read the timeouts after which processes are killed from the settings."""
+        """Read from the settings the time limits after which processes are killed."""
         for front in self.fronts:
             front.hang_timeout_s = self._settings().hang_timeout_s
             front.load_timeout_s = self._settings().load_timeout_s
@@ -198,7 +198,9 @@ class FrontPool:
             if msgspec.structs.replace(sent, serial=0) == now:
                 return
             if sent.ready != now.ready:
-                log.info("ready: every model answers") if now.ready else log.info("not ready: %s", now.reason)
+                log.info("ready: all models can answer requests") if now.ready else log.info(
+                    "not ready: %s", now.reason
+                )
         self._serial += 1
         self._sent_configuration = msgspec.structs.replace(now, serial=self._serial)
         for front in self.fronts:
@@ -283,19 +285,19 @@ class FrontPool:
         if isinstance(message, Claim):
             front.send(self._claims.claim(front.name, message))
         else:
-            self._claims.release(front.name, message)
+            self._claims.release(message)
 
     def front_hands_over(self, front: Front, message: HandOver, descriptors: tuple[int, int]) -> None:
         connection = ClientConnection(message.kind, message.peer, has_request=True)
-        owner = self._by_name.get(self._claims.owner(message.scope) or "")
+        owner = self._by_name.get(self._claims.owner(message.scope))
         if owner is not None:
             owner.give(connection, *descriptors)
         else:
-            # The answer has been lost in the meantime, so the front that gets the request runs it.
+            # The answer has been lost since then, so the front that receives the connection runs the request.
             self.balancer.assign(connection, *descriptors)
 
     def front_keeps(self, front: Front, message: Keep, descriptor: int) -> None:
-        # The front only identifies the caller. What may be kept is determined by the core's own table.
+        # The front only identifies the caller. The core's own table determines which texts may be kept.
         identity = self._identities.of(message.identity)
         self._keep(msgspec.structs.replace(message, identity=identity), descriptor)
 
@@ -309,7 +311,9 @@ class FrontPool:
         del self._by_name[name]
         self._requests.lose_front(name)
         if lost := self._claims.lose_front(name):
-            log.warning("%s held %d answers for retries of requests: such retries run anew", name, lost)
+            log.warning(
+                "%s ended with %d stored answers for retries: these retries will run again", name, lost
+            )
         self.balancer.assign_again(front.take_back())
         self._on_availability()
         self.publish_configuration()

@@ -1,4 +1,4 @@
-"""Decides when to tell an operator that a front is refusing clients: at most once a minute for each
+"""Decides when to report to operators that a front is refusing clients: at most once a minute for each
 reason."""
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from appliance.messages import FrontReport
 
 MANY_DENIALS = 100
-"""Number of requests without a valid key per minute that is reported as a problem. Misconfigured clients send
-fewer by mistake."""
+"""A problem is reported when the number of requests without a valid key per minute reaches this limit.
+Misconfigured clients send fewer by mistake."""
 _MINUTE_S = 60.0
 
 
@@ -37,33 +37,33 @@ class RefusalWatch:
         if report.refused_connections > (last.refused_connections if last else 0):
             yield (
                 "connections",
-                f"connections are refused: all {report.max_connections:,}, or all that one tenant may have, "
-                f"are in use; raise limits.max_connections, the number of fronts, or the limit of open files "
-                f"(ulimit -n)",
+                f"connections are refused because the limit of {report.max_connections:,} connections, "
+                "or the limit for one tenant, is reached; raise limits.max_connections, the number of "
+                "fronts, or the limit of open files (ulimit -n)",
             )
         if report.evicted_connections > (last.evicted_connections if last else 0):
             yield (
                 "evictions",
-                "connections without a valid key reached limits.max_unauthenticated_connections: the address "
-                "with the most of them loses its oldest ones",
+                "connections without a valid key have reached limits.max_unauthenticated_connections; "
+                "the oldest connections of the address with the most such connections are closed",
             )
         if report.cut_off_connections > (last.cut_off_connections if last else 0):
             yield (
                 "cut off",
-                "connections were closed because their clients did not read the answers: the front's log "
-                "names addresses",
+                "connections were closed because their clients did not read the answers; the front's "
+                "log lists client addresses",
             )
         if report.refused_bodies > (last.refused_bodies if last else 0):
             yield (
                 "bodies",
-                "requests are refused because the bodies under way take too much memory: see "
-                "limits.max_tenant_body_bytes and limits.max_front_body_bytes",
+                "requests are refused because the bodies of unfinished requests use too much memory; "
+                "see limits.max_tenant_body_bytes and limits.max_front_body_bytes",
             )
         if report.refused_heads > (last.refused_heads if last else 0):
             yield (
                 "heads",
-                "requests are refused because the headers of the requests under way take too much memory: "
-                "clients send very large headers, and send them slowly",
+                "requests are refused because the headers of unfinished requests use too much memory; "
+                "clients are sending very large headers, and sending them slowly",
             )
         if now - self._minute_began > _MINUTE_S:
             self._minute_began = now
@@ -71,6 +71,6 @@ class RefusalWatch:
         if report.unauthenticated - self._denials_before >= MANY_DENIALS:
             yield (
                 "denials",
-                f"more than {MANY_DENIALS} requests within a minute had no valid key: the front's log names "
-                f"addresses",
+                f"more than {MANY_DENIALS} requests within a minute had no valid key; the front's log "
+                "lists client addresses",
             )

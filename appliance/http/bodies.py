@@ -23,7 +23,7 @@ class Body(Protocol):
     complete: bool
 
     def feed(self, data: bytes) -> tuple[bytes, int]:
-        """Return the content in `data` and the number of bytes of `data` that belong to this body. Raises
+        """Return the content in `data`, and the number of bytes of `data` that belong to this body. Raises
         RequestError."""
         ...
 
@@ -47,8 +47,8 @@ class ChunkedBody:
     """A body sent in chunks.
 
     A separate llhttp parser, primed with a fixed request head, decodes the body. The last chunk and the
-    trailers end with an empty line, so the parser is fed up to one empty line at a time. It therefore stops
-    exactly at the end of the body, and the next request stays unparsed. Trailers are dropped.
+    trailers end with an empty line, so the parser is fed up to one empty line at a time. The parser therefore
+    stops exactly at the end of the body, and the next request stays unparsed. Trailers are dropped.
     """
 
     def __init__(self) -> None:
@@ -71,23 +71,26 @@ class ChunkedBody:
             try:
                 self._parser.feed_data(window[fed:end])
             except httptools.HttpParserError:
-                raise RequestError(400, "the body's chunks are not valid HTTP/1.1") from None
+                raise RequestError(400, "the chunks of the request body are not valid HTTP/1.1") from None
             fed = end
         if self._messages != 1:
-            raise RequestError(400, "the body's chunks are not valid HTTP/1.1")
+            raise RequestError(400, "the chunks of the request body are not valid HTTP/1.1")
         consumed = fed - len(self._tail)
         self._tail = window[max(fed - 3, 0) : fed]
         content = b"".join(self._content)
         self._content.clear()
         self._framing_left += 2 * len(content) - consumed
         if self._framing_left < 0:
-            raise RequestError(400, "the body's chunks are too small: send at least 8 bytes in each")
+            raise RequestError(
+                400, "the chunks of the request body are too small: send at least 8 bytes per chunk"
+            )
         return content, consumed
 
     # ── the parser's callbacks ──
 
     def on_message_begin(self) -> None:
-        """Count the messages that the parser has found. A second message would be a smuggled request."""
+        """Count the messages that the parser has found. A second message means that a request was smuggled
+        into the body."""
         self._messages += 1
 
     def on_body(self, content: bytes) -> None:

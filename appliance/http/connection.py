@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import select
 import socket
-import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
+from appliance.background import Timer
 from appliance.http.bodies import Body, body_of
+from appliance.http.client_checks import HalfClosedCheck, WriteLimit
 from appliance.http.errors import RequestError
-from appliance.http.exchange import CONTINUE, Exchange, whole_response
+from appliance.http.exchange import Exchange, whole_response
 from appliance.http.heads import HeadReader, RequestHead
 from appliance.http.peers import Peer, peer_of
 from appliance.http.pools import Pool
@@ -27,11 +28,7 @@ LINGER_S = 2.0
 Closing at once would reset the connection before the client has read the response."""
 UNAUTHENTICATED_LINGER_BYTES = 1 << 20
 """Maximum number of bytes that are read and dropped for a client without a valid key."""
-FIRST_PROBE_S = 0.5
-"""Delay before the first probe of a half-closed TCP connection, whose client may be waiting for the response
-or may have disconnected. Each probe sends `100 Continue`, to which a closed connection replies with a reset.
-The delay doubles after each probe."""
-_POLL_S = 0.5
+_SENT_CHECK_S = 0.01
 _PIECE_BYTES = 64 << 10
 LARGE_READ_BYTES = 16 << 10
 """After a read of at least this size, the connection must wait for a turn before it reads again, because the
@@ -51,6 +48,8 @@ class Connection(asyncio.BufferedProtocol):
     """
 
     transport: asyncio.Transport
+    _half_closed: HalfClosedCheck
+    _write_limit: WriteLimit
 
     def __init__(self, server: HttpServer, address: str, request: bytes = b"") -> None:
         self.server = server
@@ -61,6 +60,8 @@ class Connection(asyncio.BufferedProtocol):
         self.on_lost: Callable[[], None] | None = None
         """Called once, when the connection has closed. `on_writable` and `on_lost` belong to the response in
         progress."""
+        self.on_chunk: Callable[[bytes], None] | None = None
+        """Called with each argument of `write_chunk`, even after the connection has closed."""
         self.last_chunk_at = 0.0
         """When part of a response was last written, in seconds of the monotonic clock."""
         self._address = address
@@ -84,14 +85,9 @@ class Connection(asyncio.BufferedProtocol):
         """Whether the client has closed its sending side."""
         self._linger_bytes: int | None = None
         """Number of bytes still to be dropped before the connection closes, or None if it is not closing."""
-        self._probe_s = FIRST_PROBE_S
         self._writable = asyncio.Event()
         self._writable.set()
-        self._timer: asyncio.TimerHandle | None = None
-        self._half_closed_timer: asyncio.TimerHandle | None = None
-        self._write_timer: asyncio.TimerHandle | None = None
-        self._unsent_bytes = 0
-        """Number of bytes in the transport's buffer when the write timer was started."""
+        self._timer = Timer()
 
     # ── methods for a response in progress ──
 
@@ -121,6 +117,10 @@ class Connection(asyncio.BufferedProtocol):
 
     def write_chunk(self, data: bytes) -> None:
         """Write part of a response that was started without a content length. `data` must not be empty."""
+        if self.on_chunk is not None:
+            self.on_chunk(data)
+            if self.lost:
+                return
         if self._exchange is not None and self._exchange.chunked:
             data = b"%x\r\n%b\r\n" % (len(data), data)
         self.last_chunk_at = time.monotonic()
@@ -153,23 +153,15 @@ class Connection(asyncio.BufferedProtocol):
 
     # ── handing a request to another process ──
 
-    def leave(self) -> int | None:
-        """Stop reading and return the connection's descriptor, so that another process can take the
-        connection over. Return None if bytes of a further request have been read or part of an earlier
-        response is still unsent."""
-        if self._input or self.transport.get_write_buffer_size():
-            return None
+    async def leave(self) -> tuple[int, bytes]:
+        """Stop reading, and wait until earlier responses have been sent. Return the connection's descriptor,
+        and the bytes of further requests that have already been read."""
         self._waits_to_read = False
         self._pause_reading(True)
+        while self.transport.get_write_buffer_size() and not self.lost:
+            await asyncio.sleep(_SENT_CHECK_S)
         descriptor: int = self.transport.get_extra_info("socket").fileno()
-        return descriptor
-
-    async def abandon(self) -> None:
-        """Close this process's descriptor. Another process has a duplicate and keeps the connection."""
-        closed = asyncio.Event()
-        self.on_lost = closed.set
-        self.transport.abort()
-        await closed.wait()
+        return descriptor, bytes(self._input)
 
     # ── opening and closing the connection ──
 
@@ -181,21 +173,22 @@ class Connection(asyncio.BufferedProtocol):
             with contextlib.suppress(OSError):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._peer = peer_of(sock, self._address)
+        note = partial(self.server.cut_off.note, self._peer)
+        self._write_limit = WriteLimit(transport, self.server.write_timeout_s, note)
+        self._half_closed = HalfClosedCheck(transport)
         self._source = source_of_request("", self._peer)
         if not self.server.admit(self, self._peer):
             transport.abort()
             return
-        self._arm(self._limit_s(self.server.limits.header_timeout_s), self._request_late)
+        self._timer.start(self._limit_s(self.server.limits.header_timeout_s), self._request_late)
         # Bytes that another process has already read from this connection come first.
         self.advance()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Free the connection's place and notify the response in progress."""
         self.server.forget(self)
-        for timer in (self._timer, self._half_closed_timer, self._write_timer):
-            if timer is not None:
-                timer.cancel()
-        self._timer = self._half_closed_timer = self._write_timer = None
+        for timer in (self._timer, self._half_closed, self._write_limit):
+            timer.stop()
         self._writable.set()
         self._input.clear()
         exchange, self._exchange = self._exchange, None
@@ -256,10 +249,7 @@ class Connection(asyncio.BufferedProtocol):
             # The transport closes after everything has been sent. A time limit applies to the client.
             self._close_now()
             return False
-        if self._peer_has_closed():
-            self.transport.abort()
-            return False
-        self._watch_half_closed()
+        self._half_closed.start(self._may_probe)
         return True
 
     def advance(self) -> None:
@@ -293,7 +283,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._exchange is not None and self._exchange.request_complete:
             self.transport.abort()
         else:
-            message = "the headers of the requests under way take too much memory: retry later"
+            message = "the headers of unfinished requests use too much memory: retry later"
             self.refuse(RequestError(503, message, "too_many_header_bytes"))
 
     def _step(self) -> bool:
@@ -307,7 +297,7 @@ class Connection(asyncio.BufferedProtocol):
             if head is not None:
                 self._begin(head)
             elif self._reader.begun and not begun:
-                self._arm(self._limit_s(self.server.limits.header_timeout_s), self._request_late)
+                self._timer.start(self._limit_s(self.server.limits.header_timeout_s), self._request_late)
             return head is not None
         if not exchange.wants_body:
             return False
@@ -322,14 +312,14 @@ class Connection(asyncio.BufferedProtocol):
         if self._body.complete:
             self._request_complete(exchange)
         else:
-            self._arm(self.server.limits.body_timeout_s, self._body_late)
+            self._timer.start(self.server.limits.body_timeout_s, self._body_late)
         assert self._peer is not None
-        self._source = source_of_request(self.server.tenant_of(head.headers, self._peer), self._peer)
+        self._source = source_of_request(self.server.tenant_of(head.headers, state), self._peer)
         second, count = self._begun
         self._begun = self.server.second, (count + 1 if second == self.server.second else 1)
         self.server.turns.add(self._source, self._begun[1], lambda: self._run(exchange))
         if self._ended:
-            self._watch_half_closed()
+            self._half_closed.start(self._may_probe)
 
     def _run(self, exchange: Exchange) -> None:
         if self._exchange is exchange:
@@ -346,7 +336,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _request_complete(self, exchange: Exchange) -> None:
         exchange.request_complete = True
-        self._disarm()
+        self._timer.stop()
         if self.pool is not None:
             self.pool.mark_busy(self)
         if self._input and not self.authenticated:
@@ -395,8 +385,7 @@ class Connection(asyncio.BufferedProtocol):
         body, self._body = self._body, None
         if self.pool is not None:
             self.pool.mark_waiting(self)
-        if self._half_closed_timer is not None:
-            self._half_closed_timer.cancel()
+        self._half_closed.stop()
         if self.transport.is_closing():
             return
         if body is not None and not body.complete:
@@ -407,7 +396,7 @@ class Connection(asyncio.BufferedProtocol):
             else:
                 self._linger(_PIECE_BYTES)
         else:
-            self._arm(self._limit_s(self.server.limits.idle_timeout_s), self._request_late)
+            self._timer.start(self._limit_s(self.server.limits.idle_timeout_s), self._request_late)
             self.advance()
 
     def close(self) -> None:
@@ -440,14 +429,14 @@ class Connection(asyncio.BufferedProtocol):
         self._linger_bytes = most_bytes
         if self.pool is not None:
             self.pool.mark_waiting(self)
-        self._arm(LINGER_S, self._linger_over)
+        self._timer.start(LINGER_S, self._linger_over)
         self.transport.write_eof()
         self._pause_reading(False)
 
     def _linger_over(self) -> None:
         if self.transport.get_write_buffer_size():
-            self._watch_unsent()
-            self._arm(LINGER_S, self._linger_over)
+            self._write_limit.start()
+            self._timer.start(LINGER_S, self._linger_over)
         else:
             self.transport.abort()
 
@@ -455,36 +444,13 @@ class Connection(asyncio.BufferedProtocol):
         if self.transport.is_closing():
             return
         # Close only after the client has received everything.
-        self._disarm()
+        self._timer.stop()
         if self.transport.get_write_buffer_size():
-            self._watch_unsent()
+            self._write_limit.start()
         self.transport.close()
 
-    # ── half-closed clients ──
-
-    def _peer_has_closed(self) -> bool:
-        """Whether the client has closed both directions. The kernel reports this for Unix sockets, and for
-        TCP only after a reset."""
-        descriptor = self.transport.get_extra_info("socket").fileno()
-        poll = select.poll()
-        poll.register(descriptor, 0)
-        return any(events & (select.POLLHUP | select.POLLERR) for _, events in poll.poll(0))
-
-    def _watch_half_closed(self, waited_s: float = 0.0) -> None:
-        """Check at intervals whether a half-closed client has disconnected."""
-        if self._exchange is None or self.transport.is_closing():
-            return
-        if self._peer_has_closed():
-            self.transport.abort()
-            return
-        if waited_s >= self._probe_s and self._may_probe():
-            self._probe_s *= 2
-            waited_s = 0.0
-            self.transport.write(CONTINUE)
-        loop = asyncio.get_running_loop()
-        self._half_closed_timer = loop.call_later(_POLL_S, self._watch_half_closed, waited_s + _POLL_S)
-
     def _may_probe(self) -> bool:
+        """Whether `100 Continue` may be sent to find out whether a half-closed client has disconnected."""
         exchange = self._exchange
         return (
             exchange is not None
@@ -504,11 +470,11 @@ class Connection(asyncio.BufferedProtocol):
 
     def _request_late(self) -> None:
         if self._reader.begun:
-            self.refuse(RequestError(408, "the request's header did not arrive in time", "header_timeout"))
+            self.refuse(RequestError(408, "the request headers did not arrive in time", "header_timeout"))
         elif self.transport.get_write_buffer_size():
             # The last response has not been fully sent yet. The write timer checks that the client reads it.
-            self._watch_unsent()
-            self._arm(self._limit_s(self.server.limits.idle_timeout_s), self._request_late)
+            self._write_limit.start()
+            self._timer.start(self._limit_s(self.server.limits.idle_timeout_s), self._request_late)
         else:
             self._close_now()
 
@@ -518,20 +484,11 @@ class Connection(asyncio.BufferedProtocol):
             return
         if not exchange.wants_body and self._input:
             # The application has not yet read the bytes that have arrived.
-            self._arm(self.server.limits.body_timeout_s, self._body_late)
+            self._timer.start(self.server.limits.body_timeout_s, self._body_late)
         elif exchange.started:
             self.transport.abort()
         else:
-            self.refuse(RequestError(408, "the request's body did not arrive in time", "body_timeout"))
-
-    def _arm(self, seconds: float, late: Callable[[], Any]) -> None:
-        self._disarm()
-        self._timer = asyncio.get_running_loop().call_later(seconds, late)
-
-    def _disarm(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+            self.refuse(RequestError(408, "the request body did not arrive in time", "body_timeout"))
 
     # ── writing, within a time limit ──
 
@@ -539,30 +496,13 @@ class Connection(asyncio.BufferedProtocol):
         """Record that the transport's buffer is full, and start the time limit within which the client must
         read."""
         self._writable.clear()
-        self._watch_unsent()
+        self._write_limit.start()
         self.server.congested(self)
 
     def resume_writing(self) -> None:
         """Record that the transport accepts bytes again."""
         self._writable.set()
         self.server.relieved(self)
-        # The client has read some bytes, so restart its time limit.
-        self._unsent_bytes = sys.maxsize
+        self._write_limit.restart()
         if self.on_writable is not None:
             self.on_writable()
-
-    def _watch_unsent(self) -> None:
-        """Start the write timer if it is not running."""
-        if self._write_timer is None:
-            self._unsent_bytes = self.transport.get_write_buffer_size()
-            loop = asyncio.get_running_loop()
-            self._write_timer = loop.call_later(self.server.write_timeout_s, self._unsent_late)
-
-    def _unsent_late(self) -> None:
-        """Close the connection if the client has read nothing since the timer was started."""
-        self._write_timer = None
-        unsent = self.transport.get_write_buffer_size()
-        if unsent and unsent >= self._unsent_bytes:
-            self.cut_off()
-        elif unsent:
-            self._watch_unsent()

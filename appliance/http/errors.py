@@ -6,7 +6,8 @@ import json
 
 
 class RequestError(Exception):
-    """A request that is refused without calling the application. The connection is closed afterwards."""
+    """Raised for a request that is refused without calling the application. The connection is closed
+    afterwards."""
 
     def __init__(self, status: int, message: str, code: str = "invalid_http") -> None:
         super().__init__(message)

@@ -99,22 +99,24 @@ class Exchange:
         try:
             await app(scope, self.receive, self.send)
         except Exception as error:
-            log.exception("the application failed on %s %r", head.method, head.path[:100])
+            log.exception("the application failed to process %s %r", head.method, head.path[:100])
             drop_frames(error)
         if self._disconnected or self.complete:
             return
         if self.started:
             self._connection.close()
             return
-        log.error("the application did not answer %s %r", head.method, head.path[:100])
+        log.error("the application sent no response to %s %r", head.method, head.path[:100])
         self._connection.refuse(
-            RequestError(500, "the service failed to answer; the log has the cause", "internal")
+            RequestError(
+                500, "the service failed to process the request; see its log for the cause", "internal"
+            )
         )
 
     # ── called by the application ──
 
     async def receive(self) -> dict[str, Any]:
-        """Return the next part of the body, or the message that the client has disconnected (ASGI)."""
+        """Return the next ASGI event: a part of the body, or the client's disconnection."""
         while not (self._disconnected or self.complete):
             if self._content or (self.request_complete and not self._end_delivered):
                 content = b"".join(self._content)
@@ -132,14 +134,14 @@ class Exchange:
         return {"type": "http.disconnect"}
 
     async def send(self, message: Any) -> None:
-        """Write part of the response (ASGI)."""
+        """Write the part of the response that is in this ASGI event."""
         connection = self._connection
         if not connection.writable and not self._disconnected:
             await connection.drain()
         if self._disconnected:
             return
         if self.complete:
-            raise RuntimeError(f"{message['type']} was sent after the response's end")
+            raise RuntimeError(f"{message['type']} was sent after the end of the response")
         if not self.started:
             self._start(message)
             return
@@ -199,6 +201,6 @@ class Exchange:
             self._length_left -= len(body)
             if self._length_left < 0 or (self._length_left and not more):
                 self._connection.abort()
-                raise RuntimeError("the response's body and its Content-Length differ")
+                raise RuntimeError("the length of the response body differs from its Content-Length")
         if body:
             transport.write(body)

@@ -81,7 +81,9 @@ class HeadReader:
         length = len(collected) if end < 0 else end + len(_END)
         if length > MAX_HEAD_BYTES:
             raise RequestError(
-                431, f"the request's header is larger than {MAX_HEAD_BYTES} bytes", "header_too_large"
+                431,
+                f"the request headers are larger than the limit of {MAX_HEAD_BYTES} bytes",
+                "header_too_large",
             )
         line_feeds = collected.count(b"\n", before, length)
         if line_feeds != collected.count(b"\r\n", max(before - 1, 0), length):
@@ -124,7 +126,9 @@ def _parse(data: bytes) -> RequestHead:
         raise RequestError(505, f"HTTP/{version} is not supported: use HTTP/1.1", "unsupported_version")
     method = parser.get_method().decode("ascii")
     if method == "CONNECT":
-        raise RequestError(400, "CONNECT is not supported: this is not a proxy", "method_not_allowed")
+        raise RequestError(
+            400, "CONNECT is not supported, because this server is not a proxy", "method_not_allowed"
+        )
     path, query = _split(found.url)
     content_length, chunked = _framing(found.headers, version)
     _check_host(found.headers, version)
@@ -158,8 +162,9 @@ def _split(target: bytes) -> tuple[bytes, bytes]:
 def _framing(headers: list[tuple[bytes, bytes]], version: str) -> tuple[int, bool]:
     """Return the body's length, and whether the body is sent in chunks instead.
 
-    The parser has already refused continued headers, a Content-Length that is repeated, is not a number or
-    accompanies a Transfer-Encoding, and a Transfer-Encoding in which another coding follows `chunked`.
+    The parser has already refused continued headers. It has also refused a Content-Length that is repeated,
+    is not a number or accompanies a Transfer-Encoding, and a Transfer-Encoding in which another coding
+    follows `chunked`.
     """
     lengths = [value for name, value in headers if name == b"content-length"]
     encodings = [value for name, value in headers if name == b"transfer-encoding"]
@@ -174,7 +179,7 @@ def _framing(headers: list[tuple[bytes, bytes]], version: str) -> tuple[int, boo
 def _check_host(headers: list[tuple[bytes, bytes]], version: str) -> None:
     hosts = sum(name == b"host" for name, _ in headers)
     if hosts > 1:
-        raise RequestError(400, "the header Host is given twice: send it once", "invalid_host")
+        raise RequestError(400, "the header Host was sent more than once: send it once", "invalid_host")
     if not hosts and version == "1.1":
         raise RequestError(400, "the header Host is missing: HTTP/1.1 requires it", "invalid_host")
 

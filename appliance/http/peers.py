@@ -18,8 +18,8 @@ _MAX_GROUPS_BYTES = 1024
 
 
 class Peer(NamedTuple):
-    """A client, as it was when it connected. `uid` and `pid` are -1 for TCP; `address` is empty for a Unix
-    socket."""
+    """The properties of a client when it connected. `uid` and `pid` are -1 for TCP; `address` is empty for a
+    Unix socket."""
 
     kind: SocketKind
     uid: int

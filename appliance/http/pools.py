@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Protocol
 
 OTHERS_SHARE = 8
-"""A tenant must leave one in this many places to other tenants."""
+"""One tenant must leave a fraction of 1 / `OTHERS_SHARE` of the places to other tenants."""
 
 
 class Occupant(Protocol):
@@ -16,9 +16,9 @@ class Occupant(Protocol):
 
 
 class Pool:
-    """Connections of one kind. Those without a complete request are `waiting`, in the order in which they
-    began to wait. If no place is free for a new connection, the connection that has waited longest is closed,
-    among those from the source with the most waiting connections.
+    """Connections that share a limit. Connections without a complete request are `waiting`, in the order in
+    which they began to wait. If no place is free for a new connection, a waiting connection is closed. It
+    belongs to the source with the most waiting connections, and has waited longest among them.
 
     A connection may belong to a tenant. One tenant's connections take at most `max_per_tenant` places.
     """
@@ -26,7 +26,7 @@ class Pool:
     def __init__(self) -> None:
         self.limit = 0
         self.evicted = 0
-        """Number of connections that were closed to make room."""
+        """Number of connections that were closed to free a place."""
         self._members: dict[Occupant, str] = {}
         """Tenant of each connection, or "" while the tenant is not known."""
         self._by_tenant: Counter[str] = Counter()
@@ -52,7 +52,7 @@ class Pool:
         """Give the connection a place, closing a waiting connection if necessary. Return False if all places,
         or all of the tenant's places, belong to connections whose requests are being answered.
 
-        `source` identifies where the client connects from. Without a source, the connection that has waited
+        `source` identifies the origin of the connection. Without a source, the connection that has waited
         longest is closed.
         """
         if not self._make_room(tenant):
@@ -69,7 +69,7 @@ class Pool:
         return True
 
     def assign(self, connection: Occupant, tenant: str) -> bool:
-        """Assign a connection that already has a place to the tenant. Return False under the same conditions
+        """Assign a connection that already has a place to the tenant. Returns False under the same conditions
         as `add`."""
         if self._members[connection] == tenant:
             return True
@@ -109,8 +109,8 @@ class Pool:
         return next((one for one, source in self._waiting.items() if by_source[source] == most), None)
 
     def _make_room(self, tenant: str) -> bool:
-        """While the tenant holds all the places that it may have, close its connections that have waited
-        longest. Return False if none of its connections is waiting."""
+        """While the tenant has the maximum number of places, close its connections that have waited longest.
+        Return False if none of its connections is waiting."""
         while tenant and self._by_tenant[tenant] >= self.max_per_tenant:
             members = self._members
             oldest = next((one for one in self._waiting if members[one] == tenant), None)

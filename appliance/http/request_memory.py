@@ -18,7 +18,7 @@ class HeadHolder(Protocol):
 
     @property
     def owner(self) -> tuple[bool, str]:
-        """Whether the client is known, and its tenant."""
+        """Whether the client is authenticated, and its tenant."""
         ...
 
     def give_up_request(self) -> None:
@@ -30,7 +30,7 @@ C = TypeVar("C", bound=HeadHolder)
 
 
 def of_largest_owner(sizes: Mapping[C, int]) -> list[C]:
-    """Return the connections of the owner with the largest total size, in their order."""
+    """Return the connections of the owner with the largest total size, in their original order."""
     totals: Counter[tuple[bool, str]] = Counter()
     for connection, size in sizes.items():
         totals[connection.owner] += size
@@ -39,9 +39,9 @@ def of_largest_owner(sizes: Mapping[C, int]) -> list[C]:
 
 
 class RequestMemory:
-    """Counts the memory that connections hold. When the total exceeds the bound, the largest requests
-    of the tenant that holds the most memory are refused: one, and one more for each 64 that the tenant has.
-    All clients that are not yet known count as one tenant."""
+    """Counts the memory that connections hold. When the total exceeds the bound, the largest requests of the
+    tenant that holds the most memory are refused: one request, plus one for every 64 requests that the tenant
+    has. All unauthenticated clients count as one tenant."""
 
     def __init__(self) -> None:
         self.refused = 0
@@ -58,7 +58,8 @@ class RequestMemory:
         self._total += size
         while self._total > MAX_REQUEST_MEMORY_BYTES:
             requests = sorted(of_largest_owner(self._sizes), key=self._sizes.__getitem__, reverse=True)
-            # Refusing several of many requests at once spares this search for each new one.
+            # If the tenant has many requests, several are refused in one search, so that fewer searches are
+            # needed.
             for largest in requests[: 1 + len(requests) // 64]:
                 self._total -= self._sizes.pop(largest)
                 self.refused += 1

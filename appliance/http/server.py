@@ -18,12 +18,12 @@ from appliance.http.turns import Turns
 from appliance.messages import Limits
 
 WRITE_TIMEOUT_S = 60.0
-"""A connection is closed if its client reads nothing of the response for this long."""
+"""Time after which a connection is closed if its client has read nothing of the response."""
 MAX_UNSENT_BYTES = 64 << 20
-"""Maximum total number of unsent response bytes over all connections. Above this limit, the tenant with the
-most unsent bytes loses the connection that has been congested longest."""
+"""Maximum total number of unsent response bytes over all connections. Above this limit, the server closes a
+connection of the tenant with the most unsent bytes: the connection that has been congested longest."""
 READ_BYTES = 64 << 10
-"""Maximum number of bytes of a body that are read from a connection at once."""
+"""Maximum number of body bytes in one read from a connection."""
 
 
 class HttpServer:
@@ -33,8 +33,8 @@ class HttpServer:
     or one of the connection's requests had a valid key) and one for all other clients. The second pool is
     small, its time limits are short, and it never takes places from the first.
 
-    `tenant_of` returns a request's tenant, based on its headers, or an empty string if the request has no
-    valid identity. Tenants take turns (`Turns`).
+    `tenant_of` returns a request's tenant, based on its headers and its state, or an empty string if the
+    request has no valid identity. It may add to the state. Tenants take turns (`Turns`).
     """
 
     def __init__(
@@ -43,14 +43,14 @@ class HttpServer:
         limits: Limits | None = None,
         *,
         known: Callable[[Peer], bool] = lambda peer: True,
-        tenant_of: Callable[[Sequence[tuple[bytes, bytes]], Peer], str] = lambda headers, peer: "",
+        tenant_of: Callable[[Sequence[tuple[bytes, bytes]], dict[str, Any]], str] = lambda headers, state: "",
         write_timeout_s: float = WRITE_TIMEOUT_S,
     ) -> None:
         self.known_pool = Pool()
         self.unknown_pool = Pool()
         self.refused = 0
         """Number of connections that were closed or answered with 503 because no place was free."""
-        self.cut_off = CountedLog("connections were closed because their clients did not read the answers")
+        self.cut_off = CountedLog("connections closed because their clients did not read the answers")
         self.request_memory = RequestMemory()
         self.turns = Turns()
         self.tenant_of = tenant_of
@@ -76,7 +76,7 @@ class HttpServer:
 
     @property
     def limits(self) -> Limits:
-        """The limits in effect. Existing connections apply new limits from their next request on."""
+        """The limits in effect. New limits apply to an existing connection from its next request on."""
         return self._limits
 
     @limits.setter
@@ -129,8 +129,8 @@ class HttpServer:
         self._listening.append(server)
 
     async def stop(self, grace_s: float) -> None:
-        """Stop accepting connections, close idle ones, wait up to `grace_s` seconds for the responses in
-        progress, then close the rest."""
+        """Stop accepting connections, close idle connections, wait up to `grace_s` seconds for the responses
+        in progress, then close the remaining connections."""
         self._stopping = True
         for server in self._listening:
             server.close()
@@ -155,8 +155,8 @@ class HttpServer:
         if known and self.known_pool.add(connection):
             connection.pool, connection.authenticated = self.known_pool, True
         elif self.unknown_pool.add(connection, source=peer.source):
-            # The pool of known clients is full. In the pool of unknown clients, a known client is answered
-            # with 503.
+            # The pool of authenticated clients is full, so answer this authenticated client with 503 from the
+            # pool of unauthenticated clients.
             connection.pool = self.unknown_pool
         else:
             self.refused += 1
@@ -165,8 +165,8 @@ class HttpServer:
         return True
 
     def promote(self, connection: Connection, tenant: str) -> bool:
-        """Move a connection whose request has a valid identity to the pool of known clients and assign it to
-        the identity's tenant. Return False if no place is free."""
+        """Move a connection whose request has a valid identity to the pool of authenticated clients and
+        assign it to the identity's tenant. Return False if no place is free."""
         former = connection.pool
         if former is self.known_pool:
             if self.known_pool.assign(connection, tenant):
@@ -189,7 +189,7 @@ class HttpServer:
 
     def congested(self, connection: Connection) -> None:
         """Record that this connection's client has stopped reading its response, and enforce the memory limit
-        on all such responses."""
+        on all responses that are not being read."""
         self._congested[connection] = None
         unsent = {one: one.transport.get_write_buffer_size() for one in self._congested}
         total = sum(unsent.values())

@@ -41,7 +41,7 @@ def bind_unix(path: Path, mode: str, gid: int | None = None) -> socket.socket:
         if "too long" in str(error):
             hint = ": use a shorter --run-dir"
         elif error.errno == errno.EADDRINUSE:
-            hint = ": a file that is not a socket has this name; move it away"
+            hint = ": the path is a file that is not a socket; move it away"
         raise ListenError(f"cannot listen on {path} ({error.strerror or error}){hint}") from error
     sock.setblocking(False)
     return sock
@@ -101,7 +101,12 @@ def _set_access(path: Path, mode: str, gid: int | None) -> None:
         try:
             os.chown(path, -1, gid)
         except PermissionError:
-            log.warning("cannot change the group of %s to %d: the service's user is not a member", path, gid)
+            log.warning(
+                "cannot change the group of %s to %d, because the service's user is not a member of that "
+                "group",
+                path,
+                gid,
+            )
     os.chmod(path, int(mode, 8))
 
 
@@ -119,8 +124,8 @@ def format_address(name: str | tuple[object, ...]) -> str:
 
 
 def listens_on(address: str, wanted: tuple[str, int]) -> bool:
-    """Return whether a listener on `address` serves the wanted host and port. A wanted port of 0 matches
-    every port."""
+    """Return whether a listener on `address` accepts connections to the wanted host and port. A wanted port
+    of 0 matches every port."""
     host, port = wanted
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4]

@@ -1,4 +1,4 @@
-"""Spreads client-caused work over iterations of the event loop, and shares the loop fairly between
+"""Spreads the work that clients cause over iterations of the event loop, and shares the loop fairly between
 clients."""
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from appliance.background import TimeBudgets
 from appliance.http.peers import Peer
 
 TURN_S = 0.002
-"""Each interval of this length since the last iteration of the event loop allows one turn. A turn usually
-takes less time."""
+"""One turn is allowed for every interval of this length since the last iteration of the event loop. A turn
+usually takes less time."""
 MAX_TURNS_PER_PASS = 8
 MAX_SHARE = 1 / 3
 """Maximum share of the event loop's time that the turns of one budget take in the long run."""
 BURST_S = 0.1
-"""A budget that has been idle for this long may use its share of the same time at once."""
+"""A budget that has been idle for this long may use its share of that time without a pause."""
 MAX_CHARGE_S = 0.004
-"""Maximum charge for one turn. An iteration can take longer if it also delivers many tokens, or if the
-process was waiting for a CPU."""
+"""Maximum time charged for one turn. An iteration can take longer than its turns if it also delivers many
+tokens, or if the process was waiting for a CPU."""
 _MIN_REST_S = 0.001
 """Resolution of the event loop's timers."""
 
 
 class Source(NamedTuple):
-    """The origin of work."""
+    """The tenant, address or local user on whose behalf work is done."""
 
     name: str
     """Name of a tenant, an address or a local user. Sources take turns."""
@@ -39,7 +39,7 @@ class Source(NamedTuple):
 
 def source_of_request(tenant: str, peer: Peer) -> Source:
     """Return the source of a request. `tenant` is empty if the request has no valid identity. In that case
-    each local user has its own budget, but all TCP clients share one budget, because anybody can have many
+    each local user has its own budget, but all TCP clients share one budget, because one client can use many
     addresses."""
     if tenant:
         return Source(f"tenant {tenant}", f"tenant {tenant}")
@@ -47,19 +47,19 @@ def source_of_request(tenant: str, peer: Peer) -> Source:
 
 
 class Turns:
-    """Queues what connections do next: begin a request, or read more of a large body. An iteration of the
-    event loop usually takes one turn, so events of other clients are handled after each turn. Sources take
-    turns. Within a source, the work with the lowest rank comes first, and among equal ranks, the work that
-    has waited longest.
+    """Queues the connections' next operations: beginning a request, or reading more of a large body. An
+    iteration of the event loop usually takes one turn, so events of other clients are handled after each
+    turn. Sources take turns. Within a source, the work with the lowest rank comes first, and among equal
+    ranks, the work that has waited longest.
 
-    A budget that has used its share of the event loop's time pauses, even if nothing else is waiting. Another
-    client's request, which takes several iterations, then finds the loop idle, and the CPU is free for the
-    service's other processes.
+    A budget that has used its share of the event loop's time pauses, even if nothing else is waiting. The
+    loop is then idle when another client's request arrives, and the CPU is free for the service's other
+    processes.
     """
 
     def __init__(self) -> None:
         self._waiting: dict[Source, list[tuple[int, int, Callable[[], None]]]] = {}
-        """A heap of waiting work for each source. The source that is next in turn comes first."""
+        """A heap of waiting work for each source. The first source in the dict has the next turn."""
         self._budgets = TimeBudgets(MAX_SHARE, BURST_S)
         self._used: list[str] = []
         """Budget of each turn taken in this iteration."""
@@ -72,8 +72,8 @@ class Turns:
         """Set while all waiting sources pause."""
 
     def add(self, source: Source, rank: int, work: Callable[[], None]) -> None:
-        """Do `work` when its turn comes. The turn comes at once if no turn was taken in this iteration of the
-        event loop and the source's budget is not used up."""
+        """Do `work` when its source has a turn. It is done immediately if no turn was taken in this iteration
+        of the event loop and the source's budget is not used up."""
         now = time.monotonic()
         if self._scheduled or self._rest_s(source, now):
             heapq.heappush(self._waiting.setdefault(source, []), (rank, next(self._serial), work))
@@ -87,7 +87,8 @@ class Turns:
         self._loop.call_soon(self._take)
 
     def _pause(self, now: float) -> None:
-        """Take the next turn when one of the waiting sources, all of which pause, may take it."""
+        """Schedule the next turn for the end of the shortest pause, because all waiting sources are
+        pausing."""
         if self._rest is not None:
             self._rest.cancel()
         rest_s = min(self._rest_s(source, now) for source in self._waiting)
@@ -116,8 +117,8 @@ class Turns:
             self._used.append(source.budget)
             work()
         if self._used:
-            # The event loop runs this after the tasks that the turns have started, and after handling what
-            # was read.
+            # The event loop runs this callback after the tasks that the turns have started, and after
+            # processing the bytes that were read.
             self._loop.call_soon(self._take)
             return
         self._scheduled = False
@@ -125,12 +126,12 @@ class Turns:
             self._pause(now)
 
     def _rest_s(self, source: Source, now: float) -> float:
-        """Return how long the source must pause, in seconds, or 0 if its turn may be taken at once."""
+        """Return how long the source must pause, in seconds, or 0 if its turn may be taken immediately."""
         rest_s = self._budgets.rest_s(source.budget, now)
         return max(rest_s, _MIN_REST_S) if rest_s else 0.0
 
     def _charge(self, passed_s: float, now: float) -> None:
-        """Charge the turns of the last iteration with the time that it took."""
+        """Charge the time of the last iteration to the turns that were taken in it."""
         for budget in self._used:
             self._budgets.charge(budget, min(passed_s / len(self._used), MAX_CHARGE_S), now)
         self._used.clear()

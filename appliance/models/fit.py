@@ -15,7 +15,7 @@ CPU_MAX_KV_BYTES = 2 << 30
 
 
 class UnfitError(Exception):
-    """Raised if the model cannot run on this machine. `remedy` says what to do."""
+    """Raised if the model cannot run on this machine. `remedy` explains how to fix the problem."""
 
     def __init__(self, what: str, remedy: str) -> None:
         super().__init__(what)
@@ -35,7 +35,7 @@ class MemoryFit:
     longest: int
     """Length in tokens of the longest sequence that the settings or the checkpoint allow."""
     blocks: int
-    """Number of KV blocks: as configured, or as many as fit."""
+    """The configured number of KV blocks, or as many blocks as fit."""
     usable_bytes: int
     weight_bytes: int
     fixed_bytes: int
@@ -63,7 +63,7 @@ def fit(model: ModelSettings, gpus: list[DetectedGpu], available_bytes: int) -> 
         needed = "one GPU" if ranks == 1 else f"{ranks} GPUs"
         raise UnfitError(
             f"tensor_parallel_size = {ranks} needs {needed}, but {len(gpus)} are available",
-            f"lower it to {len(gpus)}" if gpus else 'set device = "cpu"',
+            f"lower tensor_parallel_size to {len(gpus)}" if gpus else 'set device = "cpu"',
         )
     memory = min(gpu.memory_bytes for gpu in gpus[:ranks]) if on_gpu else available_bytes // ranks
     usable = int(memory * model.gpu_memory_utilization)
@@ -88,7 +88,7 @@ def fit(model: ModelSettings, gpus: list[DetectedGpu], available_bytes: int) -> 
     except Exception as error:  # The engine's messages name the error in the checkpoint or the settings.
         text, _, remedy = str(error).rpartition("; ")
         raise UnfitError(
-            text or str(error), remedy if text else "correct the model's folder or settings"
+            text or str(error), remedy if text else "fix the model's folder or settings"
         ) from error
     room = max(0, usable - predicted.fixed_bytes)
     most = room if on_gpu else min(room, CPU_MAX_KV_BYTES // ranks)
@@ -109,13 +109,13 @@ def fit(model: ModelSettings, gpus: list[DetectedGpu], available_bytes: int) -> 
 
 
 def why_not_beside(model: ModelSettings, chosen: Sequence[int] = ()) -> str:
-    """Return why a replica with these settings cannot run beside the running replicas, or an empty string if
-    it can.
+    """Return why a replica with these settings cannot run in addition to the running replicas, or an empty
+    string if it can.
 
     `chosen` holds the numbers of the GPUs that the replica would use; if empty, the first GPUs are used. On a
-    GPU, the replica must have as much memory as if it were alone, because a replica that shares a GPU is left
-    with a smaller cache for its whole lifetime. This function calls NVML and reads from the kernel, so it
-    must not run on the event loop.
+    GPU, the replica must have as much memory as if no other replica used the GPU. Otherwise its cache would
+    stay smaller for its whole lifetime. This function calls NVML and reads from the kernel, so it must not
+    run on the event loop.
     """
     import psutil
 
@@ -124,7 +124,7 @@ def why_not_beside(model: ModelSettings, chosen: Sequence[int] = ()) -> str:
     try:
         wanted = fit(model, gpus, available)
     except UnfitError:
-        # The replica's load fails at once and reports the reason, while the running replicas continue.
+        # The replica's load fails immediately and reports the reason, while the running replicas continue.
         return ""
     if wanted.on_gpu:
         used = [gpus[number] for number in chosen] or gpus[:ranks]
@@ -134,4 +134,4 @@ def why_not_beside(model: ModelSettings, chosen: Sequence[int] = ()) -> str:
     if wanted.needed_bytes <= free and wanted.blocks:
         return ""
     where = "of the GPU's memory" if wanted.on_gpu else "of the host's memory"
-    return f"it needs {of_bytes(wanted.needed_bytes)} a rank, and {of_bytes(free)} {where} are free"
+    return f"each rank needs {of_bytes(wanted.needed_bytes)}, but only {of_bytes(free)} {where} is free"

@@ -12,8 +12,8 @@ running.
 
 The settings define how many replicas a model has and how they run. When the settings change, the replicas are
 changed one by one. A replica that already runs with the wanted settings stays, and a missing replica is
-started. A replica with other settings serves until its successor is ready, if the memory has room for both.
-Otherwise it is stopped first, and its requests continue on its successor.
+started. A replica with other settings serves until its successor is ready, if the memory is sufficient for
+both. Otherwise it is stopped first, and its requests continue on its successor.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class FrontChannels(Protocol):
         """Open no further channels to a replica that has ended."""
 
     def channel_closed(self, front: str, replica: str) -> None:
-        """Handle a front's closing of its channel to a running replica."""
+        """Handle a front that has closed its channel to a running replica."""
 
 
 class ModelManager:
@@ -126,13 +126,13 @@ class ModelManager:
         return [name for name in self.models if name in self._wanted and self._wanted[name].pinned]
 
     def set_timeouts(self) -> None:
-        """Read the timeouts after which replicas are killed from the settings."""
+        """Read from the settings the timeouts after which replicas are killed."""
         for replica in self.replicas:
             replica.hang_timeout_s = self._settings().hang_timeout_s
             replica.load_timeout_s = self._settings().load_timeout_s
 
     def cancel(self, request_id: str) -> None:
-        """Cancel a request in the replicas that are running it."""
+        """Cancel a request on the replicas that are running it."""
         accounts = self._requests.state.accounts_of(request_id)
         for replica in self.replicas:
             if replica.account in accounts and replica.group is not None:
@@ -153,10 +153,10 @@ class ModelManager:
         try:
             self._channels.connect_replica(replica.name, replica.model, group.attach_front)
         except OSError as error:
-            replica.kill(f"its channels to fronts could not be made: {error}")
+            replica.kill(f"its channels to the fronts could not be created: {error}")
             return
-        # The account is added after the channels are open, because a front needs its channel before a request
-        # is dispatched to the replica.
+        # Add the account after opening the channels, because a front needs its channel before a request is
+        # dispatched to the replica.
         self._requests.add_replica(account)
         self._publish()
 
@@ -213,7 +213,7 @@ class ModelManager:
                 model, max_model_len=info.max_model_len, vocab_size=info.vocab_size
             )
         if model.version != known.version:
-            log.info("model %s: version %s from now on", model.name, model.version)
+            log.info("model %s: the version is now %s", model.name, model.version)
         self.models[model.name] = model
         self._requests.set_version(model.name, model.version)
         if replica.account is not None:
@@ -224,8 +224,8 @@ class ModelManager:
     def change(self, wanted: dict[str, ModelSettings], served: list[ServedModel]) -> list[str]:
         """Serve these models with these settings from now on. Returns a description of each change.
 
-        `served` describes at least the new models. Unchanged models are left as they are, except that
-        settings that could not be loaded before are tried again.
+        `served` contains descriptions of at least the new models. Unchanged models are left as they are,
+        except that settings that could not be loaded before are tried again.
         """
         described = {model.name: model for model in served}
         former, self._wanted = self._wanted, dict(wanted)
@@ -245,16 +245,16 @@ class ModelManager:
 
     def _describe_change(self, former: ModelSettings | None, wanted: ModelSettings | None) -> str:
         if wanted is None:
-            return f"is removed; its requests get {self._settings().drain_grace_s:g} s"
+            return f"is being removed; its requests have {self._settings().drain_grace_s:g} s to finish"
         if former is None:
-            return f"is new and loads ({wanted.replicas} replica{'s' if wanted.replicas > 1 else ''})"
+            return f"is being added with {wanted.replicas} replica{'s' if wanted.replicas > 1 else ''}"
         if former == wanted:
-            return "its settings, which could not be loaded, are tried again"
+            return "the settings that could not be loaded before are being retried"
         if former.spec("") == wanted.spec(""):
             if former.replicas != wanted.replicas:
                 return f"{former.replicas} → {wanted.replicas} replicas"
-            return "its replicas stay as they are"
-        return "its replicas are replaced one by one"
+            return "the change does not affect running replicas"
+        return "its replicas are being replaced one by one"
 
     def _add(self, model: ServedModel) -> None:
         self.models[model.name] = model
@@ -263,24 +263,24 @@ class ModelManager:
             self._requests.add_model(model.name, model.version)
         for replica in self.of(model.name):
             if replica.account is not None:
-                self._learn(replica)  # An earlier change had begun to remove the model.
+                self._learn(replica)  # an earlier change had begun to remove the model
 
     async def _apply(self, name: str) -> None:
-        """Change a model's replicas step by step until they match the settings or cannot be changed
-        further."""
+        """Change a model's replicas step by step until they match the settings or no further change is
+        possible."""
         try:
             while await self._next_step(name):
                 pass
         except Exception:
-            log.exception("model %s: the change of its settings failed", name)
+            log.exception("model %s: applying the new settings failed", name)
             self._given_up.add(name)
-            self._note(name, "the change of its settings failed: see the log")
+            self._note(name, "applying the new settings failed: see the log for the cause")
 
     async def _next_step(self, name: str) -> bool:
         """Take one step. Return whether another step may follow."""
         for replica in self.of(name):
             if replica.retiring:
-                await self._retire(replica)  # An earlier change had begun to retire the replica.
+                await self._retire(replica)  # an earlier change had begun to retire the replica
         wanted = self._wanted.get(name)
         if wanted is None:
             await self._remove(name)
@@ -307,12 +307,12 @@ class ModelManager:
             if why_not := await asyncio.to_thread(
                 why_not_beside, wanted, self._placement.choose(wanted.tensor_parallel_size)
             ):
-                log.warning("%s is stopped before its successor loads: %s", old.name, why_not)
-                self._note(old.name, f"it was stopped before its successor loaded: {why_not}")
+                log.warning("%s is stopped before its replacement loads: %s", old.name, why_not)
+                self._note(old.name, f"stopped before its replacement loaded: {why_not}")
                 await self._retire(old)
                 return True
             new = self._new(old.model, wanted)
-            log.info("%s replaces %s, which serves until then", new.name, old.name)
+            log.info("%s is loading to replace %s, which keeps serving until then", new.name, old.name)
             new.start()
             current = [*current, new]
         for new in current:
@@ -320,7 +320,8 @@ class ModelManager:
                 if new.failure or new.restarts >= _MAX_FAILED_STARTS:
                     self._given_up.add(old.model)
                     self._note(
-                        new.name, f"the new settings cannot be loaded, {old.name} stays: {new.last_error}"
+                        new.name,
+                        f"the new settings cannot be loaded, so {old.name} keeps running: {new.last_error}",
                     )
                     await self._retire(new)
                     return False
@@ -329,8 +330,8 @@ class ModelManager:
         return True
 
     async def _retire(self, replica: Replica) -> None:
-        """Send the replica no further requests, let it finish its requests, and end it. A later change does
-        not interrupt this."""
+        """Stop sending requests to the replica, let it finish its requests, and end it. A later change does
+        not interrupt this method."""
         if (task := self._retirements.get(replica)) is None:
             task = asyncio.get_running_loop().create_task(self._finish_and_end(replica))
             self._retirements[replica] = task
@@ -357,10 +358,10 @@ class ModelManager:
     async def _remove(self, name: str) -> None:
         """Stop serving a model."""
         self.models.pop(name, None)
-        self._requests.pause_admission(name, f"the model {name!r} is being removed")
+        self._requests.pause_admission(name, f"model {name!r} is being removed")
         self._publish()
         await _poll(lambda: self._requests.state.finished(name), self._settings().drain_grace_s)
-        self._requests.abort_all(f"the model {name!r} was removed", name)
+        self._requests.abort_all(f"model {name!r} was removed", name)
         for replica in self.of(name):
             await self._retire(replica)
         self._requests.resume_admission(name)

@@ -52,8 +52,8 @@ def machine_topology(environment: Mapping[str, str] = os.environ) -> Topology:
 def numbered(devices: Sequence[str], gpus: Sequence[int]) -> list[str]:
     """Return the device names of a replica's ranks, with the machine's GPU numbers.
 
-    A rank only numbers the GPUs that it can see. For example, its "cuda:0 NVIDIA H200" is returned as "cuda:5
-    NVIDIA H200" if `gpus` begins with 5.
+    Each rank numbers only the GPUs that it can see, starting at 0. For example, its "cuda:0 NVIDIA H200" is
+    returned as "cuda:5 NVIDIA H200" if `gpus` begins with 5.
     """
     if len(devices) != len(gpus) or not all(device.startswith("cuda:") for device in devices):
         return list(devices)

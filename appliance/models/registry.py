@@ -18,9 +18,8 @@ _SAMPLE_BYTES = 1 << 20
 
 
 def describe_models(loaded: Loaded, former: Settings | None = None) -> list[ServedModel]:
-    """Describe the models that are not in `former`, or that have a different folder there.
-
-    Raises SettingsError for folders that cannot be read.
+    """Describe the models that are not in `former` or have a different folder there. Raises SettingsError for
+    folders that cannot be read.
     """
     served, faults = [], []
     for name, model in loaded.settings.models.items():
@@ -37,7 +36,7 @@ def describe_models(loaded: Loaded, former: Settings | None = None) -> list[Serv
                     field=dotted(path),
                     what=f"models.{name}.folder = {model.folder!r} cannot be used: {error.filename}: "
                     f"{error.strerror}",
-                    remedy="name the folder of a Hugging Face checkpoint (config.json, tokenizer.json, "
+                    remedy="set it to the folder of a Hugging Face checkpoint (config.json, tokenizer.json, "
                     "*.safetensors)",
                 )
             )
@@ -95,7 +94,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def _config(path: Path) -> dict[str, Any]:
-    # When the engine loads the model, it reports a broken file with its name and the reason.
+    # The engine reports a broken file, with its name and the reason, when it loads the model.
     try:
         config = json.loads(path.read_bytes())
     except ValueError:

@@ -39,9 +39,9 @@ log = logging.getLogger(__name__)
 
 SILENT_AFTER_S = 3.0
 """A ready replica that has not reported for this long gets no new requests. Replicas report at least twice a
-second. If a replica has announced a long step, the step's predicted time is added."""
+second. If a replica has announced a long step, the predicted time of the step is added to this limit."""
 _MAX_STEP_FACTOR = 10.0
-"""A replica hangs if its step takes longer than this multiple of the predicted time."""
+"""A replica is considered to hang if a step takes longer than this multiple of its predicted time."""
 _AFTER_FATAL_S = 5.0
 _RETRY_FIRST_S, _RETRY_MAX_S = 5.0, 300.0
 """The first and the maximum delay before a replica is started again after its load failed for an expected
@@ -64,7 +64,7 @@ class StepTotal:
         """Time that the device spent waiting for the host before these steps."""
 
     def add(self, steps: int, mean_ms: float, mean_idle_us: float) -> None:
-        """Add steps with these mean durations."""
+        """Add steps, given their mean durations."""
         self.steps += steps
         self.seconds += steps * mean_ms / 1e3
         self.idle_s += steps * mean_idle_us / 1e6
@@ -77,7 +77,7 @@ class StepTotals:
         self.decode, self.mixed = StepTotal(), StepTotal()
 
     def add(self, report: Report) -> None:
-        """Add the steps that a report counts, which are those since the previous report."""
+        """Add the steps that a report counts, which are the steps since the previous report."""
         self.decode.add(report.decode_steps, report.step_ms, report.idle_us)
         self.mixed.add(report.mixed_steps, report.mixed_step_ms, report.mixed_idle_us)
 
@@ -143,8 +143,8 @@ class Replica:
         self.restarts = 0
         self.last_error = ""
         self.failure = ""
-        """Reason why requests do not wait for this replica. Set in the state "failed", and cleared when the
-        replica becomes ready or ends for another reason."""
+        """Reason why requests are refused instead of waiting for this replica. Set in the state "failed", and
+        cleared when the replica becomes ready or ends for another reason."""
         self.incarnation = 0
         """Number of starts so far."""
         self.steps = StepTotals()
@@ -205,7 +205,8 @@ class Replica:
 
     @property
     def hang_limit_s(self) -> float:
-        """Seconds without a message after which the replica is killed. No announced step takes this long."""
+        """Time in seconds without a message after which the replica is killed. It is longer than any
+        announced step."""
         return max(self.hang_timeout_s, _MAX_STEP_FACTOR * self._expected_s)
 
     # ── start and stop ──
@@ -227,9 +228,9 @@ class Replica:
                 spec = msgspec.structs.replace(spec, rendezvous=new_rendezvous(self._run_dir))
             self.group = self._launch(spec, self._message, self._ended)
         except OSError as error:
-            self._ended(f"it could not be started: {error}")
+            self._ended(f"the replica could not be started: {error}")
             return
-        log.info("%s starts (%s, pid %s)", self.name, self.spec.model_path, _join(self.group.pids))
+        log.info("%s is starting (%s, pid %s)", self.name, self.spec.model_path, _join(self.group.pids))
 
     async def stop(self, grace_s: float) -> None:
         """End the replica permanently. A replica that is not ready is killed, because it has no requests and
@@ -253,22 +254,24 @@ class Replica:
         if self.state == "ready":
             if not self.silent and silent_s > SILENT_AFTER_S + self._expected_s:
                 self.silent = True
-                log.warning("%s has not reported for %.1f s: it gets no new requests", self.name, silent_s)
+                log.warning(
+                    "%s has not reported for %.1f s and receives no new requests", self.name, silent_s
+                )
                 self._events.replica_silent(self)
             if silent_s > self.hang_limit_s:
                 self.kill(f"it did not report for {silent_s:.0f} s")
         elif self.state in ("starting", "loading") and silent_s > self.load_timeout_s:
             at = f" at {self.detail!r}" if self.detail else ""
             self.kill(
-                f"it reported no progress for {silent_s:.0f} s while {self.state}{at}: if the model's disk "
-                "is that slow, raise load_timeout_s"
+                f"no progress for {silent_s:.0f} s while {self.state}{at}: if the model's disk is that "
+                "slow, raise load_timeout_s"
             )
 
     def _message(self, rank: int, message: RankOutbound) -> None:
         self._last_sign, self._expected_s = time.monotonic(), 0.0
         if self.silent:
             self.silent = False
-            log.warning("%s reports again", self.name)
+            log.warning("%s is reporting again", self.name)
             self._events.replica_heard(self)
         if isinstance(message, LongStep):
             self._expected_s = message.expected_s
@@ -283,11 +286,13 @@ class Replica:
         elif isinstance(message, Ready):
             self._ready(message.info)
         elif self._fatal is None:
-            # The first rank to report an error has the cause. The errors of other ranks follow from it.
+            # The first reported error has the cause, and the errors of the other ranks follow from it.
             self._fatal = message
             group = self.group
             if group is not None:
-                asyncio.get_running_loop().call_later(_AFTER_FATAL_S, group.kill, "it did not end by itself")
+                asyncio.get_running_loop().call_later(
+                    _AFTER_FATAL_S, group.kill, "it did not exit after a fatal error"
+                )
 
     def _progress(self, progress: Progress) -> None:
         # The log gets one line per stage. The status shows every step.
@@ -305,7 +310,7 @@ class Replica:
         self.account = CreditAccount(self.name, self.model, ", ".join(info.devices))
         self.account.rates.predict(info.least_step_s, info.least_prompt_token_s)
         log.info(
-            "%s is ready after %.1f s: %s on %s, %d slots, %d KV blocks",
+            "%s was ready after %.1f s: %s on %s, %d slots, %d KV blocks",
             self.name,
             self._ready_at - self._started_at,
             precision(info.dtype, info.weights, info.kv_cache_dtype),
@@ -314,7 +319,7 @@ class Replica:
             info.kv_blocks,
         )
         if info.tensor_parallel_size > 1:
-            links = self._placement.links(self._gpus) or "not known"
+            links = self._placement.links(self._gpus) or "unknown"
             log.info("%s: links between the ranks: %s; collectives: %s", self.name, links, info.collectives)
         self._events.replica_ready(self)
 
@@ -332,8 +337,8 @@ class Replica:
         fatal = self._fatal
         expected = fatal is not None and fatal.kind != "internal" and not was_ready
         self._expected_failures = self._expected_failures + 1 if expected else 0
-        # The previous incarnation may still hold memory and devices. A damaged file is not read again at
-        # once, because it is unlikely to have changed so quickly.
+        # The previous incarnation may still hold memory and devices. A damaged file is not read again
+        # immediately, because it is unlikely to have been replaced so quickly.
         if fatal is not None and expected and (fatal.kind == "checkpoint" or self._expected_failures > 1):
             self.state, self.failure = "failed", self.last_error
             delay_s = self._retry.delay_s(0.0)
@@ -352,7 +357,7 @@ class Replica:
     def status(self) -> ReplicaStatus:
         """Return the replica's status for operators."""
         known = _fields(self.info, ReplicaInfo) | _fields(self._report, ReplicaStats)
-        # A report contains total credits, but operators want to see what is currently available.
+        # A report contains total credits, but operators need the currently available credits.
         credit = self.account
         known |= {
             "name": self.name,
@@ -372,15 +377,15 @@ class Replica:
 
     def _detail(self) -> str:
         if self.state in ("restarting", "failed"):
-            return f"starts again in {max(0.0, self._next_start_at - time.monotonic()):.1f} s"
+            return f"restarts in {max(0.0, self._next_start_at - time.monotonic()):.1f} s"
         if self.silent:
             left_s = max(0.0, self.hang_limit_s - self.silent_s)
-            return f"no report for {self.silent_s:.0f} s, killed and restarted in {left_s:.0f} s"
+            return f"no report for {self.silent_s:.0f} s; will be killed and restarted in {left_s:.0f} s"
         return self.detail
 
 
 def _fields(source: msgspec.Struct | None, kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return those fields of `kind` that `ReplicaStatus` also has. Empty if `source` is None."""
+    """Return the fields of `kind` that `ReplicaStatus` also has. Empty if `source` is None."""
     if source is None:
         return {}
     names = set(kind.__struct_fields__) & set(ReplicaStatus.__struct_fields__)

@@ -1,6 +1,6 @@
-"""The links between this machine's GPUs, and the choice of GPUs for a replica.
+"""Reads the links between this machine's GPUs, and chooses GPUs for a replica.
 
-The links are read from NVML, which creates no CUDA context. The choice is a function of plain data.
+The links are read from NVML, which creates no CUDA context. The choice is a pure function of plain data.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class GpuLink(NamedTuple):
     """The link between two GPUs."""
 
     nvlinks: int
-    """Number of NVLinks, direct or through NVSwitch, or 0 if there are none."""
+    """Number of NVLinks between the GPUs, direct or through NVSwitch; 0 if there are none."""
     path: Path
     peer_access: bool
     """Whether the GPUs can read and write each other's memory."""
@@ -73,8 +73,8 @@ def choose_gpus(topology: Topology, count: int, replicas: Sequence[int]) -> list
     """Return the numbers of `count` GPUs for one replica, in ascending order. Empty if there are fewer GPUs.
 
     `replicas` holds the number of replicas that each GPU already has. GPUs with the fewest replicas are
-    chosen. Among those, the criteria are, in this order: the fastest slowest link, the lowest cost over all
-    links, the most NVLinks, and the lowest numbers.
+    chosen. Ties are broken by these criteria, in this order: the lowest cost of the slowest link, the lowest
+    cost over all links, the most NVLinks, and the lowest numbers.
     """
     if not 0 < count <= len(topology.uuids):
         return []
@@ -91,8 +91,8 @@ def choose_gpus(topology: Topology, count: int, replicas: Sequence[int]) -> list
 
 
 def describe_links(topology: Topology, gpus: Sequence[int]) -> str:
-    """Describe the links between these GPUs, with the number of pairs if the links differ. Empty for a single
-    GPU."""
+    """Describe the links between these GPUs, with the number of GPU pairs per kind of link if the links
+    differ. Empty for a single GPU."""
     texts = [link.text for link in sorted(topology.between(gpus), key=lambda link: link._cost)]
     kinds = list(dict.fromkeys(texts))
     if len(kinds) <= 1:

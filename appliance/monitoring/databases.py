@@ -21,8 +21,7 @@ from store.schemas import CONTENTS, CONTROL, HISTORY
 
 def databases(state_dir: Path, run_dir: Path, running: bool) -> Iterator[Finding]:
     """Check the databases' owners, pages, schema versions and sizes, the audit chain, and open requests.
-
-    Files that an untrusted user could have put there are not opened.
+    Files that an untrusted user could have created are not opened.
     """
     try:
         uids = _owners(state_dir, run_dir)
@@ -52,8 +51,9 @@ def databases(state_dir: Path, run_dir: Path, running: bool) -> Iterator[Finding
                 area="databases",
                 subject=name,
                 level="problem" if running else "ok",
-                text=f"{path} does not exist" + ("" if running else ": the first start creates it"),
-                remedy="wait: the service writes it back within seconds; if not, appliance status says why"
+                text=f"{path} does not exist" + ("" if running else ": it is created at the first start"),
+                remedy="wait: the service restores the file within seconds; if it does not, appliance status "
+                "shows the reason"
                 if running
                 else "",
             )
@@ -93,23 +93,23 @@ def _soundness(path: Path, schema: Schema) -> Finding:
         return _broken(
             path.name,
             f"{path} is damaged: {'; '.join(complaints)}",
-            "stop the service, move the file and its -wal away, restore a backup or recover what is left "
-            "with: sqlite3 FILE .recover",
+            "stop the service, move the file and its -wal file away, then restore a backup or recover "
+            "the remaining data with: sqlite3 FILE .recover",
         )
     known = len(schema.migrations)
     if version > known:
         return _broken(
             path.name,
-            f"{path} has schema version {version}, but this version of the product supports {known}",
-            "install the version that wrote it",
+            f"{path} has schema version {version}, but this version of Appliance supports only {known}",
+            "install the version of Appliance that wrote the file",
         )
     size = sum(file.stat().st_size for file in (path, path.with_name(path.name + "-wal")) if file.exists())
-    upgrade = "" if version == known else f" (of {known}: the next start brings it up to date)"
+    upgrade = "" if version == known else f" (the next start upgrades it to {known})"
     return Finding(
         area="databases",
         subject=path.name,
         level="ok",
-        text=f"{path} is sound: schema version {version}{upgrade}, {of_bytes(size)}, journal mode {mode}",
+        text=f"{path} is intact: schema version {version}{upgrade}, {of_bytes(size)}, journal mode {mode}",
     )
 
 
@@ -128,8 +128,8 @@ def _audit(state_dir: Path) -> Finding:
         area="databases",
         subject="audit chain",
         level="problem",
-        text=f"the audit chain is not what the service wrote: {findings.problems[0]}",
-        remedy="keep the files as evidence, and see the details with: appliance audit verify",
+        text=f"the audit chain is incomplete or was changed: {findings.problems[0]}",
+        remedy="keep the files as evidence, and show the details with: appliance audit verify",
     )
 
 
@@ -140,16 +140,17 @@ def _requests(path: Path, running: bool) -> Iterator[Finding]:
             area="databases",
             subject="request log",
             level="problem",
-            text=f"{twice:,} requests ended twice: a defect of the service",
-            remedy="report the defect with these rows: SELECT * FROM requests WHERE double_ends > 0",
+            text=f"{twice:,} requests were recorded as ended twice, which is a bug in the service",
+            remedy="report the bug and include these rows: SELECT * FROM requests WHERE double_ends > 0",
         )
     if not running and (left := reader.query(RequestFilter(state="open"), 1)):
         yield Finding(
             area="databases",
             subject="request log",
             level="warning",
-            text=f"requests are open although no service runs (such as {left[0].request_id})",
-            remedy="none needed: the next start ends their rows",
+            text="the request log has open requests although no service is running (for example "
+            f"{left[0].request_id})",
+            remedy="none needed: the next start marks them as interrupted",
         )
 
 

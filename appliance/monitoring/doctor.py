@@ -43,8 +43,8 @@ def examine(run_dir: Path, state_dir: Path, settings: Settings | str) -> Examina
                     area=area,
                     subject=area,
                     level="warning",
-                    text=f"could not be examined: {type(error).__name__}: {error}",
-                    remedy="see the other findings first",
+                    text=f"this check failed: {type(error).__name__}: {error}",
+                    remedy="fix the other findings first, then run the doctor again",
                 )
             )
 
@@ -52,7 +52,7 @@ def examine(run_dir: Path, state_dir: Path, settings: Settings | str) -> Examina
     look("devices", lambda: machine.devices(report))
     look("directories", lambda: places.directories(run_dir, state_dir))
     if untrusted:
-        remedy = "ask the administrator of this machine; nothing was sent there"
+        remedy = "ask the administrator of this machine about this process; no data was sent to it"
         findings.append(_finding("run directory", "problem", untrusted, remedy))
     look("service", lambda: _service(status, why_not, kept_out, settings, now, run_dir))
     look("sockets", lambda: places.sockets(run_dir, places.api_state(run_dir / "api.sock"), running))
@@ -97,11 +97,9 @@ def _service(
 ) -> Iterable[Finding]:
     if isinstance(settings, str):
         what, _, remedy = settings.rpartition(": ")
-        yield _finding(
-            "settings", "problem", what or settings, remedy if what else "correct the settings file"
-        )
+        yield _finding("settings", "problem", what or settings, remedy if what else "fix the settings file")
     elif settings.config_file:
-        yield _finding("settings", "ok", f"{settings.config_file} is sound")
+        yield _finding("settings", "ok", f"{settings.config_file} is valid")
     if status is None:
         if kept_out:
             yield _finding("state", "warning", why_not, "run the doctor as the service's user, or as root")
@@ -124,15 +122,15 @@ def _service(
                 os.path.basename(database.path),
                 "warning",
                 database.restored,
-                "find out which program deletes or replaces files of the state directory; to restore a "
+                "find the program that deletes or replaces files in the state directory; to restore a "
                 "backup, stop the service first",
             )
         if lost := database.dropped_rows + database.rejected_rows:
             yield _finding(
                 os.path.basename(database.path),
                 "problem",
-                f"{lost:,} rows were lost since the start",
-                "the log says when and why; look at the disk's free space and health",
+                f"{lost:,} rows have been lost since the service started",
+                "see the log for the time and cause; check the disk's free space and health",
             )
     recent = [problem for problem in status.problems if now - problem.at < _RECENT_S]
     for problem in recent[:_MAX_REPORTED_PROBLEMS]:

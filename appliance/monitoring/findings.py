@@ -21,7 +21,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     """The result of the check, with the values."""
     remedy: str = ""
-    """What to do about it; empty if nothing is wrong."""
+    """Remedy for the problem; empty if there is none."""
 
 
 class Examination(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from appliance.monitoring.versions import product_version, requirements, version
 from appliance.quantities import of_bytes
 
 _MIN_PYTHON = (3, 11)
-# The first SQLite version in which two connections may safely write or checkpoint at once, see
+# The first SQLite version in which two connections may safely write or checkpoint at the same time, see
 # https://sqlite.org/wal.html#walresetbug.
 _WAL_RESET_MENDED = (3, 51, 3)
 _MIN_DESCRIPTORS = 4096
@@ -32,16 +32,17 @@ def versions() -> Iterator[Finding]:
             "versions",
             "appliance",
             "warning",
-            "the package appliance is not installed in this environment: its requirements are not known",
-            "install it: pip install --editable .",
+            "the package appliance is not installed in this environment, so its requirements cannot be "
+            "checked",
+            "install the package: pip install --editable .",
         )
     elif missing:
         yield _finding(
             "versions",
             "requirements",
             "problem",
-            f"not installed: {', '.join(missing)}",
-            f"install them: {sys.executable} -m pip install {' '.join(missing)}",
+            f"required packages are not installed: {', '.join(missing)}",
+            f"install the packages: {sys.executable} -m pip install {' '.join(missing)}",
         )
     for name in ("torch", "tokenizers", "httptools", "msgspec"):
         if found := version_of(name):
@@ -73,8 +74,9 @@ def _sqlite() -> Finding:
     note = ""
     if sqlite3.sqlite_version_info < _WAL_RESET_MENDED:
         note = (
-            " (older than 3.51.3: two programs that write one WAL database at once can damage it; the "
-            "service writes through one connection alone, so open its databases read-only)"
+            " (in versions before 3.51.3, two programs that write to a WAL database at the same time "
+            "can corrupt it; the service uses a single writing connection, so open its databases "
+            "read-only)"
         )
     return _finding("versions", "SQLite", "ok", f"SQLite {sqlite3.sqlite_version}{note}")
 
@@ -86,9 +88,9 @@ def _kernels_package() -> Finding:
             "kernels",
             "problem",
             f"the PyPI package kernels {found} conflicts with the product's package of the same name",
-            f"remove it: {sys.executable} -m pip uninstall kernels, then install appliance again",
+            f"uninstall that package and reinstall appliance: {sys.executable} -m pip uninstall kernels",
         )
-    return _finding("versions", "kernels", "ok", "no foreign package named kernels is installed")
+    return _finding("versions", "kernels", "ok", "no conflicting package named kernels is installed")
 
 
 def _gpus(report: GpuReport) -> Iterator[Finding]:
@@ -97,11 +99,12 @@ def _gpus(report: GpuReport) -> Iterator[Finding]:
             "devices",
             "GPU",
             "warning",
-            f"NVIDIA's driver does not answer: {report.error}",
-            "see nvidia-smi and the kernel's log (dmesg); until then only the CPU backend can be used",
+            f"the NVIDIA driver does not respond: {report.error}",
+            "check nvidia-smi and the kernel log (dmesg); until the driver responds, only the CPU "
+            "backend can be used",
         )
     elif not report.gpus:
-        yield _finding("devices", "GPU", "ok", "no NVIDIA GPU: the CPU backend is used")
+        yield _finding("devices", "GPU", "ok", "no NVIDIA GPU found: the CPU backend is used")
     for gpu in report.gpus:
         yield _finding(
             "devices",
@@ -116,7 +119,7 @@ def _gpus(report: GpuReport) -> Iterator[Finding]:
             "devices",
             "torch",
             "problem",
-            f"torch {torch} is built without CUDA, so that no GPU is used",
+            f"torch {torch} is built without CUDA, so no GPU is used",
             "install the CUDA build of torch (https://pytorch.org/get-started/locally)",
         )
 
@@ -134,9 +137,10 @@ def gpu_links(topology: Topology) -> Iterator[Finding]:
         "devices",
         "GPU links",
         "warning",
-        f"{describe_links(topology, gpus)}: a model over GPUs without peer access exchanges data through the "
-        "host's memory with NCCL, which makes each decode step slower",
-        "enable peer access (PCIe ACS off, or NVLink), or use tensor_parallel_size only within linked GPUs",
+        f"{describe_links(topology, gpus)}: a model that spans GPUs without peer access exchanges data "
+        "through host memory with NCCL, so each decode step is slower",
+        "enable peer access (disable PCIe ACS, or use NVLink), or use tensor_parallel_size only across "
+        "linked GPUs",
     )
 
 
@@ -147,7 +151,7 @@ def _processors() -> Finding:
         "devices",
         "CPU",
         "ok",
-        f"{usable} of {os.cpu_count()} CPUs usable, load {load:.1f} ({_processor_name()})",
+        f"{usable} of {os.cpu_count()} CPUs usable, load average {load:.1f} ({_processor_name()})",
     )
 
 
@@ -168,9 +172,7 @@ def _memory() -> Finding:
     memory = psutil.virtual_memory()
     text = f"{of_bytes(memory.available)} of {of_bytes(memory.total)} memory available"
     if memory.available < _LITTLE_MEMORY_BYTES:
-        return _finding(
-            "devices", "memory", "warning", text, "end other programs, or serve a smaller model on this box"
-        )
+        return _finding("devices", "memory", "warning", text, "stop other programs, or serve a smaller model")
     return _finding("devices", "memory", "ok", text)
 
 
@@ -182,7 +184,7 @@ def _descriptors() -> Finding:
             "devices",
             "open files",
             "warning",
-            f"{text}: every connection takes one",
+            f"{text}: each connection uses one file descriptor",
             f"raise the hard limit to {_MIN_DESCRIPTORS} or more (ulimit -Hn, systemd: LimitNOFILE=)",
         )
     return _finding("devices", "open files", "ok", text)

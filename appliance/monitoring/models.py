@@ -31,7 +31,7 @@ def configured_models(
             files = [f"{model.folder} cannot be read: {error.strerror or error}"]
         for complaint in files:
             yield _finding(
-                name, "problem", complaint, "copy the checkpoint's folder again, or name another one"
+                name, "problem", complaint, "copy the checkpoint folder again, or set another folder"
             )
         if not files:
             yield _fit(name, model, gpus, available_bytes)
@@ -49,21 +49,21 @@ def running_models(models: list[ModelStatus]) -> Iterator[Finding]:
             yield _finding(
                 model.name,
                 "ok",
-                f"{replica.name} runs on {where} in {held}: {of_bytes(replica.used_bytes)} used, "
+                f"{replica.name} is running on {where} in {held}: {of_bytes(replica.used_bytes)} used, "
                 f"{of_bytes(replica.predicted_bytes)} predicted ({difference:+.0%})",
             )
         if _is_removed(Path(model.folder)):
             yield _finding(
                 model.name,
                 "problem",
-                f"{model.folder} was removed: running replicas continue, but none can be started",
+                f"{model.folder} was removed: running replicas continue, but no replica can be started",
                 "restore the folder",
             )
 
 
 def _is_removed(folder: Path) -> bool:
-    """Return whether the folder was removed. The check uses this user's permissions, although the service's
-    user may be able to read more."""
+    """Return whether the folder was removed. The check uses this user's permissions. The service's user may
+    be able to read more."""
     try:
         return not folder.is_dir()
     except PermissionError:
@@ -71,7 +71,7 @@ def _is_removed(folder: Path) -> bool:
 
 
 def _files(model: ModelSettings) -> Iterator[str]:
-    """Yield what is missing from the folder."""
+    """Yield a description of each missing or unusable file in the folder."""
     try:
         yield from _missing(model)
     except PermissionError as error:
@@ -93,11 +93,11 @@ def _missing(model: ModelSettings) -> Iterator[str]:
     try:
         shards = set(json.loads((folder / _INDEX).read_bytes())["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        yield f"{folder / _INDEX} is not an index of shards ({error!r})"
+        yield f"{folder / _INDEX} is not a valid index of weight shards ({error!r})"
         return
     for shard in sorted(map(str, shards)):
         if not (folder / shard).is_file():
-            yield f"{folder / shard} does not exist, but {_INDEX} names it"
+            yield f"{folder / shard} does not exist, but is listed in {_INDEX}"
 
 
 def _fit(name: str, model: ModelSettings, gpus: list[DetectedGpu], available_bytes: int) -> Finding:
@@ -118,7 +118,7 @@ def _fit(name: str, model: ModelSettings, gpus: list[DetectedGpu], available_byt
         return _finding(
             name,
             "problem",
-            f"does not fit: {text}",
+            f"the model does not fit into memory: {text}",
             "lower kv_blocks or max_num_seqs, use more ranks, or free memory",
         )
     fitting = found.blocks * BLOCK_TOKENS
@@ -128,13 +128,14 @@ def _fit(name: str, model: ModelSettings, gpus: list[DetectedGpu], available_byt
         return _finding(
             name,
             "warning",
-            f"sequences are limited to {fitting:,} tokens, the checkpoint allows {longest:,}: {text}",
-            f"set max_model_len = {fitting} to agree, or raise kv_blocks, use more ranks, or free memory",
+            f"the KV cache limits sequences to {fitting:,} tokens, but the checkpoint allows "
+            f"{longest:,}: {text}",
+            f"set max_model_len = {fitting}, raise kv_blocks, use more ranks, or free memory",
         )
     return _finding(
         name,
         "problem",
-        f"{fitting:,} tokens of KV are less than one sequence of {longest:,}: {text}",
+        f"the KV cache holds {fitting:,} tokens, fewer than one sequence of {longest:,} tokens: {text}",
         f"{f'lower max_model_len to {fitting}, ' if fitting else ''}raise kv_blocks, use more ranks, or free "
         f"memory",
     )

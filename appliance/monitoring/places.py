@@ -45,14 +45,15 @@ def directories(run_dir: Path, state_dir: Path) -> Iterator[Finding]:
             area="directories",
             subject="socket path",
             level="problem",
-            text=f"sockets in {run_dir} have paths of {longest} bytes; at most {MAX_SOCKET_PATH_BYTES} work",
-            remedy="name a shorter --run-dir",
+            text=f"socket paths in {run_dir} are {longest} bytes long, but the limit is "
+            f"{MAX_SOCKET_PATH_BYTES} bytes",
+            remedy="use a shorter --run-dir",
         )
     yield _disk(state_dir)
 
 
 def api_state(socket: Path) -> SocketState:
-    """Ask `/health/ready` on `api.sock`."""
+    """Request `/health/ready` on `api.sock`."""
     if not os.path.exists(socket):
         return SocketState(False, False, text="does not exist")
     connection = unix_connection(socket, timeout_s=5.0)
@@ -68,7 +69,7 @@ def api_state(socket: Path) -> SocketState:
 
 
 def _reason(body: bytes) -> str:
-    """Return what a health response reports as missing; for any other response, return its text."""
+    """Return the reason given in a health response; for any other response, return its text."""
     text = body.decode("utf-8", "replace")
     try:
         document = json.loads(text)
@@ -80,14 +81,14 @@ def _reason(body: bytes) -> str:
 
 
 def sockets(run_dir: Path, api: SocketState, running: bool) -> Iterator[Finding]:
-    """Check which sockets answer. `running` tells whether the admin socket answered."""
+    """Check that the sockets respond. `running` indicates whether the admin socket responded."""
     if running and not api.answered:
         yield Finding(
             area="sockets",
             subject="api.sock",
             level="problem",
-            text=f"{run_dir / 'api.sock'} does not answer: {api.text}",
-            remedy="see the fronts in: appliance status",
+            text=f"{run_dir / 'api.sock'} does not respond: {api.text}",
+            remedy="check the fronts with: appliance status",
         )
     elif api.answered:
         how = "and is ready" if api.ready else f"but is not ready: {api.text}"
@@ -95,12 +96,12 @@ def sockets(run_dir: Path, api: SocketState, running: bool) -> Iterator[Finding]
             area="sockets",
             subject="api.sock",
             level="ok" if api.ready else "warning",
-            text=f"{run_dir / 'api.sock'} answers {how}",
-            remedy="" if api.ready else "wait if it is loading; appliance status says what it waits for",
+            text=f"{run_dir / 'api.sock'} responds {how}",
+            remedy="" if api.ready else "if a model is loading, wait; appliance status shows the progress",
         )
     if running:
         yield Finding(
-            area="sockets", subject="admin.sock", level="ok", text=f"{run_dir / 'admin.sock'} answers"
+            area="sockets", subject="admin.sock", level="ok", text=f"{run_dir / 'admin.sock'} responds"
         )
 
 
@@ -112,8 +113,9 @@ def leftovers(run_dir: Path, state_dir: Path, running: bool) -> Iterator[Finding
             area="leftovers",
             subject="service.lock",
             level="problem",
-            text=f"process {holder} holds {run_dir} but does not answer on admin.sock",
-            remedy=f"see its log; if it hangs, end it: kill {holder} (kill -9 loses nothing that was logged)",
+            text=f"process {holder} uses the run directory {run_dir} but does not respond on admin.sock",
+            remedy=f"see the log of the process; if it hangs, stop it with kill {holder} or kill -9 {holder} "
+            "(written log entries are kept)",
         )
     elif not running:
         for name in _SOCKETS:
@@ -122,7 +124,7 @@ def leftovers(run_dir: Path, state_dir: Path, running: bool) -> Iterator[Finding
                     area="leftovers",
                     subject=name,
                     level="warning",
-                    text=f"{run_dir / name} remains of a service that was killed",
+                    text=f"{run_dir / name} was left behind by a service that was killed",
                     remedy="none needed: the next start replaces it",
                 )
         for name in ("control.db", "history.db", "contents.db"):
@@ -131,8 +133,9 @@ def leftovers(run_dir: Path, state_dir: Path, running: bool) -> Iterator[Finding
                     area="leftovers",
                     subject=name,
                     level="problem",
-                    text=f"process {writer} writes {state_dir / name}, but no service answers in {run_dir}",
-                    remedy="name the run directory of that service (--run-dir), or end the process",
+                    text=f"process {writer} is writing to {state_dir / name}, but no service responds in "
+                    f"{run_dir}",
+                    remedy="set --run-dir to the run directory of that service, or stop the process",
                 )
 
 
@@ -171,7 +174,7 @@ def _directory(name: str, path: Path, flag: str) -> Finding:
             subject=subject,
             level="problem",
             text=f"{path} does not exist, and uid {os.geteuid()} may not create {missing}",
-            remedy=f"create it for the service's user, or name another one with {flag}",
+            remedy=f"create the directory for the service's user, or set another one with {flag}",
         )
     if not os.path.isdir(path):
         return Finding(
@@ -179,21 +182,22 @@ def _directory(name: str, path: Path, flag: str) -> Finding:
             subject=subject,
             level="problem",
             text=f"{path} is not a directory",
-            remedy=f"move it away, or name another one with {flag}",
+            remedy=f"move the file away, or set another directory with {flag}",
         )
     if not os.access(path, os.W_OK | os.X_OK, effective_ids=True):
         return Finding(
             area="directories",
             subject=subject,
             level="problem",
-            text=f"{path} cannot be written by uid {os.geteuid()}",
-            remedy=f"use the service's user, give it the directory, or name another one with {flag}",
+            text=f"{path} is not writable by uid {os.geteuid()}",
+            remedy="run as the service's user, make that user the owner of the directory, or set another one "
+            f"with {flag}",
         )
-    return Finding(area="directories", subject=subject, level="ok", text=f"{path} can be written")
+    return Finding(area="directories", subject=subject, level="ok", text=f"{path} is writable")
 
 
 def _missing(path: Path) -> Path | None:
-    """Return the outermost part of `path` that does not exist."""
+    """Return the outermost directory of `path` that does not exist."""
     found = None
     for part in (path, *path.parents):
         if os.path.lexists(part):
@@ -205,7 +209,7 @@ def _missing(path: Path) -> Path | None:
 def _disk(state_dir: Path) -> Finding:
     there = next(part for part in (state_dir, *state_dir.parents) if os.path.isdir(part))
     usage = shutil.disk_usage(there)
-    text = f"{of_bytes(usage.free)} of {of_bytes(usage.total)} free for {state_dir}"
+    text = f"{of_bytes(usage.free)} of {of_bytes(usage.total)} free on the disk of {state_dir}"
     if usage.free >= _LITTLE_DISK_BYTES:
         return Finding(area="directories", subject="disk", level="ok", text=text)
     return Finding(
@@ -213,7 +217,7 @@ def _disk(state_dir: Path) -> Finding:
         subject="disk",
         level="problem" if usage.free < _NO_DISK_BYTES else "warning",
         text=text,
-        remedy="free some space: on a full disk requests are served but their log waits in memory",
+        remedy="free disk space: on a full disk, requests are served, but their log rows wait in memory",
     )
 
 

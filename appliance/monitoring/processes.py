@@ -12,8 +12,8 @@ _CHILDREN = ("engine.replica", "appliance.front")
 
 
 def orphans(service_pid: int | None) -> Iterator[Finding]:
-    """Check for ranks and fronts whose parent has ended. Normally the kernel or their channels would have
-    ended them too."""
+    """Check for ranks and fronts whose parent has ended. Normally they end with their parent, because the
+    kernel kills them or their channels are closed."""
     import psutil
 
     found = []
@@ -29,15 +29,15 @@ def orphans(service_pid: int | None) -> Iterator[Finding]:
             area="leftovers",
             subject=f"process {pid}",
             level="problem",
-            text=f"process {pid} ({what}) has outlived its service and may hold memory",
-            remedy=f"end it: kill -9 {pid}",
+            text=f"process {pid} ({what}) is still running after its service ended and may occupy memory",
+            remedy=f"kill the process: kill -9 {pid}",
         )
     if not found:
         yield Finding(
             area="leftovers",
             subject="processes",
             level="ok",
-            text="no rank or front has outlived its service",
+            text="no rank or front process is left from a service that has ended",
         )
 
 

@@ -34,7 +34,7 @@ class Converter:
         models = table.pop("models", {})
         settings = self._table(table, Settings, ()) or Settings()
         if not isinstance(models, dict):
-            self.add(("models",), f"models = {models!r} must be tables", "write [models.NAME]")
+            self.add(("models",), f"models = {models!r} is not valid", "write [models.NAME]")
             models = {}
         for name, model in models.items():
             converted = self._table(model, ModelSettings, ("models", name))
@@ -57,7 +57,7 @@ class Converter:
         """Convert a table. Returns None if it is not a table, or if a required setting is missing or cannot
         be used."""
         if not isinstance(table, dict):
-            self.add(path, f"{dotted(path)} = {table!r} cannot be used", "write a table")
+            self.add(path, f"{dotted(path)} = {table!r} is not valid", "write a table")
             return None
         fields = {field.name: field for field in msgspec.structs.fields(part)}
         names = [name for name in fields if name not in NOT_SETTINGS]
@@ -72,7 +72,11 @@ class Converter:
                 values[name] = converted
         for name in names:
             if fields[name].required and name not in table:
-                self.add((*path, name), f"{dotted(path) or 'the file'} lacks {name!r}", "add it")
+                self.add(
+                    (*path, name),
+                    f"the setting {name!r} is missing in {dotted(path) or 'the file'}",
+                    f"add {name}",
+                )
         complete = all(name in values for name in names if fields[name].required)
         return part(**values) if complete else None
 
@@ -85,7 +89,7 @@ class Converter:
         wrong = [(f"[{at}]", item, each) for at, item, each in _items(value, kind) if not _fits(item, each)]
         for index, item, each in wrong or [("", value, kind)]:
             expected = _expected(inspect.type_info(each))
-            self.add(path, f"{dotted(path)}{index} = {item!r} cannot be used", f"write {expected}")
+            self.add(path, f"{dotted(path)}{index} = {item!r} is not valid", f"write {expected}")
         return None
 
 
@@ -98,8 +102,8 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def _items(value: Any, kind: Any) -> Iterator[tuple[int, Any, Any]]:
-    """Yield the index, value and type of each item in a list. Yields nothing if `value` is not a list, or if
-    a list is not allowed here."""
+    """Yield the index, value and type of each item in a list. Yield nothing if `value` is not a list, or if
+    the setting's type does not allow a list."""
     if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
     for each in get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,):

@@ -30,7 +30,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     field: str = ""
     """Setting, such as "models.chat.max_num_seqs"; empty for the whole file."""
     what: str
-    """What is wrong, including the value."""
+    """Description of the fault, including the value."""
     remedy: str
 
     def __str__(self) -> str:
@@ -38,7 +38,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SettingsError(Exception):
-    """The settings cannot be used. Each fault has its location, the problem and a remedy."""
+    """Raised if the settings cannot be used. Each fault has its location, the problem and a remedy."""
 
     def __init__(self, *faults: Fault) -> None:
         super().__init__("\n".join(map(str, faults)))

@@ -25,53 +25,57 @@ Days = Annotated[float, msgspec.Meta(ge=0, le=36_525)]
 UserId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 2)]
 Fraction = Annotated[float, msgspec.Meta(gt=0, le=1)]
 SocketMode = Annotated[
-    str, msgspec.Meta(pattern="^0?[0-7]{3}$", description='a file mode in octal, such as "0660"')
+    str, msgspec.Meta(pattern="^0?[0-7]{3}$", description='an octal file mode such as "0660"')
 ]
 
 DEMO_MODEL = "demo"
 
 
 class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A served model, by the name that clients use. Without any such table, the shipped model is served as
-    "demo"."""
+    """A served model. NAME is the name that clients use. Without any `[models.NAME]` table, the shipped model
+    is served as "demo"."""
 
     folder: str
-    """Folder of a Hugging Face checkpoint, relative to the settings file (as a flag: to the current
-    directory)."""
+    """Folder of a Hugging Face checkpoint. A relative path in a settings file is relative to that file; on
+    the command line, to the current directory."""
     replicas: Processes = 1
     """Number of replicas."""
     pinned: bool = True
-    """Whether the start of the service waits until this model is ready, and systemd's `start` with it."""
+    """Whether the startup of the service, including `systemctl start`, waits until this model is ready."""
     device: Device = "auto"
-    """"auto" is CUDA if a GPU is available, otherwise the CPU."""
+    """Device that runs the model. "auto" selects CUDA if a GPU is available, otherwise the CPU."""
     dtype: DType = "auto"
-    """"auto" is the checkpoint's on CUDA, float32 on the CPU."""
+    """Data type of weights and activations. "auto" selects the checkpoint's data type on CUDA, and float32 on
+    the CPU."""
     quantization: Quantization = "auto"
-    """Quantization of the layers' weights: "auto" keeps the checkpoint's, "fp8" quantises them while they
-    load."""
+    """Quantization of the layers' weights. "auto" keeps the checkpoint's format; "fp8" converts the weights
+    to FP8 while they are loaded."""
     kv_cache_dtype: Quantization = "auto"
-    """Data type of the KV cache: "auto" is the model's; "fp8" halves the memory of the cache."""
+    """Data type of the KV cache. "auto" selects the model's data type; "fp8" needs half the memory of a
+    16-bit type."""
     tensor_parallel_size: Processes = 1
-    """Number of ranks (GPUs) of one replica."""
+    """Number of ranks per replica. Each rank uses one GPU."""
     max_model_len: Positive | None = None
-    """Longest sequence in tokens, prompt and output together. Default: the checkpoint's limit."""
+    """Maximum length of a sequence in tokens, prompt and output together. Default: the checkpoint's limit."""
     max_num_seqs: Positive = 64
-    """Maximum number of sequences that run at once in one replica."""
+    """Maximum number of sequences that run at the same time in a replica."""
     max_num_batched_tokens: Positive = 2048
-    """Token budget of one step."""
+    """Maximum number of tokens that a step computes."""
     max_mixed_tokens: Positive | None = None
-    """Token budget of a step that computes prompts while other sequences decode. A lower value shortens the
-    time between tokens and makes prompts slower. Default: half of `max_num_batched_tokens`, at most 4096."""
+    """Maximum number of tokens in a step that computes prompts while other sequences decode. A lower value
+    shortens the time between tokens but makes prompt processing slower. Default: half of
+    `max_num_batched_tokens`, at most 4096."""
     kv_blocks: Positive | None = None
-    """Number of blocks of 64 tokens in the KV cache. Default: as many as fit into memory."""
+    """Number of KV cache blocks of 64 tokens each. Default: as many as fit into memory."""
     gpu_memory_utilization: Fraction = 0.95
-    """Fraction of the device's memory that may be used."""
+    """Fraction of the device's memory that a rank may use."""
     load_format: LoadFormat = "safetensors"
-    """"dummy" creates random weights, to measure the speed without the weights of a checkpoint."""
+    """"safetensors" loads the checkpoint's weights. "dummy" creates random weights, so that speed can be
+    measured without a complete checkpoint."""
     prefix_cache: bool = True
-    """Whether prompts with equal beginnings share cached KV blocks."""
+    """Whether prompts with a common prefix share cached KV blocks."""
     threads: Processes | None = None
-    """CPU threads of each rank. Default: the number of cores divided by the ranks."""
+    """Number of CPU threads per rank. Default: the number of cores divided by the number of ranks."""
 
     def spec(self, replica: str) -> ReplicaSpec:
         """Return the specification of a replica of this model."""
@@ -84,23 +88,25 @@ class UnixSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fro
     """Access to the sockets in the run directory."""
 
     uids: Literal["owner", "any"] | list[UserId] = "owner"
-    """Users who may use `api.sock`: "owner" (the service's user and root), "any" (all users that the file
-    mode permits), or a list of numeric user ids (in addition to the owner and root)."""
+    """Users who may use `api.sock` without a key: "owner" (the service's user and root), "any" (all users
+    that the file mode permits), or a list of numeric user ids (in addition to the service's user and
+    root)."""
     api_mode: SocketMode = "0660"
-    """File mode of `api.sock`, octal. Sockets that systemd created have the mode of their unit."""
+    """Octal file mode of `api.sock`. A socket created by systemd has the mode set in its unit."""
     admin_mode: SocketMode = "0660"
-    """File mode of `admin.sock`, octal. In any mode, only the operators of `[admin]` and keys of scope
-    `admin` or `read` are permitted."""
+    """Octal file mode of `admin.sock`. Whatever the mode, `admin.sock` can only be used by operators and with
+    keys of scope `admin` or `read`."""
 
 
 class AdminSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    """Operators, who may use everything on `admin.sock`, in addition to the service's user and root."""
+    """Users who are operators, in addition to the service's user and root. Operators have full access to
+    `admin.sock`."""
 
     uids: list[UserId] = []
-    """Numeric user ids."""
+    """Numeric user ids of the operators."""
     groups: list[str | UserId] = msgspec.field(default_factory=lambda: ["appliance"])
-    """Groups whose members are operators, by name or number. `admin.sock` belongs to the first group that
-    exists."""
+    """Names or numbers of groups whose members are operators. `admin.sock` is owned by the first of these
+    groups that exists."""
 
 
 class QueueSettings(QueueRules, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -108,32 +114,32 @@ class QueueSettings(QueueRules, forbid_unknown_fields=True, kw_only=True, frozen
 
 
 class IdempotencySettings(RetryRules, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """Requests with an `Idempotency-Key`: a retry joins the running request, or gets its answer again.
-    Answers are kept in memory only."""
+    """Requests with an `Idempotency-Key`. A retry joins the running request, or gets the same answer again.
+    Answers are kept only in memory."""
 
 
 class LogSettings(KeepRules, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """The request log. The log policy of each tenant decides what is kept of prompts and answers
-    (`appliance tenants set --log-policy`)."""
+    """The request log. Each tenant's log policy determines whether prompts and answers are stored (`appliance
+    tenants set --log-policy`)."""
 
     days: Days = 90.0
-    """Number of days after which ended requests are removed; 0: never."""
+    """Number of days after which ended requests are removed from the log. With 0, they are never removed."""
     contents_days: Days = 30.0
-    """Number of days after which prompts, answers and their hashes are removed, unless their tenant has its
-    own `log_days`; 0: never."""
+    """Number of days after which prompts, answers and their hashes are removed. A tenant's `log_days` takes
+    precedence. With 0, they are never removed."""
 
 
 class MetricsSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """Metrics for Prometheus. `GET /metrics` on admin.sock is always available."""
 
     listen: str | None = None
-    """HOST:PORT on which metrics are served without a key, such as "127.0.0.1:9464"."""
+    """Address (HOST:PORT) on which metrics are served without a key, such as "127.0.0.1:9464". Default:
+    none."""
     public: bool = False
-    """Whether `listen` may be an address other than loopback. Metrics contain the names of tenants and
-    models."""
+    """Whether `listen` may be a non-loopback address. Metrics contain the names of tenants and models."""
     tenants: Positive = 200
-    """Maximum number of tenants with metrics of their own: the first that send requests after a start. The
-    other tenants are summed up."""
+    """Maximum number of tenants with separate metrics. These are the first tenants that send requests after a
+    start; the metrics of all other tenants are summed."""
 
     def address(self) -> tuple[str, int] | None:
         """Return `listen` as host and port; None if it is not set."""
@@ -141,7 +147,7 @@ class MetricsSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, k
 
 
 class LimitSettings(Limits, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """Limits of what a front accepts from a client."""
+    """Limits on the connections and requests that a front accepts."""
 
 
 class Settings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -150,10 +156,10 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     models: dict[str, ModelSettings] = {}
     """The served models by name."""
     listen: str | None = None
-    """HOST:PORT (an IP address or localhost) for TCP, where clients need a bearer key. Default: only the Unix
-    socket and the sockets that systemd passes to the service."""
+    """Address (HOST:PORT) for TCP clients, which need a bearer key. HOST is an IP address or localhost.
+    Default: only the Unix socket and the sockets that systemd passes to the service."""
     fronts: Processes = 1
-    """Number of front processes. More fronts stream more tokens per second."""
+    """Number of front processes. More fronts can stream more tokens per second."""
     run_dir: str = ""
     """Directory of the sockets. Default: `$RUNTIME_DIRECTORY`, `$XDG_RUNTIME_DIR/appliance` or
     `/tmp/appliance-UID`."""
@@ -161,18 +167,18 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Directory of the databases. Default: `$STATE_DIRECTORY` or `$XDG_STATE_HOME/appliance`
     (`~/.local/state`)."""
     drain_grace_s: Seconds = 10.0
-    """How long running requests may continue after SIGTERM."""
+    """Time for which running requests may continue after SIGTERM."""
     drain_notice_s: Seconds = 0.2
-    """Time between "not ready" on `/health/ready` and the first request that a drain refuses. Set it above
-    the interval at which a load balancer checks."""
+    """Time between the moment when `/health/ready` reports "not ready" and the moment when a drain begins to
+    refuse requests. Set it higher than the interval of a load balancer's health checks."""
     hang_timeout_s: PositiveSeconds = 20.0
-    """A replica or front that was ready and does not report for this long is killed, and restarted unless it
-    was stopping. For a step that a replica has announced, the limit is ten times the predicted time if that
-    is longer."""
+    """A ready replica or front that does not report for this long is killed. It is then restarted, unless it
+    was stopping. For a long step that a replica has announced, the limit is ten times the predicted time if
+    that is longer."""
     load_timeout_s: PositiveSeconds = 600.0
-    """A replica or front that is starting and reports no progress for this long is killed and restarted."""
+    """A starting replica or front that reports no progress for this long is killed and restarted."""
     log_level: LogLevel = "info"
-    """Lowest level that is logged."""
+    """Minimum level of log messages."""
     unix: UnixSettings = UnixSettings()
     admin: AdminSettings = AdminSettings()
     queue: QueueSettings = QueueSettings()
@@ -181,7 +187,7 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     metrics: MetricsSettings = MetricsSettings()
     log: LogSettings = LogSettings()
     config_file: str = ""
-    """The main settings file; not a setting."""
+    """The main settings file. This field is not a setting."""
 
     @property
     def api_socket(self) -> Path:
@@ -199,11 +205,11 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Flags(msgspec.Struct, kw_only=True):
-    """The options of the command line; None or empty: not given."""
+    """The command-line options. An option that is not given is None or empty."""
 
     config: str | None = None
     models: list[str] = []
-    """Models in the form NAME=FOLDER. They replace the models of the settings files."""
+    """Models in the form NAME=FOLDER. They replace the models in the settings files."""
     listen: str | None = None
     fronts: int | None = None
     run_dir: str | None = None
@@ -233,5 +239,5 @@ def parse_address(text: str) -> tuple[str, int]:
         try:
             ipaddress.ip_address(host)
         except ValueError:
-            raise ValueError(f"{text!r} is not HOST:PORT with an IP address (or localhost)") from None
+            raise ValueError(f"{text!r} is not HOST:PORT with an IP address or localhost as HOST") from None
     return host, int(port)

@@ -28,7 +28,8 @@ class Tables(NamedTuple):
 
 
 def find_config(flag: str | None, environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the main settings file; None if there is none. The file need not exist if its `conf.d` does.
+    """Return the main settings file; None if there is none. The file need not exist if its `conf.d` directory
+    exists.
 
     Raises SettingsError if an explicitly named file does not exist, or if this user may not access it.
     """
@@ -39,8 +40,8 @@ def find_config(flag: str | None, environ: Mapping[str, str] = os.environ) -> Pa
                 raise SettingsError(
                     Fault(
                         place=Place(by),
-                        what=f"it names {path}, which is not a file",
-                        remedy="write it or name another one",
+                        what=f"{path} is not a file",
+                        remedy="create the file, or set another path",
                     )
                 )
             return path
@@ -83,8 +84,8 @@ def read_tables(path: Path | None) -> Tables:
 def field_lines(text: str) -> dict[faults.Path, int]:
     """Return the line on which each setting and table in a TOML text begins.
 
-    The parser does not record line numbers, so the text is split into statements. Each statement ends at the
-    first line with which it parses.
+    The parser does not record line numbers, so the text is split into statements. A statement ends at the
+    first line that makes it valid TOML.
     """
     import tomllib
 
@@ -114,8 +115,8 @@ def _is_file(path: Path) -> bool:
     except PermissionError as error:
         fault = Fault(
             place=Place(str(path)),
-            what=f"it cannot be accessed ({error.strerror})",
-            remedy="give this user access to its folder, or name another file with --config",
+            what=f"the file cannot be accessed ({error.strerror})",
+            remedy="give this user access to its folder, or set another file with --config",
         )
         raise SettingsError(fault) from error
 
@@ -133,13 +134,15 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[faults.Path, int]]:
         said = _SYNTAX_LINE.search(str(error))
         line = int(said[1]) if said and said[1] else text.count("\n") + 1
         what = _SYNTAX_LINE.sub("", str(error))
-        raise fault("it is not TOML", f"{what[:1].lower()}{what[1:]}", line) from error
+        raise fault("the file is not valid TOML", f"{what[:1].lower()}{what[1:]}", line) from error
     except UnicodeDecodeError as error:
-        raise fault(f"it is not UTF-8 text ({error})", "TOML files are") from error
+        raise fault(f"the file is not UTF-8 text ({error})", "save the file as UTF-8") from error
     except ValueError as error:
-        raise fault(f"it has a number with too many digits ({error})", "write a smaller number") from error
+        raise fault(f"a number in the file has too many digits ({error})", "use a smaller number") from error
     except OSError as error:
-        raise fault(f"it cannot be read ({error.strerror})", "let the service's user read it") from error
+        raise fault(
+            f"the file cannot be read ({error.strerror})", "give the service's user read access"
+        ) from error
 
 
 def _paths(table: Mapping[str, Any]) -> Iterator[faults.Path]:

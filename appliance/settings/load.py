@@ -86,7 +86,7 @@ def demo_model_folder() -> Path:
 
 
 def _lay_flags_over(tables: Tables, flags: Flags) -> None:
-    """Apply the flags as if they came from one last settings file."""
+    """Apply the flags as if they came from a settings file that is read last."""
     values, places = tables.values, tables.places
     for name in _FLAGS_OF_SERVICE:
         if (value := getattr(flags, name)) is not None:
@@ -104,12 +104,16 @@ def _lay_flags_over(tables: Tables, flags: Flags) -> None:
                 faults.Fault(
                     place=at,
                     what=f"{text!r} is not NAME=FOLDER",
-                    remedy="write for example --model chat=/srv/chat",
+                    remedy="use a value such as --model chat=/srv/chat",
                 )
             )
         if name in values["models"]:
             raise SettingsError(
-                faults.Fault(place=at, what=f"it names {name!r} twice", remedy="give each model its own name")
+                faults.Fault(
+                    place=at,
+                    what=f"the model name {name!r} is given twice",
+                    remedy="give each model a different name",
+                )
             )
         values["models"][name] = {"folder": os.path.abspath(os.path.expanduser(folder))}
         places[("models", name)] = places[("models", name, "folder")] = at
@@ -145,25 +149,25 @@ def _check(settings: Settings, converter: Converter) -> None:
         if not re.fullmatch(_MODEL_NAME, name):
             converter.add(
                 path,
-                f"{name!r} cannot be a model's name",
-                "a model's name begins with a letter or digit, followed by letters, digits or . _ : / @ + - "
-                "(at most 128)",
+                f"{name!r} is not a valid model name",
+                "use 1 to 128 letters, digits and ._:/@+- and begin with a letter or digit",
             )
         if not os.path.isdir(model.folder):
             converter.add(
                 (*path, "folder"),
                 f"models.{name}.folder = {model.folder!r} is not a folder",
-                "name the folder of a Hugging Face checkpoint (config.json, tokenizer.json, *.safetensors)",
+                "set it to the folder of a Hugging Face checkpoint (config.json, tokenizer.json, "
+                "*.safetensors)",
             )
     try:
         settings.address()
     except ValueError as error:
-        converter.add(("listen",), f"listen = {error}", "write for example 127.0.0.1:8000 or [::1]:8000")
+        converter.add(("listen",), f"listen = {error}", "use a value such as 127.0.0.1:8000 or [::1]:8000")
     _check_metrics(settings.metrics, converter)
 
 
 def _check_metrics(metrics: MetricsSettings, converter: Converter) -> None:
-    remedy = "write for example 127.0.0.1:9464 or [::1]:9464"
+    remedy = "use a value such as 127.0.0.1:9464 or [::1]:9464"
     try:
         address = metrics.address()
     except ValueError as error:
@@ -172,8 +176,8 @@ def _check_metrics(metrics: MetricsSettings, converter: Converter) -> None:
     if address is not None and not metrics.public and not _is_loopback(address[0]):
         converter.add(
             ("metrics", "listen"),
-            f"metrics.listen = {metrics.listen!r} is not a loopback address, so that the metrics "
-            f"could be read without a key",
+            f"metrics.listen = {metrics.listen!r} is not a loopback address, so anyone who can reach it "
+            "could read the metrics without a key",
             f"{remedy}, or set metrics.public = true",
         )
 

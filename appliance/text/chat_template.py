@@ -32,7 +32,7 @@ _MAX_ERROR_CHARACTERS = 500
 
 
 class ChatTemplate:
-    """A model's chat templates, compiled once: `default`, and further ones by name (`tool_use`)."""
+    """A model's compiled chat templates: `default`, and further templates by name (`tool_use`)."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class ChatTemplate:
             except Exception as error:
                 # For a hostile source, Jinja2 and Python's compiler can raise any exception.
                 reason = _for_client(f"{type(error).__name__}: {error}")
-                raise ChatTemplateError(f"chat template {name!r}: not valid Jinja2 ({reason})") from error
+                raise ChatTemplateError(f"chat template {name!r} is not valid Jinja2 ({reason})") from error
 
     @property
     def exists(self) -> bool:
@@ -92,7 +92,9 @@ class ChatTemplate:
                 pieces.append(piece)
                 left -= len(piece)
                 if left < 0:
-                    raise TemplateBoundError(f"rendered messages exceed {self._max_characters} characters")
+                    raise TemplateBoundError(
+                        f"the rendered messages exceed the limit of {self._max_characters} characters"
+                    )
         except (ChatTemplateError, MemoryError):
             raise
         except jinja2.TemplateError as error:
@@ -111,16 +113,18 @@ class ChatTemplate:
             return self._templates["default"]
         if not self._templates:
             raise NoChatTemplateError(
-                "this model has no chat template and cannot take messages; use /v1/completions with a prompt"
+                "this model has no chat template, so it cannot be used with messages; use "
+                "/v1/completions with a prompt"
             )
         raise NoChatTemplateError(
-            f"this model has no default chat template, only {sorted(self._templates)}; use /v1/completions"
+            f"this model has no default chat template, only {sorted(self._templates)}; use "
+            "/v1/completions with a prompt"
         )
 
 
 def _for_client(message: str) -> str:
-    """Shorten an error message and make sure that it can be encoded, because it may quote any text of any
-    length."""
+    """Shorten an error message and replace characters that cannot be encoded, because it may quote any text
+    of any length."""
     return message[:_MAX_ERROR_CHARACTERS].encode("utf-8", "replace").decode()
 
 
@@ -147,17 +151,20 @@ class _BoundedSandbox(ImmutableSandboxedEnvironment):
         if operator == "**":
             if max(abs(left), abs(right)) > 1000:
                 raise jinja2.TemplateError(
-                    f"the chat template computes {left} ** {right}, which is too large"
+                    f"the chat template computes {left} ** {right}, whose result is too large"
                 )
         else:
             for sequence, times in ((left, right), (right, left)):
                 if isinstance(sequence, (str, list, tuple)) and len(sequence) * times > self.max_characters:
-                    raise jinja2.TemplateError(f"the chat template exceeds {self.max_characters} characters")
+                    raise jinja2.TemplateError(
+                        f"the chat template creates a text of more than {self.max_characters} characters"
+                    )
         return super().call_binop(context, operator, left, right)
 
 
 class _PlainNamespace(jinja2.utils.Namespace):
-    """`namespace(…)` in templates, without the attributes that have a special meaning in Python."""
+    """The `namespace(…)` function of templates, without the attributes that have a special meaning in
+    Python."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -172,7 +179,8 @@ class _PlainNamespace(jinja2.utils.Namespace):
 def _refuse_internal(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
         raise jinja2.TemplateError(
-            f"the chat template sets {name!r} on a namespace; rename it without underscore"
+            f"the chat template sets the attribute {name!r} of a namespace; use a name without a "
+            "leading underscore"
         )
 
 

@@ -1,5 +1,5 @@
-"""Splits texts where encoding the pieces gives the same token ids as encoding the whole, and determines the
-maximum length of a token.
+"""Splits texts at positions where encoding the pieces gives the same token ids as encoding the whole text,
+and determines the maximum length of a token.
 
 Both are derived from a tokenizer's components: added tokens, normalizer and pre-tokenizer. If that is not
 possible, texts are encoded whole.
@@ -22,7 +22,7 @@ tokenizer)."""
 _WINDOW_CHARACTERS = 16_384
 _SAFE_LETTER = "A-Za-z0-9一-龥ぁ-ゖァ-ヺ가-힣"
 _CUT = re.compile(rf"\w |[{_SAFE_LETTER}][\n.,;!?、。，；！？]")
-"""Text can be cut after the first character of a match."""
+"""Matches two characters. A text can be cut between them."""
 
 _CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -66,12 +66,13 @@ def can_be_cut(backend: tokenizers.Tokenizer) -> bool:
     steps = component_steps(backend.pre_tokenizer, "pretokenizers")
     if not steps or not _splits_at_cuts(steps[0]):
         return False
-    # The later steps process each part from the first step separately.
+    # The pre-tokenizer's later steps process each part from the first step separately.
     return all(step["type"] in ("Split", "Digits", "Punctuation") or _is_plain(step) for step in steps[1:])
 
 
 def split_text(text: str) -> Iterator[str]:
-    """Yield `text` in pieces of about `PIECE_CHARACTERS`. Pieces are longer where the text cannot be cut."""
+    """Yield `text` in pieces of about `PIECE_CHARACTERS`. A piece is longer if the text cannot be cut at that
+    size."""
     begin = 0
     while (end := _find_cut(text, begin + PIECE_CHARACTERS)) < len(text):
         yield text[begin:end]
@@ -80,7 +81,7 @@ def split_text(text: str) -> Iterator[str]:
 
 
 def last_cut(text: str) -> int:
-    """Return the start of the last piece of `text` if `text` is cut at every possible position."""
+    """Return the start of the last piece that results from cutting `text` at every possible position."""
     return max((found.start() + 1 for found in _CUT.finditer(text)), default=0)
 
 
@@ -103,7 +104,7 @@ def longest_token_bytes(backend: tokenizers.Tokenizer, table: TokenTable | None)
             and len({data for data in table.raw if len(data) == 1}) == 256
         )
     if not complete:
-        # Characters may be dropped, or any number of them may become one unknown token.
+        # The tokenizer may drop characters, or map any number of them to one unknown token.
         return None
     shrinking = 1
     for step in component_steps(backend.normalizer, "normalizers"):

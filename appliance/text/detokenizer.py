@@ -1,4 +1,5 @@
-"""Converts token ids to text, one stream at a time, in whole characters. This is the front's hottest path."""
+"""Converts token ids to text, one stream at a time, in whole characters. This code determines most of the
+front's CPU time per token."""
 
 from __future__ import annotations
 
@@ -13,13 +14,13 @@ from appliance.text.token_table import TokenTable
 REPLACEMENT = "\ufffd"
 
 # If a stream ends in U+FFFD for more tokens than this, the character is invalid rather than incomplete,
-# because no character has more than a few tokens. Its text is then emitted, so that memory and time per token
-# stay bounded.
+# because no character has more than a few tokens. The character is then emitted, so that memory and time per
+# token stay bounded.
 _MAX_HELD_TOKENS = 32
 
 
 class Detokenizer(Protocol):
-    """One stream of text. Ids outside the vocabulary add nothing, as in the `decode` method of
+    """One stream of text. Ids outside the vocabulary produce no text, as in the `decode` method of
     `tokenizers`."""
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -44,7 +45,7 @@ class TableDetokenizer:
         self._entries = table.shown if skip_special_tokens else table.shown_with_special
         self._leading_strip = 0 if context else table.leading_strip
         self._bad_byte_each = table.bad_byte_each
-        self._pending = b""  # The first bytes of a character, at most three.
+        self._pending = b""  # The first bytes of an incomplete character, at most three.
         self.push(context)
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -91,7 +92,7 @@ class TableDetokenizer:
 
     def _strip(self, text: str) -> str:
         spaces = min(self._leading_strip, len(text) - len(text.lstrip(" ")))
-        # If the text has consisted only of spaces so far, leading spaces of the next text are dropped too.
+        # If only spaces have been decoded so far, leading spaces of the next text are dropped too.
         self._leading_strip = self._leading_strip - spaces if spaces == len(text) else 0
         return text[spaces:]
 
@@ -141,8 +142,8 @@ class WindowDetokenizer:
         return self._after_emitted(self._decode(self._ids))
 
     def _after_emitted(self, text: str) -> str:
-        """Return the new part of the window's text. If the context ended within a character that is now
-        complete, that character is new."""
+        """Return the new part of the window's text. A character that began in the context and is now complete
+        belongs to the new part."""
         emitted = self._emitted
         if not text.startswith(emitted):
             emitted = emitted.rstrip(REPLACEMENT)

@@ -1,4 +1,4 @@
-"""Encodes texts in steps that are short, release the GIL, and stop at a maximum number of tokens."""
+"""Encodes texts in short steps that release the GIL, and stops at a maximum number of tokens."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import tokenizers
 from appliance.text.cuts import PIECE_CHARACTERS, can_be_cut, last_cut, split_text
 
 Steps = Generator[None, None, list[list[int]]]
-"""Work in steps: a generator that any thread may advance and that returns each text's token ids."""
+"""An encoding job: a generator that yields between steps, may be advanced by any thread, and returns each
+text's token ids."""
 
 
 class LoneSurrogateError(ValueError):
-    """Raised for a text that has half of a surrogate pair, which UTF-8 cannot encode, at index `position`."""
+    """Raised for a text with a lone surrogate, which UTF-8 cannot encode, at index `position`."""
 
     def __init__(self, text: str, position: int) -> None:
         super().__init__(
@@ -24,7 +25,7 @@ class LoneSurrogateError(ValueError):
 
 
 class TooManyTokensError(ValueError):
-    """Raised for a text with more tokens than allowed. Encoding stopped at that point."""
+    """Raised for a text with more tokens than allowed. Encoding stopped when the limit was exceeded."""
 
     def __init__(self, index: int, tokens: int | None, encoded_tokens: int) -> None:
         super().__init__(f"text {index} has too many tokens")
@@ -56,14 +57,15 @@ class UncuttableTextError(ValueError):
         if can_cut:
             word = last_cut(piece[:PIECE_CHARACTERS])
             super().__init__(
-                f"has {len(piece) - word} characters without a space or punctuation behind a letter, from "
-                f"character {position + word} on ({piece[word : word + _SHOWN_CHARACTERS]!r}…); at most "
-                f"{MAX_UNCUT_BYTES} bytes of such text are encoded: divide it with spaces, or send token ids"
+                f"has {len(piece) - word} characters without a space or punctuation after a letter, "
+                f"from character {position + word} on ({piece[word : word + _SHOWN_CHARACTERS]!r}…); at "
+                f"most {MAX_UNCUT_BYTES} bytes of such text can be encoded: insert spaces, or send "
+                "token ids"
             )
         else:
             super().__init__(
-                f"has {len(piece)} characters; this model's tokenizer cannot encode a text in parts, and at "
-                f"most {MAX_UNCUT_BYTES} bytes are encoded at once: shorten it, or send token ids"
+                f"has {len(piece)} characters; this model's tokenizer cannot encode a text in parts, so "
+                f"texts are limited to {MAX_UNCUT_BYTES} bytes: shorten the text, or send token ids"
             )
         self.index = index
         """Index of the text."""
@@ -89,8 +91,8 @@ class Encoder:
         longest_token_bytes: int | None = None,
     ) -> Steps:
         """Encode `texts`. Raises `LoneSurrogateError`, `UncuttableTextError`, and `TooManyTokensError` as
-        soon as a text has more than `max_tokens`, or before encoding a text whose size in bytes proves that
-        it has too many."""
+        soon as a text has more than `max_tokens`, or without encoding the text if its size in bytes proves
+        that it has too many tokens."""
         for index, text in enumerate(texts):
             size = _utf8_bytes(text)
             if max_tokens is not None and longest_token_bytes and size > max_tokens * longest_token_bytes:

@@ -1,4 +1,4 @@
-"""Runs work on client texts, fairly between tenants and within limits on memory and time."""
+"""Processes client texts in threads, fairly between tenants and within limits on memory and time."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 _MIN_BYTES = 4096
-"""Minimum number of bytes counted for a text, because a request takes memory in addition to its text."""
+"""Number of bytes counted for a text in addition to its size, because a request also takes other memory."""
 
 MAX_SHARE = 1 / 3
 """Maximum share of a thread's time that one tenant's texts take in the long run."""
 BURST_S = 2.0
-"""A tenant that has had no texts for this long may use its share of that time at once, which is enough for a
-text of 2 MiB."""
+"""A tenant that has had no texts for this long may use its share of that time immediately, which is enough
+for a text of 2 MiB."""
 NICENESS = 10
-"""Nice value of the encoding threads. Event loops have a higher priority, because they must react quickly."""
+"""Nice value of the encoding threads. The event loop has a higher priority, because it must react quickly."""
 
 
 class TooMuchWorkError(Exception):
@@ -35,7 +35,7 @@ class TooMuchWorkError(Exception):
 
 
 class TenantQueue(Generic[Item]):
-    """Serves tenants in turn, and each tenant's items in order of arrival. Not thread-safe."""
+    """Serves tenants in rotation, and each tenant's items in order of arrival. Not thread-safe."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[str, deque[Item]] = OrderedDict()
@@ -45,7 +45,8 @@ class TenantQueue(Generic[Item]):
         self._waiting.setdefault(tenant, deque()).append(item)
 
     def put_back(self, tenant: str, item: Item) -> None:
-        """Put the item at the head of its tenant's queue. The other tenants' turns come first."""
+        """Put the item back at the head of its tenant's queue. The tenant's next turn comes after the turns
+        of all other tenants."""
         self._waiting.setdefault(tenant, deque()).appendleft(item)
         self._waiting.move_to_end(tenant)
 
@@ -70,8 +71,8 @@ class TextMemory:
     """Limits the number of bytes of text in progress, both in total and to an equal share of the total for
     each tenant.
 
-    A tenant is refused only because of its own texts. A tenant that uses less than its share can always use
-    its share, even if other tenants, which began when fewer tenants had texts, push the total over the limit.
+    A tenant is refused only because of its own texts. A tenant can always use its share, even if the total
+    then exceeds the limit because other tenants began when shares were larger.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -86,8 +87,8 @@ class TextMemory:
         share = self._max_bytes // len(self._used.keys() | {tenant})
         if used and used + size > share:
             raise TooMuchWorkError(
-                f"tenant {tenant!r} has {used} bytes of prompts that wait for their tokens, and may have "
-                f"{share}; send fewer or shorter prompts at a time"
+                f"{used} bytes of prompts of tenant {tenant!r} are waiting to be tokenized, and the "
+                f"limit is {share} bytes; send fewer or shorter prompts at the same time"
             )
         self._used[tenant] = used + size
         try:
@@ -119,7 +120,7 @@ class _Lane:
     def __init__(self, name: str) -> None:
         self._budgets = TimeBudgets(MAX_SHARE, BURST_S)
         self._wakes = False
-        """Whether the lane will advance again after a pause."""
+        """Whether the lane has scheduled its next step for the end of a pause."""
         self._queue: TenantQueue[_Job] = TenantQueue()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=_lower_priority)
         self._busy = False
@@ -177,8 +178,9 @@ class _Lane:
 class WorkPool:
     """Runs work on texts in two threads, one for short work and one for long work. Belongs to one event loop.
 
-    Work is a generator that yields after each step and returns its result. The steps of different tenants
-    alternate, so short work waits for at most one short step of each tenant, however much long work there is.
+    A piece of work is a generator that yields after each step and returns its result. The steps of different
+    tenants alternate, so short work waits for at most one short step of each tenant, regardless of the amount
+    of long work.
     """
 
     def __init__(self, max_wait_s: float) -> None:
@@ -194,8 +196,8 @@ class WorkPool:
             return await asyncio.wait_for(job.result, self._max_wait_s)
         except TimeoutError:
             raise TooMuchWorkError(
-                f"the tokens of the prompts were not ready after {self._max_wait_s:g} s; send shorter or "
-                "fewer prompts at a time"
+                f"tokenizing the prompts was not complete after {self._max_wait_s:g} s; send fewer or "
+                "shorter prompts at the same time"
             ) from None
 
 

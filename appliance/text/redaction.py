@@ -1,6 +1,6 @@
 """Redacts secrets in texts that a log policy keeps.
 
-The time is proportional to the length of the text, whatever the text contains: each pattern begins at rare
+The time is proportional to the length of the text, regardless of its content: each pattern begins at rare
 characters (an `@`, a `://`) or at a long word with a known prefix, and reads a limited number of characters
 around them. For the same reason, operators can add word prefixes (`[log] secret_prefixes`) but not regular
 expressions.
@@ -22,7 +22,7 @@ _KEY_PREFIXES = (
     *("xoxa-", "xoxb-", "xoxe-", "xoxp-", "xoxr-", "xoxs-", "AKIA", "ASIA", "AIza", "ya29.", "SG."),
 )
 _PIECE_CHARS = 4 << 10
-# If the text is JSON, the n of an escaped newline (\n) is not part of the word that follows.
+# If the text is JSON, the n of an escaped newline (\n) does not belong to the word that follows.
 _WORD = re.compile(r"(?:\\[nrt])?[A-Za-z0-9_.~+-]{16,}")
 _SHORTER_WORD = re.compile(r"(?:\\[nrt])?[A-Za-z0-9_.~+-]{8,}")
 _MARKS = "_.~+-"
@@ -78,8 +78,8 @@ class Redactor:
             )
 
     def pieces(self, text: str) -> Iterator[Redacted]:
-        """Return the text with each secret replaced by its kind in brackets, in pieces of a few thousand
-        characters, so that the caller can pause between pieces."""
+        """Replace each secret in the text by its kind in brackets. The result is yielded in pieces of a few
+        thousand characters, so that the caller can pause between pieces."""
         if self._across_lines:
             text, count = _without_private_keys(text)
             yield Redacted("", count)
@@ -92,8 +92,8 @@ class Redactor:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Yield the text in parts that end at a line break. Only private keys span several lines. Between two
-    calls of the regular expression engine, other threads can run."""
+    """Yield the text in parts that end at a line break, because only private keys span several lines. Other
+    threads can run between the parts."""
     begin = 0
     while begin < len(text):
         end = text.find("\n", begin + _PIECE_CHARS) + 1 or len(text)
@@ -118,7 +118,8 @@ def _without_words(text: str, words: re.Pattern[str], prefixes: tuple[str, ...],
         bare = word[2 * word.startswith("\\") :]
         if not bare.startswith(prefixes):
             bare = bare.rpartition("..")[2].lstrip(_MARKS)
-        # A JSON Web Token has three parts (five if encrypted) separated by dots. The first part is JSON: {"…
+        # A JSON Web Token has three parts (five if encrypted) separated by dots. The first part is a JSON
+        # object, which starts with {".
         is_jwt = bare.startswith("eyJ") and bare.rstrip(_MARKS).count(".") in (2, 4)
         if not is_jwt and not bare.startswith(prefixes):
             return word
@@ -139,7 +140,7 @@ def _without_emails(text: str) -> tuple[str, int]:
     count = taken = 0
     at = text.find("@")
     while at >= 0:
-        # The search goes backwards from the @, so that no character is read twice.
+        # Search backwards from the @, so that no character is read twice.
         before = _BEFORE_AT.match(text[max(taken, at - 64) : at][::-1])
         after = _AFTER_AT.match(text, at + 1)
         if before is not None and after is not None:

@@ -32,15 +32,20 @@ class StopSet:
         strings are too long."""
         characters = sum(map(len, strings))
         if characters > MAX_STOP_CHARACTERS:
-            raise StopStringsError(f"has {characters} characters in all; give at most {MAX_STOP_CHARACTERS}")
+            raise StopStringsError(
+                f"has {characters} characters in total; at most {MAX_STOP_CHARACTERS} are allowed"
+            )
         self.strings = tuple(strings)
         self.children: list[dict[str, int]] = [{}]
-        self.depth = [0]  # Length of the suffix that each state represents.
-        self.match = [-1]  # Index of the longest stop string that ends in each state, or -1.
-        self.fallback = [0]  # For each state, the state of the next shorter suffix.
+        self.depth = [0]
+        """Length of the suffix that each state represents."""
+        self.match = [-1]
+        """Index of the longest stop string that ends in each state, or -1."""
+        self.fallback = [0]
+        """For each state, the state that represents the next shorter suffix."""
         for index, string in enumerate(self.strings):
             if not string:
-                raise StopStringsError(f"string {index} is empty; give at least one character")
+                raise StopStringsError(f"string {index} is empty; each string needs at least one character")
             self._insert(string, index)
         self._link()
         first = "".join(re.escape(character) for character in self.children[0])
@@ -82,16 +87,15 @@ class StopSet:
 
 
 class StopMatcher:
-    """Searches one stream for its stop strings.
-
-    The first match to be completed ends the text. If several matches end at the same character, the longest
-    one is used. The result therefore does not depend on how the text was split into pieces.
+    """Searches one stream for its stop strings. The first completed match ends the text. If several matches
+    end at the same character, the longest match is used. The result therefore does not depend on how the text
+    was split into pieces.
     """
 
     __slots__ = ("_held", "_include_stop", "_set", "_state", "stopped")
 
     def __init__(self, stops: StopSet, include_stop: bool = False) -> None:
-        """`include_stop` says whether the stop string is part of the emitted text."""
+        """`include_stop` means that the stop string is part of the emitted text."""
         self._set = stops
         self._include_stop = include_stop
         self._state = 0

@@ -14,10 +14,10 @@ from appliance.text.stop import StopMatcher
 class TextDelta(msgspec.Struct, frozen=True, gc=False):
     """The result of one push.
 
-    `text` may be empty while half a character or a possible stop string is held back. `stopped` is the stop
-    string that ended the stream. `tokens_delivered` is the number of pushed tokens that the answer needed:
-    all of them, or those up to and including the token that completed the stop string. Later tokens were
-    generated but are not billed.
+    `text` may be empty while an incomplete character or a possible stop string is held back. `stopped` is the
+    stop string that ended the stream. `tokens_delivered` is the number of pushed tokens that the answer uses:
+    all tokens, or the tokens up to and including the one that completed the stop string. Later tokens are not
+    billed.
     """
 
     text: str
@@ -50,7 +50,7 @@ class TextStream:
         return self._matcher.stopped if self._matcher is not None else None
 
     def push(self, token_ids: Sequence[int]) -> TextDelta:
-        """Take the sequence's next tokens. After a stop string, further tokens are not delivered."""
+        """Process the sequence's next tokens. Tokens after a stop string are not delivered."""
         matcher = self._matcher
         if matcher is None:
             text = self._detokenizer.push(token_ids)

@@ -1,4 +1,4 @@
-"""Reads the chat templates in a model folder. The templates are compiled elsewhere, in a separate process."""
+"""Reads the chat templates in a model folder. A separate process compiles the templates."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 from appliance.text.tokenizer_files import TokenizerFilesError, read_json_object, read_regular_file
 
 MAX_TEMPLATE_BYTES = 1 << 20
-"""Maximum size of one template file. The longest template of known models has 20 kB."""
+"""Maximum size of one template file. Among known models, the longest template has 20 kB."""
 
 
 def read_template_sources(folder: Path) -> dict[str, str]:
-    """Return the template texts by name: `default`, and others such as `tool_use`. Empty if there are no
-    templates.
+    """Return the template texts by name: `default`, and further templates such as `tool_use`. Empty if there
+    are no templates.
 
     Templates are read from `chat_template.jinja` (and `additional_chat_templates/`), or otherwise from
     `chat_template` in `tokenizer_config.json` (a text, or a list of named texts). Raises
@@ -28,7 +28,7 @@ def read_template_sources(folder: Path) -> dict[str, str]:
         except FileNotFoundError:
             continue
         except (OSError, ValueError) as error:
-            raise TokenizerFilesError(f"{path}: not readable as UTF-8 text ({error})") from error
+            raise TokenizerFilesError(f"{path} cannot be read as UTF-8 text ({error})") from error
     if sources:
         return sources
     path = folder / "tokenizer_config.json"
@@ -41,5 +41,5 @@ def read_template_sources(folder: Path) -> dict[str, str]:
         return {str(entry["name"]): str(entry["template"]) for entry in value}
     except (TypeError, KeyError) as error:
         raise TokenizerFilesError(
-            f"{path}: chat_template must be text or a list of objects with name and template"
+            f"{path}: chat_template must be a text or a list of objects with the fields name and template"
         ) from error

@@ -38,15 +38,16 @@ MAX_RENDER_S = 5.0
 """Time limit for rendering one conversation. The longest possible conversation (4,096 messages, 2 MiB) takes
 about 50 ms."""
 MAX_COMPILE_S = 10.0
-"""Time limit for compiling, measured from the start of the process. Starting Python takes 0.1 s of this
-time."""
+"""Time limit for compiling, measured from the start of the process. This includes 0.1 s for starting
+Python."""
 MAX_TEMPLATE_MEMORY_BYTES = 256 << 20
 """Memory for templates, in addition to the process's own 30 MB."""
 MAX_WAIT_S = 30.0
-"""A conversation that has waited for its turn for this long is refused."""
+"""A conversation that has waited this long for its turn is refused."""
 
 _ALARM_GRACE_S = 5.0
-"""Delay between the parent's kill and the child's own alarm, which ends a child that has lost its parent."""
+"""Delay of the child's own alarm after the time at which the parent kills the child. The alarm ends a child
+that has lost its parent."""
 _ENVIRONMENT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "TZ")
 _KINDS: dict[str, type[ChatTemplateError]] = {
     "messages": ChatTemplateError,
@@ -64,8 +65,8 @@ class _Job:
 class TemplateProcess:
     """One model's chat templates: `default`, and further ones by name. Belongs to one event loop.
 
-    The process renders one conversation at a time, serving the tenants in turn. It is started by `compile` or
-    by the first conversation, and restarted after it was killed.
+    The process renders one conversation at a time, serving the tenants in turn. The process is started by
+    `compile` or by the first conversation, and is restarted after it has been killed.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class TemplateProcess:
         self.bounds_exceeded = 0
         """Number of conversations that the templates could not render within their limits."""
         self.problem = ""
-        """The limit that the latest of these conversations exceeded."""
+        """The limit that the latest failed conversation exceeded."""
         self._queue: TenantQueue[_Job] = TenantQueue()
         self._child: _Child | None = None
         self._background = Background()
@@ -111,12 +112,15 @@ class TemplateProcess:
                 self.close()
                 if isinstance(error, UnicodeEncodeError):
                     raise TokenizerFilesError(
-                        "chat template or special tokens: have a lone surrogate; write valid UTF-8"
+                        "the chat template or a special token contains a lone surrogate; use valid "
+                        "Unicode text"
                     ) from error
                 if isinstance(error, ChatTemplateError):
-                    raise TokenizerFilesError(f"{error}; fix it or take the model's own") from error
+                    raise TokenizerFilesError(
+                        f"{error}; fix the chat template, or restore the model's original template"
+                    ) from error
                 raise TokenizerFilesError(
-                    f"the process of the chat template did not start ({type(error).__name__}: {error})"
+                    f"the chat template process could not be started ({type(error).__name__}: {error})"
                 ) from error
 
     async def render(
@@ -134,7 +138,8 @@ class TemplateProcess:
         """
         if not self.exists:
             raise NoChatTemplateError(
-                "this model has no chat template and cannot take messages; use /v1/completions with a prompt"
+                "this model has no chat template, so it cannot be used with messages; use "
+                "/v1/completions with a prompt"
             )
         message = Render(messages, add_generation_prompt, json.dumps(variables or {}).encode())
         job = _Job(message, asyncio.get_running_loop().create_future())
@@ -146,7 +151,8 @@ class TemplateProcess:
             return await asyncio.wait_for(job.result, MAX_WAIT_S)
         except TimeoutError:
             raise TooMuchWorkError(
-                f"these messages waited {MAX_WAIT_S:g} s for the model's chat template; send fewer at a time"
+                f"the messages waited {MAX_WAIT_S:g} s for the model's chat template; send fewer "
+                "requests at the same time"
             ) from None
 
     def close(self) -> None:
@@ -164,7 +170,7 @@ class TemplateProcess:
                     text = await self._render(job.message)
                 except Exception as error:
                     if not isinstance(error, ChatTemplateError):
-                        log.exception("a conversation could not be rendered")
+                        log.exception("rendering a conversation failed")
                         error = ChatTemplateError("the messages could not be rendered")
                     if not job.result.done():
                         job.result.set_exception(error)
@@ -179,7 +185,7 @@ class TemplateProcess:
             child = self._child if self._child is not None and not self._child.closed else await self._start()
             return await child.ask(message, self._max_render_s)
         except UnicodeEncodeError:
-            raise ChatTemplateError("messages: have a lone surrogate; send valid UTF-8") from None
+            raise ChatTemplateError("messages: contain a lone surrogate; send valid Unicode text") from None
         except TemplateBoundError as error:
             self.bounds_exceeded += 1
             self.problem = str(error)
@@ -187,11 +193,11 @@ class TemplateProcess:
 
     async def _start(self) -> _Child:
         if self._closed:
-            raise ChatTemplateError("this model is not served any more")
+            raise ChatTemplateError("this model is no longer served")
         began = time.monotonic()
         child = self._child = _Child(self._background, self._max_render_s + _ALARM_GRACE_S)
         await child.ask(self._compile, MAX_COMPILE_S)
-        log.info("chat templates compiled in %.2f s", time.monotonic() - began)
+        log.info("compiled the chat templates in %.2f s", time.monotonic() - began)
         return child
 
 
@@ -235,7 +241,8 @@ class _Child:
         except TimeoutError:
             self.kill()
             raise TemplateBoundError(
-                f"the chat template takes longer than {limit_s:g} s for these messages"
+                f"the model's chat template takes longer than {limit_s:g} s to render these messages; "
+                "send fewer or shorter messages"
             ) from None
         except BaseException:
             self.kill()
@@ -247,7 +254,7 @@ class _Child:
         raise _KINDS[reply.kind](reply.message)
 
     def kill(self) -> None:
-        """End the process at once."""
+        """End the process immediately."""
         self._channel.close()
         self._process.kill()
         self._background.run(_reap(self._process))
@@ -261,7 +268,8 @@ class _Child:
         self._take(
             Failed(
                 "bound",
-                "the process of the chat template ended, probably at its memory limit: send shorter messages",
+                "the chat template process ended unexpectedly, probably at its memory limit; send "
+                "shorter messages",
             )
         )
 

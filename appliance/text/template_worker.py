@@ -41,9 +41,13 @@ _DECODER = msgspec.msgpack.Decoder(ToWorker)
 def main() -> int:
     """Reply to messages until the channel is closed."""
     parser = argparse.ArgumentParser(prog="python -m appliance.text.template_worker", description=__doc__)
-    parser.add_argument("--channel", type=int, required=True, help="descriptor of the channel to the front")
-    parser.add_argument("--memory", type=int, required=True, help="bytes that templates may use")
-    parser.add_argument("--seconds", type=float, required=True, help="time limit of one message")
+    parser.add_argument(
+        "--channel", type=int, required=True, help="file descriptor of the channel to the front"
+    )
+    parser.add_argument("--memory", type=int, required=True, help="memory limit of the process in bytes")
+    parser.add_argument(
+        "--seconds", type=float, required=True, help="time limit for rendering one conversation, in seconds"
+    )
     arguments = parser.parse_args()
     for end in (signal.SIGINT, signal.SIGTERM):
         # Only the front ends this process, by closing the channel.
@@ -69,7 +73,8 @@ def main() -> int:
                 reply = Rendered(text)
             data = msgspec.msgpack.encode(reply)
         except Exception as error:
-            # This also catches MemoryError and everything else that a hostile template can make Python raise.
+            # This also catches MemoryError and every other exception that a hostile template can make Python
+            # raise.
             data = msgspec.msgpack.encode(_failure(error))
         del frame
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -106,7 +111,9 @@ def _receive(frames: IO[bytes]) -> bytes | None:
 
 def _failure(error: Exception) -> Failed:
     if isinstance(error, MemoryError):
-        return Failed("bound", "the chat template needs more memory than it may use for these messages")
+        return Failed(
+            "bound", "the chat template exceeds its memory limit for these messages; send shorter messages"
+        )
     if isinstance(error, TemplateBoundError):
         return Failed("bound", str(error))
     if isinstance(error, NoChatTemplateError):

@@ -17,8 +17,8 @@ class TokenTable:
     """The text of each token, for decoders that do not depend on neighbouring tokens.
 
     - `raw[id]` holds the token's bytes (empty if the vocabulary has a gap there).
-    - `shown` and `shown_with_special` hold what a detokenizer needs: a `str` if the bytes are whole
-      characters, otherwise the `bytes`. Special tokens are "" in `shown`.
+    - `shown` and `shown_with_special` hold the text that a detokenizer emits: a `str` if the bytes are
+      whole characters, otherwise the `bytes`. Special tokens are "" in `shown`.
     - `leading_strip` is the number of spaces dropped at the beginning of a text.
     - `bad_byte_each` says whether each invalid byte becomes one U+FFFD (as in ByteFallback), rather than each
       maximal ill-formed subsequence.
@@ -104,7 +104,7 @@ def _byte_level_alphabet() -> dict[str, int]:
 def _byte_level_bytes(token: str, byte_of: dict[str, int]) -> bytes:
     try:
         return bytes([byte_of[character] for character in token])
-    except KeyError:  # An added token with characters outside the alphabet represents itself.
+    except KeyError:  # An added token that contains characters outside the alphabet represents its own text.
         return token.encode()
 
 

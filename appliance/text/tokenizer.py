@@ -65,14 +65,14 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise TokenizerFilesError(
-                f"{path}: no such file; copy it from where the model came from, or write it with "
+                f"{path} does not exist; copy it from the original model, or create it with "
                 "transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
             )
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # The Rust extension raises no narrower type.
+        except Exception as error:  # The Rust extension raises plain `Exception`.
             raise TokenizerFilesError(
-                f"{path}: not a valid tokenizer file ({error}); copy it again from where the model came from"
+                f"{path} is not a valid tokenizer file ({error}); copy it again from the original model"
             ) from error
         backend.no_truncation()
         backend.no_padding()
@@ -83,11 +83,12 @@ class Tokenizer:
     def encode_steps(
         self, texts: Sequence[str], add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> Steps:
-        """Return each text's token ids, as work in steps (`appliance.text.fair_queue`).
+        """Encode the texts incrementally, yielding between steps (`appliance.text.fair_queue`), and return
+        each text's token ids.
 
-        `add_special_tokens` adds BOS, or whatever the model's post-processor adds. Pass False for rendered
-        chats, because the template writes BOS. The work raises `LoneSurrogateError`, and `TooManyTokensError`
-        as soon as a text has more than `max_tokens`.
+        `add_special_tokens` adds BOS, or the other tokens that the model's post-processor adds. Pass False
+        for rendered chats, because the template writes BOS. Raises `LoneSurrogateError`, and
+        `TooManyTokensError` as soon as a text has more than `max_tokens`.
         """
         return self._encoder.steps(texts, add_special_tokens, max_tokens, self.longest_token_bytes)
 
@@ -112,7 +113,7 @@ class Tokenizer:
         )
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of `token_ids`, which equals the text that a stream of these tokens emits.
+        """Return the text of `token_ids`. A stream of these tokens emits the same text.
 
         The result equals transformers' decode, except for a run of ByteFallback tokens that is not valid
         UTF-8: here only the invalid bytes become U+FFFD, but in transformers all bytes of the run do. Ids
@@ -123,7 +124,7 @@ class Tokenizer:
     def decode_steps(
         self, token_ids: Sequence[int], skip_special_tokens: bool = True
     ) -> Generator[None, None, str]:
-        """Return the same as `decode`, as work in steps (`appliance.text.fair_queue`)."""
+        """Do the same as `decode`, incrementally, yielding between steps (`appliance.text.fair_queue`)."""
         if token_ids and min(token_ids) < 0:
             raise TokenIdError(
                 f"token id {min(token_ids)} is negative; ids are 0 to {self.vocabulary_size - 1}"
@@ -160,14 +161,13 @@ class Tokenizer:
         context: Sequence[int] = (),
         min_tokens: int = 0,
     ) -> TextStream:
-        """Return a sequence's text stream, made from a `detokenizer` and, if the request has any, stop
-        strings. No stop string ends the stream within the first `min_tokens` tokens."""
+        """Return a text stream for one sequence. It combines a `detokenizer` with the request's stop strings,
+        if any. No stop string ends the stream within the first `min_tokens` tokens."""
         matcher = StopMatcher(stops, include_stop) if stops is not None else None
         return TextStream(self.detokenizer(skip_special_tokens, context), matcher, min_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that a token represents, including for special tokens, or b"" outside the
-        vocabulary."""
+        """Return the bytes that a token, special or not, represents; b"" for ids outside the vocabulary."""
         if not 0 <= token_id < self.vocabulary_size:
             return b""
         if self.table is not None:
@@ -189,7 +189,7 @@ class Tokenizer:
 
 
 def _add_declared_tokens(backend: tokenizers.Tokenizer, files: TokenizerFiles, path: Path) -> None:
-    """Add tokens that only `tokenizer_config.json` declares, and mark special ones."""
+    """Add tokens that only `tokenizer_config.json` declares, and mark special tokens."""
     present = backend.get_added_tokens_decoder()
     for token_id, token in sorted(files.added.items()):
         known = present.get(token_id)
@@ -199,8 +199,8 @@ def _add_declared_tokens(backend: tokenizers.Tokenizer, files: TokenizerFiles, p
         actual = backend.token_to_id(token.content)
         if actual != token_id:
             raise TokenizerFilesError(
-                f"{path}: added_tokens_decoder gives {token.content!r} the id {token_id}, but with "
-                f"tokenizer.json it has {actual}; take both files from the same version of the model"
+                f"{path}: added_tokens_decoder gives {token.content!r} the id {token_id}, but "
+                f"tokenizer.json gives it {actual}; use both files from the same version of the model"
             )
     special = {token.content for token in present.values() if token.special}
     backend.add_special_tokens(

@@ -1,4 +1,4 @@
-"""Reads the JSON files beside a Hugging Face tokenizer. Error messages are written for the operator who
+"""Reads the JSON files next to a Hugging Face tokenizer. Error messages are written for the operator who
 created the folder."""
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def read_regular_file(path: Path, max_bytes: int) -> bytes:
         if not stat.S_ISREG(status.st_mode):
             raise ValueError("is not a regular file")
         if status.st_size > max_bytes:
-            raise ValueError(f"has {status.st_size} bytes; at most {max_bytes} are read")
+            raise ValueError(f"has {status.st_size} bytes, but the limit is {max_bytes} bytes")
         return file.read(max_bytes)
 
 
@@ -70,7 +70,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
         return {}
     except (OSError, ValueError, RecursionError) as error:
         raise TokenizerFilesError(
-            f"{path}: not readable as JSON ({error}); copy the file again from where the model came from"
+            f"{path} cannot be read as JSON ({error}); copy it again from the original model"
         ) from error
     if not isinstance(value, dict):
         raise TokenizerFilesError(f"{path}: expected a JSON object, found {type(value).__name__}")

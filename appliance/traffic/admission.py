@@ -26,10 +26,11 @@ _FAILED_RETRY_S = 30.0
 _DRAINED_PART = 0.1
 """A client may retry when this fraction of the queue has been served."""
 _RUN_MARGIN = 1.2
-"""Safety factor on the predicted run time of an answer, because the rates may get worse while it is
-generated."""
+"""Safety factor on the predicted run time of an answer, because the replica may become slower while the
+answer is generated."""
 _PREDICTION_MARGIN = 1.5
-"""Further factor on waiting and run time while rates are predictions, which are lower bounds of the times."""
+"""Additional factor on waiting and run times while rates are only predicted, because predicted times are
+lower bounds."""
 _HOPELESS = 0.85
 """A request is refused if the time left before its deadline is less than this fraction of its predicted run
 time."""
@@ -37,7 +38,7 @@ _MIN_MARGIN_S = 0.02
 
 
 class Refusal(NamedTuple):
-    """The reason why a request does not run, as told to its client."""
+    """The reason why a request is refused, as sent to the client."""
 
     status: int
     code: str
@@ -48,7 +49,7 @@ class Refusal(NamedTuple):
     kind: ExceededLimit = ""
 
     def to_message(self, request: Request, limits: RateLimits | None) -> Refused:
-        """Return the message for the front, including what is left of the caller's limits."""
+        """Return the message for the front. It includes the remaining amounts of the caller's limits."""
         return Refused(
             request.request_id,
             request.admit.attempt,
@@ -95,15 +96,17 @@ def refusal(
 
 
 def hopeless(request: Request, model: ModelTraffic, now: float) -> Refusal | None:
-    """Return the reason why a waiting request cannot meet its deadline even if it starts immediately; None if
-    it can."""
+    """Return a refusal if a waiting request cannot meet its deadline even if it starts immediately and steps
+    stay as short as now; None otherwise. Longer steps are not assumed, because the deadline may have been
+    promised, and an expected slowdown must not break a promise."""
     if request.deadline_at is None:
         return None
     run_s = 0.0
-    # When a replica dies during an answer, the remaining length is unknown, and the client has already read
-    # the first part.
+    # If a replica is lost during an answer, the remaining length is unknown, and the client has already
+    # received the first part.
     if model.predictable and not request.admit.attempt:
-        run_s = _HOPELESS * model.run_s(request, request.expected_tokens / max(1, request.admit.num_seqs))
+        tokens_each = request.expected_tokens / max(1, request.admit.num_seqs)
+        run_s = _HOPELESS * model.forecast.running_s(request.admit.prompt_tokens, tokens_each, more_slots=0.0)
     return _missed(request, now, 0.0, run_s) if now + run_s > request.deadline_at else None
 
 
@@ -117,15 +120,15 @@ def timed_out(
     if held:
         why = "the service was draining"
     else:
-        why = "no replica had capacity for it" if model.accounts else "no replica of the model is ready"
-    message = f"the request waited {timeout_s:g} s and {why}: try again later"
+        why = "no replica had enough capacity" if model.accounts else "no replica of the model is ready"
+    message = f"the request waited {timeout_s:g} s, but {why}: try again later"
     wait_s = max((wait or 0.0 for wait in model.waits_s(now)), default=None)
     return Refusal(503, "queue_timeout", message, _retry_after_s(wait_s, model.oldest_wait_s(now)))
 
 
 def reserve(request: Request, quotas: Quotas) -> Refusal | None:
-    """Reserve the maximum that the request may need from its quotas. Returns a refusal if too little is
-    left."""
+    """Reserve the maximum that the request may need from its quotas. Returns a refusal if too little of a
+    quota is left."""
     first = request.first
     held = quotas.reserve(
         request.tenant,
@@ -145,13 +148,13 @@ def reserve(request: Request, quotas: Quotas) -> Refusal | None:
 
 def unknown_model(name: str, known: Iterable[str]) -> Refusal:
     """Return the refusal of a request for a model that is not served."""
-    message = f"there is no model {name!r}: available models: {', '.join(known) or 'none'}"
+    message = f"there is no model {name!r}; available models: {', '.join(known) or 'none'}"
     return Refusal(404, "model_not_found", message)
 
 
 def failed_model(name: str, why: str) -> Refusal:
-    """Return the refusal of a request for a model none of whose replicas can start."""
-    message = f"the model {name!r} cannot be served: {why}"
+    """Return the refusal of a request for a model without any replica that can start."""
+    message = f"model {name!r} cannot be served: {why}"
     return Refusal(503, "model_failed", message, _FAILED_RETRY_S)
 
 
@@ -162,7 +165,7 @@ def paused(pause: AdmissionPause) -> Refusal:
 
 def suspended(tenant: TenantTraffic) -> Refusal:
     """Return the refusal of a request from a suspended tenant."""
-    message = f"tenant {tenant.name!r} is suspended: ask the operator of this server"
+    message = f"tenant {tenant.name!r} is suspended: contact the operator of this server"
     return Refusal(403, "tenant_suspended", message)
 
 
@@ -184,22 +187,25 @@ def _no_place(
     for scope, name, use, most in limits:
         if most is not None and use.queued >= most:
             message = (
-                f"{use.queued} requests of {scope} {name!r} are waiting, and its limit is {most}: "
-                f"try again later"
+                f"{use.queued} requests of {scope} {name!r} are waiting, and the limit is {most}: try "
+                "again later"
             )
             after_s = _retry_after_s(wait_s, model.oldest_wait_s(now))
             return Refusal(429, "tenant_queue_full", message, after_s, kind="requests")
     rules, use, tokens = model.rules, tenant.use, request.admit.prompt_tokens
     if waiting.requests >= rules.limit:
-        message = f"{waiting.requests} requests are waiting, which is the limit"
+        message = f"the queue has reached its limit of {waiting.requests} waiting requests"
     elif waiting.tokens and waiting.tokens + tokens > rules.tokens:
-        message = f"requests of {waiting.tokens} tokens are waiting, and the limit is {rules.tokens}"
+        message = (
+            f"the waiting requests have {waiting.tokens} prompt tokens in total, and the limit is "
+            f"{rules.tokens}"
+        )
     elif use.queued >= _MAX_FREE_MULTIPLE * (
         rules.limit - waiting.requests
     ) or use.queued_tokens >= _MAX_FREE_MULTIPLE * (rules.tokens - waiting.tokens):
         message = (
-            f"{waiting.requests} requests are waiting, {use.queued} of them of tenant {tenant.name!r}: the "
-            f"remaining places are reserved for other tenants"
+            f"{waiting.requests} requests are waiting, including {use.queued} of tenant "
+            f"{tenant.name!r}, and the remaining space in the queue is reserved for other tenants"
         )
     else:
         return None
@@ -208,15 +214,15 @@ def _no_place(
 
 
 def _too_late(request: Request, model: ModelTraffic, wait_s: float | None) -> Refusal | None:
-    """Return the reason why a request is refused because it would wait too long; None if it would not."""
+    """Return a refusal if the request would wait too long; None otherwise."""
     rules, shedder = model.rules, model.shedder
     if shedder.refuses(request.request_class, wait_s, rules):
         most_s = min(rules.overload * rules.target_s(request.request_class), rules.timeout_s)
         return Refusal(503, "overloaded", shedder.reason, _bounded((wait_s or 0.0) - most_s))
     if wait_s is not None and wait_s > rules.timeout_s:
         message = (
-            f"the request would wait {wait_s:.0f} s for its turn, more than the limit of "
-            f"{rules.timeout_s:g} s: try again later"
+            f"the expected waiting time is {wait_s:.0f} s, more than the limit of {rules.timeout_s:g} "
+            "s: try again later"
         )
         return Refusal(503, "overloaded", message, _bounded(wait_s - rules.timeout_s))
     return None
@@ -225,8 +231,8 @@ def _too_late(request: Request, model: ModelTraffic, wait_s: float | None) -> Re
 def _deadline(
     request: Request, model: ModelTraffic, tenants: Tenants, wait_s: float | None, now: float
 ) -> Refusal | None:
-    """Return the reason why a request is refused because its own deadline, or one promised earlier, would be
-    missed."""
+    """Return a refusal if the request's own deadline, or a deadline promised earlier, would be missed; None
+    otherwise."""
     deadline = request.deadline_at or now
     if wait_s is None or not model.predictable:
         return _missed(request, now, 0.0, 0.0) if deadline <= now else None
@@ -252,15 +258,15 @@ def _deadline(
 def _missed(request: Request, now: float, wait_s: float, run_s: float) -> Refusal:
     left_s = max(0.0, (request.deadline_at or now) - now)
     message = (
-        f"the deadline is in {left_s * 1e3:.0f} ms, but at the measured rates the answer takes "
-        f"{wait_s * 1e3:.0f} ms of waiting and {run_s * 1e3:.0f} ms of computing"
+        f"the deadline is in {left_s * 1e3:.0f} ms, but the request is expected to wait "
+        f"{wait_s * 1e3:.0f} ms and to run for {run_s * 1e3:.0f} ms"
     )
     return Refusal(503, "deadline_unreachable", message, useless=True)
 
 
 def _retry_after_s(wait_s: float | None, oldest_s: float) -> float:
-    """Return how long a client should wait before it retries, in seconds: until `_DRAINED_PART` of the queue
-    has been served. If the waiting time is unknown, the wait of the oldest request is the best estimate."""
+    """Return the time in seconds after which a client should retry. By then, `_DRAINED_PART` of the queue has
+    been served. If the waiting time is unknown, the wait of the oldest request is the best estimate."""
     return _bounded(oldest_s if wait_s is None else _DRAINED_PART * wait_s)
 
 

@@ -55,12 +55,12 @@ class AdmissionPauses:
         return self._held.pop(request.request_id, None) is not None
 
     def held(self, model: str | None = None) -> list[Request]:
-        """Return the held requests in order of arrival: those for `model`, or all if it is None."""
+        """Return the held requests for `model`, or for all models if it is None, in order of arrival."""
         return [request for request in self._held.values() if model in (None, request.first.model)]
 
     def released(self) -> list[tuple[Request, AdmissionPause | None]]:
-        """Return the held requests that no pause holds any longer, each with the pause that refuses it, if
-        there is one."""
+        """Return the held requests that no longer need to be held. Each is paired with the pause that now
+        refuses it, or with None if it is admitted."""
         found = [(request, self.of(request.first.model)) for request in self._held.values()]
         return [(request, pause) for request, pause in found if pause is None or not pause.hold]
 

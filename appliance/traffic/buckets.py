@@ -1,5 +1,4 @@
-"""Token buckets, which track how much of a rate limit is left. Plain arithmetic: the caller passes in the
-time, in seconds."""
+"""Token buckets, which track how much of a rate limit is left. The caller passes in the time, in seconds."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ LIMITS = {
     "tokens_per_minute": "tokens per minute",
     "tokens_per_day": "tokens per day",
 }
-"""The limits of a quota that are rates, as pairs of field and description."""
+"""A quota's rate limits, as pairs of field name and description."""
 
 _MINUTE_S, _DAY_S = 60.0, 86400.0
 
@@ -31,8 +30,8 @@ class Rate:
 def rate_of(quota: Quota, limit: str) -> Rate | None:
     """Return the refill of the bucket for a limit in LIMITS; None if the quota does not have this limit.
 
-    The capacity for a per-minute limit is what `burst_s` seconds refill; for a daily limit, it is the whole
-    day's amount. The capacity is at least one request, because otherwise no request could ever run.
+    A per-minute limit's capacity is the amount that `burst_s` seconds refill; a daily limit's capacity is the
+    whole day's amount. The capacity is at least one request, because otherwise no request could ever run.
     """
     amount: float | None = getattr(quota, limit)
     if amount is None:
@@ -49,8 +48,8 @@ class Bucket:
 
     A request takes the maximum that it may use, and returns what it did not use. The bucket may have been
     full in the meantime, so the returned amount is capped: the level never exceeds what it would be if the
-    unused amount had never been taken. In any period, at most the capacity plus the refill of that period is
-    therefore used, whatever requests reserve.
+    unused amount had never been taken. In any period, requests therefore use at most the capacity plus the
+    refill of that period, regardless of how much they reserve.
 
     `level` is negative only after a crash in which more was used than had been recorded.
     """
@@ -65,7 +64,7 @@ class Bucket:
         self.rate = rate
         self.level = rate.capacity
         self.held = 0.0
-        """Amount reserved or charged by requests whose log rows have not ended."""
+        """Amount reserved or charged by requests whose log rows are still open."""
         self.updated_at = now
         self._peaks = Peaks()
 
@@ -76,8 +75,7 @@ class Bucket:
 
     @property
     def settled(self) -> float:
-        """The level that the bucket would have without the requests in flight, disregarding the amounts they
-        hold."""
+        """The level that the bucket would have if the requests in flight held nothing."""
         return min(self.rate.capacity, self.level + self.held)
 
     def refill(self, now: float) -> None:
@@ -88,8 +86,8 @@ class Bucket:
             self.level = min(self.rate.capacity, self.level + elapsed_s * self.rate.per_s)
 
     def set_rate(self, rate: Rate, now: float) -> None:
-        """Change the refill of the bucket. The level is kept, capped at the new capacity: raising a limit
-        adds nothing immediately."""
+        """Change the refill of the bucket. The level is kept but capped at the new capacity, so raising a
+        limit adds nothing immediately."""
         self.refill(now)
         self.rate = rate
         self.level = min(self.level, rate.capacity)
@@ -111,12 +109,12 @@ class Bucket:
         self.held -= unused
 
     def let_go(self, amount: float) -> None:
-        """Stop counting this amount as held, because its request has ended and used it."""
+        """Stop counting this amount as held, because the request that used it has ended."""
         self.held -= amount
 
     def wait_s(self, amount: float) -> float:
-        """Return how long the level takes to reach this amount by refill alone, in seconds; inf if it never
-        does."""
+        """Return how long it takes to refill the bucket to this level, in seconds; inf if the bucket never
+        reaches it."""
         if amount > self.rate.capacity:
             return math.inf
         return max(0.0, (amount - self.level) / self.rate.per_s)
@@ -126,7 +124,7 @@ class Peaks:
     """The highest level of a bucket since each unsettled take.
 
     The level falls only when a request takes from the bucket, so peaks occur just before takes. A peak is
-    kept until the level is that high again, and only one peak is kept after each open take."""
+    kept until the level reaches it again, and only one peak is kept after each open take."""
 
     __slots__ = ("_levels", "_numbers", "_open", "_takes")
 
@@ -159,8 +157,8 @@ class Peaks:
         return number
 
     def settle(self, number: int, unused: float, capacity: float) -> float:
-        """End a take with this unused amount. Returns the highest level since the take began; -inf if no take
-        followed."""
+        """End a take that left this amount unused. Returns the highest level since the take began; -inf if no
+        take followed."""
         numbers, levels = self._numbers, self._levels
         first = bisect_right(numbers, number)
         peak = levels[first] if first < len(levels) else -math.inf

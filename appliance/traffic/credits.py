@@ -1,4 +1,5 @@
-"""A replica's credits by service level: what the replica has granted, minus what was dispatched to it."""
+"""Tracks a replica's credits by service level: the credits that the replica has granted, minus the credits
+spent on dispatched requests."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ _ORDINARY = level_of(INTERACTIVE, 0)
 
 
 def _tier(level: int) -> int:
-    """Return the tier of a level: 0 for urgent levels, which may take reserved slots; 1 for the rest of P0
-    and P1; 2 for P2 and P3."""
+    """Return the tier of a level: 0 for urgent levels, which may use reserved slots; 1 for the other levels
+    of P0 and P1; 2 for P2 and P3."""
     return 2 if level > _ORDINARY else int(level in (_ORDINARY_REAL_TIME, _ORDINARY))
 
 
@@ -29,15 +30,15 @@ TIERS = [_tier(level) for level in range(LEVELS)]
 
 def spare_slots(level: int, reserved: int) -> int:
     """Return how many slots a sequence of this level must leave free if `reserved` slots are reserved for
-    urgent requests. P2 and P3 leave one more, so that a P1 request still finds a slot."""
+    urgent requests. P2 and P3 leave one more slot free for P1 requests."""
     return (0, reserved, reserved + min(1, reserved))[TIERS[level]]
 
 
 class CreditAccount:
     """The credits of one incarnation of a replica; a restarted replica gets a new account.
 
-    Both sides keep running totals of what was granted and dispatched, so that no message is counted twice. A
-    request of any size is dispatched while some credit is left. It uses the credit of its own level and of
+    Both sides keep running totals of the granted and dispatched amounts, so that no message is counted twice.
+    A request of any size is dispatched while some credit is left. It uses the credit of its own level and of
     all lower-priority levels, which the engine serves after it.
     """
 
@@ -48,9 +49,10 @@ class CreditAccount:
         self.version = version
         """The version of the files that the replica loaded; empty if not known yet."""
         self.slots = 0
-        """Number of slots: the sequences that the replica can run at once."""
+        """Number of slots, which is the maximum number of sequences that the replica runs at the same
+        time."""
         self.tokens = 0
-        """Prompt tokens of two mixed steps, or of one full step if that is more."""
+        """Number of prompt tokens in two mixed steps, or in one full step if that number is greater."""
         self._spent_seqs = [0] * LEVELS
         self._spent_tokens = [0] * LEVELS
         self._returned_seqs = [0] * LEVELS
@@ -84,7 +86,7 @@ class CreditAccount:
         return self.tokens - sum(self._spent_tokens[:end]) + sum(self._returned_tokens[:end])
 
     def reserved_slots(self, share: float) -> int:
-        """Return how many slots are reserved for urgent requests if that fraction (`share`) of all slots is
+        """Return how many slots are reserved for urgent requests if the fraction `share` of all slots is
         reserved."""
         if share <= 0:
             return int(self.slots >= _MANY_SLOTS)
@@ -115,8 +117,8 @@ class CreditAccount:
         """Compute `free_slots` for each level.
 
         Samples of lower-priority levels that are waiting in the engine occupy no slot. The last report gives
-        their number; of the samples dispatched after that report, the engine runs at most as many as it
-        permits.
+        their number. Of the samples dispatched after that report, at most as many occupy slots as the engine
+        allows for their tier.
         """
         running = [
             spent - returned for spent, returned in zip(self._spent_seqs, self._returned_seqs, strict=True)
@@ -135,8 +137,8 @@ class CreditAccount:
             occupied += waiting
             at_most = min(occupied, in_worse_tiers[tier] + in_other_tiers[tier])
             free.append(self.slots - at_most - spare[tier])
-        # P0 takes the slots of background sequences. If it fits into one step, it also takes those of all
-        # other sequences that are not urgent.
+        # P0 takes the slots of background sequences. A P0 request that fits into one step also takes the
+        # slots of all other sequences that are not urgent.
         for level in range(_ORDINARY_REAL_TIME + 1):
             if free[level] <= 0:
                 free[level] += sum(running[_FIRST_BACKGROUND if level else _ORDINARY :])

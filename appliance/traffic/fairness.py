@@ -3,9 +3,9 @@ within a tenant.
 
 This is the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024).
 Each tenant has a counter of the service that it received, divided by its weight, and the tenant with the
-lowest counter is next. A prompt is charged when its request starts, output while it is generated. A tenant
-that returns after an idle period starts at the counter of the tenant served last. That counter is the lowest
-of the active tenants, so idle time earns no credit."""
+lowest counter is next. A prompt is charged when its request starts, and output is charged while it is
+generated. A tenant that returns after an idle period starts at the counter of the tenant served last. That
+counter is the lowest of the active tenants, so idle time earns no credit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from engine.messages import URGENCIES
 Item = TypeVar("Item")
 
 _MAX_PASSED = 8
-"""Maximum number of urgent tenants that one search skips because they received more than their fair share."""
+"""Maximum number of urgent tenants that one search skips because they have received more than their fair
+share."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,8 +36,8 @@ class Ticket(Generic[Item]):
     """Order of arrival."""
     queued_at: float
     due: float
-    """Sort key within the tenant: the deadline, or the time from which its class counts the request as
-    late."""
+    """Sort key within the tenant: the deadline. Without a deadline, the time from which the request's class
+    counts it as late."""
     service: float
     """Expected service in weighted tokens."""
     prompt_tokens: int
@@ -102,7 +103,7 @@ class FairQueue(Generic[Item]):
 
     def __init__(self) -> None:
         self.backlog = QueuedTokens()
-        """Backlog of the requests in the order, that is, neither held nor parked."""
+        """Backlog of the requests that are neither held nor parked."""
         self.weight = 0.0
         """Total weight of the tenants in the order."""
         self.tenants = 0
@@ -142,8 +143,8 @@ class FairQueue(Generic[Item]):
     def next(self, urgency: int = 0) -> Ticket[Item] | None:
         """Return the next request with at least this urgency.
 
-        An urgent request may overtake a tenant with a lower counter, as long as its own tenant has few
-        waiting requests and has received at most one step's tokens more than its share."""
+        An urgent request may overtake a tenant with a lower counter if its own tenant has few waiting
+        requests and has received at most one step's tokens more than its share."""
         order, least = self._orders[urgency], _first(self._orders[0])
         passed: list[_Entry[Item]] = []
         found: Ticket[Item] | None = None
@@ -164,8 +165,8 @@ class FairQueue(Generic[Item]):
         return 2 if ticket.prompt_tokens <= self._max_prompt_tokens else 1
 
     def set_urgent(self, max_samples: int, max_prompt_tokens: int) -> None:
-        """Set which requests of light tenants are urgent: those with at most `max_samples` samples. The
-        highest urgency also requires at most `max_prompt_tokens` prompt tokens."""
+        """Set the limits for urgent requests of light tenants. They may have at most `max_samples` samples.
+        The highest urgency also requires at most `max_prompt_tokens` prompt tokens."""
         if (max_samples, max_prompt_tokens) != (self._max_samples, self._max_prompt_tokens):
             self._max_samples, self._max_prompt_tokens = max_samples, max_prompt_tokens
             for line in self._lines.values():
@@ -214,7 +215,8 @@ class FairQueue(Generic[Item]):
         return line is not None and line.held
 
     def release(self, tenant: str) -> None:
-        """Put a held tenant back into the order. It is not compensated for the time it was held."""
+        """Put a held tenant back into the order. The tenant is not compensated for the time during which it
+        was held."""
         line = self._lines.get(tenant)
         if line is not None and line.held:
             line.held = False
@@ -245,9 +247,10 @@ class FairQueue(Generic[Item]):
     # ── the work ahead of a request ──
 
     def ahead(self, tenant: str, weight: float, due: float) -> tuple[float, float]:
-        """Return the prompt and output tokens served before a request of this tenant with the due time `due`.
-        These are the tenant's own earlier requests and, in proportion to their weights, those of other
-        tenants, at most everything that waits."""
+        """Return the number of prompt tokens and output tokens that are served before a request of this
+        tenant with the due time `due`. This work consists of the tenant's own earlier requests and, in
+        proportion to the weights, requests of other tenants. It never exceeds the total of all waiting
+        requests."""
         total = self.backlog
         line = self._lines.get(tenant)
         if not total.tickets:
@@ -270,7 +273,7 @@ class FairQueue(Generic[Item]):
                 yield from parked
 
     def forget_idle(self) -> None:
-        """Remove idle tenants whose counter is not above that of the tenant served last. Call this
+        """Remove idle tenants unless their counter is above the counter of the tenant served last. Call this
         periodically."""
         idle = [line for line in self._lines.values() if not (line.tickets or line.parked)]
         for line in idle:

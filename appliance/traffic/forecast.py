@@ -22,10 +22,10 @@ class Forecast:
         self.known = False
         """Whether rates have been measured; otherwise the other values are meaningless."""
         self.measured = False
-        """Whether all replicas have measured rates. Otherwise some rates are predictions, which are lower
-        bounds of the times."""
+        """Whether all replicas have measured rates. Otherwise some rates are predictions, and predicted times
+        are lower bounds."""
         self.step_s = 0.0
-        """Recent step time. All values here are means over the replicas."""
+        """Recent step time. Like all values of this class, it is a mean over the replicas."""
         self.prompt_token_s = 0.0
         self._full_step_s = 0.0
         """Step time with all slots busy."""
@@ -75,8 +75,8 @@ class Forecast:
         self._slot_slope_s = (self._full_step_s - self.step_s) / empty
 
     def serving_s(self, prompt_tokens: float, output_tokens: float) -> float:
-        """Return how long all replicas together need to serve this many tokens with all slots busy, in
-        seconds."""
+        """Return how many seconds all replicas together need to serve this many tokens when all slots are
+        busy."""
         if not self.known or not prompt_tokens + output_tokens:
             return 0.0
         prompts_s = prompt_tokens * self.prompt_token_s * self._computed_share
@@ -84,7 +84,7 @@ class Forecast:
         return max(slots_s, prompts_s / self._replicas)
 
     def running_s(self, prompt_tokens: float, output_tokens: float, more_slots: float) -> float:
-        """Return how long a request runs from start to end, in seconds. `output_tokens` is the length of its
+        """Return how many seconds a request runs from start to end. `output_tokens` is the length of its
         answer, and `more_slots` is the expected increase in busy slots per replica."""
         more_slots = max(0.0, min(more_slots, self.slots_each - self._running))
         step_s = min(self.step_s + more_slots * self._slot_slope_s, max(self._full_step_s, self.step_s))

@@ -1,11 +1,12 @@
-"""The states of a request: waiting, running, ended; and its moves between them.
+"""The states of a request (waiting, running, ended) and the transitions between them.
 
     accept ──► queue or hold ──► dispatch ──► leave_replica ──► end
                 │  ▲               │
        refuse ◄─┘  └───────────────┘ the replica failed and the front sent the next attempt
 
-A request ends when it is settled, by its front or (refused, front died) by the core, and nothing of it is
-left on any replica. A dispatched request leaves its replica in exactly one of four ways:
+A request ends when it has been settled and none of its submissions is left on any replica. Its front settles
+it, or the core does so if the request is refused or the front has died. A dispatched request leaves its
+replica in exactly one of four ways:
 
 - its `Finished` arrives: the engine returns the credit;
 - the front settles it without submitting it: its credit is refunded;
@@ -104,7 +105,7 @@ class RequestLifecycle:
         self.dispatch(model)
 
     def stop_waiting(self, request: Request) -> None:
-        """Remove a request from its queue; nothing happens if it is not waiting."""
+        """Remove a request from its queue. If the request is not waiting, nothing happens."""
         if request.queued_at is None:
             return
         request.queued_at = None
@@ -177,7 +178,9 @@ class RequestLifecycle:
         left = request.dispatched.get(account) if request else None
         if request is None or left is None:
             log.error(
-                "%s finished request %s, which was not dispatched to it", account.replica, finished.request_id
+                "replica %s finished request %s, which was not dispatched to it",
+                account.replica,
+                finished.request_id,
             )
             return
         samples = len(finished.finish_reason)
@@ -209,8 +212,8 @@ class RequestLifecycle:
         self._state.models[account.model].stop(request)
         self._charge(request)
         if lost and request.settled is None:
-            # The request will continue, so it keeps its place. If another request took that place within the
-            # limits of the tenant and key, one request too many would run.
+            # The request will continue, so it still counts against its limits. If another request started in
+            # its place, one request too many would run.
             request.keeps_place = True
         else:
             self._leave_place(request)
@@ -227,8 +230,8 @@ class RequestLifecycle:
                 self.dispatch(models[name])
 
     def _charge(self, request: Request) -> None:
-        """Charge the tenant for the request's tokens. If a replica was lost, the token count is known only
-        when the request ends."""
+        """Charge the tenant for the request's tokens. If a replica was lost, the number of tokens is known
+        only when the request ends."""
         model = self._state.models.get(request.first.model)
         if model is not None and (request.settled is not None or not request.lost_counts):
             model.charge(request, request.service(self.rules.output_weight))
@@ -244,11 +247,11 @@ class RequestLifecycle:
         if request.admit.attempt == 0:
             request.settled = own_settle(request, why.status, "error", why.message, self._unix())
             self.end_if_complete(request)
-        # After the first attempt, the client may have read part of the answer, and the front reports how
-        # much.
+        # After the first attempt, the client may have received part of the answer. The front reports the
+        # number of delivered tokens.
 
     def end_without_front(self, request: Request) -> None:
-        """Settle a request on behalf of its front, which has died."""
+        """Settle a request on behalf of its front, which has ended."""
         if request.settled is None:
             self.stop_waiting(request)
             request.front_died = True

@@ -1,4 +1,5 @@
-"""Load shedding: which requests are refused during overload, in which order, and until when."""
+"""Load shedding: determines the requests that are refused during overload, their order, and when refusing
+ends."""
 
 from __future__ import annotations
 
@@ -14,25 +15,25 @@ _DONE = (
     "",
     "new P3 requests are refused",
     "new and waiting P3 requests are refused",
-    "P3 requests are refused, and P2 requests that would wait too long",
-    "P3 requests are refused, and P2 and P1 requests that would wait too long",
+    "P3 requests are refused, as are P2 requests that would wait too long",
+    "P3 requests are refused, as are P2 and P1 requests that would wait too long",
 )
 _MAX_STEP = (REFUSE_INTERACTIVE, REFUSE_INTERACTIVE, REFUSE_BATCH)
-"""The highest step that an overload of each class can lead to."""
+"""The highest step that an overload can reach, indexed by the overloaded class."""
 _RELIEVED = 0.5
 """An overload has ended when waiting times are below this fraction of the overload limit."""
 
 
 class LoadShedder:
     """Moves up one step for every `overload_s` seconds of overload, and down one step for every `overload_s`
-    seconds without."""
+    seconds without overload."""
 
     def __init__(self) -> None:
         self.step = CALM
         self._why = ""
         self._direction = 0
         self._since = 0.0
-        """Time of the last change: the beginning or end of an overload, or a step."""
+        """Time of the last change: when an overload began or ended, or when the step changed."""
 
     @property
     def reason(self) -> str:
@@ -40,8 +41,8 @@ class LoadShedder:
         return f"{self._why}: {_DONE[self.step]}" if self.step else ""
 
     def observe(self, rules: QueueRules, now: float, waits_s: Sequence[float | None]) -> None:
-        """Update the step from the predicted wait of a request that arrives now, by class; None if
-        unknown."""
+        """Update the step. `waits_s` holds, by class, the predicted wait of a request that arrives now; None
+        if unknown."""
         goal, relieved = CALM, True
         for number, given_up in enumerate(_MAX_STEP):
             wait_s, most_s = waits_s[number], rules.overload * rules.target_s(number)
@@ -50,7 +51,10 @@ class LoadShedder:
             if wait_s > most_s and goal < given_up:
                 goal = given_up
                 name = CLASS_NAMES[number]
-                self._why = f"{name} requests would wait {wait_s:.1f} s, more than {most_s:g} s"
+                self._why = (
+                    f"the service is overloaded, because {name} requests would wait {wait_s:.1f} s, more "
+                    f"than {most_s:g} s"
+                )
             relieved = relieved and wait_s <= _RELIEVED * most_s
         over = self.step > goal and (goal > CALM or relieved)
         direction = 1 if self.step < goal else -1 if over else 0
@@ -61,7 +65,7 @@ class LoadShedder:
             self._since = now
 
     def refuses(self, request_class: int, wait_s: float | None, rules: QueueRules) -> bool:
-        """Return whether a new request of this class is refused, given that it would wait for `wait_s`."""
+        """Return whether a new request of this class is refused if it would wait for `wait_s`."""
         if request_class >= len(_MAX_STEP):
             return self.step >= REFUSE_BACKGROUND
         if not request_class or self.step < _MAX_STEP[request_class]:

@@ -1,5 +1,5 @@
-"""One served model: its replicas, the choice of the request that runs next on them, and predictions of how
-long requests will wait."""
+"""One served model: manages its replicas, chooses the request that runs next on them, and predicts how long
+requests will wait."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from store.policies import CLASSES, INTERACTIVE
 
 _LIGHT_PART = 2
 """A tenant is light if it occupies no slots, or fewer slots than the number of reserved slots divided by
-this. An urgent request may have at most that many samples as well."""
+this. The number of samples of an urgent request has the same limit."""
 _BUSY_HALF_LIFE_S = 4.0
 _MAX_TAKEN_S = 10.0
 """Maximum service of started requests that is carried over to later ticks. It is capped because output
@@ -30,9 +30,9 @@ predictions are often too high."""
 _OFFERED_HALF_LIFE_S = 0.5
 _LIGHT_LOAD, _FULL_LOAD = 0.2, 0.8
 """Offered load, as a fraction of the capacity. Up to `_LIGHT_LOAD`, the number of busy slots is expected to
-stay the same; from `_FULL_LOAD` on, all slots are expected to become busy."""
+stay the same. From `_FULL_LOAD` on, all slots are expected to become busy."""
 _MIN_SHARE = 0.02
-"""Minimum share of the service for each class, however busy higher-priority classes are."""
+"""Minimum share of the service for each class, no matter how busy higher-priority classes are."""
 _MAX_PROMISED = 0.8
 """Share of the service that may be promised to requests with deadlines. The rest is left for requests that
 arrive later."""
@@ -42,8 +42,8 @@ _UNKNOWN_RUN_S, _MIN_RUN_S = 1.0, 0.1
 
 
 def most_kv_tokens(admit: Admit) -> int:
-    """Return the maximum number of cache tokens that a request may hold. Its last blocks are only partly
-    filled, and each sample of a prompt has its own copy of the prompt's last block."""
+    """Return the maximum number of cache tokens that a request may hold. The number includes partly filled
+    last blocks, and each sample's own copy of its prompt's last block."""
     ends = admit.num_seqs if admit.num_seqs == admit.submissions else 2 * admit.num_seqs
     return admit.prompt_tokens + admit.max_tokens + ends * BLOCK_TOKENS
 
@@ -67,7 +67,8 @@ class Turn(NamedTuple):
 
 
 class ModelTraffic:
-    """One served model. Called only by the request manager, whose clock all times refer to."""
+    """One served model. Only the request manager calls it, and all times refer to the request manager's
+    clock."""
 
     def __init__(self, name: str, version: str, rules: QueueRules, tenants: Tenants) -> None:
         self.name = name
@@ -90,14 +91,15 @@ class ModelTraffic:
         self._running: dict[str, Request] = {}
         self._tokens_per_seq = 0.0
         self._begun = QueuedTokens()
-        """Running mean over the requests that started recently."""
+        """Running means of the token counts of recently started requests."""
         self._taken_s = [0.0] * CLASSES
-        """Service that started requests still need, by class, in seconds of all replicas. A long request is
-        spread over several ticks, so that it never appears to take more than the whole service."""
+        """Service that started requests still need, by class, in seconds of work for all replicas together. A
+        long request is spread over several ticks, so that it never appears to take more than the whole
+        service."""
         self._busy = [0.0] * CLASSES
         """Recent share of the service used by each class."""
         self._offered_s = 0.0
-        """Service requested since the last tick, in seconds of all replicas."""
+        """Service requested since the last tick, in seconds of work for all replicas together."""
         self._offered = DecayingMean()
         """Recent offered load, as a fraction of the capacity."""
         self._ticked_at: float | None = None
@@ -115,7 +117,7 @@ class ModelTraffic:
 
     @property
     def running(self) -> int:
-        """The number of requests running on the model's replicas."""
+        """The number of requests that are running on the model's replicas."""
         return len(self._running)
 
     def waiting(self) -> list[Request]:
@@ -175,7 +177,7 @@ class ModelTraffic:
     # ── choosing the next request ──
 
     def open_levels(self) -> int:
-        """Return the levels that at least one replica accepts at the moment: bit `l` is set for level `l`."""
+        """Return the levels that at least one replica accepts at the moment. Bit `l` is set for level `l`."""
         share, levels = self._reserved_share(), 0
         for account in self.accounts:
             levels |= account.open_levels(share)
@@ -183,8 +185,8 @@ class ModelTraffic:
 
     def next_turn(self, now: float) -> Turn | None:
         """Return the next request to dispatch; None if there is none. A request is chosen only if a replica
-        has credit for its level. During the search, tenants that have reached their limits are held and
-        requests of such keys are parked."""
+        has credit for its level. During the search, tenants that have reached their limits are held, and
+        requests whose keys have reached their limits are parked."""
         levels = self.open_levels()
         if not levels:
             return None
@@ -225,7 +227,7 @@ class ModelTraffic:
         return request_class == REAL_TIME or (request_class == INTERACTIVE and self.is_light(tenant))
 
     def _max_urgent_samples(self) -> int:
-        """Return how many samples an urgent request may have."""
+        """Return the maximum number of samples of an urgent request."""
         return self._max_samples[self._reserved_share()]
 
     def _set_limits(self) -> None:
@@ -243,7 +245,7 @@ class ModelTraffic:
         """Number of prompt tokens that fit into one step on every replica."""
 
     def starts_at_once(self, request: Request, tenant: TenantTraffic, now: float) -> bool:
-        """Return whether a new request would be dispatched at once."""
+        """Return whether a new request would be dispatched immediately."""
         levels = self.open_levels()
         if self.resumed or not levels >> self.level_of(request, tenant) & 1:
             return False
@@ -277,8 +279,8 @@ class ModelTraffic:
     # ── running requests ──
 
     def start(self, turn: Turn, now: float) -> int:
-        """Count a request as running on its replica. Returns the number of slots there that its samples leave
-        free."""
+        """Count a request as running on its replica. Returns the number of slots on the replica that the
+        request's samples must leave free."""
         request, account, level = turn
         admit, tenant = request.admit, self._tenants.of(request.tenant)
         spare = spare_slots(level, account.reserved_slots(self._reserved_share()))
@@ -312,7 +314,7 @@ class ModelTraffic:
         self._tenants.count_answer(request.tenant, -1)
 
     def charge(self, request: Request, service: float) -> None:
-        """Correct the tenant's charge to the request's total service."""
+        """Correct the tenant's charge so that it equals the request's total service."""
         self.queue.classes[request.request_class].charge(request.tenant, service - request.charged)
         request.charged = service
 
@@ -384,7 +386,8 @@ class ModelTraffic:
                 fair.charge(tenant, service)
 
     def _expect_longer(self, now: float) -> None:
-        """Postpone expected ends that have passed: the request is expected to run for the same time again."""
+        """Postpone the expected ends that have passed. A request that passes its expected end is expected to
+        run for the same time again."""
         while (end := self._next_end()) is not None and end <= now:
             request = heapq.heappop(self._ends)[2]
             self._expect_end(request, now + max(_MIN_RUN_S, now - (request.began_at or now)))
@@ -416,15 +419,14 @@ class ModelTraffic:
             self._offered_s += served_s
 
     def wait_s(self, request: Request, tenant: TenantTraffic, now: float) -> float:
-        """Return how long a new request would wait, in seconds. Like all predictions, the result is valid
-        only while `predictable`."""
+        """Return how many seconds a new request would wait. Like all predictions, the result is valid only
+        while `predictable`."""
         number = request.request_class
         ahead = self.queue.classes[number].ahead(tenant.name, tenant.weight, request.due)
         return self.first_credit_s(self.level_of(request, tenant), now) + self._served_s(number, *ahead)
 
     def waits_s(self, now: float) -> list[float | None]:
-        """Return how long a request at the end of each class's queue would wait, in seconds; None if
-        unknown."""
+        """Return how many seconds a request at the end of each class's queue would wait; None if unknown."""
         if not self.predictable:
             return [None] * CLASSES
         waits_s: list[float | None] = []
@@ -435,7 +437,7 @@ class ModelTraffic:
         return waits_s
 
     def run_s(self, request: Request, output_tokens: float) -> float:
-        """Return how long a request runs if each sample has `output_tokens` output tokens, in seconds."""
+        """Return how many seconds a request runs if each sample has `output_tokens` output tokens."""
         waiting = sum(fair.backlog.tickets for fair in self.queue.classes)
         more_slots = waiting / max(1, self.forecast.replicas)
         # Near full load, slots that are free at the moment will soon be occupied.
@@ -444,21 +446,21 @@ class ModelTraffic:
         return self.forecast.running_s(request.admit.prompt_tokens, output_tokens, more_slots)
 
     def promises_from(self, now: float) -> float:
-        """Return the latest start of the promised requests if only they are served from `now` on, after the
-        requests that lost their replica."""
+        """Return the time by which serving the promised requests can begin if only the requests that lost
+        their replica are served before them."""
         resumed = self.resumed.values()
         prompt_tokens = sum([request.admit.prompt_tokens for request in resumed])
         output_tokens = sum([request.expected_tokens for request in resumed])
         return now + 2.0 * self.forecast.step_s + self.forecast.serving_s(prompt_tokens, output_tokens)
 
     def promise_s(self, request: Request, output_tokens: float) -> float:
-        """Return how long serving the request delays other promises, in seconds. Higher-priority classes and
+        """Return by how many seconds serving the request delays other promises. Higher-priority classes and
         requests without deadlines keep their share of the service."""
         share = max(_MIN_SHARE, _MAX_PROMISED - sum(self._busy[: request.request_class]))
         return self.forecast.serving_s(request.admit.prompt_tokens, output_tokens) / share
 
     def first_credit_s(self, level: int, now: float) -> float:
-        """Return how long it takes until a replica has credit for this level, in seconds."""
+        """Return the number of seconds until a replica has credit for this level."""
         if self.open_levels() >> level & 1:
             return 0.0
         share = self._reserved_share()
@@ -468,15 +470,15 @@ class ModelTraffic:
         return self.forecast.step_s if end is None else max(0.0, end - now)
 
     def oldest_wait_s(self, now: float) -> float:
-        """Return how long the oldest request has waited, in seconds."""
+        """Return how many seconds the oldest request has waited."""
         since = [oldest for number in range(CLASSES) if (oldest := self.queue.oldest(number)) is not None]
         for others in (self.resumed, self.stranded):
             since += [r.queued_at for r in list(others.values())[:1] if r.queued_at is not None]
         return max(0.0, now - min(since)) if since else 0.0
 
     def _served_s(self, request_class: int, prompt_tokens: float, output_tokens: float) -> float:
-        """Return how long it takes to serve this amount of the class and everything queued in higher-priority
-        classes, in seconds."""
+        """Return how many seconds it takes to serve this many tokens of the class, after all requests that
+        are queued in higher-priority classes."""
         for fair in self.queue.classes[:request_class]:
             prompt_tokens += fair.backlog.prompt_tokens
             output_tokens += fair.backlog.output_tokens

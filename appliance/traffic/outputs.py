@@ -1,4 +1,4 @@
-"""Learns how long answers are, for one tenant or for all, from answers that have ended."""
+"""Learns the lengths of answers, for one tenant or for all tenants, from answers that have ended."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ _OF_THE_NEW = 0.05
 _ENOUGH = 8
 """Number of ended answers required before lengths are predicted."""
 _FOR_EACH_RUNNING = 2
-"""Additional ended answers required per running answer. Short answers end first, so early lengths are
-biased."""
+"""Number of additional ended answers that are required per running answer. Short answers end first, so early
+lengths are biased."""
 _BUCKET = math.log(1.15)
 """Width of the histogram's buckets on a logarithmic scale."""
 _BEYOND = 0.01
@@ -18,10 +18,10 @@ _BEYOND = 0.01
 _KEPT = 2000.0
 """Total weight of the histogram above which all counts are halved."""
 _FEW = 20.0
-"""With this many answers in the histogram, `likely_most` is twice the longest; with more, the factor
-approaches 1."""
+"""With this many answers in the histogram, `likely_most` is twice the longest answer. With more answers, the
+factor approaches 1."""
 _ALL_BUT = 0.98
-"""An answer that reaches this fraction of its token limit counts as having used the limit."""
+"""An answer that reaches this fraction of its token limit counts as having reached the limit."""
 UNKNOWN_TOKENS = 256.0
 """Expected length of an answer before lengths are known."""
 _UNKNOWN_MOST_TOKENS = 2048.0
@@ -29,8 +29,8 @@ _UNKNOWN_MOST_TOKENS = 2048.0
 
 
 class OutputLengths:
-    """How often answers reach their token limit, and the mean and distribution of the lengths of all other
-    answers."""
+    """The fraction of answers that reach their token limit, and the mean and distribution of the lengths of
+    all other answers."""
 
     __slots__ = ("_buckets", "_likely_most", "count", "known", "mean", "others", "running", "used_up")
 
@@ -88,8 +88,8 @@ class OutputLengths:
 
 
 def expected_tokens(lengths: OutputLengths, of_all: OutputLengths, most: float) -> float:
-    """Return the expected length of an answer with this token limit, based on its tenant's answers if enough
-    are known, otherwise on all answers."""
+    """Return the expected length of an answer with this token limit. It is based on the tenant's answers if
+    enough of them have ended, otherwise on all answers."""
     known = lengths if lengths.known else of_all
     return known.expected(most) if known.known else min(most, UNKNOWN_TOKENS)
 

@@ -1,9 +1,11 @@
-"""The order in which the waiting requests of one model are dispatched.
+"""Determines the order in which one model's waiting requests are dispatched:
 
 1. Requests that must start now to meet a deadline promised on admission.
 2. Requests of a class that has waited too long, up to its reserved share of the service, so that no class
    starves.
-3. Requests of the highest-priority class that has any. `FairQueue` decides the order within a class.
+3. Requests of the highest-priority class that has waiting requests.
+
+`FairQueue` determines the order within a class.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from store.policies import CLASSES, INTERACTIVE
 Item = TypeVar("Item")
 
 _PROMISES_LOOKED_AT = 8
-"""Number of promised requests to consider. More than one, because tenants at their limits are skipped."""
+"""Number of promised requests to consider. More than one is considered, because requests of tenants at their
+limits are skipped."""
 
 
 class Next(NamedTuple, Generic[Item]):
@@ -43,8 +46,8 @@ class RequestQueue(Generic[Item]):
         self._length = 0
         self._lengths = [0] * CLASSES
         self._arrivals: list[deque[Ticket[Item]]] = [deque() for _ in range(CLASSES)]
-        """The requests in order of arrival. A request that has left the queue is removed when it reaches the
-        front."""
+        """The requests in order of arrival. A request that has left the queue is removed when no earlier
+        request is left."""
         self._owed = [0.0] * CLASSES
         """Service that a late class may take before higher-priority classes."""
 
@@ -62,8 +65,8 @@ class RequestQueue(Generic[Item]):
         return self._lengths[request_class]
 
     def push(self, ticket: Ticket[Item], weight: float, light: bool, promised_s: float = 0.0) -> None:
-        """Queue a request from a tenant with this weight. `promised_s` is the work that the request's promise
-        (`Ticket.begin_by`) takes, if it has one."""
+        """Queue a request from a tenant with this weight. If the request has a promise (`Ticket.begin_by`),
+        `promised_s` is the time for which serving it delays other promises."""
         number = ticket.request_class
         self.classes[number].push(ticket, weight, light)
         self._length += 1
@@ -82,7 +85,8 @@ class RequestQueue(Generic[Item]):
 
     def next(self, open_levels: int, now: float, promises_from: float) -> Next[Item] | None:
         """Return the next request of the open levels (bit `l` is set for level `l`); None if there is none.
-        `promises_from` is the latest start of the promised requests if only they were served."""
+        `promises_from` is the time by which serving the promised requests can begin if they are served
+        next."""
         if not open_levels >> self._best_level():
             return None
         for ticket in (self._promised(promises_from), self._lifted(now)):
@@ -127,9 +131,9 @@ class RequestQueue(Generic[Item]):
         return LEVELS
 
     def _overtaking_level(self, ticket: Ticket[Item]) -> int:
-        """Return the level of a request that is served before higher-priority classes. It runs at the level
-        of the highest-priority waiting class, because the engine would otherwise serve that class first, but
-        never as P0."""
+        """Return the level of a request that is served before higher-priority classes. The request runs at
+        the level of the highest-priority waiting class, but never as P0. Otherwise the engine would serve
+        that class first."""
         number = ticket.request_class
         level = level_of(number, self.classes[number].urgency(ticket))
         for better, fair in enumerate(self.classes[:number]):

@@ -3,10 +3,10 @@
     reserve ──► Reservation ──► settle (actual use) ──► close (log row has ended)
        └──► Shortage: nothing was taken
 
-A request reserves one request, and its prompt plus the maximum that it may generate, in every bucket of its
-tenant and key. If any bucket has too little left, nothing is reserved. Concurrent requests together therefore
-never exceed a limit. Whatever a request did not use is returned when the request is settled. Further attempts
-of a request keep its reservation.
+For each request, one request and its maximum number of tokens (prompt and answer) are reserved in every
+bucket of its tenant and key. If any bucket has too little left, nothing is reserved. Concurrent requests
+together therefore never exceed a limit. The unused amount is returned when the request is settled. Further
+attempts of a request keep its reservation.
 
 This module does no I/O. It is not thread-safe: all calls are made on the core's event loop.
 """
@@ -24,8 +24,8 @@ from store.policies import Policies, Quota
 from store.quotas import QuotaLevels, QuotaState, Used
 
 MIN_ANSWER_TOKENS = 16
-"""Minimum answer length. The answer of a request without `max_tokens` is limited to what the quota has left;
-if that is less than this minimum, the request is refused instead."""
+"""Minimum answer length. If a request has no `max_tokens`, its answer is limited to the tokens that the quota
+has left. If fewer tokens than this minimum are left, the request is refused."""
 MAX_USEFUL_WAIT_S = 120.0
 """OpenAI's clients wait at most this long before they retry. If the quota needs longer, a retry would
 fail."""
@@ -46,7 +46,7 @@ class Account:
         self.set_quota(quota, now)
 
     def set_quota(self, quota: Quota, now: float) -> None:
-        """Apply a new quota. The bucket of a new limit starts full; a changed limit keeps its level
+        """Apply a new quota. The bucket of a new limit starts full, and a changed limit keeps its level
         (`Bucket.set_rate`)."""
         if quota == self.quota:
             return
@@ -77,7 +77,7 @@ class Reservation:
         self.accounts = accounts
         """Accounts that the buckets belong to."""
         self.tokens = prompt_tokens + max_tokens
-        """Tokens reserved; after `Quotas.settle`, tokens charged."""
+        """Number of reserved tokens; after `Quotas.settle`, the number of charged tokens."""
         self.max_tokens = max_tokens
         """Limit on the generated tokens over all samples."""
         self.taken = taken
@@ -85,14 +85,14 @@ class Reservation:
 
 
 class Shortage:
-    """The limit that delays a request the longest."""
+    """The exceeded limit that delays a request the longest."""
 
     def __init__(self, bucket: Bucket, needed: int) -> None:
         self._bucket = bucket
         self._needed = needed
         self.wait_s = bucket.wait_s(needed)
-        """How long the bucket takes to reach the requested amount by refill alone, in seconds; inf if it
-        never does."""
+        """Time in seconds until the refill brings the bucket to the requested amount; inf if it never
+        does."""
 
     @property
     def kind(self) -> ExceededLimit:
@@ -106,19 +106,20 @@ class Shortage:
 
     @property
     def message(self) -> str:
-        """The limit, its current use, the requested amount, and when that amount will be available."""
+        """Error message with the limit, its current use, the requested amount, and the time until this amount
+        is available."""
         bucket, words = self._bucket, LIMITS[self._bucket.limit]
         limit, used = math.floor(bucket.rate.capacity), math.ceil(bucket.rate.capacity - bucket.level)
         head = f"{words} of {bucket.owner}: limit {limit}"
         if self.wait_s == math.inf:
             return (
-                f"request too large for {head} at once, requested {self._needed}: shorten the prompt or ask "
-                f"for fewer max_tokens"
+                f"request too large for {head}, requested {self._needed}: shorten the prompt or lower "
+                "max_tokens"
             )
-        # A reservation that has been held for a long time may have been refilled in the meantime. Such a
-        # reservation no longer counts as used.
+        # If a reservation has been held for a long time, its tokens may have been refilled since, so they no
+        # longer count as used.
         reserved = min(used, math.ceil(bucket.held))
-        held = f" ({reserved} by requests that have not ended)" if reserved else ""
+        held = f" ({reserved} of these by unfinished requests)" if reserved else ""
         return (
             f"rate limit reached for {head}, used {used}{held}, requested {self._needed}: try again in "
             f"{duration(self.wait_s)}"
@@ -191,7 +192,7 @@ class Quotas:
         """Reserve the maximum that a request may need, or nothing.
 
         `max_tokens` is the limit over all samples. With `may_lower` (the client gave no limit), it is lowered
-        to what is left, by the same amount for each sample.
+        to the tokens that are left, by the same amount for each sample.
         """
         self._asked = True
         now = self._clock()
@@ -232,7 +233,7 @@ class Quotas:
         reservation.taken = ()
 
     def charge(self, tenant: str, key_id: str, tokens: int, requests: int = 1) -> None:
-        """Charge tokens and requests that were not reserved, at most as much as is left."""
+        """Charge tokens and requests that were not reserved, but at most the amount that is left."""
         accounts, now = self._accounts_of(tenant, key_id), self._clock()
         for bucket in _refilled(accounts, now):
             amount = max(0.0, min(bucket.level, tokens if bucket.counts_tokens else requests))
@@ -280,14 +281,14 @@ class Quotas:
         return tuple([account for account in (of_tenant, of_key) if account is not None])
 
     def _note(self, reservation: Reservation) -> None:
-        """Note that the levels of a reservation's accounts have changed."""
+        """Record that the levels of a reservation's accounts have changed."""
         for account in reservation.accounts:
             self._changed[account] = None
 
     # ── restarts ──
 
     def news(self, now: float) -> tuple[list[QuotaLevels], list[Name]]:
-        """Return what must be stored at unix time `now`: the levels that changed since the last call, and the
+        """Return the data to store at unix time `now`: the levels that changed since the last call, and the
         names of accounts that no longer exist."""
         monotonic = self._clock()
         gone, self._gone = list(self._gone), set()
@@ -295,14 +296,14 @@ class Quotas:
         changed = [one for one in self._changed if self._accounts.get((one.scope, one.name)) is one]
         self._changed = {}
         if not changed and self._asked:
-            # The oldest stored level determines the log row to start reading from at startup, so it must be
-            # renewed.
+            # At startup, the log is read from the row that the oldest stored level determines, so that level
+            # must be renewed.
             changed = list(self._accounts.values())[:1]
         self._asked = False
         return [_levels(account, monotonic, now) for account in changed], gone
 
     def remember(self, gone: Iterable[Name] = ()) -> None:
-        """Include everything in the next `news` again, because the last result could not be stored."""
+        """Include everything in the next result of `news`, because the last result could not be stored."""
         self._gone |= set(gone) - self._accounts.keys()
         self._changed = dict.fromkeys(self._accounts.values())
 
@@ -341,7 +342,7 @@ def _refilled(accounts: Iterable[Account], now: float) -> tuple[Bucket, ...]:
 
 
 def _lowered(buckets: Iterable[Bucket], prompt_tokens: int, max_tokens: int, samples: int) -> int:
-    """Return `max_tokens`, lowered to what every token limit has left."""
+    """Return `max_tokens`, lowered to the remaining amount of the tightest token limit."""
     left = min((bucket.level for bucket in buckets if bucket.counts_tokens), default=math.inf)
     if prompt_tokens + max_tokens <= left:
         return max_tokens

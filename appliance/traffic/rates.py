@@ -12,14 +12,15 @@ from __future__ import annotations
 from engine.messages import Report
 
 _HALF_LIFE_S = 2.0
-"""Busy time in which the weight of a measurement halves."""
+"""Busy time after which the weight of a measurement has halved."""
 _ENOUGH_S = 0.1
 """Busy time of learned steps after which measurements replace the prediction."""
 FIRST_STEPS = 16
 """Number of steps of each kind that are not learned after a replica starts, because kernels are still being
 loaded, memory is being allocated, and caches are empty."""
 _SPREAD_SEQS = 2.0
-"""Variance of the batch size above which the time that one more sequence adds can be learned."""
+"""Minimum variance of the batch size. Below it, the time that one more sequence adds to a step cannot be
+learned."""
 
 
 class DecayingMean:
@@ -43,13 +44,13 @@ class DecayingMean:
 
 
 class _FirstSteps:
-    """Identifies the reports that contain any of a replica's first steps of one kind."""
+    """Identifies the reports that cover any of a replica's first steps of one kind."""
 
     def __init__(self) -> None:
         self._seen = 0
 
     def contains(self, steps: int) -> bool:
-        """Return whether the next report, which covers `steps` steps, contains any of the first steps."""
+        """Return whether the next report, which covers `steps` steps, includes any of the first steps."""
         first = self._seen < FIRST_STEPS
         self._seen += steps
         return first
@@ -82,8 +83,8 @@ class ReplicaRates:
         self._cached_tokens = 0
 
     def predict(self, step_s: float, prompt_token_s: float) -> None:
-        """Set lower bounds for the time of a step and of a prompt token, used until steps are learned; 0 if
-        not known."""
+        """Set lower bounds for the time of a step and of a prompt token; 0 if not known. They are used until
+        enough steps have been learned."""
         self._predicted_step_s, self._predicted_prompt_token_s = step_s, prompt_token_s
 
     @property
@@ -93,7 +94,7 @@ class ReplicaRates:
 
     @property
     def measured(self) -> bool:
-        """Whether enough steps have been learned, so that the prediction is not used any more."""
+        """Whether enough steps have been learned to replace the prediction."""
         return self.busy_s >= _ENOUGH_S
 
     @property
@@ -140,7 +141,7 @@ class ReplicaRates:
             self._learn_decode(decode_steps, decode_s, report.running)
         if learn_mixed and (computed or mixed_s):
             # Additional time of mixed steps compared with decode-only steps. A report contains the token
-            # counts of planned steps and the times of completed ones, so a step's numbers may be split over
+            # counts of planned steps and the times of completed steps, so a step's numbers may be split over
             # two reports.
             extra_s = mixed_s - mixed_steps * self.decode_s(report.running)
             self._prompts.add(max(extra_s, 0.1 * mixed_s), computed, _keep(mixed_s))

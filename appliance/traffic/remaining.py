@@ -25,7 +25,8 @@ class Remaining(NamedTuple):
     """Predicted time until the requests have ended; None until rates have been measured."""
 
     def beside(self, other: Remaining) -> Remaining:
-        """Return the combined remaining work of both, which run at the same time on different replicas."""
+        """Return the combined remaining work of two sets of requests, which run at the same time on different
+        replicas."""
         unknown = self.seconds is None or other.seconds is None
         return Remaining(
             self.running + other.running,
@@ -63,7 +64,7 @@ class Outstanding:
             heapq.heapify(self._longest)
 
     def begin(self, request: Request) -> None:
-        """Count a request that no longer waits: it runs, or is ending."""
+        """Count a request that no longer waits because it runs or is ending."""
         work = self._waiting.pop(request.request_id)
         self._begun[request.request_id] = request
         self._prompts -= work.prompt_tokens
@@ -71,12 +72,12 @@ class Outstanding:
         self._outputs = self._outputs - work.outputs if self._waiting else 0.0
 
     def end(self, request: Request) -> None:
-        """Remove a request that has ended; nothing happens if it never waited here."""
+        """Remove a request that has ended. If the request never waited here, nothing happens."""
         self._begun.pop(request.request_id, None)
 
     def remaining(self, forecast: Forecast, now: float) -> Remaining:
         """Return the remaining work of all requests at `now`. The running requests are assumed to end before
-        all replicas together serve the waiting ones."""
+        all replicas together serve the waiting requests."""
         tokens = seconds = 0.0
         for request in self._begun.values():
             seqs = max(1, request.admit.num_seqs)

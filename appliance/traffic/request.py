@@ -20,14 +20,14 @@ log = logging.getLogger(__name__)
 
 
 class OnReplica:
-    """The part of a request that is on one replica."""
+    """The part of a request that is running on one replica."""
 
     __slots__ = ("began_each", "charged_each", "level", "seqs", "submissions", "tokens")
 
     def __init__(self, admit: Admit, charged_each: float, level: int) -> None:
         self.began_each = self.charged_each = charged_each
-        """Value of `CreditAccount.generated_each` up to which the request has been charged, initially the
-        value when the request started."""
+        """The value of `CreditAccount.generated_each` at the last charge, or at the start of the request
+        before the first charge."""
         self.level = level
         """Service level whose credit the request uses."""
         self.submissions = admit.submissions
@@ -64,7 +64,7 @@ class Request:
         self.most_tokens: int | None = None
         """The value for `Admitted.most_tokens`."""
         self.front_died = False
-        """Whether the front died, so that it is unknown what the client received."""
+        """Whether the front ended unexpectedly, so that the number of delivered tokens is unknown."""
 
         self.queued_at: float | None = None
         """Time when the request was queued; None unless it is waiting."""
@@ -76,7 +76,7 @@ class Request:
         self.begin_by: float | None = None
         """Time by which the request must start to meet its deadline, as promised on admission."""
         self.promised_s = 0.0
-        """How long this promise delays other promises, in seconds."""
+        """How long the promised start of this request delays other promises, in seconds."""
 
         self.dispatched: dict[CreditAccount, OnReplica] = {}
         self.tried: set[CreditAccount] = set()
@@ -97,7 +97,7 @@ class Request:
 
         self.settled: Settle | None = None
         self.lost_counts = False
-        """Whether a replica died before it reported the request's generated tokens."""
+        """Whether a replica ended before it reported the request's generated tokens."""
         self.counted = False
         """Whether a replica has reported the request's generated tokens."""
         self.generated_tokens = 0
@@ -129,9 +129,9 @@ class Request:
 
     @property
     def taken_tokens(self) -> int:
-        """The tokens charged to the quotas at the end: the prompt and the delivered tokens. If the front
-        died, the generated tokens are charged instead of the delivered ones; if their number is unknown as
-        well, the whole reservation is charged. 0 if the request never ran."""
+        """Number of tokens charged to the quotas at the end: the prompt and the delivered tokens. If the
+        front died, generated tokens are charged instead of delivered tokens. If the number of generated
+        tokens is unknown too, the whole reservation is charged. 0 if the request never ran."""
         if self.reservation is None or self.settled is None:
             return 0
         reserved = self.reservation.tokens
@@ -143,7 +143,7 @@ class Request:
         output = self.generated_tokens if self.front_died else self.settled.delivered_tokens
         if self.first.prompt_tokens + output > reserved:
             log.error(
-                "request %s used more than the %d tokens that it had reserved", self.request_id, reserved
+                "request %s used more tokens than the %d that were reserved for it", self.request_id, reserved
             )
         return min(reserved, self.first.prompt_tokens + output)
 
@@ -162,7 +162,7 @@ class Request:
         return self.first.max_tokens / max(1, self.first.num_seqs)
 
     def service(self, output_weight: float) -> float:
-        """Return the weighted tokens that replicas are known to have computed for this request."""
+        """Return the number of weighted tokens that replicas are known to have computed for this request."""
         if not (self.counted or self.lost_counts):
             return 0.0
         prompt_tokens = max(0, self.first.prompt_tokens - self.cached_tokens)
@@ -170,8 +170,8 @@ class Request:
 
     @property
     def known_tokens(self) -> int:
-        """Number of output tokens that were certainly generated. A dead replica's count is lost, but the
-        number of delivered tokens is known."""
+        """Number of output tokens that are known to have been generated. The count of a lost replica is
+        unknown, but the number of delivered tokens is known."""
         delivered = self.settled.delivered_tokens if self.settled is not None else 0
         return max(self.generated_tokens, delivered) if self.lost_counts else self.generated_tokens
 
@@ -192,7 +192,7 @@ class Request:
 
 def own_settle(request: Request, status: int, finish_reason: str, error: str, now: float) -> Settle:
     """Return the settlement that the core makes on behalf of a front, at unix time `now`. Nothing is billed,
-    because it is unknown what the client received."""
+    because the number of delivered tokens is unknown."""
     return Settle(
         request_id=request.request_id,
         submitted=False,
@@ -210,7 +210,12 @@ def row_of(request: Request, now: float) -> RequestRow:
     delivered = end.delivered_tokens if end else 0
     generated = request.known_tokens
     if delivered > generated and end is not None and not request.dispatched:
-        log.error("request %s: %d tokens delivered, %d generated", first.request_id, delivered, generated)
+        log.error(
+            "request %s: %d tokens were delivered, but only %d were generated",
+            first.request_id,
+            delivered,
+            generated,
+        )
     return RequestRow(
         request_id=first.request_id,
         created_at=first.arrived_at,
@@ -253,11 +258,10 @@ def retried_row(retried: Retried, version: str | None, now: float) -> RequestRow
         finished_at=now,
         version=version,
         request_class=f"P{retried.request_class}",
-        ttft_ms=retried.ttft_ms,
+        ttft_ms=retried.e2e_ms,
         e2e_ms=retried.e2e_ms,
         finish_reason=retried.finish_reason,
         status=retried.status,
-        error=retried.error or None,
         retry=retried.retry,
         retry_of=retried.retry_of,
     )

@@ -9,8 +9,8 @@ When a request is accepted, and before it waits, the maximum that it may need is
 waiting request is therefore never refused because of a quota, and any number of concurrent requests stays
 within the quota. What a request did not use is returned once, when the request ends.
 
-The request manager does no I/O, and has no clock of its own and no event loop. Its methods may be called in
-any order.
+The request manager does no I/O and uses no event loop, and its clocks are passed in. Its methods may be
+called in any order.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 _DROPPED_RETRY_S = 30.0
 MAX_DROPPED = 500
 """Maximum number of background requests that one call of `expire` refuses during overload, because refusing
-thousands at once would delay all other requests."""
+thousands in one call would delay all other requests."""
 _TIDY_EVERY_S = 10.0
 
 
@@ -117,7 +117,7 @@ class RequestManager:
         self._release_held()
 
     def _release_held(self) -> None:
-        """Queue or refuse the held requests that no pause holds any longer."""
+        """Queue or refuse the held requests that no longer need to be held."""
         for request, pause in self.state.pauses.released():
             model = self.state.models[request.first.model]
             if pause is not None:
@@ -129,7 +129,7 @@ class RequestManager:
                 self._lifecycle.queue(request, model)
 
     def abort(self, request_id: str, message: str) -> bool:
-        """Tell a request's front to end it. Returns False if the request is not in flight or is already
+        """Make a request's front end the request. Returns False if the request is not in flight or is already
         ending."""
         request = self.state.in_flight.get(request_id)
         if request is None or request.settled is not None:
@@ -138,8 +138,8 @@ class RequestManager:
         return True
 
     def abort_all(self, message: str, model: str | None = None) -> int:
-        """Abort every request in flight that is not held: those for `model`, or all if it is None. Returns
-        their number."""
+        """Abort every request in flight that is not held, for `model` or, if it is None, for all models.
+        Returns the number of aborted requests."""
         return sum(
             [self.abort(request.request_id, message) for request in list(self.state.unfinished(model))]
         )
@@ -151,7 +151,7 @@ class RequestManager:
         self.state.models[name] = ModelTraffic(name, version, self._lifecycle.rules, self.state.tenants)
 
     def remove_model(self, name: str) -> None:
-        """Stop accepting requests for this model and refuse those that wait. The model must have no
+        """Stop accepting requests for this model, and refuse its waiting requests. The model must have no
         replicas."""
         state = self.state
         waiting = [*state.models[name].waiting(), *state.pauses.held(name)]
@@ -187,7 +187,7 @@ class RequestManager:
         self._lifecycle.dispatch(model)
 
     def retire_replica(self, account: CreditAccount) -> None:
-        """Dispatch nothing more to the replica. Its running requests continue: see
+        """Dispatch no more requests to the replica. Its running requests continue: see
         `TrafficState.occupied`."""
         model = self.state.models[account.model]
         if account in model.accounts:
@@ -195,7 +195,7 @@ class RequestManager:
             model.learned()
 
     def lose_replica(self, account: CreditAccount) -> None:
-        """Handle the death of a replica. Its requests continue on other replicas once their fronts send the
+        """Handle the end of a replica. Its requests continue on other replicas once their fronts send the
         next attempt."""
         self.retire_replica(account)
         for request in list(self.state.in_flight.values()):
@@ -220,8 +220,8 @@ class RequestManager:
     def _lose_channel(self, front: str, account: CreditAccount) -> None:
         """Take back the front's requests that had not reached the replica when the front's channel closed."""
         if front in self.state.fronts:
-            # A replica may report a dead front before the core notices its death, so the front is marked as
-            # broken.
+            # A replica may report that a front has ended before the core notices it, so the front is marked
+            # as broken.
             self.state.broken_fronts.add(front)
         for request in [one for one in self.state.in_flight.values() if one.front == front]:
             if request.queued_at is not None and request not in self.state.pauses:
@@ -236,22 +236,26 @@ class RequestManager:
         self.state.fronts.add(front)
 
     def lose_front(self, front: str) -> None:
-        """Handle the death of a front. Replicas cancel its submissions and report the cancellations."""
+        """Handle the end of a front process. Replicas cancel its submissions and report the cancellations."""
         for request in [one for one in self.state.in_flight.values() if one.front == front]:
             self._lifecycle.end_without_front(request)
         self.state.fronts.discard(front)
         self.state.broken_fronts.discard(front)
 
     def admit(self, front: str, admit: Admit) -> None:
-        """Handle a front's request for admission, either the first attempt or the next one after a replica
-        died."""
+        """Handle a front's request for admission. It is the first attempt, or the next attempt after a
+        replica was lost."""
         state = self.state
         known = state.in_flight.get(admit.request_id)
         if known is not None:
             self._readmit(front, known, admit)
             return
         if admit.attempt > 0:
-            log.error("request %s is not in flight, but has attempt %d", admit.request_id, admit.attempt)
+            log.error(
+                "request %s: attempt %d arrived, but the request is not in flight",
+                admit.request_id,
+                admit.attempt,
+            )
         model = state.models.get(admit.model)
         key_id = state.tenants.limits_key(admit.identity.key_id)
         request = Request(front, admit, key_id, model.version if model else "", self._deadline_at(admit))
@@ -287,7 +291,7 @@ class RequestManager:
         fits = request.front == front and request.settled is None and request.queued_at is None
         if not fits or admit.attempt <= request.admit.attempt:
             log.error("request %s: unexpected attempt %d from %s", admit.request_id, admit.attempt, front)
-            message = "another request with this id is in flight: give each its own"
+            message = "another request with this id is already in flight; use a unique id for each request"
             self._send(front, Refused(admit.request_id, admit.attempt, 409, "duplicate_request", message))
             return
         request.admit = admit
@@ -311,7 +315,7 @@ class RequestManager:
         request = self.state.in_flight.get(settle.request_id)
         if request is None or request.front != front or request.settled is not None:
             # The request was refused, or its channel to the replica broke, before this message arrived.
-            log.debug("request %s: settled by %s after its end", settle.request_id, front)
+            log.debug("request %s: %s reported its end again", settle.request_id, front)
             return
         was_queued = request.queued_at is not None
         self._lifecycle.stop_waiting(request)
@@ -327,7 +331,7 @@ class RequestManager:
         self._rows.end(rejected_row(rejected, self._version(rejected.model), self._unix()))
 
     def charge_work(self, worked: Worked) -> None:
-        """Charge front work that belongs to no request."""
+        """Charge a caller for a front's work that belongs to no request."""
         self._charge_for_work(worked.identity, worked.tokens, requests=0)
 
     def log_retry(self, retried: Retried) -> None:
@@ -345,8 +349,8 @@ class RequestManager:
     # ── time ──
 
     def expire(self) -> None:
-        """Refuse requests that have waited too long, and adapt to the load. Call this a few times per
-        second."""
+        """Refuse requests that have waited too long, and update predictions and load shedding. Call this a
+        few times per second."""
         now = self.state.clock()
         self._lifecycle.refuse_late(now)
         for model in self.state.models.values():

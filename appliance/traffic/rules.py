@@ -14,34 +14,35 @@ _Part = Annotated[float, msgspec.Meta(ge=0, le=0.5)]
 
 
 class QueueRules(msgspec.Struct, frozen=True, kw_only=True):
-    """The rules for waiting requests. `docs/traffic.md` explains each setting."""
+    """The rules for waiting requests. `docs/traffic.md` explains them."""
 
     limit: _Count = 2048
-    """Maximum number of waiting requests; more are refused with 503 and `Retry-After`."""
+    """Maximum number of waiting requests. Further requests are refused with 503 and `Retry-After`."""
     tokens: _Count = 8 << 20
-    """Maximum number of prompt tokens of the waiting requests."""
+    """Maximum total number of prompt tokens of all waiting requests."""
     timeout_s: _Seconds = 120.0
-    """A request that has waited this long is refused with 503. A new request that would wait longer is
-    refused at once."""
+    """A request that has waited this long is refused with 503. A new request whose expected waiting time is
+    longer is refused immediately."""
     targets_ms: tuple[_Factor, _Factor, _Factor] = (100.0, 1000.0, 10_000.0)
-    """How long a request of P0, P1 and P2 should wait at most. P3 has no target."""
+    """Target waiting times of the service classes P0, P1 and P2. P3 has no target."""
     output_weight: _Weight = 2.0
-    """Weight of an output token in fair shares; a prompt token has weight 1."""
+    """Weight of an output token in fair sharing. A prompt token has weight 1."""
     ageing: _Factor = 5.0
-    """A request that has waited this many times its class's target is late: its class gets a share of the
-    service before better classes (`lifted_share`)."""
+    """A request is late when it has waited this many times its class's target. Classes with late requests get
+    a guaranteed share of the service (`lifted_share`)."""
     lifted_share: _Part = 0.1
-    """Fraction of the service that each class with late requests gets before better classes."""
+    """Fraction of the service that each class with late requests gets ahead of higher-priority classes."""
     background_share: _Part = 0.02
-    """The same fraction for P3, which applies whenever P3 requests wait."""
+    """Fraction of the service that P3 gets ahead of higher-priority classes whenever P3 requests are
+    waiting."""
     reserved_slots: _Part = 0.03
-    """Fraction of a replica's slots that is reserved for tenants with few running sequences, while several
-    tenants send requests."""
+    """Fraction of a replica's sequence slots that is reserved for tenants with few running sequences. It
+    applies while more than one tenant sends requests."""
     overload: _Factor = 10.0
-    """Overload begins when requests would wait this many times their class's target."""
+    """Overload begins when the expected waiting time exceeds this many times a class's target."""
     overload_s: _Seconds = 5.0
-    """How long an overload must last before the next step of load shedding, or be over before a step is
-    undone."""
+    """How long an overload must last before load shedding goes one step further, and how long it must be over
+    before a step is undone."""
 
     def target_s(self, request_class: int) -> float:
         """Return the target of a class in seconds; infinite for P3."""
@@ -50,6 +51,6 @@ class QueueRules(msgspec.Struct, frozen=True, kw_only=True):
         return float("inf")
 
     def late_s(self, request_class: int) -> float:
-        """Return the waiting time from which a request counts as late, in seconds. P3 has the same value as
+        """Return the waiting time in seconds after which a request counts as late. P3 has the same value as
         P2."""
         return self.ageing * self.targets_ms[min(request_class, len(self.targets_ms) - 1)] / 1e3

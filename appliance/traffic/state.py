@@ -31,7 +31,7 @@ class TrafficState:
         self.fronts: set[str] = set()
         """Names of the live fronts."""
         self.broken_fronts: set[str] = set()
-        """Live fronts that closed a channel to a replica, because they are dying or faulty. A request
+        """Live fronts that closed a channel to a replica, because they are ending or faulty. A request
         dispatched for one of these fronts may not reach its replica."""
         self.running = 0
         self.waiting_tokens = 0
@@ -49,18 +49,20 @@ class TrafficState:
         return sum(model.queued for model in self.models.values()) + len(self.pauses)
 
     def unfinished(self, model: str | None = None) -> Iterator[Request]:
-        """Yield the requests in flight that are not held, which a drain waits for: those for `model`, or all
-        if it is None. No request may be added or removed during the iteration."""
+        """Yield the requests in flight that are not held, which are the requests that a drain waits for.
+        Yields requests for `model`, or for all models if it is None. No request may be added or removed
+        during the iteration."""
         for request in self.in_flight.values():
             if request not in self.pauses and model in (None, request.first.model):
                 yield request
 
     def finished(self, model: str | None = None) -> bool:
-        """Return whether there are no `unfinished` requests. Stops at the first one."""
+        """Return whether no requests are `unfinished`. The search stops at the first unfinished request."""
         return next(self.unfinished(model), None) is None
 
     def remaining(self, model: str | None = None) -> Remaining:
-        """Return the remaining work of the unfinished requests: those for `model`, or all if it is None."""
+        """Return the remaining work of the unfinished requests for `model`, or for all models if it is
+        None."""
         now, total = self.clock(), Remaining()
         for name, traffic in self.models.items():
             if model in (None, name):
@@ -68,7 +70,7 @@ class TrafficState:
         return total
 
     def held(self, model: str | None = None) -> int:
-        """Return the number of held requests: those for `model`, or all if it is None."""
+        """Return the number of held requests for `model`, or for all models if it is None."""
         return len(self.pauses) if model is None else len(self.pauses.held(model))
 
     def accounts_of(self, request_id: str) -> list[CreditAccount]:

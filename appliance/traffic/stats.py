@@ -20,7 +20,7 @@ class ModelStats(NamedTuple):
     """Requests that wait for their first dispatch."""
     oldest_wait_s: list[float]
     resuming: int
-    """Requests that lost their replica and wait to continue."""
+    """Number of requests that lost their replica and are waiting to continue."""
     running: int
     overload_step: int
     """The step of the load shedder; 0 without overload."""
@@ -59,7 +59,8 @@ def overload(models: Iterable[ModelTraffic]) -> tuple[str, int]:
 
 
 def classes(models: Iterable[ModelTraffic], now: float) -> list[ClassStatus]:
-    """Return the status of each class over all models, with the longest wait of any model."""
+    """Return the status of each class over all models. The wait of a class is its longest wait in any
+    model."""
     known = list(models)
     waits_s = [model.waits_s(now) for model in known]
     statuses = []

@@ -87,10 +87,10 @@ class TenantTraffic:
         """Use of the keys that have waiting or running requests."""
         self.outputs = OutputLengths()
         self.service = 0.0
-        """Weighted tokens since the service started, corrected when each request ends."""
+        """Number of weighted tokens served since the service started. It is corrected when a request ends."""
         self.held_at: set[tuple[str, str]] = set()
-        """Pairs of model and key id where the tenant or key is at its limit of running requests. An empty key
-        id means the tenant itself."""
+        """Pairs of model and key id for which the limit of running requests is reached. An empty key id means
+        the tenant's limit."""
 
     def key(self, key_id: str) -> Use:
         """Return the use of one of the tenant's keys."""
@@ -100,7 +100,8 @@ class TenantTraffic:
         return use
 
     def uses(self, key_id: str) -> tuple[Use, ...]:
-        """Return the uses that a request with this key counts toward: the tenant's and the key's."""
+        """Return the uses that count a request with this key: the tenant's use and, if there is a key, the
+        key's use."""
         return (self.use, self.key(key_id)) if key_id else (self.use,)
 
     def leave(self, model: str, key_id: str, seqs: int, kv_tokens: int) -> set[str]:
@@ -216,6 +217,7 @@ def _different(before: Mapping[str, Record], after: Mapping[str, Record]) -> Ite
     """Yield the records that were added, removed or changed."""
     for one, other in ((before, after), (after, before)):
         for name, record in one.items():
-            # Most records are the same object, because a change keeps all records that it does not affect.
+            # Most records are identical objects, because a change creates new objects only for the records
+            # that it affects.
             if (known := other.get(name)) is not record and known != record:
                 yield record

@@ -2,8 +2,8 @@
 seconds on one clock.
 
 `Timeline` holds the requests of one tenant in plain lists. An operation costs at most the length of the
-queue, in C. Most new requests are due after those already waiting, so their totals are the overall totals
-minus a few items.
+queue, in C. Most new requests are due after the requests that are already waiting, so the totals before a new
+request are the overall totals minus a few items.
 
 `Promises` holds all of a model's requests that have a deadline, and needs a running sum over those after a
 given time. It keeps the requests in blocks with a summary each, so that an operation costs about the square
@@ -85,23 +85,23 @@ class Timeline(Generic[Item]):
 
 
 class Promises(Generic[Item]):
-    """Items that must each begin by a given time, with a check whether all of them can.
+    """Items that must each begin by a given time, and a check whether all of them can.
 
-    The items are served one after another, earliest time first, and each takes its work in seconds. An item
-    begins in time if the work of the items before it is done by its time (the processor demand test of EDF
-    scheduling, Baruah et al. 1990).
+    The items are served one after another, earliest time first, and each takes a given number of seconds of
+    work. An item begins in time if the work of all preceding items is completed by its time (the processor
+    demand test of EDF scheduling, Baruah et al. 1990).
     """
 
     def __init__(self) -> None:
         self._blocks: list[list[_Promise]] = [[]]
-        """The blocks in order; only a single block may be empty."""
+        """The blocks in order. A block is empty only if it is the only block."""
         self._lasts: list[tuple[float, int]] = [(0.0, 0)]
         """The greatest key (time and serial) of each block."""
         self._works = [0.0]
         """The total work of each block."""
         self._slacks = [float("inf")]
-        """For each block, the minimum over its items of the item's time minus the work before the item in the
-        block."""
+        """For each block, the minimum slack of its items. An item's slack is its time minus the preceding
+        work in the block."""
 
     def __iter__(self) -> Iterator[Item]:
         """Iterate in order. The promises must not change during the iteration."""
@@ -144,8 +144,8 @@ class Promises(Generic[Item]):
 
     def latest_begin_with(self, time: float, work_s: float) -> float:
         """Return the latest time at which serving must begin if one more item is added, which must begin by
-        `time` and takes `work_s` seconds. Only the new item and those after it are considered, because it
-        does not delay the items before it."""
+        `time` and takes `work_s` seconds. Only the new item and the items after it are considered, because
+        the new item does not delay earlier items."""
         at = self._block_of((time, _AFTER_ALL))
         block = self._blocks[at]
         index = bisect_left(block, (time, _AFTER_ALL))
@@ -154,12 +154,13 @@ class Promises(Generic[Item]):
         return min(min(slack, self._latest(at + 1, work)) - work_s, time - before)
 
     def _block_of(self, key: tuple[float, float]) -> int:
-        """Return the index of the block that contains the key, or where it belongs."""
+        """Return the index of the block that contains the key, or of the block in which the key would be
+        inserted."""
         return min(bisect_left(self._lasts, key), len(self._blocks) - 1)
 
     def _latest(self, start: int, before: float) -> float:
-        """Return the latest begin for the blocks from index `start` on, which follow `before` seconds of
-        work."""
+        """Return the latest time at which serving must begin for the blocks from index `start` on, if
+        `before` seconds of work precede them."""
         works = accumulate(self._works[start:], initial=before)
         return min(map(sub, self._slacks[start:], works), default=float("inf"))
 
@@ -171,8 +172,8 @@ class Promises(Generic[Item]):
 
 
 def _demand(promises: Iterable[_Promise], work: float) -> tuple[float, float]:
-    """Return the total work up to the end of these promises, which follow `work` seconds of work, and the
-    minimum of time minus preceding work."""
+    """Return the total work including these promises and the `work` seconds that precede them, and the
+    minimum slack. A promise's slack is its time minus the work that precedes it."""
     slack = float("inf")
     for time, _, work_s, _ in promises:
         if time - work < slack:

@@ -6,13 +6,13 @@
 
 Unless --model is given, the model has a public shape and random weights. The table shows the run with the
 median result. It lists decode-only steps and steps with prefill ("mixed") separately: the number of steps,
-their mean duration, and the fraction of time in which the device was waiting for the host ("idle"). The
-column "max" contains the largest idle fraction of all runs.
+their mean duration, and the fraction of time that the device waited for the host ("idle"). The column "max"
+shows the largest idle fraction of all runs.
 
 With several ranks, this process is rank 0 of a replica, and the limit counts the bytes and operations of one
 GPU without communication. A second line per workload shows the mean time that rank 0 needs to encode and send
-the plan of a step. For a mixture of experts on one rank, a further line shows how many different experts a
-decode step reads in each layer, and the number that the limit counts.
+the plan of a step. For a mixture of experts on one rank, a further line shows the number of distinct experts
+per layer that a decode step reads, and the number that the limit assumes.
 
 The benchmark requires torch, numpy and msgspec, and triton on a GPU. It does not need a running service and
 downloads nothing.

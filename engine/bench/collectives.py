@@ -6,7 +6,7 @@ by message size.
 The table shows microseconds per call, measured in a CUDA graph of many calls. NCCL and torch run only the
 all-reduce. Our kernels also add the residual, and the columns with "+norm" include the partial RMSNorm. "+FP8
 norm" is the one-shot kernel that also computes the quantised RMSNorm, with one program per row. "then FP8
-norm" is the pair of kernels that it replaces. The torch functions come from
+norm" measures the two separate kernels that this kernel replaces. The torch functions come from
 `torch.distributed._symmetric_memory` and run without NVLink multicast.
 """
 

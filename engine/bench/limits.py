@@ -1,14 +1,15 @@
 """The limit of a workload: the best result that the hardware allows, on one device or on several equal
 devices.
 
-The limit is the number of bytes that each device must read and the number of operations that each device must
-perform, divided by the device's peak rates. No engine can be faster, so results are printed as a fraction of
-the limit. Communication between devices is not counted.
+The limit is derived from the number of bytes that each device must read, the number of operations that it
+must perform, and its peak rates. No engine can be faster, so results are printed as a fraction of the limit.
+Communication between devices is not counted.
 
-A decode step reads every matrix once, and the keys and values of every sequence once. In a layer with experts
-it reads the experts that its tokens choose on average if every expert is equally likely. With large batches,
-its GEMMs are bound by operations instead of bytes. A prefill computes its GEMMs and its causal attention. The
-model assumes no overlap between GEMMs and cache reads, because the next token needs both.
+A decode step reads every matrix once, and the keys and values of every sequence once. In a layer with
+experts, it is assumed to read the expected number of distinct experts if every token is equally likely to
+choose any expert. With large batches, its GEMMs are bound by operations instead of bytes. A prefill computes
+its GEMMs and its causal attention. GEMMs and cache reads are assumed not to overlap, because each layer needs
+the result of the previous one.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def limit(
     prompt, output = workload.prompt_tokens, workload.output_tokens
 
     def read_s(tokens: int) -> float:
-        """Return the time in which a pass of `tokens` tokens reads its matrices."""
+        """Return the time that a pass of `tokens` tokens needs to read its matrices."""
         return (read_parameters(config, tokens) / ranks * weight_bytes + head * 2) / device.bytes_per_s
 
     pairs = prompt * (prompt + 1) / 2

@@ -1,5 +1,6 @@
-"""Counts the different experts that the decode steps of a workload choose, to show whether random weights
-route as evenly as the limits assume (`engine.ceilings.expected_experts`)."""
+"""Counts the distinct experts that the tokens of a workload's decode steps choose. The counts show whether a
+model with random weights uses its experts as evenly as the limits assume
+(`engine.ceilings.expected_experts`)."""
 
 from __future__ import annotations
 
@@ -23,11 +24,11 @@ _PROMPT_TOKENS, _OUTPUT_TOKENS = 64, 17
 
 @dataclass(frozen=True, slots=True)
 class DistinctExperts:
-    """The mean number of different experts of a layer that the tokens of a decode step choose."""
+    """The mean number of distinct experts per layer that the tokens of a decode step choose."""
 
     counted: float
     expected: float
-    """The number if every token is equally likely to choose any expert."""
+    """Expected number if every token is equally likely to choose any expert."""
     experts: int
     """Number of experts in a layer."""
 
@@ -39,9 +40,9 @@ class DistinctExperts:
 
 
 def count_experts(engine: LocalEngine, workload: EngineWorkload) -> DistinctExperts | None:
-    """Run short sequences of a workload, as many as it decodes at a time, and count their experts. Returns
-    None if the model has no experts, if no step decodes all sequences, or if there are several ranks: the
-    steps are not replayed from CUDA graphs, so the other ranks would not take part in them."""
+    """Run as many short sequences as the workload decodes at a time, and count their experts. Returns None if
+    the model has no experts, or if no step decodes all sequences. Also returns None with several ranks: the
+    counted steps do not use CUDA graphs, so the other ranks would not take part in them."""
     experts = engine.runner.config.experts
     if experts is None or workload.output_tokens == 1 or engine.info.tensor_parallel_size > 1:
         return None
@@ -66,14 +67,13 @@ def count_experts(engine: LocalEngine, workload: EngineWorkload) -> DistinctExpe
 
 @contextmanager
 def _watched(decoder: Decoder, tokens: int) -> Iterator[list[int]]:
-    """Count the different experts of each layer in the decode steps of `tokens` tokens, until the context
-    ends."""
+    """Count the distinct experts of each layer in decode steps of `tokens` tokens, until the context ends."""
     watch = _Watch(tokens)
     forward = decoder.forward
 
     def watched(inputs: ForwardInput, kv: Any) -> Any:
         attention = inputs.attention
-        # A step with padding has at least as many slots as tokens.
+        # A padded step has at least as many slots as tokens.
         watch.decoding = not attention.chunks and attention.tiles is None and len(attention.slots) >= tokens
         return forward(inputs, kv)
 
@@ -99,7 +99,7 @@ class _Watch:
 
 
 class _WatchedOps:
-    """Forwards every operation, and counts the experts that are chosen."""
+    """Forwards every operation to `ops`, and counts the chosen experts."""
 
     def __init__(self, ops: Any, watch: _Watch) -> None:
         self._ops = ops

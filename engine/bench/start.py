@@ -25,7 +25,7 @@ from engine.messages import ReplicaInfo, ReplicaSpec
 from engine.parallel import RankLost
 
 FAILURES = (CheckpointError, UnsupportedError, DeviceError, MemoryError, torch.OutOfMemoryError, RankLost)
-"""Engine exceptions that are reported by their message only, without a traceback."""
+"""Engine exceptions that are reported by message only, without a traceback."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -73,8 +73,8 @@ def started(
 
 @contextmanager
 def closed_at_end(engine: LocalEngine) -> Iterator[LocalEngine]:
-    """Close the engine at the end of the context. If the body raises RankLost, the exception is raised again
-    with the cause of the loss, if it is known."""
+    """Close the engine at the end of the context. If the body raises RankLost, raise it again, with the cause
+    of the loss if it is known."""
     try:
         yield engine
     except RankLost as error:

@@ -10,8 +10,8 @@ HEADING = (
     f"{'workload':14}{'result':>11}{'unit':>8}{'limit':>9}{'%':>7}"
     f"{'decode':>8}{'ms':>8}{'idle':>7}{'max':>7}{'mixed':>7}{'ms':>8}{'idle':>7}{'max':>7}"
 )
-"""Column headings. "%" is the result as a fraction of the limit. The columns for decode-only and for mixed
-steps are the number of steps, their mean duration, the median run's idle fraction, and the maximum idle
+"""Column headings. "%" is the result as a fraction of the limit. Decode-only and mixed steps each have four
+columns: the number of steps, their mean duration, the median run's idle fraction, and the maximum idle
 fraction over all runs."""
 
 
@@ -35,7 +35,7 @@ def line(name: str, workload: EngineWorkload, runs: Sequence[WorkloadResult], li
 
 
 def plans_line(workload: EngineWorkload, runs: Sequence[WorkloadResult]) -> str:
-    """Format the time per step that rank 0 spent on sending plans to the other ranks, in the median run."""
+    """Format the mean time per step that rank 0 spent sending plans to the other ranks, in the median run."""
     run = median_run(workload, runs)
     kinds = [(name, steps) for name, steps in (("decode", run.decode), ("mixed", run.mixed)) if steps.count]
     spent = ", ".join(f"{steps.plan_us:.0f} µs per {name} step" for name, steps in kinds)

@@ -15,9 +15,9 @@ from engine.messages import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class EngineWorkload:
-    """A workload of `requests` prompts of random tokens, which are sent all together or one at a time. Each
-    request generates `output_tokens` tokens, ignores end-of-sequence tokens, and has no hit in the prefix
-    cache."""
+    """A workload that sends `requests` prompts of random tokens, either all at the same time or one after
+    another. Each request generates exactly `output_tokens` tokens, because end-of-sequence tokens are
+    ignored. No request has a hit in the prefix cache."""
 
     requests: int
     prompt_tokens: int
@@ -57,15 +57,15 @@ WORKLOADS: dict[str, EngineWorkload] = {
 
 @dataclass(slots=True)
 class StepStats:
-    """Statistics of all decode-only or all mixed steps of a run: their number, their mean duration, and the
-    mean time for which the device was idle before a step because it was waiting for the host."""
+    """Statistics of a run's decode-only steps, or of its mixed steps: their number, their mean duration, and
+    the mean time that the device waited for the host before a step."""
 
     count: int
     ms: float
     idle_us: float
     idle_fraction: float
     plan_us: float = 0.0
-    """Mean time per step that rank 0 spent on sending the plan to the other ranks."""
+    """Mean time per step that rank 0 spent sending the plan to the other ranks."""
 
 
 @dataclass(slots=True)

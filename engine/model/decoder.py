@@ -105,7 +105,8 @@ class Decoder:
         calls = list(zip(self.layers, kv, next_gains, strict=True))
         overlap = ranks.overlap(len(inputs.token_ids))
         if overlap is not None and len(calls) > 1:
-            # The last layer computes only some rows, so it runs on the whole pass.
+            # The last layer computes only some rows, so it is run once on the whole pass instead of on two
+            # halves.
             residual = run_in_halves(calls[:-1], residual, self._halves(inputs, overlap.split), overlap)
             calls = calls[-1:]
         for layer, pool, next_gain in calls:
@@ -149,7 +150,7 @@ class Decoder:
 
     def allocate_kv(self, blocks: int, zeros: Zeros | None = None) -> list[KvPool]:
         """Allocate one zero-filled KV pool per layer. Attention reads whole blocks and masks positions after
-        the end of a sequence. The masked values may be arbitrary, except for infinity and NaN.
+        the end of a sequence. The masked values may be arbitrary, but must be finite.
 
         `zeros` allocates a zero-filled tensor of a given shape and dtype. By default, torch allocates it.
         """
@@ -187,7 +188,7 @@ class Decoder:
         """Clear the padding, and pack the weights into the backend's layout. Call once, after all weights
         have been filled.
 
-        If the backend packs weights, a tied output matrix is stored separately from the embedding
+        If the backend packs weights, a tied output matrix becomes a separate copy of the embedding
         (`engine.sizing` counts both).
         """
         self.embedding[self.shard.vocab_real :] = 0

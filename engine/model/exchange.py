@@ -2,9 +2,9 @@
 columns.
 
 A rank's columns are spread over all rows of the file. If each rank read only its columns, it would need a
-system call for every few KB. If each rank read all rows, the traffic of the page cache and of PCIe would be
-multiplied by the number of ranks. Each rank therefore reads an equal part of the rows. An all-to-all over the
-links between the ranks then gives each rank its columns of all rows.
+system call for every few KB. If each rank read all rows, the page-cache and PCIe traffic would be multiplied
+by the number of ranks. Each rank therefore reads an equal part of the rows. In an all-to-all exchange, each
+rank then receives its columns of all rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from engine.parallel import all_to_all
 
 
 class Columns(NamedTuple):
-    """A rank's columns of a range of rows."""
+    """One rank's columns in a range of rows."""
 
     first_row: int
     numbers: torch.Tensor
@@ -42,13 +42,14 @@ class ColumnExchange:
         return self._ranks > 1 and rows % self._ranks == 0 and columns % self._ranks == 0
 
     def part(self, name: str, entry: TensorEntry) -> TensorSlice:
-        """Return the rows of a tensor that this rank reads."""
+        """Return the range of a tensor's rows that this rank reads."""
         rows = entry.shape[0] // self._ranks
         return TensorSlice(name, entry, self._rank * rows, rows)
 
     def add(self, part: TensorSlice, numbers: torch.Tensor) -> Iterator[Columns]:
-        """Add rows that this rank has read, in order: `[rows, all columns]`. After the last rows, exchange
-        columns with the other ranks, and yield this rank's columns of the rows read by each rank."""
+        """Add rows that this rank has read, in order: `[rows, all columns]`. When all rows have been added,
+        exchange columns with the other ranks, and yield this rank's columns of the rows that each rank has
+        read."""
         rows, width = part.entry.shape[0] // self._ranks, part.entry.shape[1] // self._ranks
         if self._sending is None:
             self._sending, self._rows_read = numbers.new_empty((self._ranks, rows, width)), 0

@@ -1,5 +1,6 @@
-"""The names of experts' tensors in checkpoints. Published checkpoints have a tensor for each matrix of each
-expert, and Mixtral names them differently; transformers 5 can store all experts of a layer in one tensor."""
+"""Maps the names of experts' tensors in checkpoints to one naming scheme. Published checkpoints have one
+tensor for each matrix of each expert; Mixtral's tensors have different names. transformers 5 can store the
+matrices of all experts of a layer in one tensor."""
 
 from __future__ import annotations
 
@@ -12,12 +13,14 @@ from engine.model.checkpoint import TensorEntry
 _MIXTRAL = re.compile(r"\.block_sparse_moe\.(?:experts\.(\d+)\.(w[123])\.)?")
 _MIXTRAL_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""The matrices of each expert that a tensor of all experts has, one after the other."""
+"""For each tensor that contains all experts, the matrices of one expert, in the order in which they are
+stored."""
 
 
 def split_experts(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """Return the tensors of a checkpoint with those of experts named `….mlp.experts.INDEX.gate_proj.weight`,
-    `up_proj` and `down_proj`. A tensor of all experts `[experts, rows, columns]` becomes its matrices."""
+    """Return a checkpoint's tensors with uniform names for experts: `….mlp.experts.INDEX.gate_proj.weight`,
+    and the same with `up_proj` and `down_proj`. A tensor `[experts, rows, columns]` that contains all experts
+    is replaced by one entry per matrix."""
     return {
         part: each
         for name, entry in entries.items()

@@ -1,7 +1,7 @@
-"""The layer with a mixture of experts in place of the MLP.
+"""The layer with a mixture of experts instead of an MLP.
 
-Every rank has the whole router and a slice of every expert, as it has a slice of a dense MLP, so the ranks
-route alike and add up their results once.
+Every rank has the whole router, and a slice of every expert, as with a dense MLP. All ranks therefore choose
+the same experts, and their results are summed only once per layer.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ class MixtureActivation:
 
     routed: ExpertActivation
     shared: Activation | None
-    """The shared expert's, multiplied by its gate; None if the model has no shared expert."""
+    """Activations of the shared expert, multiplied by its gate; None if the model has no shared expert."""
 
 
 class MixtureDown:
-    """The down-projections of all experts and their sum. Implements `engine.model.layers.Summand`."""
+    """Computes the down-projections of all experts, and their sum. Implements
+    `engine.model.layers.Summand`."""
 
     def __init__(self, ops: Ops, experts: Experts, shared: Linear | None) -> None:
         self.ops = ops
@@ -94,7 +95,8 @@ class Mixture:
             return MixtureActivation(routed, None)
         gate = self.ops.norm_linear(Residual(x.values), norm_weight, eps, self.shared_gate, None).sigmoid()
         shared = self.shared.activate(x, norm_weight, eps)
-        # Scaling the input of a linear scales its result.
+        # Apply the gate to the input of the down-projection, because scaling a linear's input scales its
+        # result.
         if isinstance(shared, Fp8Activation):
             return MixtureActivation(routed, Fp8Activation(shared.values, shared.scales * gate, shared.dtype))
         return MixtureActivation(routed, shared * gate)
@@ -127,6 +129,6 @@ class Mixture:
 
 
 class ExpertsLayer(Layer):
-    """Norm, attention, norm, mixture of experts."""
+    """The layer with experts, which consists of norm, attention, norm and mixture of experts."""
 
     feed_forward_type = Mixture

@@ -2,10 +2,8 @@
 
 A thread reads a piece with one system call, which releases the interpreter's lock. Pieces are large, so that
 Python's overhead is small. Only a few pieces are in flight, so that data from the page cache remains in the
-processor's cache until the device has read it.
-
-Messages about failed reads contain the file and the tensor. Messages about files that cannot be opened or
-were modified contain the file.
+processor's cache until the device has read it. Error messages contain the file; messages about failed reads
+also contain the tensor.
 """
 
 from __future__ import annotations
@@ -23,8 +21,8 @@ from engine.model.staging import StagingBuffer
 from engine.model.weight_file import PAGE, WeightFile
 
 READERS = 12
-"""Number of reader threads. It is sufficient to read from the page cache at 55 GB/s, the rate of PCIe, and to
-keep disks busy."""
+"""Number of reader threads. With this number, reads from the page cache reach 55 GB/s, the rate of PCIe, and
+disks are kept busy."""
 PIECE_BYTES = 4 << 20
 """Size of a piece in bytes, which must be a multiple of the page size."""
 
@@ -86,8 +84,8 @@ class BlockRead:
         """Wait until all pieces have been read. Raises CheckpointError with file and tensor if a read
         failed."""
         with self._complete:
-            # The reference is dropped because the traceback and the BlockRead would form a cycle. The cycle
-            # would keep the staging buffer alive until the next garbage collection.
+            # Drop the reference to the exception. Otherwise, the traceback and the BlockRead would form a
+            # cycle, and the staging buffer would not be freed until the next garbage collection.
             failure, self._failure = self._failure, None
         try:
             if failure is not None:
@@ -118,7 +116,7 @@ class BlockRead:
 
 
 class ReaderPool:
-    """Threads that read blocks piece by piece, in the order of the calls of `read`."""
+    """Threads that read blocks piece by piece, in the order of the calls to `read`."""
 
     def __init__(self, threads: int) -> None:
         self._pieces: SimpleQueue[tuple[BlockRead, int, int] | None] = SimpleQueue()

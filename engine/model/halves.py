@@ -1,8 +1,7 @@
-"""Computes long passes in two halves of their tokens. While one half is summed over the ranks, the device
-computes the other half.
+"""Computes long passes in two halves, split by tokens. While one half's results are summed over the ranks,
+the device computes the other half.
 
-The second half attends to the keys and values of the first half, so every layer writes the first half's keys
-and values first.
+The second half attends to the first half's keys and values, so every layer computes the first half first.
 """
 
 from __future__ import annotations

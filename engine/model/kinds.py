@@ -7,4 +7,4 @@ from engine.model.experts import ExpertsLayer
 from engine.model.layers import Layer
 
 LAYER_KINDS: dict[str, type[Layer]] = {DENSE: Layer, EXPERTS: ExpertsLayer}
-"""The class of each kind of layer (values of `ModelConfig.layer_kinds`)."""
+"""The class for each kind of layer. The keys are the possible values in `ModelConfig.layer_kinds`."""

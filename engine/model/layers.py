@@ -36,8 +36,8 @@ class LayerInput:
     attention_plan: Any
     """Result of `Ops.plan_attention` for the forward pass."""
     kept: torch.Tensor | None = None
-    """Indices of the tokens whose results are needed: [rows] int64, as in `attention_plan`. For all other
-    tokens, the layer computes only keys and values. None means that all results are needed."""
+    """Indices of the tokens whose results are needed: [rows] int64, the same tokens as in `attention_plan`.
+    For all other tokens, the layer computes only keys and values. None means that all results are needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +178,8 @@ def add_sum(
     eps: float,
     ranks: Ranks,
 ) -> Residual:
-    """Return `residual` plus the sum of `part` over several ranks. weight: the matrix that computed `part`;
-    the others are as in `Linear.add_to`."""
+    """Return `residual` plus the sum of `part` over several ranks. weight: the matrix that computed `part`.
+    The other arguments are those of `Linear.add_to`."""
     norm = None if next_gain is None else ops.next_norm(len(part), weight, next_gain, eps)
     return ranks.add_sum(residual, part, norm)
 
@@ -193,7 +193,7 @@ class Summand(Protocol):
     def add_to(
         self, residual: Residual, x: Any, next_gain: torch.Tensor | None, eps: float, ranks: Ranks
     ) -> Residual:
-        """Return `residual` plus the result, summed over the ranks, as `Linear.add_to`."""
+        """Return `residual` plus the result, summed over the ranks, as `Linear.add_to` does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +216,8 @@ class Addition:
 
 
 LayerRun = Generator[Addition, Residual, Residual]
-"""Type of a layer's `run`, which yields additions, receives their results, and returns the residual."""
+"""Type of a layer's `run`: a generator that yields additions, receives their results, and returns the
+residual."""
 
 
 class Attention:
@@ -235,7 +236,7 @@ class Attention:
         self.q_norm = factory.empty(config.head_dim) if config.qk_norm else None
         self.k_norm = factory.empty(config.head_dim) if config.qk_norm else None
         self.qk_norm = None
-        """The gains of the norm of all query heads, and of that of all key heads, if the model has them."""
+        """Gains of the norms over all query heads and over all key heads, if the model has these norms."""
         if config.qk_norm_all_heads:
             self.qk_norm = factory.empty((shard.heads + shard.kv_heads) * config.head_dim)
 
@@ -261,10 +262,10 @@ class Attention:
         return attended.view(len(attended), -1)
 
     def _normalise(self, qkv: torch.Tensor, gain: torch.Tensor, ranks: Ranks) -> None:
-        """Apply the norms of all query heads and of all key heads to `qkv`, in place."""
+        """Apply, in place, the norms over all query heads and over all key heads of `qkv`."""
         q = self.shard.heads * self.config.head_dim
         both = qkv[:, : len(gain)].float()
-        # All ranks have equally many numbers, so the mean over all of them is the mean of their means.
+        # All ranks have the same number of elements, so the overall mean is the mean of the ranks' means.
         means = [part.square().mean(dim=1) for part in (both[:, :q], both[:, q:])]
         mean = ranks.all_reduce(torch.stack(means)).div(ranks.size).unsqueeze(-1)
         scale_q, scale_k = torch.rsqrt(mean + self.config.rms_norm_eps)
@@ -356,7 +357,7 @@ class Layer:
     """The dense layer, which consists of norm, attention, norm and MLP."""
 
     feed_forward_type: type[FeedForward] = Mlp
-    """The class of the half after attention."""
+    """Class of the layer's second half, which follows attention."""
 
     def __init__(self, config: ModelConfig, shard: Shard, factory: ParameterFactory, index: int) -> None:
         self.eps = config.rms_norm_eps
@@ -369,8 +370,9 @@ class Layer:
     def run(
         self, residual: Residual, inputs: LayerInput, kv: KvPool, next_gain: torch.Tensor | None
     ) -> LayerRun:
-        """Run the layer: yield each addition to the residual, receive its result from the caller, and return
-        the final residual. The keys and values of the pass are written to `kv`. May overwrite `residual`.
+        """Run the layer as a generator: yield each addition to the residual, receive the new residual from
+        the caller, and return the final residual. The keys and values of the pass are written to `kv`. May
+        overwrite `residual`.
 
         `next_gain` is the gain of the norm that is applied to the result, or None after the last layer.
         """

@@ -35,7 +35,7 @@ _STATIC_SCALES = (".input_scale", ".k_scale", ".v_scale", ".kv_scale", ".q_scale
 computes scales per token."""
 _NAMES_SHOWN = 4
 _PROGRESS_S = 0.1
-"""Minimum time in seconds between progress reports within a file."""
+"""Minimum time, in seconds, between progress reports within a file."""
 
 
 def load(decoder: Decoder, folder: str | Path, progress: ProgressCallback, *, exchange: bool = False) -> int:

@@ -30,8 +30,8 @@ class StagingBuffer:
             self._copied.synchronize()
 
     def copy(self, numbers: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy `numbers`, which is a part of `host`, to `target` on the device. The copy is complete when the
-        ring has been closed."""
+        """Copy `numbers`, which is a part of `host`, to `target` on the device. The copy is guaranteed to be
+        complete only when the ring has been closed."""
         if self._copy_stream is None:
             target.copy_(numbers)
             return
@@ -48,8 +48,8 @@ class StagingBuffer:
         self._locked = True
 
     def on_device(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return a device copy of `numbers` for work on the current stream. Call `mark_used` after this work
-        has been launched."""
+        """Return a device copy of `numbers` for use on the current stream. Call `mark_used` after the work
+        that uses it has been launched."""
         if self._copy_stream is None:
             # A tensor may begin at any offset in the file, but some dtypes require aligned memory.
             return numbers.clone() if numbers.data_ptr() % torch.float32.itemsize else numbers
@@ -63,7 +63,8 @@ class StagingBuffer:
         return buffer
 
     def mark_used(self) -> None:
-        """Mark the device copy as reusable after all work launched so far on the current stream."""
+        """Record that the device copy may be overwritten once all work launched so far on the current stream
+        has finished."""
         if self._copy_stream is not None:
             self._used.record(torch.cuda.current_stream(self._copy_stream.device))
 
@@ -88,7 +89,7 @@ class StagingRing:
         copy_stream = None
         if device.type == "cuda":
             copy_stream = torch.cuda.Stream(device)
-            # Earlier work may still use the memory that the parameters now occupy.
+            # Wait for earlier work, which may still use the memory that the parameters now occupy.
             copy_stream.wait_stream(torch.cuda.current_stream(device))
         self.buffers = [StagingBuffer(part, copy_stream) for part in host.split(buffer_bytes)]
 

@@ -6,8 +6,8 @@ page-locked, and some buffers are filled while others are copied to the device. 
 are copied directly to the parameters. Other values are copied to device buffers, where the caller converts
 them.
 
-The ring uses at most 144 MiB of host memory, and conversions need the same amount of GPU memory. The sizes
-are larger only if a single row is larger than a block.
+The ring uses at most 144 MiB of host memory, and conversions need the same amount of GPU memory. More memory
+is used only if a single row is larger than a block.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ from engine.model.staging import StagingRing
 from engine.model.weight_file import PAGE, WeightFile
 
 BLOCK_BYTES = 16 << 20
-"""Size of a block for a GPU in bytes. It is large, so that Python's overhead per block is small."""
+"""Block size, in bytes, when the target is a GPU. It is large, so that Python's overhead per block is
+small."""
 _CPU_BLOCK_BYTES = 4 << 20
-"""Size of a block for a CPU in bytes. It is small, so that a block and its conversion buffers fit into the
-CPU's cache."""
+"""Block size, in bytes, when the target is a CPU. It is small, so that a block and its conversion buffers fit
+into the CPU's cache."""
 _PIECES_AHEAD = 24
 """Number of pieces that are read ahead. It is larger than the number of reader threads, so that one late
 piece does not block all threads."""

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 PAGE = mmap.PAGESIZE
-"""Required alignment of direct reads in bytes, in the file and in memory. It is sufficient for every disk."""
+"""Alignment of direct reads, in bytes, in the file and in memory. It is sufficient for every disk."""
 _FETCH_BYTES = 16 << 20
 _MEMORY_SHARE = 0.5
 """Maximum size of the files that `keep_cached` caches, as a fraction of the free memory."""
@@ -32,9 +32,9 @@ class WeightFile:
         # Read-ahead is disabled, because the kernel cannot predict the interleaved reads of many threads.
         os.posix_fadvise(self._cached, 0, 0, os.POSIX_FADV_RANDOM)
         self._direct: int | None = None
-        with suppress(OSError):  # some file systems do not support O_DIRECT
-            # The file is opened again through its descriptor, because its path may now refer to a different
-            # file.
+        # Some file systems do not support O_DIRECT. The file is opened again through its descriptor, because
+        # its path may now refer to a different file.
+        with suppress(OSError):
             same_file = f"/proc/self/fd/{self._cached}"
             self._direct = os.open(same_file, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
 
@@ -65,7 +65,7 @@ class WeightFile:
                 count = os.preadv(self._direct, [into[: buffer_bytes(first, nbytes)]], first - skipped)
                 if count >= skipped + nbytes:
                     return
-            # The direct read failed or was incomplete. A read through the page cache either succeeds or
+            # The direct read failed or was incomplete. Retry through the page cache, which either succeeds or
             # raises the actual error.
         done = 0
         while done < nbytes:
@@ -78,9 +78,9 @@ class WeightFile:
         """Return whether the range is in the page cache, or None if this is unknown. One page in each half of
         the range is probed.
 
-        Probing an uncached page loads it. The pages are therefore chosen at random. Otherwise, the next start
-        would find exactly the probed pages in the cache. Two pages are probed, because a fast disk may load
-        the first page during the probe.
+        Probing an uncached page loads it into the cache. The pages are therefore chosen at random, so that
+        the next start does not probe the same pages. Two pages are probed, because a fast disk may load the
+        first page during the probe.
         """
         half = (nbytes + 1) // 2
         one = self._page_is_cached(first + random.randrange(half))

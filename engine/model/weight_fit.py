@@ -70,8 +70,8 @@ class WeightFit:
         return f"the weights take {taken:.1f} GiB per rank ({self._weights})"
 
     def _remedy(self, most: int) -> str:
-        """Return the possible remedies. A setting is suggested only if the weights would then fit into `most`
-        bytes."""
+        """Return the possible remedies. A changed setting is suggested only if the weights would then fit
+        into `most` bytes."""
         gpu = self.device.type == "cuda"
         remedies = ["use more GPUs (tensor_parallel_size)" if gpu else "free memory"]
         settings = [] if self.fp8 else [(f'quantization = "{FP8}"', self.dtype, FP8)]

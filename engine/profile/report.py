@@ -23,7 +23,7 @@ class KernelRow:
     share: float
     """Fraction of the total time, including idle gaps."""
     work: KernelWork | None
-    """Minimum memory traffic and operations of the kernel, or None if unknown."""
+    """The kernel's minimum memory traffic and its operations, or None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)

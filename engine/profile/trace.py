@@ -19,11 +19,11 @@ class TraceCall:
     name: str
     """Name of the kernel, as returned by `short_name`."""
     us: float
-    """Time in microseconds that the call adds to the timeline. On a GPU, a kernel may start before the
-    previous kernel ends (programmatic dependent launch). Only its time after that end counts. On a CPU, the
-    time of nested operations is excluded."""
+    """Time, in microseconds, that the call adds to the timeline. On a GPU, a kernel may start before the
+    previous kernel ends (programmatic dependent launch), and only the time after that end counts. On a CPU,
+    the time of nested operations is excluded."""
     gap_us: float
-    """Idle time in microseconds before the call. It is 0 on a CPU."""
+    """Idle time, in microseconds, before the call. It is 0 on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,14 +32,13 @@ class KernelWork:
     bytes: float
     operations: float = 0.0
     per_s: float | None = None
-    """Peak rate of these operations on the device per second, or None if the operations cannot be the
-    bottleneck."""
+    """The device's peak rate for these operations, per second, or None if they cannot be the bottleneck."""
 
     def __add__(self, other: KernelWork) -> KernelWork:
         return KernelWork(self.bytes + other.bytes, self.operations + other.operations, self.per_s)
 
     def limit_us(self, device: Ceilings) -> float:
-        """Return the minimum time of this work on a device in microseconds."""
+        """Return the minimum time, in microseconds, that a device needs for this work."""
         seconds = self.bytes / device.bytes_per_s
         if self.per_s is not None:
             seconds = max(seconds, self.operations / self.per_s)
@@ -117,7 +116,8 @@ def _of_step(
 ) -> dict[str, KernelWork]:
     """Return the work of each kernel in one step. `norms` is the number of norm launches over all tokens."""
     tokens, rows, layers = shape.tokens, shape.logit_rows, config.layers
-    # In the last layer, only tokens whose logits are needed are computed beyond the cache write.
+    # The last layer writes keys and values for all tokens, but computes only the tokens whose logits are
+    # needed.
     results = len(shape.contexts) + len(shape.chunks)
     through = (layers - 1) * tokens + results
     fp8, number = info.weights == FP8, DTYPE_BYTES[info.dtype]

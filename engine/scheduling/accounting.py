@@ -32,8 +32,8 @@ class RequestAccounting:
     credits.
 
     Credits are running totals (see `Report`). Each finished sample grants one sequence credit. Each token of
-    a submission's `credit_tokens` is granted back once, either when the first sample has computed it or when
-    the submission ends.
+    a submission's `credit_tokens` is granted back once: when the first sample has computed it, or at the
+    latest when the submission has ended.
     """
 
     def __init__(self, credit_seqs: int, credit_tokens: int) -> None:
@@ -93,9 +93,8 @@ class RequestAccounting:
         submit = submission.submit
         self.credit(submission, submit.credit_tokens)
         self._finished.append(submission.final_counts())
-        # This breaks the reference cycle between submission and sequences. Reference counting then frees them
-        # after the last step in flight, so the garbage collector need not traverse every token of every
-        # prompt.
+        # Break the reference cycle between submission and sequences. Reference counting then frees them after
+        # the last step in flight, so the garbage collector need not traverse the tokens of every prompt.
         submission.sequences = []
         _remove(self._by_origin, submission.origin, submit.handle)
         _remove(self._by_request, submit.request_id, submission.arrival)

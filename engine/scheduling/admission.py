@@ -15,9 +15,9 @@ from engine.scheduling.step import ScheduledStep
 from engine.scheduling.waiting import WaitingQueue
 
 MAX_SETUP_NUMBERS = 1 << 20
-"""Maximum total size of the setups in one step, counted in token ids. If a single setup is larger, it is sent
-alone. The plan sends the setups to the other ranks, and the device waits for the plan. With 5 bytes per id,
-this limit is 5 MiB."""
+"""Maximum total size of the setups in one step, counted in token ids. A larger setup is sent alone. The limit
+exists because setups are sent to the other ranks as part of the plan, and the device waits for the plan. With
+5 bytes per id, this limit is 5 MiB."""
 
 
 class Admission:
@@ -54,7 +54,8 @@ class Admission:
         self._started: list[Sequence] = []
         """Sequences that are admitted for the first time in the step that is being planned."""
         self._blocked: tuple[Sequence, int] | None = None
-        """The last sequence that did not fit, and the value of `BlockPool.gains` from which it may fit."""
+        """The last sequence that did not fit, and the value that `BlockPool.gains` must reach before
+        admission is tried again."""
 
     def begin_step(self) -> None:
         self._setup_numbers = 0
@@ -62,8 +63,8 @@ class Admission:
     def admit(self, step: ScheduledStep, budget: int, better_than: int = LEVELS) -> int:
         """Start waiting sequences, in order, until one does not fit. Returns the number of scheduled tokens.
 
-        Only levels lower than `better_than`, which have a higher priority, are considered. If all free slots
-        are reserved for higher priorities, a sequence blocks only its own level.
+        Only levels below `better_than`, which have higher priority, are considered. If a sequence must wait
+        because all free slots are reserved for higher priorities, only sequences of its level wait behind it.
         """
         given = budget
         for level in range(better_than):
@@ -104,8 +105,9 @@ class Admission:
         To free blocks, sequences of lower-priority classes are preempted. If the waiting sequence's prompts
         fit into one step, lower-priority levels of the same class are preempted too.
 
-        To free slots, a real-time submission preempts background sequences. If its prompts fit into one step,
-        it also preempts class 1 sequences that are not urgent, and all sequences of class 2.
+        To free slots, a real-time submission preempts background sequences. If the real-time submission's
+        prompts fit into one step, it also preempts class 1 sequences that are not urgent, and all class 2
+        sequences.
         """
         head = self._waiting.peek()
         if head is None or head.in_flight:
@@ -125,7 +127,7 @@ class Admission:
         self._preemption.preempt_worse(slots, worse_for_slots, needed - available, worse_for_blocks)
 
     def note_batch_size(self, plan: StepPlan) -> None:
-        """Store the number of sequences in the step in each sequence that starts with this step."""
+        """Record the step's batch size (number of sequences) in each sequence that starts with this step."""
         if not self._started:
             return
         size = len(plan.decodes) + sum(max(1, len(chunk.sample_slots)) for chunk in plan.chunks)
@@ -136,8 +138,8 @@ class Admission:
         self._started.clear()
 
     def _may_fit(self, sequence: Sequence) -> bool:
-        """Return False if the sequence did not fit before, and too few blocks have been freed or cached since
-        then."""
+        """Return False if the sequence did not fit earlier and too few blocks have been freed or cached
+        since."""
         if self._blocked is None or not len(self._running):
             return True
         blocked, gains = self._blocked

@@ -93,8 +93,8 @@ class PrefixChain:
 
 
 class BlockPool:
-    """A pool of `total` KV blocks, numbered from 0. `match` takes time proportional to the matched blocks,
-    and `check` to the size of the pool. All other operations take constant time per block."""
+    """A pool of `total` KV blocks, numbered from 0. `match` takes time proportional to the number of matched
+    blocks, and `check` to the pool's size. All other operations take constant time per block."""
 
     def __init__(self, total: int, *, prefix_cache: bool = True) -> None:
         if total < 1:
@@ -102,8 +102,8 @@ class BlockPool:
         self.total = total
         self.prefix_cache = prefix_cache
         self.gains = 0
-        """Number of blocks freed or cached so far. An admission that failed may succeed after this number has
-        increased."""
+        """Total number of blocks freed or cached so far. An admission that failed may succeed after this
+        number has increased."""
         self._references = [0] * total
         self._keys: list[BlockKey | None] = [None] * total
         self._by_digest: dict[bytes, int] = {}
@@ -175,15 +175,15 @@ class BlockPool:
                 self._cached[block] = None
 
     def release_table(self, table: list[int]) -> None:
-        """Release all blocks of a block table. The last block is released first, so that eviction shortens
-        cached prefixes at their end."""
+        """Release all blocks of a block table. The last block is released first, so that eviction removes
+        cached prefixes from their end."""
         for block in reversed(table):
             self.release(block)
 
     def mark_may_be_non_finite(self, block: int) -> None:
-        """Record that a used block may contain NaN or infinity. It is zeroed when it is allocated again. The
-        block remains in the prefix cache, because any sequence with the same prefix would compute the same
-        values."""
+        """Record that a used block may contain NaN or infinity, so that it is zeroed when it is allocated
+        again. The block remains in the prefix cache, because any sequence with the same prefix would compute
+        the same values."""
         self._may_be_non_finite.add(block)
 
     def mark_non_finite(self, block: int) -> None:

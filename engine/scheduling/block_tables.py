@@ -1,10 +1,10 @@
-"""Manages the block tables of sequences: which KV blocks a sequence uses, and which table entries have been
-sent to the device.
+"""Manages the block tables of sequences: the KV blocks that each sequence uses, and the table entries that
+have been sent to the device.
 
 A block belongs to only one sequence, with two exceptions: blocks found in the prefix cache, and blocks shared
-with forks (`SharedBlocks` for full blocks). If the last block of a shared prompt is only partly filled, it is
-copied before any sequence writes to it. Full blocks whose values are known to be finite are offered to the
-prefix cache.
+with forks (full blocks as `SharedBlocks`). If the last block of a shared prompt is only partly filled, it is
+copied before any sequence writes to it. Full blocks are offered to the prefix cache once their values are
+known to be finite.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from engine.scheduling.sequence import Sequence, SharedBlocks, blocks_for
 
 
 class BlockTables:
-    """Updates the block tables of sequences (`Sequence.table`) and the fields that depend on them. All blocks
-    belong to one pool."""
+    """Updates the blocks of sequences (`Sequence.shared` and `Sequence.table`) and the fields that depend on
+    them. All blocks belong to one pool."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -42,15 +42,15 @@ class BlockTables:
         """Share all blocks of a leader with its forks. The leader's prefill of `end` tokens must be
         complete."""
         full = end // BLOCK_TOKENS
-        shared = None
+        self.send(plan, leader)
         if full:
-            shared = SharedBlocks(leader.table[:full], 1 + len(forks), leader.registered)
+            leader.shared = SharedBlocks(leader.table[:full], 1 + len(forks), leader.registered)
+            leader.table = leader.table[full:]
             plan.shares.append((leader.slot, full, [fork.slot for fork in forks]))
-        leader.shared = shared
         for fork in forks:
-            fork.shared = shared
+            fork.shared = leader.shared
             fork.table = leader.table.copy()
-            for block in fork.table[full:]:
+            for block in fork.table:
                 self._pool.share(block)
             fork.finite = leader.finite
             fork.sent_blocks = full
@@ -60,27 +60,30 @@ class BlockTables:
         """Make the next position writable by allocating a block or by copying the shared last block. Returns
         False if the pool has no free block."""
         pool, table, slot = self._pool, sequence.table, sequence.slot
-        if sequence.position == len(table) * BLOCK_TOKENS:
+        count = sequence.block_count
+        if sequence.position == count * BLOCK_TOKENS:
             if not pool.available:
                 return False
             table.append(pool.allocate())
-            plan.blocks.append((slot, len(table) - 1, table[-1]))
-            sequence.sent_blocks = len(table)
+            plan.blocks.append((slot, count, table[-1]))
+            count = sequence.sent_blocks = count + 1
         elif pool.references(table[-1]) > 1:
             if not pool.available:
                 return False
             shared, table[-1] = table[-1], pool.allocate()
             pool.release(shared)
             plan.copies.append((shared, table[-1]))
-            plan.blocks.append((slot, len(table) - 1, table[-1]))
-        sequence.next_allocation = min(len(table) * BLOCK_TOKENS, sequence.limit - 1)
+            plan.blocks.append((slot, count - 1, table[-1]))
+        sequence.next_allocation = min(count * BLOCK_TOKENS, sequence.limit - 1)
         return True
 
     def send(self, plan: StepPlan, sequence: Sequence) -> None:
         """Add the sequence's new block table entries to the plan."""
-        slot, table = sequence.slot, sequence.table
-        plan.blocks.extend((slot, index, table[index]) for index in range(sequence.sent_blocks, len(table)))
-        sequence.sent_blocks = len(table)
+        slot, sent = sequence.slot, sequence.sent_blocks
+        # Shared blocks need not be sent, because they were sent before they became shared.
+        new = sequence.table[sent - sequence.shared_blocks :]
+        plan.blocks.extend((slot, index, block) for index, block in enumerate(new, sent))
+        sequence.sent_blocks = sequence.block_count
 
     def register(self, sequence: Sequence, confirmed: int) -> None:
         """Offer the full blocks of the first `confirmed` tokens to the prefix cache."""
@@ -90,7 +93,7 @@ class BlockTables:
         shared, end = sequence.shared, confirmed // BLOCK_TOKENS
         begin = sequence.registered if shared is None else max(sequence.registered, shared.registered)
         for index in range(begin, end):
-            block = sequence.table[index]
+            block = sequence.block(index)
             if not pool.is_cached(block):
                 pool.register(block, sequence.chain.key(index, sequence.tokens))
         sequence.registered = max(sequence.registered, end)
@@ -99,21 +102,20 @@ class BlockTables:
 
     def mark_non_finite(self, sequence: Sequence) -> None:
         """Remove all blocks of a sequence that computed NaN or infinity from the prefix cache."""
-        for block in sequence.table:
-            self._pool.mark_non_finite(block)
+        for index in range(sequence.block_count):
+            self._pool.mark_non_finite(sequence.block(index))
 
     def release(self, sequence: Sequence) -> None:
         """Free a sequence's blocks.
 
-        Steps in flight may still write to these blocks, but all later plans run after those steps. The
-        written values may not be finite, so the affected blocks are marked.
+        Steps in flight may still write to these blocks, but all later plans run after those steps. Blocks
+        that steps in flight may write to are marked, because the written values may not be finite.
         """
         if sequence.finite < sequence.position:
-            for block in sequence.table[sequence.finite // BLOCK_TOKENS : blocks_for(sequence.position)]:
-                self._pool.mark_may_be_non_finite(block)
+            for index in range(sequence.finite // BLOCK_TOKENS, blocks_for(sequence.position)):
+                self._pool.mark_may_be_non_finite(sequence.block(index))
+        self._pool.release_table(sequence.table)
         shared, sequence.shared = sequence.shared, None
-        own = sequence.table[len(shared.blocks) :] if shared is not None else sequence.table
-        self._pool.release_table(own)
         if shared is not None:
             shared.holders -= 1
             if not shared.holders:

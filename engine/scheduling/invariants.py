@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from engine.messages import BLOCK_TOKENS
 from engine.scheduling.block_pool import BlockPool, InvariantError
 from engine.scheduling.running import RunningSequences
@@ -14,17 +16,13 @@ def check_consistency(
 ) -> None:
     """Raise InvariantError if slots, waiting queue and blocks do not match the unfinished sequences. Takes
     time proportional to the number of blocks."""
-    shared = {id(one): one for sequence in unfinished if (one := sequence.shared) is not None}
-    own = [s.table[len(s.shared.blocks) if s.shared is not None else 0 :] for s in unfinished]
-    pool.check([*own, *(one.blocks for one in shared.values())])
-    for one in shared.values():
-        holders = [sequence for sequence in unfinished if sequence.shared is one]
-        if len(holders) != one.holders:
+    holders = Counter(sequence.shared for sequence in unfinished if sequence.shared is not None)
+    pool.check([*(sequence.table for sequence in unfinished), *(shared.blocks for shared in holders)])
+    for shared, count in holders.items():
+        if count != shared.holders:
             raise InvariantError(
-                f"shared blocks record {one.holders} holders, but {len(holders)} sequences hold them"
+                f"shared blocks count {shared.holders} sequences, but {count} sequences use them"
             )
-        if any(holder.table[: len(one.blocks)] != one.blocks for holder in holders):
-            raise InvariantError("the block table of a sample does not begin with the blocks that it shares")
     queued = set(waiting)
     for sequence in unfinished:
         _check_sequence(sequence, queued, running)
@@ -43,10 +41,11 @@ def _check_sequence(sequence: Sequence, queued: set[Sequence], running: RunningS
         raise InvariantError(f"{name} must either have a slot or be queued: its slot is {sequence.slot}")
     if sequence.slot >= 0 and running.owners[sequence.slot] is not sequence:
         raise InvariantError(f"{name} has slot {sequence.slot}, which belongs to another sequence")
-    if sequence.slot < 0 and (sequence.table or sequence.leader or sequence.forks):
+    blocks = sequence.block_count
+    if sequence.slot < 0 and (blocks or sequence.leader or sequence.forks):
         raise InvariantError(f"{name} is queued, but has blocks, forks or a leader")
-    if sequence.table and not sequence.position <= len(sequence.table) * BLOCK_TOKENS:
-        raise InvariantError(f"{name} wrote {sequence.position} tokens into {len(sequence.table)} blocks")
+    if blocks and not sequence.position <= blocks * BLOCK_TOKENS:
+        raise InvariantError(f"{name} wrote {sequence.position} tokens into {blocks} blocks")
     if sequence.leader is not None and sequence not in sequence.leader.forks:
         raise InvariantError(f"{name} is not among the forks of its leader")
 
@@ -56,11 +55,15 @@ def _check_slots(unfinished: list[Sequence], running: RunningSequences) -> None:
     taken = {slot for slot, sequence in enumerate(running.owners) if sequence is not None}
     free = running.free_slots
     if taken != owned:
-        raise InvariantError(f"slots {sorted(taken)} are taken, unfinished sequences own {sorted(owned)}")
+        raise InvariantError(
+            f"slots {sorted(taken)} are marked as taken, but unfinished sequences own {sorted(owned)}"
+        )
     if len(set(free)) != len(free) or taken & set(free):
-        raise InvariantError(f"free slots {free} have duplicates, or are taken: {sorted(taken)}")
+        raise InvariantError(f"free slots {free} contain duplicates or taken slots; taken: {sorted(taken)}")
     if len(taken) + len(free) != len(running.owners):
-        raise InvariantError(f"{len(taken)} taken and {len(free)} free slots of {len(running.owners)}")
+        raise InvariantError(
+            f"{len(taken)} taken and {len(free)} free slots do not add up to {len(running.owners)}"
+        )
     if running.decoding.keys() & running.prefilling.keys():
         raise InvariantError("a slot is both decoding and in prefill")
     for slot, sequence in [*running.decoding.items(), *running.prefilling.items()]:

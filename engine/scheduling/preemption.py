@@ -43,12 +43,14 @@ class Preemption:
     def preempt_worse(self, slots: int, worse_for_slots: int, blocks: int, worse_for_blocks: int) -> None:
         """Preempt low-priority sequences to free slots and blocks.
 
-        Sequences with a level above `worse_for_slots` are preempted until `slots` slots have been freed, and
-        those with a level above `worse_for_blocks` until `blocks` blocks have been freed. If preempting all
-        of them would not free enough blocks, only slots are freed.
+        Sequences with a level above `worse_for_slots` are preempted until `slots` slots have been freed.
+        Sequences with a level above `worse_for_blocks` are preempted until `blocks` blocks have been freed,
+        but only if preempting all of them would free enough blocks.
         """
         victims = self._running.scheduled()
-        if blocks > sum(len(victim.table) for victim in victims if victim.level > worse_for_blocks):
+        worse = [victim for victim in victims if victim.level > worse_for_blocks]
+        shared = {victim.shared for victim in worse if victim.shared is not None}
+        if blocks > sum(len(holder.table) for holder in worse) + sum(len(one.blocks) for one in shared):
             blocks = 0
         while victims and (
             (slots > 0 and victims[-1].level > worse_for_slots)

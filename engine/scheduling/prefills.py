@@ -14,10 +14,10 @@ from engine.scheduling.step import ScheduledChunk, ScheduledStep
 class PrefillScheduler:
     """Adds prefill chunks to a step's plan.
 
-    A step that contains a chunk skips the prompts of lower-priority levels, because the chunk's submission
-    waits for the whole step. To prevent starvation, a step does not skip prompts if the previous step already
-    did so in favour of the same or a higher-priority level. Prompts are therefore skipped in at most as many
-    consecutive steps as there are higher-priority levels.
+    If a step contains a chunk, it skips the prompts of lower-priority levels, because the chunk's submission
+    waits for the whole step. To prevent starvation, a step does not skip prompts if the previous step did so
+    in favour of the same level or a higher-priority level. Therefore, the number of consecutive steps that
+    skip a prompt is at most the number of higher-priority levels.
     """
 
     def __init__(self, running: RunningSequences, tables: BlockTables, accounting: RequestAccounting) -> None:
@@ -89,7 +89,7 @@ class PrefillScheduler:
         for sequence in group:
             # The last block is shared and not yet writable. `BlockTables.make_writable` copies it before the
             # first decode.
-            writable = end if len(group) > 1 else len(sequence.table) * BLOCK_TOKENS
+            writable = end if len(group) > 1 else sequence.block_count * BLOCK_TOKENS
             sequence.position = end
             sequence.next_allocation = min(writable, sequence.limit - 1)
             sequence.in_flight += 1

@@ -71,8 +71,7 @@ class ResultCollector:
         self._release(sequence, finish)
 
     def cancel(self, sequences: list[Sequence]) -> None:
-        """End sequences of one submission with the finish reason "cancelled". Sequences that have already
-        ended are skipped."""
+        """Cancel sequences of one submission. Sequences that have already ended are skipped."""
         # Forks end before their leader, so that the leader's prefill is not passed from one fork to the next.
         for sequence in reversed(sequences):
             if not sequence.finish_reason:
@@ -97,8 +96,8 @@ class ResultCollector:
         # step.
         scores = tokens.prompt_logprobs.get(chunk.slot)
         if scores is not None and sequence.prompt_logprobs is not None:
-            # The first score belongs to the token at position start + 1. The scores of recomputed tokens are
-            # already in the list.
+            # The first log probability belongs to the token at position start + 1. The list already contains
+            # the log probabilities of recomputed tokens.
             sequence.prompt_logprobs.extend(scores[len(sequence.prompt_logprobs) - chunk.start - 1 :])
         if not sequence.samples and not sequence.wants_prompt_logprobs:
             self.end(sequence, "length")
@@ -107,10 +106,10 @@ class ResultCollector:
         """Process a token that may end the sequence or fill a block. Returns the finish reason, or "" if the
         sequence continues."""
         if sequence.slot >= 0:
-            # The newest token has been sampled but not computed, so its keys and values are not in the cache.
+            # The newest token has been sampled, but its keys and values have not been computed.
             self._tables.register(sequence, len(sequence.tokens) - 1)
             set_next_check(sequence)
-        # The sampler suppresses stop tokens before min_tokens, but a different runner may not.
+        # The sampler suppresses stop tokens before min_tokens, but another runner may not.
         if token in sequence.stops and (
             sequence.output_tokens > sequence.submission.submit.sampling.min_tokens
         ):
@@ -155,7 +154,7 @@ class ResultCollector:
         successor.position, successor.finite = leader.position, leader.finite
         successor.registered, successor.sent_blocks = leader.registered, 0
         self._running.prefilling[successor.slot] = successor
-        leader.forks = []
+        leader.position, leader.forks = 0, []
 
 
 def _announce(sequence: Sequence, output: Output) -> None:

@@ -14,15 +14,15 @@ planned in this order:
 2. *Running prefills.* Prompts that have been started get their next chunks, in service order, up to the
    token budget (chunked prefill, as in Sarathi-Serve). A step with decodes has the smaller budget
    `max_mixed_tokens`, because every decode waits for the step's prompts. A submission is admitted before the
-   next chunk of a lower-priority prompt. Its step skips prompts of lower-priority levels, but not in two
-   consecutive steps for the same level.
+   next chunk of a lower-priority prompt is scheduled. The step of the submission skips prompts of
+   lower-priority levels, but not in two consecutive steps for the same level.
 3. *Admissions.* Sequences are admitted by level and then by arrival, so preempted sequences precede new
    ones. A sequence does not use slots that are reserved for higher priorities (`Submit.spare_slots`). The
    first waiting sequence waits for a slot, for blocks for its whole prefill, and for the watermark of free
-   blocks. A later sequence that needs fewer blocks cannot overtake it, so long prompts do not starve. If
-   decodes preempted a sequence in this step, no sequence is admitted.
+   blocks. No later sequence is admitted before it, even if that sequence needs fewer blocks, so long prompts
+   do not starve. If decodes preempted a sequence in this step, no sequence is admitted.
 
-The results of a step are collected after later steps were planned; `engine.core` determines how many. A
+Later steps may be planned before the results of a step are collected; `engine.core` determines how many. A
 sequence's `position` is therefore ahead of its known tokens, and an ended sequence may be sampled once more.
 A preempted sequence is admitted again only after its results in flight have been collected. Plans are
 executed in order, so a freed slot or block can be reused in the next plan.
@@ -60,8 +60,8 @@ class Scheduler:
     `max_num_seqs` is the maximum number of running sequences, and `blocks` the number of blocks in the KV
     pool. `max_num_batched_tokens` is the token budget of a step. `max_mixed_tokens` is the token budget of a
     step with decodes, including the decodes. Its default is half of `max_num_batched_tokens`, but at most
-    MIXED_TOKENS: a new request waits for one running and one launched step, which together then take as long
-    as one full step.
+    MIXED_TOKENS. A new request waits for one running and one launched step. With this default, these two
+    steps together take at most as long as one full step.
 
     Raises ValueError if the sizes are inconsistent.
     """

@@ -18,8 +18,8 @@ from engine.plan import SlotSetup
 from engine.scheduling.block_pool import PrefixChain
 
 REAL_TIME, BACKGROUND = 0, CLASSES - 1
-"""The highest and the lowest priority class. Waiting real-time sequences preempt running background sequences
-to get slots."""
+"""The highest and the lowest priority class. A waiting real-time sequence that needs a slot preempts running
+background sequences."""
 
 _NEVER = 1 << 62
 
@@ -56,15 +56,15 @@ class Tokens:
         self.length += 1
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class SharedBlocks:
-    """Leading blocks that the block tables of several samples have in common. The block pool counts only one
-    reference per block for all these samples. The time to start or end a sample therefore does not depend on
-    the prompt length."""
+    """Leading blocks that several samples of a submission share. The block pool counts one reference per
+    block for all of these samples together, so the time to start or end a sample does not depend on the
+    prompt length."""
 
     blocks: list[int]
     holders: int
-    """Number of sequences whose block tables begin with these blocks."""
+    """Number of sequences that begin with these blocks."""
     registered: int
     """Number of leading blocks that have been offered to the prefix cache."""
 
@@ -92,22 +92,22 @@ class Sequence:
 
     slot: int = -1
     """Slot of the sequence in the device tables, or -1 if it has none."""
-    table: list[int] = field(default_factory=list)
-    """Block table of the sequence, which contains ids of KV blocks."""
     shared: SharedBlocks | None = None
-    """Leading blocks of `table` that are shared with other samples of the submission."""
+    """Leading blocks that are shared with other samples of the submission, or None if there are none."""
+    table: list[int] = field(default_factory=list)
+    """Ids of the sequence's KV blocks after the shared blocks."""
     sent_blocks: int = 0
-    """Number of `table` entries that have been sent to the device's block table."""
+    """Number of leading blocks that have been sent to the device's block table."""
     position: int = 0
     """Next position to compute. It equals the number of tokens whose keys and values are written by launched
     steps."""
     next_allocation: int = _NEVER
-    """Position at which a decode needs a new block, because the last block is full or shared, or at which the
-    sequence's last token has been launched."""
+    """Next position that requires work: a decode at this position needs a new block because the last block is
+    full or shared, or the sequence's last token has been launched."""
     next_check: int = _NEVER
     """Length in tokens at which a new token fills a block or reaches `limit`."""
     registered: int = 0
-    """Number of leading blocks of `table` that have been offered to the prefix cache."""
+    """Number of leading blocks that have been offered to the prefix cache."""
     finite: int = 0
     """Number of leading positions whose keys and values are known to be finite. A non-finite value makes all
     later values of the sequence non-finite, so a finite value proves that all earlier values are finite."""
@@ -141,6 +141,22 @@ class Sequence:
     @property
     def priority(self) -> int:
         return self.submission.submit.priority
+
+    @property
+    def shared_blocks(self) -> int:
+        """Number of leading blocks that are shared with other samples."""
+        return 0 if self.shared is None else len(self.shared.blocks)
+
+    @property
+    def block_count(self) -> int:
+        """Number of KV blocks of the sequence, including shared blocks."""
+        return self.shared_blocks + len(self.table)
+
+    def block(self, index: int) -> int:
+        """Return the id of the sequence's KV block `index`."""
+        if self.shared is not None and index < len(self.shared.blocks):
+            return self.shared.blocks[index]
+        return self.table[index - self.shared_blocks]
 
     @property
     def output_tokens(self) -> int:
@@ -249,8 +265,8 @@ def blocks_for(tokens: int) -> int:
 
 
 def setup_of(sequence: Sequence) -> SlotSetup:
-    """Return the setup of a sequence and its forks for the plan. They share one setup, because none of them
-    has sampled a token yet."""
+    """Return the plan's setup for a sequence and its forks. One setup is enough, because a sequence with
+    forks has not sampled a token yet."""
     submit = sequence.submission.submit
     prompt_tokens = len(submit.prompt_token_ids)
     history = sequence.tokens[:] if submit.sampling.penalised else []
@@ -265,7 +281,7 @@ def setup_numbers(sequence: Sequence) -> int:
     """Return the size of a sequence's setup in a plan, counted in token ids."""
     sampling = sequence.submission.submit.sampling
     history = len(sequence.tokens) if sampling.penalised else 0
-    # A bias consists of a token id and a float of 9 bytes, which is as long as three token ids.
+    # A bias consists of a token id and a 9-byte float, and is counted as three token ids.
     bias = 3 * len(sampling.logit_bias or ())
     words = sum(map(len, sampling.bad_words)) + MAX_BAD_WORD_TOKENS * bool(sampling.bad_words)
     allowed = len(sampling.allowed_tokens) // 5  # size in bytes, at about five bytes per token id

@@ -17,8 +17,8 @@ class ScheduledChunk:
     start: int
     end: int
     samples: bool
-    """Whether tokens are sampled after the chunk. If so, the sampled tokens show whether the chunk's values
-    are finite."""
+    """Whether tokens are sampled after the chunk. If so, a sampled BAD_TOKEN indicates that the chunk's
+    values are not finite."""
 
 
 @dataclass(slots=True)

@@ -160,7 +160,9 @@ def _arguments() -> argparse.Namespace:
         default=1,
         help="number of ranks; one rank's shapes are tuned (%(default)s)",
     )
-    parser.add_argument("--again", action="store_true", help="measure again what the table already contains")
+    parser.add_argument(
+        "--again", action="store_true", help="remeasure entries that are already in the table"
+    )
     parser.add_argument("--out", type=Path, help="table to update (default: kernels/tuned/<gpu>.json)")
     parser.add_argument("--json", type=Path, help="write the measurements to this file")
     parser.add_argument(
@@ -181,7 +183,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--tried",
         type=Path,
-        help="with --whole-layer: try the fastest plans from the --json file of a first run",
+        help="with --whole-layer: try the fastest plans from the --json file of an earlier run",
     )
     arguments = parser.parse_args()
     arguments.dtypes = [False, True] if arguments.both else [arguments.fp8]

@@ -1,10 +1,11 @@
 """Chains of layers that the tuner times. A chain contains copies of a decoder's layers or of its output
 matrix, and its kernel plans can be replaced.
 
-The linears to tune are found by running the decoder: they are the linears that request a plan from the table.
-Each copy of a layer has separate weights, so that no weight is in the L2 cache when it is read. A linear is
-rated by the time of the whole layer. Its cost includes the kernels before and after it, because they overlap
-with it (programmatic dependent launch), and the norms that are not fused into it.
+The linears to tune are found by running the decoder: they are the linears that look up a plan in the table.
+Each copy of a layer has separate weights, so that no weight is in the L2 cache when it is read. A linear's
+cost is the time that it adds to the whole layer. The cost therefore includes the linear's effects on
+neighbouring kernels, which overlap with it (programmatic dependent launch), and the time of norms that are
+not fused into it.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ _CACHES = 8
 """Total size of a chain's weights as a multiple of the L2 cache size. It ensures that a weight is no longer
 cached when it is read again."""
 _CHAIN_BYTES = 5 << 30
-"""Minimum number of bytes of weights that a graph reads. The start of a graph takes about 10 µs, which is
-then a small part of the measured time."""
+"""Minimum number of bytes of weights that a graph reads. It makes the start of a graph (about 10 µs) a small
+part of the measured time."""
 _VOCABULARY = 1024
 """Vocabulary size of a decoder whose layers are timed. The embeddings and the output matrix are not timed."""
 _SEED = 1
@@ -204,14 +205,14 @@ def _layer_bytes(decoder: Decoder) -> int:
 
 
 def _randomise_gains(decoder: Decoder) -> None:
-    """Set the gains of the norms to random values, so that a missing gain causes an error."""
+    """Set the norms' gains to random values, so that results are wrong if a kernel omits a gain."""
     for piece in decoder.weight_shards():
         if piece.target is not None and piece.target.dim() == 1 and "norm" in piece.name:
             piece.target.uniform_(0.5, 1.5)
 
 
 def _copies(size: int, device: torch.device) -> int:
-    """Return the number of copies in a chain, for copies with `size` bytes of weights. There are at least two
+    """Return the number of copies in a chain. Each copy has `size` bytes of weights. There are at least two
     copies, so that the first kernel of a layer runs after the last kernel of a different layer."""
     if device.type != "cuda":
         return 2

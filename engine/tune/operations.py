@@ -18,7 +18,7 @@ from kernels.triton.linear_table import Product, Table
 
 
 class TunedOps(CudaOps):
-    """GPU operations with a replaceable table of plans. They record the linears that request a plan from the
+    """GPU operations with a replaceable table of plans. They record the linears that look up a plan in the
     table.
 
     If `attention` is false, attention is not computed (see `attend`).
@@ -28,7 +28,7 @@ class TunedOps(CudaOps):
         super().__init__(0, pdl=gpu.pdl)
         self._attention = attention
         self.asked: list[Product] = []
-        """Linears that have requested a plan, in order of their requests."""
+        """The linears of all look-ups, in order. A linear may occur several times."""
         self.use(Table())
 
     def use(self, table: Table) -> None:
@@ -58,7 +58,7 @@ class TunedOps(CudaOps):
 
 
 class _NotingTable:
-    """A table that records each linear that requests a plan, and forwards the request to another table."""
+    """Wraps a table of plans, and records each linear whose plan is looked up."""
 
     def __init__(self, table: Table, asked: list[Product]) -> None:
         self._table, self._asked = table, asked
@@ -82,7 +82,7 @@ class WatchedOps:
         self._finding = False
 
     def find(self, run: Callable[[], object]) -> list[Product]:
-        """Return the linears that request a plan during `run`. Linears that write the residual come first."""
+        """Return the linears that look up a plan during `run`. Linears that write the residual come first."""
         self.without, self._finding = None, True
         self._results.clear()
         self.backend.asked.clear()
@@ -111,7 +111,7 @@ class WatchedOps:
             if self.without is not None and self.without in products:
                 streams = [one for one in arguments if isinstance(one, Residual)]
                 result = self._results[name, self.without]
-                # If skipped, an operation that adds to the residual returns the residual unchanged.
+                # A skipped operation that adds to the residual returns the residual unchanged.
                 return streams[0] if isinstance(result, Residual) else result
             if self.errors is not None and products:
                 expected = _reference(name, arguments, options)

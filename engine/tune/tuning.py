@@ -50,10 +50,10 @@ Options = dict[Product, list[GemmPlan | None]]
 def search_linears(
     served: ReplicaModel, buckets: Sequence[int], known: Table, report: Report, gpu: GpuModel
 ) -> Iterator[list[Measured]]:
-    """Find the fastest plans of a model's linears for each number of rows in `buckets` that `known` lacks.
-    Yields a few linears at a time.
+    """Find the fastest plans of a model's linears for each number of rows in `buckets` that is missing from
+    `known`. Yields a few linears at a time.
 
-    `report` is called with lines about the progress. `gpu` is the GPU on which the plans are measured.
+    Progress lines are passed to `report`. `gpu` is the GPU on which the plans are measured.
     """
     report(f"{_kind(served)} hidden {served.config.hidden_size}")
     report(

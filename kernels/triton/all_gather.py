@@ -13,12 +13,22 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kernels.draws import BAD_TOKEN
-from kernels.triton.peer_arena import EMPTY, PROGRAMS, REGION_BLOCK, Arena, receive, send, signal
+from kernels.triton.peer_arena import (
+    PROGRAMS,
+    REGION_BLOCK,
+    Arena,
+    begin_call,
+    payload,
+    receive,
+    send,
+    send_to_peers,
+    signal,
+)
 
 _WARP_WORDS = 128
-"""Number of words per warp, four per thread."""
+"""Number of 32-bit words per warp (four per thread)."""
 _MAX_WARP_PROGRAMS = 8
-"""Maximum number of single-warp programs. Longer messages use larger items."""
+"""Maximum number of single-warp programs. Messages that would need more programs use larger items."""
 
 
 def fits(words: int, arena: Arena) -> bool:
@@ -37,11 +47,9 @@ def all_gather(
     """Return the words of all ranks: [rows, world, width] int32, where rows is count / width.
 
     x: [count] int32, contiguous, with the same count on every rank. width: number of words per row.
-    fence: whether this call also makes everything that a rank wrote earlier in its stream, in any memory,
-    visible to the other ranks.
-
-    The value EMPTY_WORD arrives as 0, so words that represent floats lose at most the sign of a zero. Raises
-    ValueError if `fits` is False. Every rank must make the same calls in the same order.
+    fence: whether this call also makes all earlier memory writes of each rank's stream visible to the other
+    ranks. The value EMPTY_WORD is received as 0, so words that represent floats lose at most the sign of a
+    zero. Raises ValueError if `fits` is False. Every rank must make the same calls in the same order.
     """
     count = x.numel()
     if not fits(count, arena):
@@ -76,7 +84,7 @@ def all_gather(
 def best_of_ranks(values: torch.Tensor, ids: torch.Tensor, arena: Arena, *, pdl: bool = True) -> torch.Tensor:
     """Return the id of the largest value over all ranks: [rows] int64.
 
-    values: [rows] float32. ids: [rows] int64 below 2³¹. Among equal values, the id of the lowest rank wins.
+    values: [rows] float32. ids: [rows] int64 below 2³¹. Among equal values, the lowest rank's id is returned.
     The result is BAD_TOKEN if a value is NaN or the largest value is infinite. Every rank must make the same
     calls in the same order, with a number of rows for which `best_fits` is True.
     """
@@ -129,26 +137,18 @@ def _all_gather(
     programs = gl.num_programs(0)
     lane = gl.arange(0, BLOCK, layout=layout)
     stop = (lane * 0).to(gl.int64) + stop_address.to(gl.int64)
-    own = gl.load(addresses + RANK)
-    if PDL:
-        signal("griddepcontrol.launch_dependents; mov.u32 $0, 0;")
-        signal("griddepcontrol.wait; mov.u32 $0, 0;")
+    call, received, sent, source_bytes = begin_call(
+        addresses, calls, lane, region_items, RANK, WORLD, REGION_BLOCK, PDL
+    )
     if FENCE:
         signal("fence.acq_rel.sys; mov.u32 $0, 0;")
-    call = gl.load(calls + program)
-    source_bytes = region_items.to(gl.int64) * (REGION_BLOCK * 4)
-    half = (program.to(gl.int64) * 2 + (call & 1)) * (WORLD * source_bytes)
-    received = lane.to(gl.int64) * 4 + own + half
-    sent = lane.to(gl.int64) * 4 + half + RANK * source_bytes
 
     item = program
     place = call * 0
     while item * BLOCK < count:
         index = item * BLOCK + lane
-        words = gl.load(x + index, mask=index < count, other=0)
-        words = gl.where(words == EMPTY, 0, words)
-        for hop in gl.static_range(1, WORLD):
-            send(sent + place.to(gl.int64) * (BLOCK * 4) + gl.load(addresses + (RANK + hop) % WORLD), words)
+        words = payload(gl.load(x + index, mask=index < count, other=0))
+        send_to_peers(addresses, sent + place.to(gl.int64) * (BLOCK * 4), words, RANK, WORLD)
         to = (index // width) * (width * WORLD) + RANK * width + index % width
         gl.store(result + to, words, mask=index < count)
         item += programs
@@ -162,7 +162,6 @@ def _all_gather(
             source = (RANK + hop) % WORLD
             at = received + source * source_bytes + place.to(gl.int64) * (BLOCK * 4)
             words = receive(at, stop)
-            send(at, words * 0 + EMPTY)
             to = (index // width) * (width * WORLD) + source * width + index % width
             gl.store(result + to, words, mask=index < count)
         item += programs
@@ -190,24 +189,19 @@ def _best_of_ranks(
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Exchange the values of BLOCK rows as one item, and their ids as a second item."""
+    """Exchange the values of BLOCK rows as one item and their ids as a second item, and select the best id of
+    each row."""
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
     program = gl.program_id(0)
     lane = gl.arange(0, BLOCK, layout=layout)
     stop = (lane * 0).to(gl.int64) + stop_address.to(gl.int64)
-    own = gl.load(addresses + RANK)
     row = program * BLOCK + lane
-    if PDL:
-        signal("griddepcontrol.launch_dependents; mov.u32 $0, 0;")
-        signal("griddepcontrol.wait; mov.u32 $0, 0;")
-    call = gl.load(calls + program)
-    source_bytes = region_items.to(gl.int64) * (REGION_BLOCK * 4)
-    half = (program.to(gl.int64) * 2 + (call & 1)) * (WORLD * source_bytes)
-    received = lane.to(gl.int64) * 4 + own + half
-    sent = lane.to(gl.int64) * 4 + half + RANK * source_bytes
+    call, received, sent, source_bytes = begin_call(
+        addresses, calls, lane, region_items, RANK, WORLD, REGION_BLOCK, PDL
+    )
 
     own_bits = gl.load(values + row, mask=row < rows, other=0.0).to(gl.int32, bitcast=True)
-    own_bits = gl.where(own_bits == EMPTY, 0, own_bits)
+    own_bits = payload(own_bits)
     own_ids = gl.load(ids + row, mask=row < rows, other=0).to(gl.int32)
     for hop in gl.static_range(1, WORLD):
         peer = sent + gl.load(addresses + (RANK + hop) % WORLD)
@@ -223,9 +217,7 @@ def _best_of_ranks(
         else:
             at = received + source * source_bytes
             bits = receive(at, stop)
-            send(at, own_bits * 0 + EMPTY)
             token = receive(at + BLOCK * 4, stop)
-            send(at + BLOCK * 4, own_bits * 0 + EMPTY)
         if source == 0:
             best_bits = bits
             best_ids = token

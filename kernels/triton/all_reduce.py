@@ -11,7 +11,16 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kernels.triton.peer_arena import EMPTY, PROGRAMS, REGION_BLOCK, Arena, receive, send, signal
+from kernels.triton.peer_arena import (
+    PROGRAMS,
+    REGION_BLOCK,
+    Arena,
+    begin_call,
+    payload,
+    receive,
+    send,
+    send_to_peers,
+)
 
 _WARPS = 4
 _MIN_BLOCK = 128
@@ -50,8 +59,8 @@ def all_reduce_add(
     sum replaces `residual`.
 
     x, residual: [rows, hidden] bfloat16 or float16, contiguous. `residual` must be equal on all ranks.
-    two_shot: each item is summed by one rank, which sends the result to the other ranks. This moves less data
-    than one-shot, in which every rank sends all items to all other ranks, but it waits twice.
+    two_shot: one rank sums each item and sends the result to the other ranks. In one-shot mode, every rank
+    instead sends all items to all other ranks. Two-shot mode moves less data but waits twice.
     gain: [hidden], gain of the RMSNorm that follows. If it is given, the call also computes `scaled` and
     `squares`.
     scaled: [rows, hidden], residual × gain.
@@ -102,46 +111,55 @@ def squares_parts(hidden: int) -> int:
     return hidden // 2 // block
 
 
-# ── the kernel ───────────────────────────────────────────────────────────────────────────────────────
+# ── the kernel, and functions that `all_reduce_norm` calls too ───────────────────────────────────────────
 
 
 @gluon.jit
-def _low(words, FLOAT: gl.constexpr):
-    """Return the first number of each word, in float32."""
+def low_half(words, FLOAT: gl.constexpr):
+    """Unpack the lower 16-bit value of each packed 32-bit word, as float32."""
     return (words & 0xFFFF).to(gl.int16).to(FLOAT, bitcast=True).to(gl.float32)
 
 
 @gluon.jit
-def _high(words, FLOAT: gl.constexpr):
-    """Return the second number of each word, in float32."""
+def high_half(words, FLOAT: gl.constexpr):
+    """Unpack the upper 16-bit value of each packed 32-bit word, as float32."""
     return (words >> 16).to(gl.int16).to(FLOAT, bitcast=True).to(gl.float32)
 
 
 @gluon.jit
 def _pack(low, high, FLOAT: gl.constexpr):
-    """Round two float32 tensors to 16-bit numbers and pack them into words."""
+    """Round two float32 tensors to 16-bit numbers and pack each pair into a 32-bit word."""
     first = low.to(FLOAT).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
     return (high.to(FLOAT).to(gl.int16, bitcast=True).to(gl.int32) << 16) | first
 
 
 @gluon.jit
-def _sum(
-    own_words, received, first, stride, stop, RANK: gl.constexpr, WORLD: gl.constexpr, FLOAT: gl.constexpr
+def receive_sum(
+    own_words,
+    residual,
+    received,
+    stride,
+    stop,
+    RANK: gl.constexpr,
+    WORLD: gl.constexpr,
+    FLOAT: gl.constexpr,
+    ADD: gl.constexpr,
 ):
-    """Receive an item from every peer and add all parts in rank order. Returns the sums of the first and of
-    the second number of each word."""
+    """Receive an item from every peer, and add all parts in rank order. If ADD is set, also add `residual`.
+    Returns the rounded sums.
+
+    received: address of rank 0's item. stride: number of bytes from one rank's item to the next rank's item.
+    """
     low = (own_words * 0).to(gl.float32)
     high = low
     for source in gl.static_range(WORLD):
-        if source == RANK:
-            words = own_words
-        else:
-            at = received + source * stride + first
-            words = receive(at, stop)
-            send(at, own_words * 0 + EMPTY)
-        low += _low(words, FLOAT)
-        high += _high(words, FLOAT)
-    return low, high
+        words = own_words if source == RANK else receive(received + source * stride, stop)
+        low += low_half(words, FLOAT)
+        high += high_half(words, FLOAT)
+    if ADD:
+        low += low_half(residual, FLOAT)
+        high += high_half(residual, FLOAT)
+    return payload(_pack(low, high, FLOAT))
 
 
 @gluon.jit
@@ -159,14 +177,14 @@ def _finish(
     FLOAT: gl.constexpr,
     NORM: gl.constexpr,
 ):
-    """Store an item of the new residual. With NORM, also store the scaled values and the sum of squares of a
-    deferred norm."""
+    """Store an item of the new residual. If NORM is set, also store the scaled values and the sum of squares
+    of a deferred norm."""
     gl.store(residual + item * BLOCK + lane, words)
     if NORM:
         weights = gl.load(gain + (item % PARTS) * BLOCK + lane)
-        low = _low(words, FLOAT)
-        high = _high(words, FLOAT)
-        product = _pack(low * _low(weights, FLOAT), high * _high(weights, FLOAT), FLOAT)
+        low = low_half(words, FLOAT)
+        high = high_half(words, FLOAT)
+        product = _pack(low * low_half(weights, FLOAT), high * high_half(weights, FLOAT), FLOAT)
         gl.store(scaled + item * BLOCK + lane, product)
         gl.store(squares + (item % PARTS) * rows + item // PARTS, gl.sum(low * low + high * high, axis=0))
 
@@ -202,31 +220,21 @@ def _all_reduce_add(
     programs = gl.num_programs(0)
     lane = gl.arange(0, BLOCK, layout=layout)
     stop = (lane * 0).to(gl.int64) + stop_address.to(gl.int64)
-    own = gl.load(addresses + RANK)
-    if PDL:
-        signal("griddepcontrol.launch_dependents; mov.u32 $0, 0;")
-        signal("griddepcontrol.wait; mov.u32 $0, 0;")
-    call = gl.load(calls + program)
-    # Two sizes in bytes: of one source's items in a half of the region, and the offset of the half that this
-    # call uses.
-    source_bytes = region_items.to(gl.int64) * (REGION_BLOCK * 4)
-    half = (program.to(gl.int64) * 2 + (call & 1)) * (WORLD * source_bytes)
-    received = lane.to(gl.int64) * 4 + own + half
-    sent = lane.to(gl.int64) * 4 + half + RANK * source_bytes
+    call, received, sent, source_bytes = begin_call(
+        addresses, calls, lane, region_items, RANK, WORLD, REGION_BLOCK, PDL
+    )
     items = rows * PARTS
 
     item = program
     place = call * 0
     while item < items:
-        words = gl.load(x + item * BLOCK + lane)
-        words = gl.where(words == EMPTY, 0, words)
+        words = payload(gl.load(x + item * BLOCK + lane))
         at = sent + place.to(gl.int64) * (BLOCK * 4)
         if TWO_SHOT:
             if place % WORLD != RANK:
                 send(at + gl.load(addresses + place % WORLD), words)
         else:
-            for hop in gl.static_range(1, WORLD):
-                send(at + gl.load(addresses + (RANK + hop) % WORLD), words)
+            send_to_peers(addresses, at, words, RANK, WORLD)
         item += programs
         place += 1
 
@@ -235,18 +243,11 @@ def _all_reduce_add(
     while item < items:
         if not TWO_SHOT or place % WORLD == RANK:
             words = gl.load(x + item * BLOCK + lane)
-            if ADD:
-                old = gl.load(residual + item * BLOCK + lane)
+            old = gl.load(residual + item * BLOCK + lane) if ADD else words
             first = place.to(gl.int64) * (BLOCK * 4)
-            low, high = _sum(words, received, first, source_bytes, stop, RANK, WORLD, FLOAT)
-            if ADD:
-                low += _low(old, FLOAT)
-                high += _high(old, FLOAT)
-            words = _pack(low, high, FLOAT)
-            words = gl.where(words == EMPTY, 0, words)
+            words = receive_sum(words, old, received + first, source_bytes, stop, RANK, WORLD, FLOAT, ADD)
             if TWO_SHOT:
-                for hop in gl.static_range(1, WORLD):
-                    send(sent + first + gl.load(addresses + (RANK + hop) % WORLD), words)
+                send_to_peers(addresses, sent + first, words, RANK, WORLD)
             _finish(words, item, lane, residual, gain, scaled, squares, rows, PARTS, BLOCK, FLOAT, NORM)
         item += programs
         place += 1
@@ -258,7 +259,6 @@ def _all_reduce_add(
             if place % WORLD != RANK:
                 at = received + (place % WORLD).to(gl.int64) * source_bytes + place.to(gl.int64) * (BLOCK * 4)
                 words = receive(at, stop)
-                send(at, words * 0 + EMPTY)
                 _finish(words, item, lane, residual, gain, scaled, squares, rows, PARTS, BLOCK, FLOAT, NORM)
             item += programs
             place += 1

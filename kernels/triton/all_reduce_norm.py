@@ -12,9 +12,9 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kernels.triton.all_reduce import _high, _low, _pack, _sum
+from kernels.triton.all_reduce import high_half, low_half, receive_sum
 from kernels.triton.fused import FP8
-from kernels.triton.peer_arena import EMPTY, PROGRAMS, REGION_BLOCK, Arena, send, signal
+from kernels.triton.peer_arena import PROGRAMS, REGION_BLOCK, Arena, begin_call, payload, send_to_peers
 
 _MAX_BLOCK = 2048
 """Maximum number of words that a program loads at a time: 16 bytes for each thread of 16 warps."""
@@ -36,9 +36,9 @@ def all_reduce_norm_fp8(
     *,
     pdl: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add the sum of `x` over all ranks to `residual`, in place and with one rounding, and return the
-    quantised RMSNorm of the result: values `[rows, hidden]` e4m3 and scales `[rows, 1]` float32. Results are
-    rounded as in `fused.rms_norm_fp8`.
+    """Add the sum of `x` over all ranks to `residual`, in place and with one rounding. Return the quantised
+    RMSNorm of the result: values `[rows, hidden]` e4m3 and scales `[rows, 1]` float32. Results are rounded as
+    in `fused.rms_norm_fp8`.
 
     x, residual: [rows, hidden] bfloat16 or float16, contiguous. `residual` must be equal on all ranks. gain:
     [hidden]. Raises ValueError if `fits` is False. Every rank must make the same calls in the same order.
@@ -118,41 +118,30 @@ def _all_reduce_norm(
     lane = gl.arange(0, BLOCK, layout=layout)
     column = gl.arange(0, 2 * BLOCK, layout=numbers)
     stop = (lane * 0).to(gl.int64) + stop_address.to(gl.int64)
-    own = gl.load(addresses + RANK)
     gains = ()
     for part in gl.static_range(PARTS):
         gains = gains + (gl.load(gain + part * BLOCK + lane),)  # noqa: RUF005 (a kernel's tuples know + alone)
-    if PDL:
-        signal("griddepcontrol.launch_dependents; mov.u32 $0, 0;")
-        signal("griddepcontrol.wait; mov.u32 $0, 0;")
-    call = gl.load(calls + row)
-    # As in `all_reduce`: the bytes of one source in a half of the region, and the offset of the half.
-    source_bytes = region_items.to(gl.int64) * (REGION_BLOCK * 4)
-    half = (row.to(gl.int64) * 2 + (call & 1)) * (WORLD * source_bytes)
-    received = lane.to(gl.int64) * 4 + own + half
-    sent = lane.to(gl.int64) * 4 + half + RANK * source_bytes
+    call, received, sent, source_bytes = begin_call(
+        addresses, calls, lane, region_items, RANK, WORLD, REGION_BLOCK, PDL
+    )
 
     own_parts = ()
     before = ()
     for part in gl.static_range(PARTS):
         at = row * WORDS + part * BLOCK + lane
-        words = gl.load(x + at)
-        words = gl.where(words == EMPTY, 0, words)
+        words = payload(gl.load(x + at))
         own_parts = own_parts + (words,)  # noqa: RUF005
         before = before + (gl.load(residual + at),)  # noqa: RUF005
-        for hop in gl.static_range(1, WORLD):
-            send(sent + part * (BLOCK * 4) + gl.load(addresses + (RANK + hop) % WORLD), words)
+        send_to_peers(addresses, sent + part * (BLOCK * 4), words, RANK, WORLD)
 
     sums = ()
     squares = 0.0
     for part in gl.static_range(PARTS):
-        first = part * (BLOCK * 4)
-        low, high = _sum(own_parts[part], received, first, source_bytes, stop, RANK, WORLD, FLOAT)
-        words = _pack(low + _low(before[part], FLOAT), high + _high(before[part], FLOAT), FLOAT)
-        words = gl.where(words == EMPTY, 0, words)
+        at = received + part * (BLOCK * 4)
+        words = receive_sum(own_parts[part], before[part], at, source_bytes, stop, RANK, WORLD, FLOAT, True)
         gl.store(residual + row * WORDS + part * BLOCK + lane, words)
-        low = _low(words, FLOAT)
-        high = _high(words, FLOAT)
+        low = low_half(words, FLOAT)
+        high = high_half(words, FLOAT)
         squares += gl.sum(low * low + high * high, axis=0)
         sums = sums + (words,)  # noqa: RUF005
 
@@ -161,8 +150,10 @@ def _all_reduce_norm(
     highs = ()
     largest = 0.0
     for part in gl.static_range(PARTS):
-        low = (_low(sums[part], FLOAT) * inverse * _low(gains[part], FLOAT)).to(FLOAT).to(gl.float32)
-        high = (_high(sums[part], FLOAT) * inverse * _high(gains[part], FLOAT)).to(FLOAT).to(gl.float32)
+        low = (low_half(sums[part], FLOAT) * inverse * low_half(gains[part], FLOAT)).to(FLOAT).to(gl.float32)
+        high = (
+            (high_half(sums[part], FLOAT) * inverse * high_half(gains[part], FLOAT)).to(FLOAT).to(gl.float32)
+        )
         largest = gl.maximum(largest, gl.max(gl.maximum(gl.abs(low), gl.abs(high)), axis=0))
         lows = lows + (low,)  # noqa: RUF005
         highs = highs + (high,)  # noqa: RUF005

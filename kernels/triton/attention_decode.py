@@ -3,10 +3,10 @@
 The KV pages of a sequence are divided into splits. Each program of the grid finds its split from the sequence
 lengths on the device. The maximum number of pages per split is chosen so that the splits of the whole batch
 fit into the grid (FlashInfer computes this plan on the host, Ye et al. 2025). The grid depends only on the
-number of sequences, so one CUDA graph supports all lengths. A short sequence is one split, and a long
-sequence is distributed over many programs. A sequence with one split needs no combine step. Otherwise, each
-split writes its partial result to the workspace, and the program that finishes last combines the results in
-cache order. Therefore no second kernel is needed, and the result is deterministic.
+number of sequences, so one CUDA graph supports all lengths. A short sequence is a single split and needs no
+combine step. A long sequence is distributed over many programs. If a sequence has several splits, each split
+writes its partial result to the workspace, and the program that finishes last combines the results in cache
+order. Therefore no second kernel is needed, and the result is deterministic.
 
 The query heads of a KV head are the rows of one tensor-core tile, which has at least 16 rows. FP8 tiles are
 converted to float16. On Hopper, one instruction converts two values to float16, whereas a conversion to
@@ -33,16 +33,15 @@ from kernels.triton.attention_decode_kernel import decode_kernel
 _LOG2_E = 1.4426950408889634
 
 _MAX_AT_ONCE = 32
-"""Maximum number of splits whose partial results are loaded together. The loop over them is unrolled. With
-128 splits, which small heads would allow, the kernel takes a minute to compile."""
+"""Maximum number of splits whose partial results are loaded together. The loop over these splits is unrolled.
+Small heads would allow 128 splits, but the kernel would then take a minute to compile."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeWorkspace:
-    """Scratch memory of `decode`. Each stream needs its own workspace, which all layers of a model share.
-
-    A workspace is allocated for fixed kv_heads, group (query heads per KV head) and head_dim, and for at most
-    `sequences` sequences.
+    """Scratch memory of `decode`. Each stream needs a separate workspace, which all layers of a model can
+    share. kv_heads, group (query heads per KV head), head_dim and the maximum number of sequences are fixed
+    when the workspace is allocated.
     """
 
     partial: torch.Tensor
@@ -58,8 +57,8 @@ class DecodeConfig:
     """Launch parameters of the decode attention kernel."""
 
     items: int
-    """Number of programs per KV head. It must be at least the number of sequences, and it limits the total
-    number of splits."""
+    """Number of programs per KV head, which is also the maximum total number of splits. It must be at least
+    the number of sequences."""
     stages: int
     """Number of stages of the software pipeline over pages. Page numbers and tiles are each prefetched
     (stages - 1) / 2 iterations ahead."""
@@ -78,10 +77,10 @@ def config_for(
 ) -> DecodeConfig:
     """Return the launch parameters for a number of sequences. They do not depend on the sequence lengths.
 
-    With a 2-byte cache, a single sequence is fastest with one program per multiprocessor, because the
-    programs of a launch that overlaps the previous kernel are not distributed evenly. 2 to 16 sequences are
-    fastest with two programs per multiprocessor. FP8 needs more programs to hide the conversion. With enough
-    sequences, a limit of 96 registers per thread lets five programs share a multiprocessor.
+    With a 2-byte cache, a single sequence is fastest with one program per multiprocessor: a launch that
+    overlaps the previous kernel does not distribute its programs evenly. 2 to 16 sequences are fastest with
+    two programs per multiprocessor. FP8 needs more programs to hide the conversion. With enough sequences, a
+    limit of 96 registers per thread lets five programs share a multiprocessor.
     """
     fp8 = element_size == 1
     waves = 4 if sequences > 16 or (fp8 and sequences > 1) else 2 if fp8 or sequences > 1 else 1
@@ -98,7 +97,7 @@ def splits_at_once(config: DecodeConfig, group: int, head_dim: int) -> int:
 
 
 def config_on(keys: torch.Tensor, sequences: int) -> DecodeConfig:
-    """Return the result of `config_for` for a cache `[blocks, kv_heads, 64, head_dim]` and its device."""
+    """Return the launch parameters for a cache `[blocks, kv_heads, 64, head_dim]` on its device."""
     _, kv_heads, _, head_dim = keys.shape
     return config_for(sequences, kv_heads, head_dim, keys.element_size(), multiprocessors_of(keys.device))
 
@@ -141,19 +140,16 @@ def decode(
     """Compute the attention of one new token per sequence: `[sequences, heads, head_dim]` in q's dtype.
 
     q: `[sequences, heads, head_dim]`, heads contiguous. With `rotation`, q is the result of the qkv GEMM,
-    `[sequences, (heads + 2 kv_heads) × head_dim]`.
-    keys, values: `[blocks, kv_heads, 64, head_dim]`, contiguous, in q's dtype, or float8_e4m3fn with
-    `k_scales`, `v_scales` `[blocks, kv_heads, 64]` float32.
+    `[sequences, (heads + 2 kv_heads) × head_dim]`. keys, values: `[blocks, kv_heads, 64, head_dim]`,
+    contiguous, in q's dtype, or float8_e4m3fn with `k_scales`, `v_scales` `[blocks, kv_heads, 64]` float32.
     block_table: `[slots, columns]` int32 or int64. slots: `[sequences]`, each sequence's row of the block
-    table.
-    lens: `[sequences]`, number of cached tokens, including the new token. 0 marks padding: the result is
-    zeros, and the padding's other inputs are not read.
-    window: each token attends to itself and the window - 1 tokens before it.
-    rotation: if given, this call also writes the new keys and values to the cache. Sequences must not share
-    the blocks that receive their new tokens. With PDL, slots, lens and cos_sin are read before the previous
-    kernel has ended. Therefore a kernel without PDL, for example a decoder's embedding, must run between the
-    kernel that wrote them and this one.
-    config: launch parameters; None: from `config_for`. The last bits of the result depend on `items`.
+    table. lens: `[sequences]`, number of cached tokens, including the new token. 0 marks padding: the result
+    is zeros, and the padding's other inputs are not read. window: each token attends to itself and the window
+    - 1 tokens before it. rotation: if given, this call also writes the new keys and values to the cache.
+    Sequences must not share the blocks that receive their new tokens. With PDL, slots, lens and cos_sin are
+    read before the previous kernel has finished. Therefore a kernel without PDL, for example a decoder's
+    embedding, must run after these tensors are written and before this kernel. config: launch parameters; if
+    None, `config_for` chooses them. The last bits of the result depend on `config.items`.
 
     The softmax is computed in float32. No length is read on the host, so the launch can be captured in a CUDA
     graph.
@@ -261,8 +257,8 @@ _TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bf
 
 
 def _scan_width(sequences: int) -> int:
-    """Return the width of the scan over sequences. Only a few widths are used, because each width is compiled
-    separately."""
+    """Return the block size of the scan over sequences. Only a few sizes are used, because each size is
+    compiled separately."""
     for width in (1, 16, 128, 1024):
         if sequences <= width:
             return width

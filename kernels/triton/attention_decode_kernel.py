@@ -11,13 +11,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.triton.new_tokens import angles, rounded, turned
 
 _LIFT = tl.constexpr(8.0)
-"""With an FP8 cache, softmax weights are scaled by 2**8, so that small weights of a long sequence stay above
-float16's subnormals. The factor cancels in the final division."""
+"""With an FP8 cache, softmax weights are scaled by 2**8, so that a long sequence's small weights do not
+become subnormal in float16. The factor cancels in the final division."""
 
 
 @triton.jit
 def _pages_of(length, WINDOW: tl.constexpr):
-    """Return the index of a sequence's first visible page, and the number of visible pages."""
+    """Return the index of the first page that the query of a sequence can attend to, and the number of these
+    pages."""
     last = (length + 63) // 64
     first = tl.maximum(length - WINDOW, 0) // 64 if WINDOW > 0 else length * 0
     return first, last - first
@@ -50,10 +51,8 @@ def _combine(
     AT_ONCE: tl.constexpr,
 ):
     """Combine `pieces` splits of a sequence and normalise the result: `[GROUP, HEAD_DIM]`. `partial` and
-    `stats` point to the first split.
-
-    The loop processes one split after another, so no thread waits for another thread. AT_ONCE loads are in
-    flight at the same time.
+    `stats` point to the first split. The loop processes one split after another, so threads need not
+    synchronise. Up to AT_ONCE loads are in flight at the same time.
     """
     group = tl.arange(0, GROUP)
     place = group[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
@@ -126,8 +125,8 @@ def decode_kernel(
     item = tl.program_id(0) // KV_HEADS
 
     # Find this program's sequence and split. A split has at most `most` pages, so that all splits fit into
-    # the grid. The loads bypass the L1 cache. This code may run before gdc_wait, when the L1 may still
-    # contain the lengths and slots of an earlier step.
+    # the grid. The loads bypass the L1 cache, because this code may run before gdc_wait. At that time, the L1
+    # cache may still contain the lengths and slots of an earlier step.
     if SCAN == 1:
         length = tl.load(lens, cache_modifier=".cg").to(tl.int32)
         row = tl.load(rows, cache_modifier=".cg").to(tl.int64)

@@ -32,13 +32,13 @@ from kernels import PAGE_TOKENS, ChunkSpan
 _LOG2_E = 1.4426950408889634
 
 _LIFT = tl.constexpr(8.0)
-"""Binary exponent of the factor (2**8) that multiplies float16 softmax weights. It keeps small weights above
-float16's subnormals."""
+"""Binary exponent of the factor (2**8) that multiplies float16 softmax weights. It prevents small weights
+from becoming subnormal in float16."""
 
 _LOWEST = tl.constexpr(-1.0e30)
-"""Initial running maximum of a row that has not seen a key. It is finite, so a page without visible keys does
-not produce NaN. Masked scores must be -inf instead: the compiler fuses `score × scale - largest` into one
-instruction that does not round the product, so the difference of equal numbers would be about 1e20."""
+"""Initial running maximum of a row. It is finite, so a page without visible keys does not produce NaN. Masked
+scores must be -inf, not this value. The compiler fuses `score × scale - largest` into one instruction that
+does not round the product, so for this value the difference could be about 1e20 instead of 0."""
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -135,9 +135,8 @@ def _prefill_kernel(
     # Rows past the last token may have no visible key. They are NaN and are not stored.
     acc = acc / total[:, None]
     if REREAD:
-        # Recompute these values from the tile's record. Keeping them during the loop would leave too few
-        # registers for the loop. The different cache modifier prevents the compiler from merging these loads
-        # with the earlier ones.
+        # Load these values again, because keeping them would leave too few registers for the loop. The
+        # different cache modifier prevents the compiler from merging these loads with the earlier loads.
         count = tl.load(record + 1, cache_modifier=".ca")
         token = (tl.load(record, cache_modifier=".ca") + row // HEADS).to(tl.int64)
         real = (row < count * HEADS)[:, None]
@@ -172,18 +171,18 @@ def plan_tiles(
 
 
 HOPPER_ABOVE = 1024
-"""Average number of keys per tile above which a pass uses `attention_prefill_hopper`. On an H200, that kernel
-takes 5 to 27 % less time than the general kernel above the limit, the same time at half the limit, and 5 to
-22 % more time below half the limit. It runs one program per multiprocessor, so no other program can use the
-multiprocessor while a tile starts and ends."""
+"""Average number of keys per tile above which a pass uses `attention_prefill_hopper`. Measured on an H200
+relative to the general kernel, it takes 5 to 27 % less time above this limit, the same time at half the
+limit, and 5 to 22 % more time below half the limit. It runs one program per multiprocessor, so no other
+program can use the multiprocessor while a tile starts and ends."""
 
 
 def suits_hopper(
     tiles: np.ndarray, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, window: int | None
 ) -> bool:
-    """Return whether a Hopper GPU should compute `tiles` (from `plan_tiles`) with `attention_prefill_hopper`.
-    The kernel must support the shape, and the tiles must have enough keys for it to be faster. dtype: dtype
-    of queries, keys and values."""
+    """Return whether a Hopper GPU should compute `tiles` (from `plan_tiles`) with `attention_prefill_hopper`:
+    whether that kernel supports the shape, and whether the tiles have enough keys for it to be faster. dtype:
+    dtype of queries, keys and values."""
     group = heads // kv_heads
     served = head_dim == 128 and 64 % group == 0 and window is None
     if not served or dtype not in (torch.bfloat16, torch.float16) or not len(tiles):
@@ -204,8 +203,8 @@ class Expansion:
     """Pages to expand, `[pages, 2]` int32. The columns are the slot and the block-table column. `expand`
     writes page i to scratch block i."""
     expanded: np.ndarray
-    """Tiles (from `plan_tiles`) of the chunks that read the scratch pool. Their last field is the scratch
-    block of page 0 instead of the slot."""
+    """Tiles (from `plan_tiles`) of the chunks that read the scratch pool. The last column contains the
+    scratch block of page 0 instead of the slot."""
     direct: np.ndarray
     """Tiles (from `plan_tiles`) of the chunks that read the FP8 pool directly."""
 
@@ -218,8 +217,8 @@ def plan_expansion(
     scratch_blocks: int,
     tile_rows: int = 128,
 ) -> Expansion:
-    """Assign each chunk of a pass to the scratch pool, which has `scratch_blocks` blocks, or to the FP8
-    pool."""
+    """Decide for each chunk of a pass whether it reads the scratch pool (of `scratch_blocks` blocks) or the
+    FP8 pool."""
     direct, moved, pages, used = [], [], [], 0
     for chunk in chunks:
         first = 0 if window is None else max(0, chunk.context + 1 - window) // PAGE_TOKENS
@@ -327,10 +326,11 @@ class PrefillConfig:
 
 
 def config_for(head_dim: int, direct: bool, expanded: bool) -> PrefillConfig:
-    """Return the launch parameters. direct: the pool is FP8. expanded: the pool is the scratch pool.
+    """Return the launch parameters. direct: whether the kernel reads an FP8 pool. expanded: whether it reads
+    the scratch pool.
 
     Two programs per multiprocessor hide each other's softmax. With 8 warps, this requires at most 128
-    registers per thread, and the compiler then waits for every tensor-core product. With 4 warps the compiler
+    registers per thread, and the compiled code then waits for every tensor-core product. With 4 warps, it
     does not wait, but a loop with a block table or a conversion spills slightly more registers.
     """
     if head_dim > 128:
@@ -360,11 +360,10 @@ def prefill(
 
     q: `[tokens, heads, head_dim]`, heads contiguous. keys, values: `[blocks, kv_heads, 64, head_dim]`,
     contiguous, in q's dtype, or float8_e4m3fn with `k_scales`, `v_scales` `[blocks, kv_heads, 64]` float32.
-    block_table: `[slots, columns]` int32 or int64, each row covering context + count of its chunk; None: keys
-    and values are the scratch pool, and tiles are `Expansion.expanded`.
-    tiles: `plan_tiles` on the device, contiguous.
-    window: each token attends to itself and the window - 1 tokens before it. The softmax is computed in
-    float32.
+    block_table: `[slots, columns]` int32 or int64. Each row covers the context + count tokens of its chunk.
+    If it is None, keys and values are the scratch pool, and tiles are `Expansion.expanded`. tiles:
+    `plan_tiles` on the device, contiguous. window: each token attends to itself and the window - 1 tokens
+    before it. The softmax is computed in float32.
     """
     _, heads, head_dim = q.shape
     blocks, kv_heads, _, _ = keys.shape

@@ -10,8 +10,8 @@ still running. Keys are processed from last to first, so only the first steps of
 
 The grid has one program per multiprocessor. Each program computes several tiles, the longest first, and loads
 the queries and pages of its next tile while the current tile finishes. Barriers (mbarriers) in shared memory
-with alternating phases signal full and empty buffers. The queries have one pair of barriers. In each pipeline
-stage, keys and values have one pair each.
+with alternating phases signal full and empty buffers. There is one pair of barriers for the queries. In each
+pipeline stage, there is one pair for the keys and one for the values.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ take 160 KiB of shared memory. At least two stages are needed, because the kerne
 before it releases the current values."""
 
 _LIFT = gl.constexpr(8.0)
-"""Binary exponent of the factor (2**8) that multiplies float16 softmax weights. It keeps small weights above
-float16's subnormals."""
+"""Binary exponent of the factor (2**8) that multiplies float16 softmax weights. It prevents small weights
+from becoming subnormal in float16."""
 
 
 def prefill(
@@ -58,11 +58,10 @@ def prefill(
 
     q: `[tokens, heads, 128]` bfloat16 or float16, heads contiguous, token stride a multiple of 16 bytes.
     keys, values: `[blocks, kv_heads, 64, 128]`, contiguous, of the same dtype; heads / kv_heads divides 64.
-    block_table: `[slots, columns]` int32 or int64, each row covering context + count of its chunk; None: keys
-    and values are the scratch pool, and tiles are `Expansion.expanded`.
-    tiles: `plan_tiles` on the device, contiguous, each with at least one token.
-    out: same shape and dtype as q. multiprocessors: number of multiprocessors of the GPU. The softmax is
-    computed in float32.
+    block_table: `[slots, columns]` int32 or int64. Each row covers the context + count tokens of its chunk.
+    If it is None, keys and values are the scratch pool, and tiles are `Expansion.expanded`. tiles:
+    `plan_tiles` on the device, contiguous, each with at least one token. out: same shape and dtype as q.
+    multiprocessors: number of multiprocessors of the GPU. The softmax is computed in float32.
     """
     _, heads, head_dim = q.shape
     blocks, kv_heads, _, _ = keys.shape
@@ -107,9 +106,9 @@ def _signal(text: gl.constexpr):
 
 @gluon.jit
 def _item(turn):
-    """Return the index of the work item (a tile and KV head) that this program computes in the given turn. In
-    odd turns, the order of the programs is reversed to balance their work. The index may be past the end of
-    the list."""
+    """Return the index of the work item (a tile and KV head) that this program computes in the given round.
+    In odd rounds, the order of the programs is reversed to balance their work. The index may be past the end
+    of the list."""
     program, programs = gl.program_id(0), gl.num_programs(0)
     return turn * programs + gl.where(turn % 2 == 0, program, programs - 1 - program)
 
@@ -125,8 +124,8 @@ def _positions(record):
 
 @gluon.jit
 def _fetch_block(tiles, one, two, ready, empty, phase, smem, at):
-    """Load 128 keys or values into a pipeline stage after the stage has been released. They are two pages,
-    and each page is loaded as two tiles of 64 dimensions."""
+    """Wait until a pipeline stage has been released, and load 128 keys or values into it. They consist of two
+    pages, each loaded as two tiles of 64 dimensions."""
     mbarrier.wait(empty, phase ^ 1)
     mbarrier.expect(ready, 128 * 128 * 2)
     for panel in gl.static_range(2):
@@ -241,8 +240,8 @@ def _compute(
         record = tiles + item // KV_HEADS * 4
         first, _last, blocks = _positions(record)
         position = first + row // GROUP
-        # The initial maximum is finite, so a block without visible keys gives no NaN; see
-        # `attention_prefill._LOWEST`.
+        # The initial maximum is finite, so that a block without visible keys does not produce NaN (see
+        # `attention_prefill._LOWEST`).
         m = gl.full([64], -1.0e30, gl.float32, layout=gl.SliceLayout(1, mma))
         acc = gl.zeros([64, 128], gl.float32, layout=mma)
         mbarrier.wait(q_full, turn & 1)
@@ -275,9 +274,9 @@ def _compute(
             m, old, weights = _weights(scores, m, scale, LIFT)
             total = total * old + gl.sum(weights, axis=1)
             following = gl.convert_layout(weights.to(dtype), operand)
-            # This wait for the next keys must stay between the softmax and the wait for the value products.
-            # The compiler moves no instruction across it. Without it, the compiler would place the softmax
-            # after the value products, and they would not overlap.
+            # This wait for the next keys must stay between the softmax and the wait for the value products,
+            # because the compiler moves no instruction across it. Otherwise, the compiler would place the
+            # softmax after the value products, and the two would not overlap.
             next_step = step + 2
             ahead = back + 1 < blocks
             mbarrier.wait(k_full.index(next_step % STAGES), (next_step // STAGES) & 1, pred=ahead)

@@ -1,10 +1,10 @@
-"""Mixture-of-experts layers: choice of the kernels by the number of tokens, and the order of their launches.
+"""Launches the kernels of mixture-of-experts layers. The number of tokens determines the kernels.
 
-`activate` and `weighted_sum` are the two halves of a layer, as `kernels.Ops` defines them. Few tokens take
-three launches (router, up, down), with FP8 weights a fourth one that quantises the activations unless `down`
-does. Many tokens take more launches, because they are sorted by expert first. No function here waits for the
-device, and all launches can be captured in CUDA graphs: their number and sizes depend on the number of tokens
-only.
+`activate` and `weighted_sum` are the two halves of a layer, as `kernels.Ops` defines them. For few tokens,
+there are three launches: router, up and down. With FP8 weights, a fourth launch quantises the activations,
+unless `down` quantises them itself. For many tokens, there are more launches, because the tokens are first
+sorted by expert. No function here waits for the device. All launches can be captured in CUDA graphs, because
+their number and sizes depend only on the number of tokens.
 """
 
 from __future__ import annotations
@@ -23,19 +23,21 @@ from kernels.triton.linear_plans import HOPPER_SHARED
 from kernels.triton.linear_rows import Workspace
 
 MAX_ROUTE_TOKENS = 16
-"""Largest number of tokens whose experts are chosen in one launch, which reads the router once per token."""
+"""Maximum number of tokens for which one launch computes the norm and chooses the experts. This launch reads
+the router's matrix once per token."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenValues:
-    """`ExpertActivation.values` of these kernels."""
+    """The form of `ExpertActivation.values` that these kernels use."""
 
     values: torch.Tensor
     """`silu(gate) × up`: [tokens × top_k, intermediate], in the order of the choices or of `by_expert`."""
     scales: torch.Tensor | None
     """Scales of quantised values: [tokens × top_k, 1] float32; None if the values are not quantised."""
     by_expert: Sorted | None
-    """The order of the values, or None if they are in the order of the choices."""
+    """The choices sorted by expert, if the values are in that order. None if the values are in the order of
+    the choices."""
     plan: ExpertsPlan
     """The plan of `down`."""
 
@@ -54,8 +56,8 @@ def activate(
     """Normalise `x [tokens, hidden]`, choose the experts of each token and compute their activations
     (`kernels.Ops.norm_experts`).
 
-    workspace: of the stream. shared_bytes: shared memory that a program of the GPU can have. plans: replace
-    the choice of the rules.
+    workspace: the stream's workspace. shared_bytes: bytes of shared memory available to one program. plans:
+    if given, they replace the plans that the rules choose.
     """
     weight, scale = _parts(experts.gate_up)
     count, rows, hidden = weight.shape
@@ -107,8 +109,8 @@ def weighted_sum(
     pdl: bool = True,
 ) -> torch.Tensor:
     """Return each token's sum of `weight × down(activation)` over its chosen experts, plus the residual:
-    `[tokens, hidden]` in the router's dtype, or in `out`, which may be the residual
-    (`kernels.Ops.experts_sum` and `experts_add`). x: from `activate`."""
+    `[tokens, hidden]` in the router's dtype (`kernels.Ops.experts_sum` and `experts_add`). The result is
+    written to `out` if given, which may be the residual. x: the result of `activate`."""
     weight, scale = _parts(experts.down)
     chosen: ChosenValues = x.values
     dtype = experts.router.dtype

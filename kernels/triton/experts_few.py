@@ -1,24 +1,26 @@
 # mypy: allow-untyped-defs
-"""The experts of few tokens: GEMMs whose work is divided by outputs, without sorting tokens by expert.
+"""Computes the experts of few tokens. The GEMMs are divided into programs by outputs, without sorting tokens
+by expert.
 
-`up` computes SwiGLU of the experts that each token has chosen, and `down` the weighted sum of their results
-plus the residual. Each is one launch, with two variants:
+`up` computes SwiGLU for the experts that each token has chosen. `down` computes the weighted sum of the
+experts' results, plus the residual. Each function makes one launch of one of two variants:
 
 - `gemv`: a program multiplies weight rows of one chosen expert by one token on the CUDA cores. An expert that
-  several tokens have chosen is read once for each of them.
+  several tokens have chosen is read once for each of these tokens.
 - `dot`: a program multiplies weight rows of one expert by all tokens on the tensor cores, and keeps the
-  results of the tokens that have chosen the expert, so that each chosen expert is read once. The weight is
-  the 64-row side of the tensor-core instruction. In `down`, the program that finishes a tile last adds the
-  weighted results of each token in the order of its choices, so results do not depend on timing.
+  results of the tokens that have chosen the expert. Therefore each chosen expert is read only once. The
+  weight is the 64-row operand of the tensor-core instruction. In `down`, the program that finishes a tile
+  last adds the weighted results of each token in the order of its choices, so results do not depend on
+  timing.
 
-Rounding: sums are float32. SwiGLU rounds as the reference does. `down` multiplies the float32 sums by the
-routing weights, adds them and the residual in float32, and rounds once; the reference also rounds the result
-of each expert. With FP8 weights, `up` takes quantised tokens; `down` with `gemv` quantises the activations of
-each expert itself, and with `dot` it takes quantised ones.
+Rounding: sums are computed in float32. SwiGLU rounds as the reference does. `down` multiplies the float32
+sums by the routing weights, adds the products and the residual in float32, and rounds once. The reference
+also rounds the result of each expert. With FP8 weights, the input of `up` is quantised. The input of `down`
+is quantised for `dot`, while `gemv` quantises each expert's activations itself.
 
-PDL: `up` waits for the previous kernel before it reads the chosen experts, and lets the next kernel start
-only after this wait. So when `down` starts, the router's results are complete: `down` reads the chosen
-experts and its first weights before it waits for `up`.
+Programmatic dependent launch (PDL): `up` waits for the previous kernel before it reads the chosen experts,
+and lets the next kernel start only after this wait. When `down` starts, the router's results are therefore
+complete. `down` reads the chosen experts and its first weights before it waits for `up`.
 """
 
 from __future__ import annotations
@@ -44,10 +46,10 @@ def up(
 ) -> torch.Tensor:
     """Return `silu(gate) × up` of the chosen experts: `[tokens × top_k, intermediate]` in the model's dtype.
 
-    x: `[tokens, hidden]` of the weight's dtype, contiguous and normalised. chosen: `[tokens, top_k]` int32,
-    distinct for each token. weight: `[experts, 2 × intermediate, hidden]`. x_scale `[tokens, 1]` and
-    weight_scale `[experts, 2 × intermediate]`, float32: scales of quantised values; then dtype is the model's
-    dtype.
+    x: `[tokens, hidden]` of the weight's dtype, contiguous and normalised. chosen: `[tokens, top_k]` int32; a
+    token's experts are distinct. weight: `[experts, 2 × intermediate, hidden]`. x_scale: `[tokens, 1]`, and
+    weight_scale: `[experts, 2 × intermediate]`, both float32: the scales if x and weight are quantised. In
+    that case, dtype is the model's dtype.
     """
     tokens, hidden = x.shape
     top_k = chosen.shape[1]
@@ -101,12 +103,14 @@ def down(
     pdl: bool = True,
 ) -> torch.Tensor:
     """Return each token's sum of `routing weight × down(x)` over its chosen experts, plus the residual:
-    `[tokens, hidden]`, in the model's dtype or in `out`, which may be the residual.
+    `[tokens, hidden]` in the model's dtype. The result is written to `out` if given, which may be the
+    residual.
 
-    x: `[tokens × top_k, intermediate]`, the result of `up`; for `dot` with FP8 weights quantised, with
-    `x_scale [tokens × top_k, 1]`. chosen, weights: `[tokens, top_k]`, int32 and float32. weight: `[experts,
-    hidden, intermediate]`. dtype: the model's dtype, if it is not x's. pdl: `chosen` is read before the
-    previous kernel has ended; see the module's docstring.
+    x: `[tokens × top_k, intermediate]`, the result of `up`. For `dot` with FP8 weights, it must be quantised,
+    with `x_scale [tokens × top_k, 1]`. chosen: `[tokens, top_k]` int32. weights: `[tokens, top_k]` float32.
+    weight: `[experts, hidden, intermediate]`. dtype: the model's dtype, if x has another dtype. pdl: use
+    programmatic dependent launch. `chosen` is then read before the previous kernel has ended (see the module
+    docstring).
     """
     tokens, top_k = chosen.shape
     experts, columns, intermediate = weight.shape
@@ -171,8 +175,8 @@ def down(
 
 
 def _slots(tokens: int, top_k: int, experts: int) -> tuple[bool, int]:
-    """Return whether the programs of `dot` are divided by chosen expert (or else by expert), and into how
-    many groups."""
+    """Return whether `dot` has a group of programs for each choice of a token (True) or for each expert
+    (False), and the number of groups."""
     pairs = tokens * top_k
     return pairs < experts, min(pairs, experts)
 
@@ -204,7 +208,8 @@ def _check(
 
 @triton.jit
 def _load_weights(at, inside, RAGGED: tl.constexpr):
-    """Load a tile of weights. `inside` masks the columns, if K is not a multiple of the tile."""
+    """Load a tile of weights. If K is not a multiple of the tile's width (RAGGED), `inside` masks the
+    columns."""
     if RAGGED:
         return tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first")
     return tl.load(at, eviction_policy="evict_first")
@@ -220,11 +225,11 @@ def _takers(
     ROWS: tl.constexpr,
     BY_PAIR: tl.constexpr,
 ):
-    """Return the expert of a program, whether the program has work, whether each of ROWS tokens has chosen
-    the expert, and the index of this choice among all choices.
+    """Return a program's expert, whether the program has work, and for each of ROWS tokens, whether the token
+    has chosen the expert and the index of this choice among all choices.
 
-    BY_PAIR: the slot is the index of a choice. Of the programs whose choices are the same expert, only those
-    of the first choice have work. Otherwise the slot is the expert."""
+    With BY_PAIR, `slot` is the index of a choice. If several choices are the same expert, only the programs
+    of the first of these choices have work. Without BY_PAIR, `slot` is the expert."""
     token = tl.arange(0, ROWS)
     turn = tl.arange(0, TOP_K_BLOCK)
     pair = token[:, None] * TOP_K + turn[None, :]
@@ -253,7 +258,7 @@ def _multiply(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Return the sums `[BLOCK_N, ROWS]` of weight rows and tokens, over all of K."""
+    """Return the products `[BLOCK_N, ROWS]` of weight rows and tokens, summed over all of K."""
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
     for at in tl.range(0, K, BLOCK_K):
@@ -288,7 +293,8 @@ def _up_gemv(
     SCALED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiply BLOCK_N weight rows of one chosen expert by its token. With SCALED, x is quantised."""
+    """Multiply BLOCK_N weight rows of one chosen expert by the token that has chosen it. With SCALED, x is
+    quantised."""
     tiles: tl.constexpr = (2 * COLUMNS + BLOCK_N - 1) // BLOCK_N
     ragged: tl.constexpr = K % BLOCK_K != 0
     pair = tl.program_id(0) // tiles
@@ -311,7 +317,7 @@ def _up_gemv(
         w = _load_weights(weights + at, inside[None, :], ragged)
         part = tl.load(xs + at, mask=inside, other=0.0)
         products = widen(w, SCALED) * widen(part, SCALED)[None, :]
-        # Sums within the 16 bytes of a thread need no exchange between threads.
+        # First sum within the 16 bytes of each thread, which needs no exchange between threads.
         acc += tl.sum(tl.reshape(products, [BLOCK_N, BLOCK_K // VECTOR, VECTOR]), axis=2)
     total = tl.sum(acc, axis=1)
     if SCALED:
@@ -342,8 +348,8 @@ def _down_gemv(
     RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiply BLOCK_N weight rows of every expert that one token has chosen by the activations of that
-    expert. With SCALED, the program quantises the activations."""
+    """For each expert that one token has chosen, multiply BLOCK_N of its weight rows by its activations. With
+    SCALED, the program quantises the activations."""
     tiles: tl.constexpr = (COLUMNS + BLOCK_N - 1) // BLOCK_N
     ragged: tl.constexpr = K % BLOCK_K != 0
     token = tl.program_id(0) // tiles
@@ -353,7 +359,7 @@ def _down_gemv(
     k = tl.arange(0, BLOCK_K)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    # Choices past the last one repeat the last one, with a routing weight of zero.
+    # Padding repeats the last choice with a routing weight of zero.
     pair = token * TOP_K + tl.minimum(turn, TOP_K - 1)
     expert = tl.load(chosen + pair, cache_modifier=".cg").to(tl.int64)
     rows = expert[None, :] * COLUMNS + weight_row[:, None]
@@ -466,7 +472,7 @@ def _down_dot(
     PDL: tl.constexpr,
 ):
     """Multiply BLOCK_N weight rows of one expert by the activations of all tokens that have chosen it. The
-    last program of a tile adds the results of each token."""
+    program that finishes a tile last adds the results of each token."""
     tiles: tl.constexpr = (COLUMNS + BLOCK_N - 1) // BLOCK_N
     slot = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles

@@ -1,19 +1,20 @@
 # mypy: allow-untyped-defs
-"""The experts of many tokens: choices are sorted by expert on the device, and each GEMM is one launch over
-the tokens of all experts.
+"""Computes the experts of many tokens. The choices are sorted by expert on the device, and each GEMM is one
+launch for the tokens of all experts.
 
 `sort` is the second half of a stable counting sort. The router has counted the choices of each expert in
-blocks of tokens; one launch adds the counts of the blocks and writes each choice to its place. `up` reads the
-tokens in this order and computes SwiGLU. `down` writes its results back in the order of the choices, and
-`combine` multiplies them by their routing weights and adds those of each token in the order of its choices,
-plus the residual. No kernel adds with atomics, so results do not depend on timing.
+each block of tokens. One launch adds the counts of all blocks and writes each choice to its position. `up`
+reads the tokens in the sorted order and computes SwiGLU. `down` writes its results in the original order of
+the choices. `combine` multiplies the results by their routing weights, and adds each token's results, in the
+order of its choices, and the residual. No kernel uses atomic additions, so results do not depend on timing.
 
-The GEMMs have a fixed number of programs, which read the number of tokens of each expert on the device and
-compute the tiles one after another. So no launch depends on the routing, and all can be captured in a graph.
-The weight is the 64-row side of the tensor-core instruction, so that experts with few tokens need small tiles
-only.
+The GEMMs have a fixed number of programs, which read each expert's number of tokens on the device and compute
+the tiles one after another. No launch depends on the routing, so all launches can be captured in a CUDA
+graph. The weight is the 64-row operand of the tensor-core instruction, so small tiles suffice for experts
+with few tokens.
 
-Rounding is the reference's, except that the residual is added to the float32 sum, which is rounded once.
+Results are rounded as in the reference, except that the residual is added to the float32 sum before the sum
+is rounded.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from kernels.triton.experts_route import Routed, block_tokens
 from kernels.triton.linear_rows import gated, weight_rows
 
 _SUMMED = 1 << 14
-"""Largest number of counts that a program of `sort` adds at once."""
+"""Maximum number of counts that a `sort` program adds up at a time."""
 
 _COMBINED_COLUMNS = 1024
 """Number of columns per program of `combine`."""
@@ -37,13 +38,13 @@ _COMBINED_COLUMNS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Sorted:
-    """Choices of experts in the order of the experts, for each expert in the order of the tokens. A choice is
-    numbered token × top_k + turn."""
+    """The choices of all tokens, sorted by expert and then by token. Choice `i` of a token has the number
+    token × top_k + i."""
 
     order: torch.Tensor
-    """The choices: [tokens × top_k] int32."""
+    """Numbers of the choices: [tokens × top_k] int32."""
     begins: torch.Tensor
-    """First position in `order` of each expert, then the number of choices: [experts + 1] int32."""
+    """Each expert's first position in `order`, followed by the number of choices: [experts + 1] int32."""
 
 
 def sort(routed: Routed, experts: int, *, pdl: bool = True) -> Sorted:
@@ -92,7 +93,8 @@ def up(
     """Return `silu(gate) × up` of the choices in the order of `by_expert`: `[tokens × top_k, intermediate]`
     in the model's dtype.
 
-    x, x_scale, weight, weight_scale, dtype: as in `experts_few.up`. multiprocessors: of the device.
+    x, x_scale, weight, weight_scale, dtype: as in `experts_few.up`. multiprocessors: number of the device's
+    multiprocessors.
     """
     columns = weight.shape[1] // 2
     out = torch.empty((len(x) * top_k, columns), dtype=dtype or x.dtype, device=x.device)
@@ -114,9 +116,9 @@ def down(
 ) -> torch.Tensor:
     """Return `down(x)` in the order of the choices: `[tokens × top_k, hidden]` in the model's dtype.
 
-    x: `[tokens × top_k, intermediate]` in the order of `by_expert`, of the weight's dtype; quantised with
-    x_scale `[tokens × top_k, 1]`. weight: `[experts, hidden, intermediate]`; weight_scale: `[experts,
-    hidden]`.
+    x: `[tokens × top_k, intermediate]` in the order of `by_expert`, in the weight's dtype; if it is
+    quantised, x_scale is `[tokens × top_k, 1]`. weight: `[experts, hidden, intermediate]`; weight_scale:
+    `[experts, hidden]`.
     """
     out = torch.empty((len(x), weight.shape[1]), dtype=dtype or x.dtype, device=x.device)
     _launch(x, x_scale, by_expert, weight, weight_scale, out, plan, multiprocessors, pdl, None)
@@ -132,8 +134,8 @@ def combine(
     pdl: bool = True,
 ) -> torch.Tensor:
     """Return the sum of each token's `results [tokens × top_k, hidden]` times its routing `weights [tokens,
-    top_k]` float32, plus the residual: `[tokens, hidden]`, in results' dtype or in `out`, which may be the
-    residual."""
+    top_k]` float32, plus the residual: `[tokens, hidden]` in the dtype of `results`. The sum is written to
+    `out` if given, which may be the residual."""
     tokens, top_k = weights.shape
     hidden = results.shape[1]
     out = torch.empty((tokens, hidden), dtype=results.dtype, device=results.device) if out is None else out
@@ -170,7 +172,7 @@ def _launch(
     pdl: bool,
     top_k: int | None,
 ) -> None:
-    """Launch `_grouped` for `up`, or, if top_k is None, for `down`."""
+    """Launch `_grouped` for `up`, or for `down` if top_k is None."""
     experts, n, k = weight.shape
     if x.shape[1] != k or not x.is_contiguous() or not weight.is_contiguous():
         raise ValueError(
@@ -230,8 +232,8 @@ def _place(
     ALL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Write the CHOICES choices of a block of tokens to their places. Each program adds the counts of all
-    blocks itself, SUMMED blocks at once."""
+    """Write the CHOICES choices of a block of tokens to their sorted positions. Every program adds up the
+    counts of all blocks, SUMMED blocks at a time."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -280,9 +282,9 @@ def _grouped(
     SCALED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute tiles of BLOCK_N weight rows by ROWS choices of one expert. UP: x has a row per token, and the
-    result is SwiGLU in the order of x's choices. Otherwise x has a row per choice, and the result is
-    written to the choice's own row."""
+    """Compute tiles of BLOCK_N weight rows by ROWS choices of one expert. With UP, x has one row per token,
+    and the result is SwiGLU in the sorted order. Otherwise, x has one row per choice in the sorted order, and
+    results are written in the original order of the choices."""
     dtype: tl.constexpr = out.dtype.element_ty
     width: tl.constexpr = BLOCK_N // 2 if UP else BLOCK_N
     across: tl.constexpr = (COLUMNS + width - 1) // width
@@ -303,7 +305,7 @@ def _grouped(
         last = tl.sum(tl.where(this, end, 0), axis=0) - 1
         first = tl.sum(tl.where(this, begin - (group_ends - groups) * ROWS, 0), axis=0) + group * ROWS
         place = first + tl.arange(0, ROWS)
-        # Rows past the last choice repeat it; their results are not stored.
+        # Rows past the expert's last choice repeat that choice, and their results are not stored.
         choice = tl.load(order + tl.minimum(place, last))
         source = choice // TOP_K if UP else tl.minimum(place, last)
         weight_row = weight_rows(tile, COLUMNS, BLOCK_N, UP) + expert.to(tl.int64) * N

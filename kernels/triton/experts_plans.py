@@ -1,6 +1,6 @@
-"""The rules that divide the kernels of mixture-of-experts layers into programs.
+"""Contains the rules that divide the kernels of mixture-of-experts layers into programs.
 
-This module does not import Triton, so plans can be made and tested on any machine.
+This module does not import Triton, so plans can be created and tested on any machine.
 """
 
 from __future__ import annotations
@@ -13,45 +13,47 @@ import torch
 from kernels.triton.linear_plans import HOPPER_SHARED
 
 _SHARED_BESIDE = 4 << 10
-"""Upper bound on the shared memory in bytes that a program uses besides its tiles."""
+"""Upper bound on the bytes of shared memory that a program uses in addition to its tiles."""
 
 _REGISTERS, _MAX_REGISTERS = 1 << 16, 255
-"""Registers of a multiprocessor, and the largest number of registers of a thread (CUDA programming guide)."""
+"""Number of registers of a multiprocessor, and maximum number of registers per thread (CUDA programming
+guide)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsPlan:
-    """How one kernel of the experts is divided into programs."""
+    """Describes how one of the experts' kernels is divided into programs."""
 
     form: Literal["gemv", "dot", "grouped"]
-    """The kernel variant. gemv: a program multiplies weight rows of one chosen expert by one token on the
-    CUDA cores. dot: a program multiplies weight rows of one expert by all tokens on the tensor cores, and
-    keeps the results of the tokens that have chosen the expert (both in `experts_few`). grouped: tokens are
-    sorted by expert (`experts_many`)."""
+    """The kernel variant. In `gemv`, a program multiplies weight rows of one chosen expert by one token on
+    the CUDA cores. In `dot`, a program multiplies weight rows of one expert by all tokens on the tensor
+    cores, and keeps the results of the tokens that have chosen the expert. Both are in `experts_few`. In
+    `grouped`, the tokens are sorted by expert (`experts_many`)."""
     rows: int
-    """Number of tokens in the tile, padding included."""
+    """Number of tokens in a tile, including padding."""
     block_n: int
     """Number of weight rows per program or tile."""
     block_k: int
     """Number of columns per pipeline step."""
     warps: int
     stages: int = 1
-    """Number of pipeline stages: steps whose weights are being loaded."""
+    """Number of pipeline stages, that is, of steps whose weights can be in flight at the same time."""
     programs: int = 1
-    """Number of programs per multiprocessor, for `grouped`, whose programs compute several tiles."""
+    """Number of programs per multiprocessor. Only used by `grouped`, whose programs each compute several
+    tiles."""
     ahead: int = 0
     """Number of columns of its weight rows that a program of `down` with `dot` loads into the L2 cache before
     it waits for `up`, 0 or a power of two of at least 128."""
 
     @property
     def max_registers(self) -> int:
-        """Number of registers per thread with which `programs` programs fit on a multiprocessor."""
+        """Maximum number of registers per thread with which `programs` programs fit on a multiprocessor."""
         return min(_MAX_REGISTERS, _REGISTERS // (self.programs * self.warps * 32) // 8 * 8)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPlans:
-    """The plans of the two GEMMs of the experts. Either both are `grouped` or none."""
+    """The plans of the experts' two GEMMs. Either both plans are `grouped`, or neither is."""
 
     up: ExpertsPlan
     down: ExpertsPlan
@@ -62,15 +64,15 @@ class LayerPlans:
 
 
 MAX_GEMV_TOKENS = 2
-"""Largest number of tokens for `gemv`. With more tokens, several tokens choose the same expert, whose weights
-`gemv` reads again for each of them."""
+"""Maximum number of tokens for `gemv`. With more tokens, several tokens choose the same expert, and `gemv`
+reads its weights once for each of these tokens."""
 
 MAX_FEW_TOKENS = 32
-"""Largest number of tokens for `dot`. With more tokens, multiplying each expert by all tokens takes longer
+"""Maximum number of tokens for `dot`. With more tokens, multiplying each expert by all tokens takes longer
 than sorting the tokens."""
 
 _QUANTISED = 1 << 14
-"""Largest number of activations of a token that a program of `gemv` quantises in registers."""
+"""Maximum number of a token's activations that a `gemv` program quantises in registers."""
 
 
 def choose(
@@ -117,7 +119,7 @@ def _grouped(mean: float, size: int) -> ExpertsPlan:
 
 
 def _fit(plan: ExpertsPlan, k: int, size: int, shared_bytes: int) -> ExpertsPlan:
-    """Return the plan with steps that divide K and fit the shared memory."""
+    """Return the plan with a step size that divides K, and with as many stages as fit into shared memory."""
     block_k = plan.block_k
     while k % block_k and block_k > 32:
         block_k //= 2

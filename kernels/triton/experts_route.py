@@ -1,15 +1,17 @@
 # mypy: allow-untyped-defs
-"""Router of a mixture-of-experts layer: RMSNorm, the gate's logits and the top-k choice.
+"""The router of a mixture-of-experts layer, which computes the RMSNorm and the router's logits, and chooses
+the top-k experts.
 
-`route` serves few tokens with one launch: several programs per token compute parts of its logits, and the
-program that finishes last chooses the experts. `route_many` serves many tokens with three launches: the norm;
-the logits on the tensor cores, whose sums over the hidden size are divided into parts if there are few tiles;
-and the choice, which adds the parts in a fixed order and counts the choices of each expert.
+`route` makes one launch, for few tokens. Several programs per token compute parts of the logits, and the
+program that finishes last chooses the token's experts. `route_many` is for many tokens and makes three
+launches. The first one computes the norm. The second one computes the logits on the tensor cores; if there
+are few tiles, it divides the sums over the hidden size into parts. The third one adds the parts in a fixed
+order, chooses the experts, and counts the choices of each expert.
 
-The input is normalised in float32 and rounded once to its dtype; logits are float32 sums of its products with
-the router's rows, and are not rounded. Experts are ordered by falling logit, of equal logits the lower id
-first, as in `reference.route`. A NaN counts as the lowest logit, so that every token has top_k distinct
-experts whatever its values are.
+The input is normalised in float32 and rounded once to its dtype. Its products with the router's rows are
+summed in float32, and these logits are not rounded. Experts are ordered by decreasing logit, and for equal
+logits by increasing id, as in `reference.route`. A NaN counts as the lowest logit, so that every token has
+top_k distinct experts for any input.
 """
 
 from __future__ import annotations
@@ -69,11 +71,13 @@ def route(
     values: torch.dtype | None = None,
     pdl: bool = True,
 ) -> Routed:
-    """Normalise few tokens `x [tokens, hidden]`, contiguous, and choose their experts, in one launch.
+    """Normalise a few tokens, `x [tokens, hidden]`, and choose their experts, in one launch. x must be
+    contiguous.
 
-    router: `[experts, hidden]` of x's dtype. normalised: the softmax is over the chosen experts' logits, so
-    that the weights add up to one; else over all experts' logits. values: dtype of quantised normalised
-    values, or None for x's dtype. workspace: has a counter per token.
+    router: `[experts, hidden]` of x's dtype. normalised: if true, the softmax covers only the chosen experts'
+    logits, so that the weights add up to one; otherwise, it covers the logits of all experts. values: dtype
+    of the normalised values if they are quantised, or None for x's dtype. workspace: contains at least one
+    counter per token.
     """
     tokens, hidden = x.shape
     experts = _check(x, norm_weight, router, top_k)
@@ -122,7 +126,7 @@ def route_many(
     values: torch.dtype | None = None,
     pdl: bool = True,
 ) -> Routed:
-    """`route` for any number of tokens, in three launches. The result also has the counts that
+    """Compute `route` for any number of tokens, in three launches. The result also has the counts that
     `experts_many.sort` needs."""
     tokens, hidden = x.shape
     experts = _check(x, norm_weight, router, top_k)
@@ -142,7 +146,7 @@ def route_many(
         return routed
     columns = min(every, 128)
     across = every // columns
-    # Tiles become larger before they become more than the device's multiprocessors.
+    # With few tokens, tiles are small, so that more programs read the router's matrix concurrently.
     rows = min(128, max(16, triton.next_power_of_2(triton.cdiv(tokens * across, 16))))
     tiles = triton.cdiv(tokens, rows) * across
     splits = max(1, min(_MAX_SPLITS, _PROGRAMS // triton.next_power_of_2(tiles)))
@@ -247,7 +251,7 @@ def _route(
     NORMALISED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute the logits of BLOCK_E experts for one token. The last program of a token chooses its
+    """Compute the logits of BLOCK_E experts for one token. The program that finishes a token last chooses its
     experts."""
     tiles: tl.constexpr = (EXPERTS + BLOCK_E - 1) // BLOCK_E
     token = tl.program_id(0) // tiles
@@ -386,7 +390,8 @@ def _choose(
     # Integers in the order of the logits: the GPU finds the largest integer of 32 threads in one instruction.
     key = logit.to(tl.int32, bitcast=True)
     key = tl.where(key < 0, key ^ 0x7FFFFFFF, key)
-    # Experts that do not exist or are chosen are below every other expert.
+    # Padding and experts that are already chosen get the lowest value of all, below that of experts whose
+    # logit is NaN.
     gone = -0x80000000
     key = tl.where((index < EXPERTS)[None, :], key, gone)
     rank = tl.full([ROWS, ALL], TOP_K, tl.int32)

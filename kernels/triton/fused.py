@@ -26,8 +26,8 @@ from kernels import PAGE_TOKENS, KvPool, Rotation
 from kernels.limits import LARGEST_ROW
 
 FP8 = torch.float8_e4m3fn
-"""Dtype of quantised values. Tests in Triton's interpreter pass another dtype, because the interpreter does
-not support e4m3. Values are then scaled but not rounded to eight bits."""
+"""Dtype of quantised values. Triton's interpreter does not support e4m3, so tests that run in it replace this
+dtype. Values are then scaled but not rounded to eight bits."""
 
 
 # ── RMSNorm ──────────────────────────────────────────────────────────────────────────────────────────
@@ -137,9 +137,9 @@ def _norm(
 
 @triton.jit
 def fp8_scale(largest):
-    """Return the scale for values with the largest magnitude `largest`, and the factor that quantises them.
-    Divisions are rounded exactly, as in the reference. The hardware conversion to e4m3 saturates, so a result
-    that exceeds 448 by one rounding step is harmless."""
+    """Return the scale for values whose largest magnitude is `largest`, and the factor that quantises the
+    values. Divisions are rounded exactly, as in the reference. A quantised value may exceed 448 by one
+    rounding step. This is harmless, because the hardware conversion to e4m3 saturates."""
     return tl.div_rn(largest, 448.0), tl.div_rn(448.0, tl.where(largest > 0.0, largest, 1.0))
 
 
@@ -357,8 +357,8 @@ def _launch_silu(
 
 @triton.jit
 def _silu_mul(gate_up, out, scales, width, QUANTISE: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr):
-    """Process some columns of one token. With quantisation, a program processes all columns, because the
-    scale depends on the whole row."""
+    """Process a block of columns of one token. If the result is quantised, the block is the whole row,
+    because the scale depends on all columns."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

@@ -1,23 +1,24 @@
 # mypy: allow-untyped-defs
-"""Computes the GEMMs of a decode step, which have up to 64 rows. Reading the weights takes nearly all of
-their time.
+"""Computes the GEMMs of a decode step, which have up to 64 rows. Nearly all of their time is spent reading
+the weights.
 
-`linear` and `linear_fp8` accept any number of rows. A table of measured shapes (`linear_table`) selects a
-kernel, or cuBLAS (through torch) where cuBLAS is faster. Shapes that are not in the table follow rules.
+`linear` and `linear_fp8` accept any number of rows. A table of measured shapes (`linear_table`) selects one
+of our kernels, or cuBLAS (through torch) where cuBLAS is faster. For shapes that are not in the table, the
+rules in `linear_plans` choose the kernel.
 
-Each GEMM fuses the operations on the same data. RMSNorm and the quantisation of x are its prologue; bias,
-residual and SwiGLU are its epilogue. With one row, every program computes the norm and the quantisation
-itself. With more rows, they are a separate launch, or two consecutive GEMMs share the norm
-(`kernels.DeferredNorm`). In that case, the first GEMM multiplies its result by the norm's gain and sums the
-squares, and the second GEMM multiplies its sums by the remaining factor of each token.
+Each GEMM is fused with the operations on its input and its result: RMSNorm and the quantisation of x are its
+prologue; bias, residual and SwiGLU are its epilogue. With one row, every program computes the norm and the
+quantisation itself. With more rows, the norm and the quantisation are a separate launch, or two consecutive
+GEMMs share the norm (`kernels.DeferredNorm`). If they share the norm, the first GEMM multiplies its result by
+the norm's gain and sums the squares. The second GEMM multiplies its sums by each token's remaining factor.
 
 Rounding:
 - x is normalised in float32 and rounded once to its dtype, as in `reference.rms_norm`. For FP8, x is then
   divided by its scale (its largest magnitude / 448) and rounded to e4m3, as in `reference.quantise_fp8`.
 - A shared norm rounds x × gain once, whereas the reference rounds x × factor × gain once. The relative error
-  is the same if x × gain is within the dtype's range, which float16 does not guarantee.
-- Sums are float32. Bias and residual are added to the float32 sum, which is rounded once to the dtype of
-  `out`. The reference rounds before it adds a residual.
+  is the same if x × gain is within the dtype's range. With float16, x × gain may exceed it.
+- Sums are computed in float32. Bias and residual are added to the float32 sum, which is rounded once to the
+  dtype of `out`. The reference rounds before it adds a residual.
 - SwiGLU rounds gate, up and silu(gate), as the reference does.
 - FP8 GEMMs of one row are exact in float32. With more rows, the tensor cores keep only about 14 bits of a
   sum. The total relative error is then 2e-3 to 4e-3, of which 1.7e-3 comes from rounding to bfloat16.
@@ -66,22 +67,18 @@ def linear(
     if its argument is given.
 
     x: `[rows, K]`; its rows may be strided. weight: `[N, K]` in x's dtype, contiguous. bias: `[N]`.
-    norm_weight: `[K]`.
-    silu_mul: apply SwiGLU. The weight contains the gate's rows followed by the up projection's rows, and the
-    result is `silu(gate) × up`, `[rows, N / 2]`.
-    residual, out: `[rows, N]` (`N / 2` with silu_mul). Their rows may be strided, and both may be the same
-    tensor.
-    workspace: memory for split-K GEMMs. If it is None, this call allocates one, at the cost of an extra
-    launch.
-    table: the device's measured plans; None: only the rules apply. plan: overrides the table's choice.
-    pdl: use programmatic dependent launch. weight, bias and next_gain are then read before the previous
-    kernel has ended, so that kernel must not write them.
+    norm_weight: `[K]`. silu_mul: apply SwiGLU. The weight contains the gate's rows followed by the up
+    projection's rows, and the result is `silu(gate) × up`, `[rows, N / 2]`. residual, out: `[rows, N]` (`N /
+    2` with silu_mul). Their rows may be strided, and both may be the same tensor. workspace: memory for
+    split-K GEMMs. If it is None, this call allocates one, at the cost of an extra launch. table: the device's
+    measured plans; if None, only the rules apply. plan: overrides the table's choice. pdl: use programmatic
+    dependent launch. weight, bias and next_gain are then read before the previous kernel has finished, so the
+    previous kernel must not write to them.
 
-    The following arguments share a norm with another GEMM. They need a plan that is `tiled`.
-    squares: the `DeferredNorm.squares` that belong to x, which is `DeferredNorm.values`. Requires the norm's
-    eps and no norm_weight.
-    deferred_norm: from `allocate_deferred_norm`. This call fills it from the result and next_gain.
-    next_gain: `[N]`, the gain of the norm that follows.
+    The following arguments let two GEMMs share a norm. They require a plan whose `tiled` is true. squares:
+    `DeferredNorm.squares` of the deferred norm whose `values` are x. If it is given, eps is the norm's eps,
+    and norm_weight must be None. deferred_norm: a buffer from `allocate_deferred_norm`, which this call fills
+    with the deferred norm of the result. next_gain: `[N]`, the gain of the norm that follows.
     """
     extras = FusedOps(bias, residual, norm_weight, eps, silu_mul, squares, next_gain, deferred_norm)
     _check(x, weight, extras, out)
@@ -140,7 +137,7 @@ def linear_fp8(
             f"weight needs float32 ({weight.shape[0]},)"
         )
     rows = x.shape[0]
-    # A row that is already quantised cannot use the one-row kernels, which quantise x themselves.
+    # The one-row kernels quantise x themselves, so they cannot process a row that is already quantised.
     for_rows = rows if x_scale is None else max(rows, 2)
     plan = plan or (table or Table()).choose(for_rows, weight.shape[0], weight.shape[1], weight.dtype)
     if out is None and (plan is not None or not rows):
@@ -163,7 +160,7 @@ def linear_fp8(
 
 
 def allocate_deferred_norm(plan: GemmPlan, result: torch.Tensor) -> DeferredNorm:
-    """Allocate the deferred norm for a GEMM's `result [rows, columns]`. The GEMM fills it. It must use this
+    """Allocate the deferred norm that a GEMM fills for its `result [rows, columns]`. The GEMM must use this
     `plan` and must not compute SwiGLU."""
     rows, columns = result.shape
     parts = triton.cdiv(columns, plan.block_n)
@@ -177,8 +174,8 @@ def quantise(
     """Quantise `x [rows, n]`, which must be contiguous, to e4m3 with scales `[rows, 1]` float32, as
     `reference.quantise_fp8` does.
 
-    values: dtype of the quantised values. Tests in Triton's interpreter pass another dtype, because the
-    interpreter does not support e4m3.
+    values: dtype of the quantised values. Triton's interpreter does not support e4m3, so tests that run in it
+    pass another dtype.
     """
     rows, n = x.shape
     quantised = torch.empty((rows, n), dtype=values, device=x.device)
@@ -267,9 +264,9 @@ def _cublas_fp8(
     pdl: bool,
 ) -> torch.Tensor:
     """Compute an FP8 GEMM with cuBLAS and return the result in the model's dtype. cuBLAS always returns
-    bfloat16 here, which is converted if the model is float16. With float16 results and a scale per row, some
-    versions of torch return wrong results on some GPUs. Sums with only 14 bits would not be accurate to the
-    last bits of float16 in any case."""
+    bfloat16 here; the result is converted if the model is float16. With float16 results and a scale per row,
+    some versions of torch return wrong values on some GPUs. The last bits of a float16 result would be
+    inaccurate even without this defect, because sums have only about 14 bits."""
     as_asked = dtype == torch.bfloat16
     product = torch._scaled_mm(
         x,

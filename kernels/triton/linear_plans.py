@@ -1,5 +1,5 @@
-"""Contains the rules for GEMMs with few rows that have no measured entry in a `linear_table`. The rules
-decide how a GEMM is divided into programs, or that cuBLAS computes it.
+"""Contains the rules for GEMMs with few rows that have no measured entry in a `linear_table`. For each GEMM,
+the rules either select cuBLAS or determine how the GEMM is divided into programs.
 
 The constants are the best values measured on an H200 for the shapes of an 8B decoder
 (docs/performance-notes-linear.md). This module does not import Triton, so plans can be created and tested on
@@ -16,22 +16,23 @@ import torch
 from kernels import DeferredNorm
 
 MAX_ROWS = 64
-"""Maximum number of rows for which a plan is chosen. Above it, memory bandwidth no longer limits the GEMM,
-and cuBLAS has better tiles. For e4m3 weights with few outputs the limit is twice as high, because cuBLAS
-reads those weights at a third of the memory bandwidth."""
+"""Maximum number of rows for which a plan is chosen. With more rows, memory bandwidth no longer limits the
+GEMM, and cuBLAS is faster. For e4m3 weights with few outputs, the limit is twice as high, because cuBLAS
+reads those weights at only a third of the memory bandwidth."""
 
 MAX_SPLIT_PROGRAMS = 180
-"""Upper limit on the number of programs of a split-K GEMM. The split is doubled while the GEMM has fewer than
-half as many programs."""
+"""Upper limit on the number of programs of a split-K GEMM. The split is doubled while the number of programs
+stays below this limit."""
 
 HOPPER_SHARED = 227 << 10
-"""Bytes of shared memory available to a program on Hopper GPUs, on which these rules were derived."""
+"""Bytes of shared memory available to a program on Hopper GPUs. The rules were derived on these GPUs."""
 
 _SHARED_BESIDE = 2 << 10
 """Upper bound on the bytes of shared memory that a program uses in addition to its tiles."""
 
 WORKSPACE_SUMS, WORKSPACE_TILES = 1 << 22, 512
-"""Capacity of the split-K workspace: the number of float32 partial sums, and the number of tiles."""
+"""Capacity of the split-K workspace: the maximum number of float32 partial sums, and the maximum number of
+tiles."""
 
 ALIGNMENT = 64
 """K, the inner dimension of a GEMM, must be a multiple of this number."""
@@ -51,8 +52,8 @@ class GemmPlan:
     block_n: int
     """Number of weight rows per program."""
     block_k: int
-    """Number of columns of K per pipeline step. It is counted per warp in a `stream` kernel, and per program
-    in the other kernels."""
+    """Number of columns of K in one pipeline step: per warp for `stream`, per program for the other
+    kernels."""
     warps: int
     stages: int = 1
     """Number of pipeline stages, that is, of steps whose weights can be in flight at the same time."""
@@ -61,15 +62,15 @@ class GemmPlan:
 
     @property
     def tiled(self) -> bool:
-        """Whether each program's tile contains all tokens. Only then can the GEMM share a norm with another
-        GEMM."""
+        """Whether each program's tile contains all tokens. Otherwise, the GEMM cannot share a norm with
+        another GEMM."""
         return self.form in ("dot", "tiles")
 
 
 @dataclass(frozen=True, slots=True)
 class FusedOps:
-    """Operations that a GEMM fuses into its prologue and epilogue. `kernels.triton.linear.linear` documents
-    the fields."""
+    """Arguments of the operations that are fused into a GEMM's prologue and epilogue.
+    `kernels.triton.linear.linear` documents the fields."""
 
     bias: torch.Tensor | None = None
     residual: torch.Tensor | None = None
@@ -113,15 +114,16 @@ def choose(
 
 
 _MANY = 16384
-"""Minimum number of outputs for which one wave of programs is only a small part of the GEMM."""
+"""Number of outputs from which a GEMM is assumed to need many waves of programs."""
 
 
 def _gemv(n: int, k: int, dtype: torch.dtype) -> GemmPlan:
     whole = _power_of_2(k)
     if dtype.itemsize == 1:
         return GemmPlan("gemv", 1, 8, min(2048, whole), warps=4)
-    # For weights with many or long rows, a program loads up to 4096 columns at a time. Otherwise it needs at
-    # least two steps, and the first step's weights are loaded before the wait for the previous kernel.
+    # If the weight has many rows or long rows, a program loads up to 4096 columns at a time. Otherwise, K is
+    # divided into at least two steps, so that the first step's weights can be loaded before waiting for the
+    # previous kernel.
     block_k = 4096 if k >= 8192 or (n >= _MANY and k >= 4096) else max(256, min(2048, whole // 2))
     return GemmPlan("gemv", 1, 4, min(block_k, whole), warps=4)
 

@@ -23,9 +23,9 @@ from kernels.triton.linear_plans import WORKSPACE_SUMS, WORKSPACE_TILES, FusedOp
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Memory shared by the programs of split-K GEMMs. Each stream needs its own workspace. All GEMMs of a
-    stream can share it, because they run one after another. A GEMM that starts early (PDL) accesses the
-    workspace only after the previous kernel has ended."""
+    """Memory that the programs of a split-K GEMM share. Each stream needs a separate workspace. All GEMMs of
+    a stream can use the same workspace, because they run one after another. A GEMM that starts early (PDL)
+    accesses the workspace only after the previous kernel has finished."""
 
     partials: torch.Tensor
     """Partial sums of the splits, float32."""
@@ -100,7 +100,8 @@ def launch_dot(
     pdl: bool,
 ) -> None:
     """Launch the GEMM of up to `plan.rows` rows of x. x has the weight's dtype. If this dtype is e4m3, both
-    have scales. x is already normalised, except for the factor per token if `fused` contains its squares."""
+    have scales. x must already be normalised, but if `fused` contains its squares, the factor per token has
+    not been applied yet."""
     check_workspace(plan, weight.shape[0])
     tiles = triton.cdiv(weight.shape[0], plan.block_n)
     parts = 0 if fused.squares is None else fused.squares.shape[0]
@@ -159,8 +160,8 @@ def weight_rows(tile, columns, BLOCK_N: tl.constexpr, SILU: tl.constexpr):
 
 @triton.jit
 def gated(acc, dtype: tl.constexpr):
-    """Return silu(gate) × up of the sums `acc [n, rows]` of `weight_rows`, as float32 `[n / 2, rows]`. The
-    operands are rounded to `dtype` as in `reference.silu_mul`."""
+    """Return silu(gate) × up, `[n / 2, rows]` float32, for the sums `acc [n, rows]` of the rows that
+    `weight_rows` lists. The operands are rounded to `dtype` as in `reference.silu_mul`."""
     width: tl.constexpr = acc.shape[0] // 2
     rows: tl.constexpr = acc.shape[1]
     gate, up = tl.split(tl.permute(tl.reshape(acc, [width, 2, rows]), 0, 2, 1))
@@ -225,7 +226,7 @@ def _write_deferred_norm(
 @triton.jit
 def widen(values, FP8: tl.constexpr):
     """Convert values to float32. e4m3 values are first converted to float16, because one instruction converts
-    two of them."""
+    two e4m3 values."""
     if FP8:
         values = values.to(tl.float16)
     return values.to(tl.float32)
@@ -285,7 +286,7 @@ def _dot(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     if PARTS:
-        # Load the squares here and sum them after the GEMM, so that the loads overlap with the GEMM.
+        # Load the squares before the GEMM and sum them after it, so that the loads overlap with the GEMM.
         which = tl.arange(0, PARTS)
         there = (which < parts)[:, None] & live[None, :]
         squared = tl.load(x_squares + which[:, None] * rows + row[None, :], mask=there, other=0.0)
@@ -390,7 +391,7 @@ def _gemv(
             scale = tl.div_rn(most, 448.0)
             factor = tl.div_rn(448.0, tl.where(most > 0.0, most, 1.0))
 
-    # First sum within the 16 bytes of each thread, which needs no exchange between threads.
+    # First sum the values in each thread's 16 bytes, which requires no exchange between threads.
     acc = tl.zeros([BLOCK_N, BLOCK_K // VECTOR], tl.float32)
     for at in tl.static_range(0, K, BLOCK_K):
         inside = at + k < K

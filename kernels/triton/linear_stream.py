@@ -4,11 +4,11 @@
 registers.
 
 The kernel is written in Gluon, Triton's lower-level language. Unlike Triton, Gluon can load a tensor in the
-layout of a tensor-core operand. The 16 bytes of a thread along K are then the operand of the next products.
-Any order of K is valid if both operands use the same order, so no weight passes through shared memory. Each
-warp computes its own part of K, and the float32 sums of the warps are added at the end in a fixed order. The
-normalised and quantised row is stored in shared memory and broadcast to all 8 rows of the tensor-core
-operand.
+layout of a tensor-core operand. A thread loads 16 consecutive bytes along K and uses them directly as
+operands of the next products, without shared memory. The tensor cores then process K in a different order,
+which is valid because both operands use the same order. Each warp computes its own part of K, and the float32
+sums of the warps are added at the end in a fixed order. The normalised and quantised row is stored in shared
+memory and broadcast to all 8 rows of the tensor-core operand.
 
 The e4m3 weights are converted to float16 without loss, and the products are summed in float32. Hopper's FP8
 tensor cores would keep only about 14 bits of a sum.
@@ -147,7 +147,7 @@ def _stream(
     """Multiply BLOCK_N weight rows by one token. Each warp computes a part of K and keeps AHEAD steps of
     weights in flight."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
-    in_w: gl.constexpr = gl.DotOperandLayout(0, mma, 16)  # one load is 16 e4m3 values of a row
+    in_w: gl.constexpr = gl.DotOperandLayout(0, mma, 16)  # a thread loads 16 e4m3 values of a row at a time
     in_x: gl.constexpr = gl.DotOperandLayout(1, mma, 16)
     stride: gl.constexpr = WARPS * STEP
     steps: gl.constexpr = K // stride
@@ -180,7 +180,8 @@ def _stream(
 
     # ── epilogue: all eight rows are equal, and only one is stored ────────────────────
     dtype: gl.constexpr = out.dtype.element_ty
-    pairs: gl.constexpr = gl.BlockedLayout([2, 1], [8, 4], [1, WARPS], [0, 1])  # one thread has gate and up
+    # Each thread holds both gate and up.
+    pairs: gl.constexpr = gl.BlockedLayout([2, 1], [8, 4], [1, WARPS], [0, 1])
     total = gl.convert_layout(gl.sum(acc, axis=0), pairs)
     row = _weight_row(tile, gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, pairs)), columns, BLOCK_N, SILU)
     total = total * scale * gl.load(weight_scale + row)[:, None]

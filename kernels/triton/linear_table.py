@@ -1,9 +1,9 @@
 """Reads and writes tables of GEMM measurements. For each shape and number of rows, a table contains the
-fastest plan, or states that the library (cuBLAS) is the fastest.
+fastest plan, or records that the library (cuBLAS) is faster than every plan.
 
 A table belongs to one GPU model. `python -m engine.tune` writes it to `kernels/tuned/<gpu>.json`. The backend
-loads it once and passes it to every GEMM. Shapes and numbers of rows without an entry follow the rules of
-`linear_plans`. This module needs neither Triton nor a GPU.
+loads it once and passes it to every GEMM. For shapes and numbers of rows without an entry, the rules in
+`linear_plans` choose the plan. This module needs neither Triton nor a GPU.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class PlanEntry:
     library_us: float
     """Microseconds that the library's GEMM adds to a decoder layer."""
     layer_us: float | None = None
-    """Microseconds of a whole decoder layer, including attention, if the layer's plans were chosen together
-    by this time. None if the plan was chosen by `us`."""
+    """Microseconds of a whole decoder layer, including attention. Set if the layer's plans were chosen
+    together to minimise this time; None if the plan was chosen to minimise `us`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +76,8 @@ class Table:
     """Bytes of shared memory available to a program on the GPU; the rules respect this limit."""
 
     def choose(self, rows: int, n: int, k: int, dtype: torch.dtype) -> GemmPlan | None:
-        """Return the plan of a GEMM, or None if the library computes it. The entry with the smallest
-        sufficient number of rows is used. If there is none, the rules apply."""
+        """Return the plan of a GEMM, or None if the library computes it. The plan is taken from the entry
+        with the smallest sufficient number of rows. If there is no such entry, the rules choose the plan."""
         for most, entry in self.products.get(Product(dtype, n, k), {}).items():
             if rows <= most:
                 return entry.plan
@@ -112,8 +112,8 @@ def table_path(gpu: str) -> Path:
 
 
 def load_table(gpu: str, shared_bytes: int = linear_plans.HOPPER_SHARED) -> Table:
-    """Load the shipped table of a GPU with `shared_bytes` of shared memory per program. If no table is
-    shipped for it, return an empty table. Raises TableError."""
+    """Load the shipped table of a GPU with `shared_bytes` of shared memory per program. Return an empty table
+    if none is shipped for this GPU. Raises TableError."""
     path = table_path(gpu)
     table = read_table(path) if path.exists() else Table(gpu)
     return replace(table, shared_bytes=shared_bytes)
@@ -142,8 +142,7 @@ def read_table(path: Path) -> Table:
 
 
 def problem(plan: GemmPlan, max_num_seqs: int, product: Product) -> str | None:
-    """Return the reason why a plan cannot compute a GEMM with up to `max_num_seqs` rows, or None if it
-    can."""
+    """Return why a plan cannot compute a GEMM with up to `max_num_seqs` rows, or None if it can."""
     if plan.form not in _FORMS:
         return f"form is {plan.form!r}; expected one of {', '.join(_FORMS)}"
     for name in _NUMBERS:
@@ -207,7 +206,7 @@ def _entry(where: str, product: Product, max_num_seqs: int, values: Any) -> Plan
             raise TableError(f"{where}: {name} is {values.get(name)!r}, not a number; {_REMEDY}")
     plan = None
     if values.get("form") != _LIBRARY:
-        # A missing number becomes None, which `problem` reports as not a positive integer.
+        # If a number is missing, its value is None, and `problem` reports that it is not a positive integer.
         numbers = {name: values.get(name) for name in _NUMBERS}
         plan = GemmPlan(form=values.get("form"), **numbers)  # type: ignore[arg-type]
         if (wrong := problem(plan, max_num_seqs, product)) is not None:

@@ -7,8 +7,8 @@ As in `linear_rows.dot`, the weight is the 64-row operand of the tensor-core ins
 other operand, and K may be split over programs. Here the copy engine (TMA) loads the tiles. The kernel is
 written in Gluon, Triton's lower-level language, which controls when each load starts. Each program first
 requests the weights of all its stages, then waits for the previous kernel, and only then requests x. Programs
-are small, so that programs of the next GEMM fit on a multiprocessor together with running programs. They load
-the weights of their stages while the running programs finish.
+are small, so that programs of the next GEMM fit on a multiprocessor together with the running programs and
+load their first weights while the running programs finish.
 
 Each stage has a barrier in shared memory that counts the bytes of its two tiles. With SwiGLU, half of a
 weight tile contains rows of the gate, and the other half contains the corresponding rows of the up
@@ -41,7 +41,8 @@ def launch_tiles(
     pdl: bool,
 ) -> None:
     """Launch the GEMM of up to `plan.rows` rows of x. x has the weight's dtype. If this dtype is e4m3, both
-    have scales. x is already normalised, except for the factor per token if `fused` contains its squares."""
+    have scales. x must already be normalised, but if `fused` contains its squares, the factor per token has
+    not been applied yet."""
     n, k = weight.shape
     check_workspace(plan, n)
     size = weight.element_size()
@@ -209,7 +210,7 @@ def _tiles(
         k = first_k + stage * BLOCK_K
         _fetch_weights(w_tiles, tile, k, ready.index(stage), ws.index(stage), True, BLOCK_N, SILU)
 
-    # Weight scales, bias and gain do not depend on the previous kernel, so they are loaded before the wait.
+    # Weight scales, bias and gain do not depend on the previous kernel, so load them before waiting for it.
     index = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, mma))
     if SILU:
         column = gl.minimum(tile * (BLOCK_N // 2) + index % (BLOCK_N // 2), columns - 1)
@@ -228,8 +229,8 @@ def _tiles(
         gain = gl.load(next_gain + gl.minimum(column, columns - 1))
 
     if PDL:
-        # Load a tile past the last row of x. The load returns zeros without reading memory, and makes the
-        # copy engine fetch x's descriptor before the wait.
+        # Load a tile past the last row of x, so that the copy engine fetches x's descriptor before the wait.
+        # The load returns zeros without reading x.
         mbarrier.expect(described, ROWS * BLOCK_K * bits // 8)
         tma.async_copy_global_to_shared(x_tiles, [ROWS, 0], described, xs.index(0))
         mbarrier.wait(described, 0)
@@ -259,7 +260,7 @@ def _tiles(
         mbarrier.wait(ready.index(stage), phase)
         w = ws.index(stage).reshape([BLOCK_N, BLOCK_K])
         acc = warpgroup_mma(w, xs.index(stage).permute([1, 0]), acc)
-        # This stage has been read. Reload it for step `step + STAGES`.
+        # The data in this stage has been used. Refill the stage for step `step + STAGES`.
         more = step + STAGES < steps
         k = first_k + (step + STAGES) * BLOCK_K
         mbarrier.expect(ready.index(stage), stage_bytes, more)

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs
-"""Triton functions that process heads from the result of the qkv GEMM: QK-norm, RoPE, and conversion to the
-cache's dtype. They round at the same points as `fused.rope_cache_write`."""
+"""Contains the Triton functions that process the heads in the result of the qkv GEMM: QK-norm, RoPE, and
+conversion to the cache's dtype. They round at the same points as `fused.rope_cache_write`."""
 
 from __future__ import annotations
 

@@ -5,18 +5,19 @@ that send and receive its words.
 The protocol pushes data, as NCCL's LL and TensorRT-LLM's Lamport kernels do. Every rank owns an *arena*:
 device memory that all ranks have mapped. A rank writes its part of a message into its peers' arenas, and
 polls its own arena until its peers' parts have arrived. A 32-bit word that has not arrived contains a
-reserved value. One store therefore transfers both data and flag, and no barrier or fence is needed.
+reserved value. A single store therefore transfers the data and also signals its arrival, so no barrier or
+fence is needed.
 
 An arena can be reused without a barrier for two reasons:
-- Each program (CUDA block) of a grid has its own region, which no other program accesses, and counts its
-  calls in device memory. The parity of the count selects one of the region's two halves, so replays of a CUDA
-  graph need no input from the host. All ranks must launch the same grids in the same order.
+- Each program (CUDA block) of a grid has a separate region of the arena, and counts its calls in device
+  memory. The parity of the count selects one of the region's two halves, so replays of a CUDA graph need no
+  input from the host. All ranks must launch the same grids in the same order.
 - The thread that reads a word immediately writes the reserved value back. A peer writes that word again only
-  two calls later, after it has received this rank's part of the call in between. This rank sends that part
-  only after the first call, which restored the reserved value, has ended.
+  two calls later. Before that, it must receive this rank's part of the call in between. This rank sends that
+  part only after the first call has finished, and the first call has restored the reserved value.
 
 If a peer stopped, the other ranks would poll forever. Therefore the poll loop also reads a word that the host
-can set. Once it is set, results are undefined, every later call ends soon, and the group of ranks must be
+can set. Once this word is set, calls return soon, their results are undefined, and the group of ranks must be
 recreated.
 """
 
@@ -37,7 +38,7 @@ PROGRAMS = 528
 waits for programs on other GPUs. An H100 or H200 supports four of them per multiprocessor."""
 
 REGION_BLOCK = 512
-"""Maximum number of 32-bit words in an item, the unit in which a program sends data."""
+"""Maximum number of 32-bit words in an item. A program sends one item at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class Arena:
     addresses: torch.Tensor
     """Start address of each rank's arena: [world] int64 on the device."""
     calls: torch.Tensor
-    """Number of calls in which each program of the grid has participated: [PROGRAMS] int32 on the device."""
+    """Number of calls in which each program has participated: [PROGRAMS] int32 on the device."""
     stop_address: int
     """Address of an int32 word on the host or device. A value other than 0 ends all polling."""
     items: int
@@ -58,7 +59,7 @@ class Arena:
 
     @property
     def max_words(self) -> int:
-        """Maximum message size in 32-bit words, if the rows of the message divide into items of REGION_BLOCK
+        """Maximum message size, in 32-bit words, for messages whose rows divide into items of REGION_BLOCK
         words."""
         return self.items * PROGRAMS * REGION_BLOCK
 
@@ -93,8 +94,8 @@ setp.eq.u32 missing, stop, 0;
 @missing bra again;
 done:
 }""")
-"""Polls four words at a time, because each thread owns four consecutive words. Every 1,024th poll also reads
-the host's stop word."""
+"""Assembly code that polls four words at a time, because each thread owns four consecutive words. Every
+1,024th poll also reads the host's stop word."""
 
 _PUSH = gl.constexpr("""{
 st.relaxed.sys.global.v4.b32 [$4], {$8, $9, $10, $11};
@@ -103,7 +104,13 @@ mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0;
 
 
 @gluon.jit
-def receive(address, stop):
+def signal(text: gl.constexpr):
+    """Execute an instruction that has no operands."""
+    gl.inline_asm_elementwise(text, "=r", [], gl.int32, False, 1)
+
+
+@gluon.jit
+def poll(address, stop):
     """Wait until four words per thread have arrived, and return them."""
     return gl.inline_asm_elementwise(
         _POLL, "=&r,=&r,=&r,=&r,l,l,l,l,l,l,l,l", [address, stop], gl.int32, False, 4
@@ -117,6 +124,51 @@ def send(address, words):
 
 
 @gluon.jit
-def signal(text: gl.constexpr):
-    """Execute an instruction that has no operands."""
-    gl.inline_asm_elementwise(text, "=r", [], gl.int32, False, 1)
+def begin_call(
+    addresses,
+    calls,
+    lane,
+    region_items,
+    RANK: gl.constexpr,
+    WORLD: gl.constexpr,
+    REGION_BLOCK: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """Wait for the results of earlier kernels, and select the half of the program's region for this call.
+
+    Returns four values: the number of earlier calls; the address in this rank's arena at which rank 0's words
+    arrive; the address for this rank's words, relative to the start of a peer's arena; and the number of
+    bytes from one rank's words to the next rank's words.
+    """
+    own = gl.load(addresses + RANK)
+    if PDL:
+        signal("griddepcontrol.launch_dependents; mov.u32 $0, 0;")
+        signal("griddepcontrol.wait; mov.u32 $0, 0;")
+    program = gl.program_id(0)
+    call = gl.load(calls + program)
+    source_bytes = region_items.to(gl.int64) * (REGION_BLOCK * 4)
+    half = (program.to(gl.int64) * 2 + (call & 1)) * (WORLD * source_bytes)
+    place = lane.to(gl.int64) * 4 + half
+    return call, place + own, place + RANK * source_bytes, source_bytes
+
+
+@gluon.jit
+def payload(words):
+    """Return the words with the reserved value replaced by zero."""
+    return gl.where(words == EMPTY, 0, words)
+
+
+@gluon.jit
+def send_to_peers(addresses, sent, words, RANK: gl.constexpr, WORLD: gl.constexpr):
+    """Send `words` to every other rank. sent: destination address, relative to the start of the receiver's
+    arena."""
+    for hop in gl.static_range(1, WORLD):
+        send(sent + gl.load(addresses + (RANK + hop) % WORLD), words)
+
+
+@gluon.jit
+def receive(address, stop):
+    """Wait until words have arrived, mark them as read, and return them."""
+    words = poll(address, stop)
+    send(address, words * 0 + EMPTY)
+    return words

@@ -3,11 +3,9 @@ the logits processors that run before them.
 
 This module implements `kernels.draws.SamplingOps`; `kernels.sampling` is the reference implementation. The
 noise differs from the reference by at most 4e-6, and a probability mass by at most 2e-6 of the total.
-Therefore draws differ only if two scores, or a token and the boundary of the nucleus, are closer than that. A
-NaN logit is treated as infinity.
-
-Every operation has a parameter `pdl` (programmatic dependent launch). With None, PDL is used if the device
-supports it.
+Therefore a draw differs from the reference only if two scores, or a token and the boundary of the nucleus,
+are within these errors of each other. A NaN logit is treated as infinity. Every operation has a parameter
+`pdl` (programmatic dependent launch). If it is None, PDL is used on devices that support it.
 
 Algorithm
 
@@ -15,19 +13,19 @@ The kernel *scan* computes for each chunk of a row the best score, its token id 
 the sum of exp, and the second best score. For greedy and plain rows, *pick* then selects the best chunk.
 
 For a full row, the first candidate is the Gumbel-max draw from the whole distribution. If top-k, top-p and
-min-p keep this token, it is the row's result. For top-p, the probability of this is at least top_p. The token
+min-p keep this token, it is the row's result. Top-p keeps it with a probability of at least top_p. The token
 with the second best score is the second candidate. *combine* finds both candidates. *above* reads the row
-again, and computes the number and the total mass of the tokens that are more likely than each candidate.
+again. For each candidate, it computes the number and the total mass of the tokens that are more likely.
 *decide* selects the first candidate that is kept. Nearly all rows are finished after these two reads.
 
 For the remaining rows, *settle* searches for the boundary between kept and excluded tokens, with several
 thresholds per read. It draws again among the tokens that are not yet excluded, until the drawn token is known
-to be kept. The noise is a function of the token, so the result is the same as with a sort. (FlashInfer, Ye et
-al. 2025, also rejects candidates from a shrinking set, but it uses new noise in each round.)
+to be kept. Every draw uses the same noise for a token, so the result is the same as with a sort. (FlashInfer,
+Ye et al. 2025, also rejects candidates from a shrinking set, but it uses new noise in each round.)
 
 For a row with a small top-k, *above* is not needed. *scan* stores the largest logit of each group of 128
-tokens. The k-th largest of these values selects the few groups, and then the few tokens, that *decide* must
-compare with each other.
+tokens. Only tokens that reach the k-th largest of these values can be in the top k. *decide* therefore
+collects these few tokens and compares them with each other.
 
 The result of a row does not depend on the other rows or on their number. Chunks have a fixed size, and their
 sums are added in the order of the chunks.
@@ -46,15 +44,15 @@ from kernels.triton.sampling_search import settle_kernel
 
 _CHUNK = 4096
 _CHUNK_WARPS = 8
-"""Number of columns and number of warps per program of *scan* and *above*. Both determine the order of
-sums."""
+"""Number of columns and number of warps per program of *scan* and *above*. Both affect the order in which
+values are summed."""
 _DECIDE_WARPS = 8
 _SETTLE_TILE = 2048
 _SETTLE_WARPS = 16
 _SETTLE_STAGES = 4
 _FEW = 64
-"""Maximum top-k for which *decide* finishes a row by groups of tokens. It then reads at most this many groups
-and compares at most twice as many tokens."""
+"""Maximum top-k for which *decide* selects a row's token group by group instead of scanning the whole row. It
+reads at most this many groups and compares at most twice as many tokens."""
 _GROUP = 128
 """Number of logits in a group. *scan* stores the largest logit of each group."""
 _THRESHOLDS = 2
@@ -263,8 +261,8 @@ def _scan_rows(
     pdl: bool,
     groups: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Launch *scan* and return its results for each chunk: [6, rows, chunks] float32. They are the best
-    score, its token id (int32 bits), its logit, the largest logit, the sum of exp, and the second best
+    """Launch *scan* and return six results for each chunk: [6, rows, chunks] float32. The results are the
+    best score, its token id (int32 bits), its logit, the largest logit, the sum of exp, and the second best
     score."""
     chunks = triton.cdiv(logits.columns, _CHUNK)
     partials = torch.empty((6, rows, chunks), dtype=torch.float32, device=logits.values.device)

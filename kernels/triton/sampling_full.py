@@ -14,9 +14,9 @@ from kernels.triton.sampling_kernels import finite, gumbel, noise_key, place_of,
 
 @triton.jit
 def limits_of(row_floats, k, columns, largest, total):
-    """Return a row's limits. A token is kept if fewer than `limit` tokens are more likely, if those tokens
-    have less than `target` of mass, and if its own logit is at least `lowest`. Also return whether top-k and
-    top-p apply."""
+    """Return the values that decide which tokens of a row are kept: (`limit`, `target`, `lowest`, whether
+    top-k applies, whether top-p applies). A token is kept if its logit is at least `lowest`, fewer than
+    `limit` tokens are more likely, and the total mass of those tokens is below `target`."""
     top_p = tl.load(row_floats + 2)
     min_p = tl.load(row_floats + 3)
     by_count = (k > 0) & (k < columns)
@@ -81,8 +81,8 @@ def combine_kernel(
     best = tl.max(scores, axis=0)
     token = tl.min(tl.where(scores == best, tokens, 0x7FFFFFFF), axis=0)
     logit = tl.max(tl.where(tokens == token, logits, float("-inf")), axis=0)
-    # The best score of the other chunks is the row's second best score, unless the winner's own chunk has a
-    # better second score.
+    # The row's second best score is either the best score of the other chunks or the second best score of the
+    # winner's chunk, whichever is higher.
     bound = tl.max(tl.where(tokens == token, seconds, float("-inf")), axis=0)
     scores = tl.where(tokens == token, float("-inf"), scores)
     next_best = tl.max(scores, axis=0)
@@ -130,9 +130,8 @@ def above_kernel(
     EDITED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Sum exp(logit - largest) over the chunk's tokens that are more likely than the row's first candidate,
-    and over the tokens that are more likely than its second candidate. If the row has a top-k, also count
-    these tokens."""
+    """For each of the row's two candidates, consider the chunk's tokens that are more likely than the
+    candidate, and sum their exp(logit - largest). If the row has a top-k, also count these tokens."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -199,9 +198,9 @@ def decide_kernel(
 ):
     """Select the row's best or second best candidate if it is kept, and finish rows with a small top-k.
 
-    In an unfinished row, columns 2, 3 and 4 of the summary become the starting point of *settle*: the logit
-    of a candidate, and the count and mass of the tokens that are more likely. The logit is -inf if there is
-    no candidate.
+    In an unfinished row, columns 2, 3 and 4 of the summary are overwritten with the starting point of
+    *settle*: a candidate's logit, and the count and mass of the more likely tokens. The logit is -inf if
+    there is no candidate.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -295,8 +294,8 @@ def _settle_few(
     """Sample a row with a small top-k. Return whether the row is finished, the best score and its token.
 
     At least k tokens reach the k-th largest of the groups' maximum logits, so top-k keeps only tokens that
-    reach this value. These tokens are collected and compared with each other, to compute the count and mass
-    of the more likely tokens for each. The row stays unfinished if ties make the lists too long (more than
+    reach this value. These tokens are collected and compared with each other, to compute for each the count
+    and mass of the more likely tokens. The row stays unfinished if ties make the lists too long (more than
     FEW groups or 2 × FEW tokens).
     """
     group = tl.arange(0, GROUPS)
@@ -304,7 +303,7 @@ def _settle_few(
     ranks = rank_of(highest)
     top = rank_of(largest).to(tl.int64)
     bottom = tl.min(tl.where(group < row_groups, ranks, 0x7FFFFFFF), axis=0).to(tl.int64)
-    # If there are fewer than k groups, the lower bound is the rank of -inf.
+    # If there are fewer than k groups, the k-th largest value is -inf.
     bottom = tl.where(row_groups < k, -2139095041, bottom)
     j = tl.arange(0, 4)
     while bottom < top:
@@ -364,7 +363,7 @@ def _settle_few(
 
 @triton.jit
 def _entries(values, edited, at, copy, columns, tokens, start, count, EDITED: tl.constexpr):
-    """Return the logits of 16 entries of a list of columns, from entry `start` on."""
+    """Return the logits of 16 listed columns, starting with the list's entry `start`."""
     entry = start + tl.arange(0, 16)
     column = tl.load(tokens + entry, mask=entry < count, other=columns)
     return read(values, edited, at, copy, column, columns, EDITED)

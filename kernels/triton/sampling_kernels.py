@@ -79,8 +79,8 @@ def place_of(stride, index, edited_index, columns, i, INDEXED: tl.constexpr, EDI
 
 @triton.jit
 def read(values, edited, at, copy, column, columns, EDITED: tl.constexpr):
-    """Load logits as float32. Columns past the last one give -inf. NaN becomes infinity, so that every
-    maximum includes it."""
+    """Load logits as float32. Columns past the last column are loaded as -inf. NaN is replaced by infinity,
+    so that it is never ignored by a maximum."""
     inside = column < columns
     if EDITED:
         if copy >= 0:
@@ -100,13 +100,14 @@ def finite(x):
 
 @triton.jit
 def flip(bits):
-    """Map the bits of a float32 to an integer that sorts like the number. The function is its own inverse."""
+    """Map the bits of float32 numbers to integers with the same order as the numbers. The function is its own
+    inverse."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def rank_of(x):
-    """Return an integer that sorts like x. Both zeros give the same integer."""
+    """Map float32 numbers to integers with the same order. Both zeros are mapped to the same integer."""
     return tl.where(x == 0.0, 0, flip(x.to(tl.int32, bitcast=True)))
 
 
@@ -142,8 +143,8 @@ def scan_kernel(
     NVIDIA: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Scan one chunk of one row. DRAW = 0 selects the largest logit, 1 adds noise, and 2 also stores the
-    values that top-k, top-p and min-p need."""
+    """Scan one chunk of one row. DRAW = 0 selects the largest logit, DRAW = 1 also adds noise, and DRAW = 2
+    also stores the values that top-k, top-p and min-p need."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

@@ -40,7 +40,7 @@ def settle_kernel(
     NVIDIA: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Find the boundary of the tokens that an unfinished row keeps, and draw again.
+    """Find the boundary between kept and excluded tokens of an unfinished row, and draw again.
 
     Invariant: tokens with a logit up to `low` are excluded, and tokens with a logit of at least `high` are
     kept.
@@ -87,7 +87,8 @@ def settle_kernel(
     target = tl.where(both, top_p * mass_over, target)
     limit = tl.where(both, 1e9, limit)
 
-    # Derive the initial bounds from the candidate's logit, count and mass.
+    # Derive the initial bounds from the candidate's logit and from the count and mass of the more likely
+    # tokens.
     low = tl.where(both, low, float("-inf"))
     survived = logit > low
     kept = survived & (count < limit) & (mass < target)
@@ -108,8 +109,8 @@ def settle_kernel(
         token = tl.load(summary + 1).to(tl.int32, bitcast=True)
     step = 0
     while done == 0:
-        # Draw as soon as the tokens above `low` exceed the limits by a factor of less than 1.5, because this
-        # draw is likely to be final.
+        # Draw as soon as the tokens above `low` are within 1.5x of the limits, because this draw will
+        # probably be accepted.
         draw = over < 1.5
         if draw:
             best, token, logit = _draw_over(
@@ -146,8 +147,8 @@ def _draw_over(
     EDITED: tl.constexpr,
     NVIDIA: tl.constexpr,
 ):
-    """Return the best score among the tokens with a logit above `low` and of at least `lowest`, and its token
-    and logit."""
+    """Return the best score among the tokens whose logit is above `low` and at least `lowest`. Also return
+    its token and logit."""
     scores = tl.full([TILE], float("-inf"), tl.float32)
     tokens = tl.full([TILE], 0x7FFFFFFF, tl.int32)
     logits = tl.full([TILE], float("-inf"), tl.float32)
@@ -193,8 +194,9 @@ def _narrow(
     mass above `low`, before and after the call. extra: another threshold to test, or `high` for none.
     """
     j = tl.arange(0, THRESHOLDS)
-    # The first steps divide the range by value, which converges quickly for typical logits. Later steps
-    # divide the range by the rank of float32 numbers, which converges for all logits.
+    # The first steps place the thresholds at equal distances between the bounds, which converges quickly for
+    # typical logits. Later steps place them so that equally many float32 numbers lie between them, which
+    # converges for all logits.
     bottom = tl.maximum(low, high - 32.0)
     threshold = bottom + (high - bottom) * ((j + 1).to(tl.float32) / (THRESHOLDS + 1))
     if step >= 8:

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Adds the partial results that other ranks have copied into this rank's memory to the residual."""
+"""Adds partial results to the residual. Other ranks have copied these results into this rank's memory."""
 
 from __future__ import annotations
 

@@ -1,1 +1,2 @@
-"""Selects the fastest kernel for each linear on a GPU: generates candidates, times them and chooses one."""
+"""Selects the fastest kernel for each linear on a GPU: generates candidate plans, times them and chooses the
+fastest."""

@@ -9,11 +9,11 @@ from kernels.triton.linear_plans import HOPPER_SHARED, GemmPlan, tile_bytes
 from kernels.triton.linear_table import Product, problem
 
 BUCKETS = (1, 8, 16, 32, 64, 128, 256)
-"""Numbers of rows that the tuner measures. The result for an entry also applies to all numbers between the
-previous entry and this one."""
+"""Numbers of rows that the tuner measures. The result for each number also applies to all smaller numbers
+down to the previous entry."""
 
 _MANY = 16384
-"""Minimum number of outputs for which one wave of programs is only a small part of the GEMM."""
+"""Number of outputs from which a GEMM is assumed to need many waves of programs."""
 
 HALF_SHARED = 112 << 10
 """Bytes of shared memory per program that let two programs of the `tiles` kernel run on one multiprocessor.
@@ -65,7 +65,7 @@ def _gemvs(product: Product) -> Iterable[GemmPlan]:
 
 def _streams(product: Product) -> Iterable[GemmPlan]:
     if product.k > 8192:
-        return  # the float16 row and the loads in flight would not fit together
+        return  # the float16 row and the loads in flight would not both fit
     for step, warps, ahead in ((256, 4, 2), (256, 4, 3), (128, 4, 3), (128, 4, 4), (256, 8, 2), (128, 8, 2)):
         yield GemmPlan("stream", 1, 16, step, warps, stages=ahead)
 

@@ -21,20 +21,21 @@ from kernels.triton.linear_table import Product
 Choice = Mapping[Product, GemmPlan | None]
 """The plan of each linear. None selects the library's GEMM."""
 Compare = Callable[[Sequence[Choice]], list[float]]
-"""Measures choices in interleaved runs. Returns the microseconds of a layer with each choice, or infinity for
-a choice that cannot run."""
+"""Function that measures choices in interleaved runs. It returns the layer's microseconds with each choice,
+or infinity for a choice that cannot run."""
 Replay = Callable[[Sequence[int]], list[float]]
-"""Executes the runners with the given indices, in this order. Returns the microseconds of each execution."""
+"""Function that executes the runners with the given indices, in this order, and returns the microseconds of
+each execution."""
 
 ENOUGH = 0.003
-"""Minimum relative gain. The search stops after a round with a smaller gain, and the current choice is kept
-if the total gain is smaller."""
+"""Minimum relative gain. The search stops after a round whose gain is smaller. If the total gain is smaller,
+the original choice is kept."""
 NOISE = 0.001
 """Expected relative difference between two medians of the same choice in interleaved runs."""
 
 _SCREENING, _MORE = 4, 12
-"""Number of rounds that include all runners, and number of further rounds for the runners close to the
-fastest."""
+"""Number of rounds that include all runners, and number of additional rounds for runners whose time is close
+to the fastest."""
 _NEAR = 0.015
 
 
@@ -61,7 +62,7 @@ def descend(start: Choice, options: Mapping[Product, Sequence[GemmPlan | None]],
 
     Linears are visited in the order of `options`. A new plan replaces the current plan only if it is faster
     twice: in a comparison of all plans, and in a comparison of these two plans. A linear is visited again
-    only if another linear's plan has changed since.
+    only if another linear's plan has changed since its last visit.
     """
     best, judged = dict(start), dict[Product, Choice]()
     while True:
@@ -86,8 +87,8 @@ def search(
     starts: Sequence[Choice], options: Mapping[Product, Sequence[GemmPlan | None]], compare: Compare
 ) -> tuple[Choice, float, float]:
     """Run a descent from each starting point. Return the fastest local minimum, its microseconds, and the
-    microseconds of the first starting point. The first starting point is the current choice. It is kept
-    unless a minimum is faster by more than ENOUGH."""
+    microseconds of the first starting point. The first starting point must be the current choice, which is
+    kept unless a minimum is faster by more than ENOUGH."""
     found: list[Choice] = [starts[0]]
     for start in starts:
         minimum = descend(start, options, compare)

@@ -1,8 +1,8 @@
-"""Searches for the fastest plan of each linear. The search first varies one linear's plan while the other
-linears keep theirs. It then times the best plans of all linears together.
+"""Searches for the fastest plan of each linear. The search first varies the plan of one linear at a time. It
+then times the best plans of all linears together.
 
 Plans are timed in a chain: a sequence of decoder operations that run one after another. The implementation of
-`Chain` defines the operations. This module only handles the linears that request a plan from the table.
+`Chain` defines the operations. This module handles only the linears that look up their plan in the table.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Chain(Protocol):
 
     rows: int
     products: list[Product]
-    """The linears that request a plan from the table. Linears that write the residual are listed first."""
+    """The linears that look up their plan in the table. Linears that write the residual are listed first."""
 
     def microseconds(self, table: Table, without: Product | None = None) -> float:
-        """Return the microseconds of one layer with the plans of `table`. If `without` is given, the
-        operations of that linear are left out. Exceptions from launches propagate."""
+        """Return the microseconds of one layer with the plans of `table`. If `without` is given, that
+        linear's operations are omitted. Exceptions from launches propagate."""
 
     def error(self, table: Table, rows: int) -> float:
         """Return the largest relative error ‖out − ref‖ / ‖ref‖ of any operation on `rows` rows with the
@@ -65,8 +65,8 @@ class Measured:
 
 
 def search(chain: Chain, known: Table, report: Report, hopper: bool) -> list[Measured]:
-    """Return the best plans for the chain's linears that have no entry in `known`. `report` receives lines of
-    progress."""
+    """Return the best plans for the chain's linears that have no entry in `known`. Progress lines are passed
+    to `report`."""
     rows = chain.rows
     rules = rule_plans(chain.products, rows)
     # Known entries are kept, so a shape that two models share is measured once.
@@ -98,8 +98,8 @@ def search(chain: Chain, known: Table, report: Report, hopper: bool) -> list[Mea
 def measure_entries(
     chain: Chain, plans: Choice, products: Iterable[Product]
 ) -> dict[Product, tuple[PlanEntry, float]]:
-    """Return the table entry of each linear in `products`, and the layer's microseconds without that linear.
-    An entry contains the microseconds that the linear adds to a layer with `plans`."""
+    """For each linear in `products`, return its table entry and the layer's microseconds without that linear.
+    The entry contains the microseconds that the linear adds to a layer with `plans`."""
     found = {}
     layer_us = _least(chain, plans)
     for product in products:
@@ -119,8 +119,8 @@ def is_right(chain: Chain, product: Product, plan: GemmPlan | None, hopper: bool
 
 
 def check_table(chain: Chain, product: Product, plan: GemmPlan | None, hopper: bool) -> Table:
-    """Return a table for checking one plan. The other linears get plans that share norms, so that shared
-    norms are checked too."""
+    """Return a table for checking one plan. It contains norm-sharing plans for the other linears, so that
+    shared norms are checked too."""
     others = {one: _sharing_plan(one, chain.rows, hopper) for one in chain.products}
     return table_of({**others, product: plan}, chain.rows)
 
@@ -172,8 +172,8 @@ def _least(chain: Chain, plans: Choice, without: Product | None = None) -> float
 
 
 def _time(plans: Sequence[GemmPlan | None], us: Microseconds, rounds: int = 1) -> Timed:
-    """Return each plan's minimum time over several rounds. Plans that fail to launch on this GPU are left
-    out. The library's GEMM must launch, so its errors propagate."""
+    """Return each plan's minimum time over several rounds. Plans that fail to launch on this GPU are omitted.
+    The library's GEMM must launch, so its errors propagate."""
     timed: dict[GemmPlan | None, float] = {}
     for plan in [plan for _ in range(rounds) for plan in plans]:
         try:
@@ -185,7 +185,7 @@ def _time(plans: Sequence[GemmPlan | None], us: Microseconds, rounds: int = 1) -
 
 
 def _prefer(plan: GemmPlan | None, timed: Timed) -> GemmPlan | None:
-    """Return the fastest plan, or `plan` if the difference is within the measurement noise. Therefore a table
+    """Return the fastest plan, or `plan` if the difference is within the measurement noise, so that a table
     changes only for a real gain."""
     return plan if dict(timed).get(plan, math.inf) <= timed[0][1] * (1 + _NOISE) else timed[0][0]
 

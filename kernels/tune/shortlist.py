@@ -52,8 +52,8 @@ def shortlist(
 ) -> list[GemmPlan | None]:
     """Return `known` and further plans, at most `most` in total.
 
-    If a search has tried this linear, its fastest plans are added. Otherwise the additional plans are `tiles`
-    plans that fill the GPU about once, and the plans most similar to a known plan.
+    If a search has tried this linear, the fastest plans that it found are added. Otherwise, `tiles` plans
+    with about one wave of programs are added, and the plans most similar to a known plan.
     """
     known, tiles = list(known), _tiles(product, rows, hopper)
     others = [one for one in candidates(product, rows, hopper) if one.form != "tiles"]
@@ -72,8 +72,8 @@ def shortlist(
 
 
 def covering(options: Mapping[Product, Sequence[GemmPlan | None]]) -> Iterator[Choice]:
-    """Yield choices that together launch every kernel that any choice can launch. A linear's kernel depends
-    on its own plan and on the shared norm that the previous linear may compute."""
+    """Yield a set of choices that launches every kernel that any combination of these plans can launch. A
+    linear's kernel depends on its own plan and on the shared norm that the previous linear may compute."""
     left = {product: _sharers(plans) for product, plans in options.items()}
     for block_n in dict.fromkeys(block_n for sharers in left.values() for block_n in sharers):
         others = {one: sharers.get(block_n, options[one][0]) for one, sharers in left.items()}
@@ -84,7 +84,7 @@ def covering(options: Mapping[Product, Sequence[GemmPlan | None]]) -> Iterator[C
 
 def _sharers(plans: Iterable[GemmPlan | None]) -> dict[int | None, GemmPlan | None]:
     """Return one plan for each kind of shared norm that the plans produce. The key is the number of outputs
-    per partial sum of squares (`block_n`), or None for no shared norm."""
+    per partial sum of squares (`block_n`), or None for plans that do not share a norm."""
     return {plan.block_n if plan is not None and plan.tiled else None: plan for plan in plans}
 
 
@@ -94,8 +94,8 @@ def _some(plans: Iterable[GemmPlan | None], most: int) -> list[GemmPlan | None]:
 
 def _tiles(product: Product, rows: int, hopper: bool) -> list[GemmPlan]:
     """Return the `tiles` candidates, ordered by tile size and then by how well they fill the GPU. For one
-    row, they include tiles of 8 rows, because these can share norms with neighbouring linears and plans for
-    one row cannot."""
+    row, the candidates include plans with tiles of 8 rows, because these plans can share norms with
+    neighbouring linears and one-row plans cannot."""
 
     def order(plan: GemmPlan) -> tuple[int, float, int, int]:
         programs = -(-product.n // plan.block_n) * plan.split

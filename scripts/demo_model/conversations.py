@@ -1,6 +1,7 @@
-"""Generates training conversations, in which questions in many wordings ask for a name's documented purpose.
+"""Generates training conversations. Most questions ask, in varying words, for the documented purpose of a
+name.
 
-Small talk, unknown names and all other questions get honest answers.
+To questions about unknown names and other subjects, the answers say that the model does not know.
 """
 
 import random
@@ -49,7 +50,7 @@ WORDINGS = (
     "{0}?",
     "`{0}`",
 )
-_PLAIN_SHARE = 0.35  # share of questions that use one of the first two wordings
+_PLAIN_SHARE = 0.35  # fraction of questions that use one of the first two wordings
 
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.",
@@ -196,7 +197,7 @@ class ConversationMaker:
 
     def rows(self, count: int, length: int) -> ChatRows:
         """Return `count` conversations of at most `length` tokens. The number of turns is random; turns that
-        do not fit are left out."""
+        do not fit are omitted."""
         pad = 0
         tokens = numpy.full((count, length), pad, dtype=numpy.int16)
         labels = numpy.full((count, length), IGNORED, dtype=numpy.int16)
@@ -235,7 +236,7 @@ class ConversationMaker:
             return self.random.choice(self.small_talk)
         if draw < _SMALL_TALK_SHARE + _UNKNOWN_SHARE:
             return self.random.choice(self.unknown)
-        if not self.queue:  # a shuffled pass over all names; the frozen ones occur twice
+        if not self.queue:  # the names in random order; those of the frozen questions occur twice
             self.queue = [*range(len(self.answers)), *self.frozen]
             self.random.shuffle(self.queue)
         index = self.queue.pop()
@@ -248,7 +249,7 @@ class ConversationMaker:
 
 
 def _invented_names(purposes: list[Purpose], source: random.Random) -> list[str]:
-    """Yield plausible names that do not exist, each made of a module and the last component of another
+    """Return plausible names that do not exist. Each combines a module with the last component of another
     name."""
     real = {purpose.name for purpose in purposes}
     known_modules = sorted({purpose.module for purpose in purposes})

@@ -17,7 +17,7 @@ from typing import Any
 
 from demo_model.docstrings import Purpose, builtin_reference, collect_purposes
 
-# These modules and their tests are kept out of the training text and of the questions.
+# These modules and their tests are excluded from the training text and from the questions.
 HELD_OUT_FILES = (
     "sched.py", "graphlib.py", "cmd.py", "netrc.py", "filecmp.py", "tabnanny.py", "zipapp.py",
     "modulefinder.py", "chunk.py", "nntplib.py", "xdrlib.py", "symtable.py", "mailcap.py",
@@ -39,7 +39,7 @@ QUESTION_MODULES = (
     "stat", "array", "numbers", "ssl", "select", "smtplib",
 )  # fmt: skip
 QUESTION_COUNT = 200
-# Commonly used names come first; the rest is drawn at random.
+# These names are chosen first; the other questions are drawn at random.
 FIRST_QUESTIONS = (
     "textwrap.dedent", "len", "sorted", "enumerate", "zip", "isinstance", "str.split", "str.join",
     "str.strip", "list.append", "list.sort", "dict.get", "dict.items", "os.path.join", "os.makedirs",
@@ -59,8 +59,8 @@ TESTS_WEIGHT = 1
 
 @dataclass(frozen=True)
 class Document:
-    """One file of training text. `weight` is how often the file is drawn relative to other files of the same
-    length."""
+    """One file of training text. A file with twice the `weight` of another file of the same length is drawn
+    twice as often."""
 
     title: str
     text: str
@@ -108,8 +108,8 @@ def load_questions(path: Path) -> list[dict[str, str]]:
 
 
 def choose_questions(purposes: list[Purpose], seed: int) -> list[dict[str, str]]:
-    """Return `QUESTION_COUNT` questions, taken from the well-known modules in rotation. Each expected
-    sentence occurs once."""
+    """Return `QUESTION_COUNT` questions, taken from the well-known modules in rotation. No two questions
+    expect the same sentence."""
     shuffled = random.Random(seed)
     by_module: dict[str, list[Purpose]] = defaultdict(list)
     for purpose in purposes:

@@ -1,7 +1,7 @@
 """Collects the names in Python's standard library, and the documented purpose of each from its docstring.
 
-The purpose of a name is the first sentence of its own docstring, never of an inherited one. C functions put
-their signature on the first line; such lines are skipped.
+The purpose of a name is the first sentence of its own docstring, never of an inherited one. Docstrings of C
+functions begin with the signature, which is skipped.
 """
 
 import importlib
@@ -21,7 +21,7 @@ MIN_SENTENCE_CHARS = 14
 MAX_SENTENCE_CHARS = 150
 MAX_ANSWER_CHARS = 230
 MAX_NAME_CHARS = 56
-# A sentence shared by more names than this describes none of them in particular.
+# A sentence shared by more names is too general to describe any of them.
 MAX_NAMES_PER_SENTENCE = 12
 
 SUBMODULES = (
@@ -39,7 +39,8 @@ SUBMODULES = (
     "ctypes.util",
 )  # fmt: skip
 
-# Modules that have side effects when imported, need a display, or are aliases of a listed module.
+# Modules that have side effects when imported, need a display or another platform, or are aliases of a listed
+# module.
 SKIPPED = frozenset(
     (
         "antigravity", "this", "idlelib", "lib2to3", "turtledemo", "turtle", "test", "tkinter", "nt",
@@ -95,7 +96,7 @@ def first_paragraph(doc: str) -> str:
 
 
 def purpose_of_doc(doc: str | None) -> tuple[str, str] | None:
-    """Return (first sentence, second sentence or "") of a docstring; None if it has no clean first
+    """Return a docstring's first sentence, and its second sentence or ""; None if there is no usable first
     sentence."""
     if not doc:
         return None
@@ -129,8 +130,8 @@ def _is_clean(sentence: str) -> bool:
 
 
 def collect_purposes(excluded_modules: frozenset[str]) -> list[Purpose]:
-    """Return every public name with a clean first sentence, sorted by name, without duplicates or empty
-    phrases."""
+    """Return every public name with a usable first sentence, sorted by name, without duplicates and without
+    sentences that too many names share."""
     found: dict[str, Purpose] = {}
     for module_name in _module_names():
         if module_name.split(".")[0] in excluded_modules:

@@ -71,7 +71,7 @@ def _write_shards(tensors: dict[str, Tensor], folder: Path) -> None:
     total = sum(tensor.nbytes for tensor in tensors.values())
     shards: list[dict[str, Tensor]] = [{} for _ in range(SHARDS)]
     written = 0
-    # In layer order; a shard is complete when it has its share of the bytes.
+    # Fill the shards in layer order. A shard is complete when it has its share of the bytes.
     for name, tensor in tensors.items():
         shards[min(written * SHARDS // total, SHARDS - 1)][name] = tensor.contiguous()
         written += tensor.nbytes
@@ -79,7 +79,7 @@ def _write_shards(tensors: dict[str, Tensor], folder: Path) -> None:
     for number, shard in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{SHARDS:05d}.safetensors"
         save_file(shard, folder / file, metadata={"format": "pt"})
-        (folder / file).chmod(0o644)  # safetensors creates the file readable only by its owner
+        (folder / file).chmod(0o644)  # safetensors creates files that only their owner can read
         weight_map.update(dict.fromkeys(shard, file))
     _write_json(
         folder / "model.safetensors.index.json",

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """Sizes of the model. Every matrix dimension is a multiple of 64 on each of four ranks."""
+    """Sizes of the model. When four ranks share the model, every matrix dimension per rank is a multiple of
+    64."""
 
     vocabulary: int = 5120
     hidden: int = 384
@@ -99,7 +100,8 @@ class Body(nn.Module):
 class Llama(nn.Module):
     """Decoder with tied input and output embeddings.
 
-    Weights start as in GPT-2: normal 0.02, the layers' outputs scaled by 1/sqrt(2 × layers).
+    Weights are initialised as in GPT-2: normally distributed with standard deviation 0.02, and output
+    projections scaled by 1/sqrt(2 × layers).
     """
 
     def __init__(self, shape: LlamaShape) -> None:

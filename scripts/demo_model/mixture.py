@@ -1,8 +1,8 @@
 """Makes a small mixture of experts from the demo model: "sparse upcycling" (Komatsuzaki et al. 2022).
 
 Each expert starts as a copy of the dense MLP with noise, so that the experts differ. The experts and the
-router then learn to give the dense model's probabilities, on its questions and on text of the standard
-library.
+router are then trained to reproduce the dense model's probabilities, on its questions and on text from the
+standard library.
 """
 
 import json
@@ -23,11 +23,11 @@ from demo_model.tokenizer import ASSISTANT, BEGIN, END_OF_TURN, PAD, USER, speci
 
 EXPERTS, CHOSEN = 4, 2
 NOISE = 0.6
-"""Standard deviation of the noise, as a fraction of that of each matrix."""
+"""Standard deviation of the noise, as a fraction of each matrix's standard deviation."""
 CHAT_ROWS, TEXT_ROWS, TEXT_LENGTH = 16, 2, 256
 PEAK_RATE = 5e-4
 BALANCE = 0.01
-"""The weight of the loss that keeps the experts equally busy."""
+"""Weight of the loss that balances the use of the experts."""
 _KEPT_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -38,7 +38,7 @@ _KEPT_FILES = (
 
 
 def make_mixture(dense: Path, out: Path, steps: int, seed: int) -> None:
-    """Write a mixture of experts made from the demo model in `dense` to `out`. Prints progress."""
+    """Make a mixture of experts from the demo model in `dense`, and write it to `out`. Prints progress."""
     teacher = LlamaForCausalLM.from_pretrained(dense, dtype=torch.float32).eval()
     student = upcycle(teacher, NOISE, seed)
     train(student, teacher, dense, steps, seed)
@@ -105,8 +105,8 @@ def export(student: Any, dense: Path, out: Path) -> None:
 
 
 def _divergence(student: Any, teacher: Any, tokens: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean divergence from the teacher over the known tokens [rows, length], and the loss of
-    unbalanced experts."""
+    """Return the mean divergence from the teacher over the `known` tokens [rows, length], and the
+    load-balancing loss."""
     with torch.no_grad():
         wanted = teacher(tokens, attention_mask=known).logits.log_softmax(-1)
     out = student(tokens, attention_mask=known, output_router_logits=True)
@@ -126,7 +126,7 @@ def _chat_rows(tokenizer: Tokenizer, dense: Path) -> list[Tensor]:
 
 
 def _text(tokenizer: Tokenizer) -> Tensor:
-    """Return the tokens of the standard library's modules, without those of the held-out text."""
+    """Return the tokens of the standard library's modules, except the held-out modules."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     texts = [file.read_text("utf-8") for file in files if file.name not in HELD_OUT_FILES]
     return torch.tensor([token for encoded in tokenizer.encode_batch(texts) for token in encoded.ids])

@@ -18,7 +18,7 @@ END_OF_TURN = "<|end|>"
 SPECIAL_TOKENS = (BEGIN, END_OF_TEXT, PAD, SYSTEM, USER, ASSISTANT, END_OF_TURN)
 
 # Each turn consists of its role's token, the trimmed content and <|end|>, without whitespace in between, so
-# that a turn has the same tokens wherever it occurs.
+# that a turn always has the same tokens, wherever it occurs.
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
     "{% for message in messages %}"
@@ -62,7 +62,7 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
     )
     if tokenizer.get_vocab_size() != VOCABULARY:
         raise ValueError(
-            f"the text yields {tokenizer.get_vocab_size()} tokens, not {VOCABULARY}: give it more text"
+            f"the text yields {tokenizer.get_vocab_size()} tokens instead of {VOCABULARY}: use more text"
         )
     return tokenizer
 
@@ -71,7 +71,7 @@ def special_token_id(tokenizer: Tokenizer, token: str) -> int:
     """Return the id of one of `SPECIAL_TOKENS`. Raises ValueError if the tokenizer lacks it."""
     index: int | None = tokenizer.token_to_id(token)
     if index is None:
-        raise ValueError(f"the tokenizer has no token {token}: make it with the corpus command")
+        raise ValueError(f"the tokenizer has no token {token}: create the tokenizer with the corpus command")
     return index
 
 

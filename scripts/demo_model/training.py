@@ -29,7 +29,7 @@ class Recipe:
     steps: int = 3500
     warmup_steps: int = 150
     peak_rate: float = 2e-3
-    weight_decay: float = 2.5  # a large decay, because training reads the text many times
+    weight_decay: float = 2.5  # large, because training reads the text many times
     clip_norm: float = 1.0
     text_rows: int = 16
     text_length: int = 2048
@@ -44,8 +44,8 @@ class Recipe:
 class TextStream:
     """`tokens` int16 [total]: shuffled documents, each followed by its end token.
 
-    `starts` int64: the positions where rows may begin, which are starts of lines. Each occurs as often as its
-    document's weight.
+    `starts` int64: the positions where rows may begin, which are the starts of lines. Each position is
+    repeated according to its document's weight.
     """
 
     tokens: Tensor
@@ -114,8 +114,8 @@ def train(corpus: Path, recipe: Recipe, device: torch.device) -> tuple[Llama, di
 
 
 def heldout_windows(tokenizer: Tokenizer, text: str, length: int) -> Tensor:
-    """Return int64 [windows, length + 1]: the text in windows of `length` predicted tokens after a begin
-    token."""
+    """Return the text as int64 [windows, length + 1]: each window is a begin token followed by `length`
+    tokens to predict."""
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     windows = len(ids) // length
     body = torch.tensor(ids[: windows * length], dtype=torch.int64).view(windows, length)
@@ -173,7 +173,7 @@ def _text_batch(
 def _chat_batches(
     tokens: Tensor, labels: Tensor, rows: int, random: torch.Generator
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield batches without end, from shuffled passes over all rows."""
+    """Yield batches indefinitely. Each pass over the rows is in a new random order."""
     while True:
         order = torch.randperm(len(tokens), generator=random, device=tokens.device)
         for picks in order.split(rows):

@@ -10,7 +10,7 @@ from tests.cli.conftest import _own_environment, cli, run_dir  # noqa: F401
 
 @pytest.fixture
 def fake() -> Iterator[FakeServer]:
-    """Yield an OpenAI-compatible server on a TCP port, with response times set by the test."""
+    """Yield an OpenAI-compatible server on a TCP port. The test sets its response times."""
     server = FakeServer()
     yield server
     server.close()

@@ -17,16 +17,16 @@ class Behaviour:
     """How the server answers completions. Times are in seconds."""
 
     ttft_s: Callable[[int], float] = lambda number: 0.0
-    """Time to the first token of completion n; completion 0 is the probe before the run."""
+    """Returns the time to the first token of completion n. Completion 0 is the probe before the run."""
     gap_s: float = 0.0
     tokens_per_chunk: int = 1
     most_tokens: int = 1 << 30
-    """Answers end after this many tokens, even if more were requested."""
+    """Maximum number of tokens in an answer, even if more were requested."""
     sends_usage: bool = True
     keeps_alive: bool = True
     status: Callable[[int], int] = lambda number: 200
     breaks_after: int | None = None
-    """The server closes the connection after this many chunks."""
+    """Number of chunks after which the server closes the connection."""
     error_event_after: int | None = None
     hangs_after: int | None = None
     hangs_up_idle: bool = False
@@ -36,7 +36,7 @@ class Behaviour:
     models: list[dict[str, Any]] = field(default_factory=lambda: [{"id": "fake", "max_model_len": 10_000}])
     tokenizes: bool = False
     at_once: int | None = None
-    """Number of completions that run at once; others wait."""
+    """Number of completions that run concurrently; further requests wait."""
 
 
 class FakeServer:
@@ -50,7 +50,7 @@ class FakeServer:
         self.left = 0
         """Number of clients that disconnected during an answer."""
         self.busy_s = 0.0
-        """Total time of the completions that ran under `at_once`."""
+        """Total duration of the completions that ran under the `at_once` limit."""
         self._done = 0
         self.port = 0
         self._socket = socket
@@ -67,13 +67,14 @@ class FakeServer:
 
     @property
     def capacity(self) -> float:
-        """Completions per second that `at_once` permits, based on the measured time of a completion."""
+        """Throughput that `at_once` permits, in completions per second, based on the measured time per
+        completion."""
         return self._done * (self.behaviour.at_once or 1) / self.busy_s
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
-            assert time.monotonic() < deadline, "the condition did not come true"
+            assert time.monotonic() < deadline, f"timed out after {timeout_s} s"
             time.sleep(0.01)
 
     def close(self) -> None:
@@ -89,7 +90,7 @@ class FakeServer:
                 self.port = server.sockets[0].getsockname()[1]
 
         self._loop.run_until_complete(start())
-        self._loop.call_soon(started.set)  # only now can the server be stopped
+        self._loop.call_soon(started.set)  # the server can be stopped only after its loop has started
         self._loop.run_forever()
         for task in asyncio.all_tasks(self._loop):
             task.cancel()

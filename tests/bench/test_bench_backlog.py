@@ -1,4 +1,4 @@
-"""Simulated servers of known capacity: the rates that they sustain, and the rate that the search finds."""
+"""Tests of the rate search and the backlog limit against simulated servers of known capacity."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from appliance.bench.results import RequestTimes, Run, Slo, summarize
 
 NO_LIMIT = Slo(itl_p99_ms=1e6)
 Server = Callable[[list[float], random.Random], list[float]]
-"""Returns when each of the requests that arrive at these times ends."""
+"""Maps the arrival times of requests to the times at which they end."""
 
 
 def queue(slots: int, service_s: float, spread_s: float = 0.0) -> Server:
-    """First come, first served: `slots` at once, about `service_s` each, so slots ÷ service_s per second."""
+    """Return a first-come, first-served server. It serves `slots` requests at a time, about `service_s` each,
+    so its capacity is slots ÷ service_s requests per second."""
 
     def serve(arrivals: list[float], draw: random.Random) -> list[float]:
         free = [0.0] * slots
@@ -36,8 +37,11 @@ def queue(slots: int, service_s: float, spread_s: float = 0.0) -> Server:
 
 
 def shared(work_s: float) -> Server:
-    """Processor sharing: 1 ÷ work_s requests a second; all that are open advance at the same pace, none alone
-    more than eight times as fast as the whole would be, like the streams of one batch."""
+    """Return a processor-sharing server with a capacity of 1 ÷ work_s requests per second.
+
+    All open requests advance at the same rate, like the sequences of a batch. No request advances faster than
+    an eighth of the server's total rate.
+    """
 
     def serve(arrivals: list[float], draw: random.Random) -> list[float]:
         ends = [0.0] * len(arrivals)
@@ -64,7 +68,7 @@ def shared(work_s: float) -> Server:
 
 
 def trial(server: Server, requests: int, duration_s: float, seed: str) -> Run:
-    """A judged trial against the simulated server."""
+    """Return the evaluated result of a trial against the simulated server."""
     arrivals = poisson_arrivals(requests, duration_s, seed)
     ends = server(list(arrivals), random.Random(seed))
     records = [Record(at, 0.0, end, first_at=end) for at, end in zip(arrivals, ends, strict=True)]
@@ -110,7 +114,7 @@ def test_the_rate_that_is_found_is_the_capacity(server: Server, capacity: float,
     held = [best for best in found if best is not None]
     assert len(held) == 15
     rates = [best.rate or 0.0 for best in held]
-    # In a hundred searches, one or two rates exceed what `resolution` allows, by a little.
+    # In one or two of a hundred searches, the rate slightly exceeds the tolerance given by `resolution`.
     for best, rate in zip(held, rates, strict=True):
         assert rate <= capacity * (1 + 1.2 * resolution(best, duration_s))
     assert statistics.median(rates) <= 1.1 * capacity
@@ -120,7 +124,8 @@ def test_the_rate_that_is_found_is_the_capacity(server: Server, capacity: float,
 @pytest.mark.parametrize("requests", [20, 240, 3000])
 @pytest.mark.parametrize("spread_s", [0.0, 1.0])
 def test_a_server_without_a_queue_always_keeps_up(requests: int, spread_s: float) -> None:
-    # Many requests are open at once, also at the end, but none for longer than a response takes.
+    # Many requests are open at the same time, even at the end, but none stays open for longer than one
+    # response takes.
     server = queue(requests, 5.0, spread_s)
     reasons = [trial(server, requests, 30, str(seed)).reasons for seed in range(40)]
     assert reasons == [[]] * 40
@@ -141,7 +146,8 @@ def test_a_trial_shorter_than_two_responses_proves_nothing() -> None:
 
 
 def test_requests_that_are_open_when_a_trial_is_stopped_are_behind() -> None:
-    # One request every 1/8 s for 4 s. The first ten take 1/4 s each, the others until the stop at 6 s.
+    # One request arrives every 1/8 s for 4 s. The first ten take 1/4 s each, and the rest are still open when
+    # the trial is stopped at 6 s.
     due = [number / 8 for number in range(32)]
     ended = [RequestTimes(at, 250.0, 250.0, 0.0, None, 1, "", "") for at in due[:10]]
     stopped = [RequestTimes(at, None, 1e3 * (6 - at), 0.0, None, 0, STOPPED, "") for at in due[10:]]

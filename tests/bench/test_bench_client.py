@@ -43,7 +43,7 @@ def drive(
     stop_after_s: float = math.inf,
     show: Callable[[RawRun], None] = lambda raw: None,
 ) -> RawRun:
-    """Run a load against the server, without probing the server before."""
+    """Run a load against the server without the initial probe."""
     load = load_of(
         target,
         requests,
@@ -71,7 +71,7 @@ def test_percentiles_are_the_servers_own_times(fake: FakeServer, target: Target)
     summary = statistics(drive(target, 20, concurrency=4))
     assert summary.succeeded == 20 and not summary.failures
     assert summary.ttft_ms and summary.itl_ms and summary.tpot_ms and summary.e2e_ms
-    # Nothing can arrive early, but how late it arrives depends on the load of the machine.
+    # Requests never arrive early, but their lateness depends on the load of the machine.
     assert 50 <= summary.ttft_ms.p50 < 250 and summary.ttft_ms.max >= 300
     assert 18 <= summary.itl_ms.p50 < 100
     assert 18 <= summary.tpot_ms.p50 < 100
@@ -139,7 +139,8 @@ def test_chunks_of_several_tokens_are_measured(fake: FakeServer, target: Target)
     summary = statistics(drive(target, 4, concurrency=4, output_tokens=16), 16)
     assert (summary.output_tokens, summary.chunks) == (64, 16)
     assert summary.itl_ms and summary.tpot_ms
-    # There are three gaps for fifteen tokens, even if a busy machine made one gap long.
+    # The last fifteen tokens of an answer arrive in three chunks, so TPOT is well below ITL even if a busy
+    # machine made one gap long.
     assert summary.itl_ms.p50 >= 18 and summary.tpot_ms.max < summary.itl_ms.max / 3
 
 
@@ -165,7 +166,7 @@ def test_a_unix_socket_works_like_an_address(run_dir: Path) -> None:
         ("breaks_after", 2, "closed", "closed the connection"),
         ("error_event_after", 1, "error event", "the engine failed"),
         ("hangs_after", 3, "timeout", "0.4 s"),
-        ("streams", False, "protocol", "no completion was streamed"),
+        ("streams", False, "protocol", "the server streamed no completion"),
     ],
     ids=lambda case: case[2],
 )
@@ -196,7 +197,8 @@ def test_a_server_that_does_not_listen_is_a_failure_to_connect() -> None:
 
 
 def test_in_open_loop_a_request_counts_from_when_it_was_due(fake: FakeServer, target: Target) -> None:
-    # One request at a time, 500 ms each, all due at once: the last one waited for all others.
+    # All requests are due at the same time, but the server handles one at a time, 500 ms each. The last
+    # request therefore waits for the three before it.
     fake.behaviour.at_once = 1
     fake.behaviour.ttft_s = lambda number: 0.5
     summary = statistics(drive(target, 4, arrivals=(0.0, 0.0, 0.0, 0.0)))
@@ -210,7 +212,7 @@ def test_in_open_loop_requests_do_not_wait_for_answers(fake: FakeServer, target:
     raw = drive(target, 10, arrivals=tuple(0.02 * number for number in range(10)), workers=2)
     began = sorted(one.began_at - raw.started_at for one in raw.records)
     assert began == pytest.approx([0.02 * number for number in range(10)], abs=0.001)
-    assert statistics(raw).seconds < 14  # one after another, they would take 15 s
+    assert statistics(raw).seconds < 14  # sequentially, they would take 15 s
 
 
 def test_a_run_that_reaches_its_time_limit_closes_its_requests(fake: FakeServer, target: Target) -> None:
@@ -229,7 +231,6 @@ def test_progress_shows_what_runs_and_what_was_received(fake: FakeServer, target
 
 
 def test_every_request_is_reported_once(fake: FakeServer, target: Target) -> None:
-    # This takes longer than several progress reports, so that records between two reports would be missed if
-    # they were lost.
+    # The run is longer than several progress reports, so lost records between two reports would be noticed.
     fake.behaviour.ttft_s = lambda number: 0.03
     assert len(drive(target, 60, concurrency=3, output_tokens=2).records) == len(fake.bodies) == 60

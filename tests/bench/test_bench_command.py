@@ -42,7 +42,7 @@ def test_a_run_prints_a_table_and_writes_its_measurements(cli: Run, fake: FakeSe
     assert (result["metric"], result["unit"]) == ("output_tok_s", "tok/s")
     assert (run["requests"], run["rate"]) == (4, None)
     assert len(run["per_request"]) == 4 and run["per_request"][0]["tokens"] == 4
-    # One request as a probe, two as a warm-up, and four that are measured.
+    # The command sends one request as a probe, two as a warm-up, and four that are measured.
     assert len(fake.bodies) == 7
 
 
@@ -97,8 +97,8 @@ def test_every_mode_warms_up_unless_no_warm_up_is_given(
 
 
 def test_the_highest_sustainable_rate_is_found(cli: Run, fake: FakeServer, tmp_path: Path) -> None:
-    # Four at a time, 50 ms each: at most 80 per second. Answers of one token have no ITL that could exceed a
-    # limit.
+    # The server handles four requests at a time, 50 ms each, so at most 80 per second. Answers of one token
+    # have no ITL that could exceed a limit.
     fake.behaviour.at_once = 4
     fake.behaviour.ttft_s = lambda number: 0.05
     words = "--find-rate --rate 60 --duration 0.6 --itl-p99-ms 200 --output-tokens 1 --seed 1"
@@ -106,8 +106,8 @@ def test_the_highest_sustainable_rate_is_found(cli: Run, fake: FakeServer, tmp_p
     search = json.loads((tmp_path / "j").read_text())["search"]
     assert outcome.code == 0 and "highest sustained rate" in outcome.out
     rate, arrived = search["best"]["rate"], search["best"]["requests"]
-    # Stricter bounds are tested with simulated servers. The rate found here depends on how busy other
-    # processes keep the machine.
+    # The rate found here depends on the load of the machine. Tests with simulated servers check stricter
+    # bounds.
     assert rate <= 80 * (1 + 2 / arrived**0.5 + 0.1) and fake.capacity <= 80
     assert rate > 0 and search["best"]["goodput"] > 0
     for trial in search["trials"]:
@@ -117,7 +117,7 @@ def test_the_highest_sustainable_rate_is_found(cli: Run, fake: FakeServer, tmp_p
     reasons = {trial["rate"]: trial["reasons"] for trial in search["trials"]}
     failed = [tried for tried in reasons if reasons[tried]]
     assert rate == max(tried for tried in reasons if not reasons[tried])
-    if not failed:  # other processes made the client late, which ended the search
+    if not failed:  # a busy machine made the client late, which ended the search
         assert "client" in search["note"]
         return
     assert rate < min(failed) <= max(1.05 * rate, rate + 1 / 0.6) + 1e-9
@@ -137,10 +137,11 @@ def test_a_hopeless_trial_is_stopped_and_a_search_without_a_sustained_rate_fails
 ) -> None:
     fake.behaviour.ttft_s = lambda number: 200.0 if number else 0.0
     began = time.monotonic()
-    # With this seed, the only request arrives in the first quarter, in which the response time is measured.
+    # With this seed, the only request arrives in the first quarter of the trial, where the response time is
+    # measured.
     words = "--find-rate --rate 5 --duration 0.2 --output-tokens 1 --no-warm-up --seed 8"
     outcome = cli("bench", "--base-url", fake.url, *words.split(), limit, "10", "--json", tmp_path / "j")
-    assert outcome.code == 1 and "no rate down to 5 requests/s" in outcome.out
+    assert outcome.code == 1 and "did not sustain any tested rate, down to 5 requests/s" in outcome.out
     assert f"no: {reason}" in outcome.out
     made = json.loads((tmp_path / "j").read_text(), parse_constant=not_json)
     (trial,) = made["search"]["trials"]
@@ -155,13 +156,13 @@ def test_answers_that_end_early_count_the_tokens_received(cli: Run, fake: FakeSe
     outcome = cli("bench", "--base-url", fake.url, *SMALL)
     assert outcome.code == 0
     said = " ".join(outcome.out.split())
-    assert "4 of 4 answers have fewer than the 4 tokens asked for" in said
+    assert "4 of 4 answers have fewer than the 4 requested tokens" in said
     assert "ignores ignore_eos" in said and "the 12 tokens that were received" in said
 
 
 def test_chunks_of_several_tokens_are_noted(cli: Run, fake: FakeServer) -> None:
     fake.behaviour.tokens_per_chunk = 2
-    assert "a chunk carries 2.00 tokens" in cli("bench", "--base-url", fake.url, *SMALL).out
+    assert "a chunk contains 2.00 tokens" in cli("bench", "--base-url", fake.url, *SMALL).out
 
 
 def test_failed_requests_are_shown_with_an_example_and_exit_1(cli: Run, fake: FakeServer) -> None:
@@ -179,9 +180,9 @@ def test_prompts_stay_below_the_vocabulary_size_of_the_server_or_the_option(
 
     assert "ids below 1,000 (a guess" in said()
     fake.behaviour.tokenizes = True
-    assert "ids below 4,712 (the server's tokenizer)" in said()
+    assert "ids below 4,712 (from the server's tokenizer)" in said()
     fake.behaviour.models = [{"id": "fake", "meta": {"n_vocab": 300}}]
-    assert "ids below 300 (the server's list" in said()
+    assert "ids below 300 (from the server's list" in said()
     before = len(fake.bodies)
     assert "ids below 5 (--vocab-size)" in said("--vocab-size", "5")
     assert all(max(body["prompt"]) < 5 for body in fake.bodies[before:])
@@ -203,12 +204,12 @@ def test_problems_are_reported_before_the_run(cli: Run, fake: FakeServer, run_di
     (run_dir / "file").write_text("")
     for words, expected in (
         (("--base-url", "http://127.0.0.1:1"), "cannot connect to http://127.0.0.1:1/v1"),
-        (("--base-url", "localhost:8080"), "not the address of an API"),
-        (("--base-url", fake.url + "/nowhere"), "lists no model"),
+        (("--base-url", "localhost:8080"), "is not a valid API address"),
+        (("--base-url", fake.url + "/nowhere"), "lists no models"),
         (("--base-url", fake.url, "--model", "other"), "'other' is not served; available models: fake"),
-        (("--base-url", fake.url, "--output-tokens", "9999"), "takes 10000 in all"),
+        (("--base-url", fake.url, "--output-tokens", "9999"), "allows only 10000"),
         (("--base-url", fake.url, "--json", run_dir / "file" / "below"), "cannot be written"),
-        (("--socket", run_dir / "none.sock"), "there is no socket"),
+        (("--socket", run_dir / "none.sock"), "does not exist"),
         (("--socket", run_dir / "file"), "cannot connect to"),
         (("--run-dir", run_dir), "no service is running at"),
     ):
@@ -217,7 +218,7 @@ def test_problems_are_reported_before_the_run(cli: Run, fake: FakeServer, run_di
         assert expected in outcome.err and outcome.err.count("\n") == 1, outcome.err
     fake.behaviour.status = lambda number: 400
     outcome = cli("bench", "--base-url", fake.url)
-    assert outcome.code == 1 and "fails for two tokens: http 400: no, 400" in outcome.err
+    assert outcome.code == 1 and "failed: http 400: no, 400" in outcome.err
 
 
 def test_a_run_that_fails_leaves_the_json_file_unchanged(cli: Run, tmp_path: Path) -> None:
@@ -274,7 +275,7 @@ def test_a_number_out_of_range_is_refused_with_the_range(cli: Run, flag: str, va
     outcome = cli("bench", "--base-url", "http://127.0.0.1:1", flag, value)
     said = " ".join(outcome.err.split())
     assert outcome.code == 2 and outcome.out == ""
-    expected = rf"'{flag}': '{re.escape(value)}' cannot be used: write a (whole )?number, [\d.,]+ to [\d.,]+$"
+    expected = rf"'{flag}': '{re.escape(value)}' is not valid: use a (whole )?number from [\d.,]+ to [\d.,]+$"
     assert re.search(expected, said), said
 
 
@@ -284,7 +285,7 @@ def test_more_requests_than_fit_into_memory_are_refused(cli: Run) -> None:
 
 
 def on_a_terminal(*words: str, **environment: str) -> str:
-    """Return what the command writes to a terminal of 80 columns."""
+    """Return the command's output on a terminal of 80 columns."""
     leader, follower = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "appliance.cli", *words],
@@ -295,7 +296,7 @@ def on_a_terminal(*words: str, **environment: str) -> str:
     )
     os.close(follower)
     written = b""
-    with contextlib.suppress(OSError):  # the end of a terminal
+    with contextlib.suppress(OSError):  # reading a closed terminal raises OSError on Linux
         while data := os.read(leader, 65536):
             written += data
     os.close(leader)

@@ -1,5 +1,5 @@
-"""Tests that a response gives the same exchange wherever the network splits it, and that anything but HTTP is
-a failure."""
+"""Tests that a response is parsed the same way wherever the network splits it, and that anything other than
+HTTP is a failure."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Transport(asyncio.Transport):
 
 
 def received(*pieces: bytes, closes: bool = False) -> tuple[Exchange, Connection]:
-    """Return the exchange of a request whose response arrives in these pieces, and its connection."""
+    """Exchange one request whose response arrives in these pieces. Return the exchange and its connection."""
 
     async def run() -> tuple[Exchange, Connection]:
         connection, exchange = Connection(), Exchange(streamed=True)

@@ -34,7 +34,7 @@ def some(count: int, **fields: object) -> list[Record]:
 
 
 def trial(records: list[Record], *, slo: Slo = TTFT_100, grew: bool = False, busy: float = 0.1) -> Run:
-    """Return a judged trial with these records."""
+    """Return the evaluated result of a trial with these records."""
     load = Load(
         target=Target(),
         model="m",
@@ -59,7 +59,7 @@ def test_arrivals_come_at_the_rate_with_exponential_gaps() -> None:
     gaps = [after - before for before, after in itertools.pairwise(arrivals)]
     assert len(arrivals) == 10_000
     assert statistics.mean(gaps) == pytest.approx(0.01, rel=0.05)
-    # The standard deviation of exponential gaps equals their mean; that of equal gaps is 0.
+    # The standard deviation of exponentially distributed gaps equals their mean. For equal gaps it is 0.
     assert statistics.stdev(gaps) == pytest.approx(0.01, rel=0.1)
     assert list(arrivals) == sorted(arrivals) and arrivals[0] >= 0 and arrivals[-1] <= 100
 
@@ -91,7 +91,7 @@ def test_the_search_ends_within_five_percent_or_one_request_below_the_capacity(c
 
 def test_the_search_ends_when_no_rate_is_sustained() -> None:
     found = search(0.0)
-    assert found.best is None and len(found.trials) == 8 and "no rate down to 0.1 " in found.note
+    assert found.best is None and len(found.trials) == 8 and "down to 0.1 " in found.note
 
 
 def test_the_search_stops_when_the_client_is_the_bottleneck() -> None:
@@ -135,7 +135,7 @@ def test_a_rate_is_sustained_with_one_percent_of_failures_and_no_more() -> None:
 
 
 def test_failures_and_late_requests_count_together() -> None:
-    # Of 200 requests, two may miss the limit in any way.
+    # Of 200 requests, two may miss the limit, whether they are late or fail.
     late, failed = some(2, first_at=0.5), some(1, failure="closed")
     assert trial([*some(198), *late[:1], *failed]).reasons == []
     assert trial([*some(197), *late, *failed]).reasons == ["TTFT p99 500 > 100 ms"]
@@ -146,7 +146,7 @@ def test_each_limit_is_named_when_it_is_missed() -> None:
     assert trial(some(100), slo=Slo(itl_p99_ms=19)).reasons == ["ITL p99 20.0 > 19 ms"]
     assert trial(some(100), slo=Slo(itl_p99_ms=21)).reasons == []
     assert trial(some(100, ended_at=5.1)).reasons == ["E2E p99 > 5 s, half a trial"]
-    assert trial(some(100, first_at=None, gaps_s=[])).reasons == ["no answer had a token"]
+    assert trial(some(100, first_at=None, gaps_s=[])).reasons == ["no answer contained a token"]
 
 
 def test_a_backlog_that_grew_is_a_reason_however_good_the_percentiles() -> None:
@@ -170,12 +170,14 @@ def printed(best: Run) -> str:
 
 
 def test_the_report_names_what_few_requests_cannot_show() -> None:
-    assert "the 99th percentile of 99 requests is the slowest of them" in printed(trial(some(99)))
-    assert "slowest of them" not in printed(trial(some(100)))
-    assert "may pass that is up to 20% beyond what the server can do" in printed(trial(some(100)))
-    assert "may pass" not in printed(trial(some(1700)))
+    assert "with only 99 requests per trial, the 99th percentile is the slowest request" in printed(
+        trial(some(99))
+    )
+    assert "slowest request" not in printed(trial(some(100)))
+    assert "may be up to 20% above the rate that the server can sustain" in printed(trial(some(100)))
+    assert "may be up to" not in printed(trial(some(1700)))
 
 
 def test_the_report_asks_for_longer_trials_when_responses_take_too_long() -> None:
     text = printed(trial(some(100, ended_at=5.1)))
-    assert "no: E2E p99 > 5 s, half a trial" in text and "give a longer --duration" in text
+    assert "no: E2E p99 > 5 s, half a trial" in text and "use a longer --duration" in text

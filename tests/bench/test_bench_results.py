@@ -1,4 +1,4 @@
-"""Tests that the statistics of a run follow from its records by definition."""
+"""Tests that the statistics of a run are computed from its records as defined."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_one_request_gives_its_own_times() -> None:
         ("ttft8k", [0.2, 0.3, 0.1], 0.2),
         ("ttft8k", [0.2, 0.3], 0.3),
         ("ttft8k", [0.4, 0.2, 0.1, 0.3], 0.3),
-        # Tokens per second: the longer the run takes, the lower the rate.
+        # This workload reports tokens per second, so a longer run has a lower value.
         ("b1_decode", [0.2, 0.3, 0.1], 0.2),
         ("b1_decode", [0.2, 0.3], 0.3),
     ],
@@ -74,7 +74,8 @@ def test_of_an_even_number_of_runs_the_worse_of_the_middle_two_is_shown(
     times = iter(seconds)
 
     def run_load(load: Load, workers: int | None, show: Callable[[RawRun], None]) -> RawRun:
-        """Return a run with one request that takes the next of the given times, without client processes."""
+        """Return a run with one request that takes the next of the given times, without starting client
+        processes."""
         return RawRun(START, 1, [record(ended_at=START + next(times))])
 
     session = Session(Server(Target(), "fake", 1000, ""), "1", warm_up=False, run_load=run_load)
@@ -112,7 +113,7 @@ def test_requests_that_were_open_when_a_run_was_stopped_are_unfinished_and_have_
 
 
 def test_in_open_loop_time_without_arrivals_counts() -> None:
-    # One request within 2 s is 0.5 per second, however early it arrived and ended.
+    # One request in 2 s is 0.5 requests per second, regardless of when it arrived and ended.
     assert summary(record(), duration_s=2.0).requests_s == pytest.approx(0.5)
 
 

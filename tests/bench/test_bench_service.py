@@ -48,8 +48,8 @@ def test_a_small_run_against_the_service(tmp_path: Path) -> None:
         def whole() -> list[dict[str, Any]]:
             return [row for row in running.rows() if row["generated_tokens"] == 24]
 
-        # Four of them are the warm-up. A replica reports its counts only after the client has received the
-        # last token.
+        # Four of the requests are the warm-up. A replica reports a request's counts only after the client has
+        # received its last token.
         running.wait_until(lambda: len(whole()) >= 12 + 4, 5, "the rows of all requests")
         rows = whole()
         assert len(rows) == 12 + 4

@@ -1,4 +1,4 @@
-"""Tests that a workload has the same numbers in the engine's and the service's benchmarks."""
+"""Tests that a workload has the same parameters in the engine's and the service's benchmarks."""
 
 from __future__ import annotations
 

@@ -105,11 +105,11 @@ def on_a_terminal(*words: str, width: int = 80, **environ: str) -> str:
 
 @pytest.fixture
 def run_unprivileged_cli(open_folder: Path) -> Run:
-    """Return a function that runs the command as a user who cannot write root's files. The files that the
+    """Return a function that runs the command as a user who cannot write root's files. Any file that the
     command reads must be in `open_folder`."""
 
     def run(*words: object) -> Outcome:
-        # Run a first command that imports everything, because the other user may not be able to read the
+        # First run a command that imports all modules, because the other user may not be able to read the
         # interpreter's own files.
         source = (
             "import contextlib, io, os, sys; from appliance.cli import main\n"
@@ -163,7 +163,7 @@ def history(tmp_path: Path) -> Iterator[History]:
 
 @pytest.fixture
 def databases(tmp_path: Path) -> Path:
-    """Return a state directory with both databases as a stopped service leaves them, containing two keys."""
+    """Return a state directory with two keys and both databases, as a stopped service leaves them."""
     control = ControlStore(tmp_path / "control.db")
     control.start()
     for name in ("one", "two"):

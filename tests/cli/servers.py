@@ -1,4 +1,5 @@
-"""Small servers on Unix sockets with the interfaces that the CLI's clients expect, controlled by a test."""
+"""Small servers on Unix sockets that implement the interfaces used by the CLI's clients. Tests control their
+answers."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     request_queue_size = 32
 
     def handle_error(self, request: object, client_address: object) -> None:
-        pass  # clients that disconnect are part of the tests
+        pass  # some tests disconnect on purpose
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -63,7 +64,7 @@ class _Service:
 
 
 class AdminService(_Service):
-    """The admin API, with keys in memory."""
+    """An admin API that keeps its keys in memory."""
 
     def __init__(self, path: Path, status: Status) -> None:
         self.status = status
@@ -146,7 +147,7 @@ def a_tenant(name: str, **fields: Any) -> Tenant:
 
 
 class ApiService(_Service):
-    """The API, with two models, and answers that the test scripts chunk by chunk."""
+    """An API with two models. The test scripts its answers chunk by chunk."""
 
     def __init__(self, path: Path) -> None:
         self.asked: list[dict[str, Any]] = []

@@ -28,8 +28,8 @@ TAIL = "DELETE FROM audit WHERE seq > 3; UPDATE sqlite_sequence SET seq = 3 WHER
 
 @pytest.fixture
 def state(databases: Path) -> Path:
-    """Return a state directory whose audit chain contains two new keys, a change and a refused action. The
-    last two have intents."""
+    """Return a state directory whose audit chain contains two created keys, a change and a refused action.
+    The last two rows have intents."""
     control = ControlStore(databases / "control.db")
     control.start()
     actor, _ = control.trail.intend(Actor("uid:7", "box"), "tenants.create", {"name": "acme", "weight": 2.0})
@@ -97,13 +97,13 @@ def test_a_sound_chain_is_said_to_be_whole_with_its_head(cli: Run, state: Path) 
     outcome = cli("audit", "verify", "--state-dir", state)
     assert outcome.code == 0
     last = outcome.out.splitlines()
-    assert last[0].startswith("sources: the chain, ") and "recorded head" in last[0]
+    assert last[0].startswith("checked against: the chain itself, ") and "recorded head" in last[0]
     assert "control.db is complete and unchanged: 6 rows" in last[-2]
     seq, _, digest = last[-1].removeprefix("head ").partition(":")
     assert seq == "6"
     assert cli("audit", "verify", "--state-dir", state, "--head", f"{seq}:{digest}").code == 0
     wrong = cli("audit", "verify", "--state-dir", state, "--head", f"5:{digest}")
-    assert wrong.code == 1 and "row 5: rewritten" in wrong.out
+    assert wrong.code == 1 and "row 5: this row or an earlier one was rewritten" in wrong.out
 
 
 def test_the_first_wrong_row_is_named_and_the_exit_code_says_so(cli: Run, state: Path) -> None:
@@ -132,13 +132,13 @@ def test_a_tail_that_was_cut_with_its_heads_shows_against_the_journals(
         (tools / "journalctl").chmod(0o755)
         monkeypatch.setenv("PATH", f"{tools}:/usr/bin:/bin")
         outcome = cli("audit", "verify", "--state-dir", state, *given)
-        assert outcome.code == 1 and "rows 4 to 6 are missing from the end" in outcome.out, given
+        assert outcome.code == 1 and "rows 4 to 6 are missing from the end of the chain" in outcome.out, given
     assert "--unit=appliance.service" in (tmp_path / "asked").read_text()
 
 
 @pytest.fixture
 def journalctl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Return a function that installs a `journalctl` with this shell script first in PATH."""
+    """Return a function that installs a shell script as `journalctl`, first in PATH."""
 
     def put(script: str) -> None:
         (tmp_path / "journalctl").write_text(f"#!/bin/sh\n{script}\n")
@@ -170,20 +170,20 @@ def test_what_the_services_own_user_rewrote_shows_against_the_journal_without_as
     elsewhere = shutil.copytree(databases, tmp_path / "backup")
     rewrite(databases, 2)
     found = cli(*verify, databases)
-    assert found.code == 1 and "rewritten, it or a row before it" in found.out
+    assert found.code == 1 and "this row or an earlier one was rewritten" in found.out
     assert cli(*verify, databases, "--json").code == 1
     without = cli(*verify, databases, "--no-journal")
     assert without.code == 0 and "no journal heads (--no-journal)" in without.out
     of_others = cli(*verify, elsewhere)
-    assert of_others.code == 0 and f"it has no heads of appliance.service with {elsewhere}" in of_others.out
+    assert of_others.code == 0 and f"no audit heads of appliance.service with {elsewhere}" in of_others.out
 
 
 @pytest.mark.parametrize(
     ("script", "why"),
     [
         ("echo no permission >&2; exit 1", "journalctl failed: no permission"),
-        ("exit 0", "it has no heads of appliance.service"),
-        ("exec sleep 60", "it was not read to its end within 0.2 s"),
+        ("exit 0", "no audit heads of appliance.service"),
+        ("exec sleep 60", "journalctl did not finish within 0.2 s"),
         (None, "journalctl cannot be run here"),
     ],
 )
@@ -213,14 +213,14 @@ def test_a_journal_without_heads_is_no_proof(
     (tmp_path / "journalctl").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     outcome = cli("audit", "verify", "--state-dir", state, "--journal")
-    assert outcome.code == 1 and "it has no heads of appliance.service" in outcome.err
+    assert outcome.code == 1 and "no audit heads of appliance.service" in outcome.err
 
 
 def test_a_file_of_heads_or_a_folder_that_is_not_there_is_said_with_what_to_name(
     cli: Run, state: Path, run_dir: Path
 ) -> None:
     heads = cli("audit", "verify", "--state-dir", state, "--heads", state / "none")
-    assert heads.code == 1 and "name a text with heads" in heads.err
+    assert heads.code == 1 and "give a text file with recorded heads" in heads.err
     place = ("--run-dir", run_dir, "--state-dir", state)
     backup = cli("backup", state / "none" / "x", *place)
     assert backup.code == 1 and f"{state / 'none'} is not a writable folder" in backup.err
@@ -229,7 +229,7 @@ def test_a_file_of_heads_or_a_folder_that_is_not_there_is_said_with_what_to_name
 @pytest.mark.parametrize("head", ["", "5", "5:abc", "x:" + "0" * 64])
 def test_a_head_that_is_none_is_refused_with_what_to_write(cli: Run, state: Path, head: str) -> None:
     outcome = cli("audit", "verify", "--state-dir", state, "--head", head)
-    assert outcome.code == 2 and "write the row's number, a colon and its hash" in outcome.err
+    assert outcome.code == 2 and "write SEQ:HASH" in outcome.err
 
 
 def test_an_export_is_whole_signed_and_verified_anywhere(cli: Run, state: Path, tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_an_export_is_whole_signed_and_verified_anywhere(cli: Run, state: Path, 
 def test_an_export_that_was_rewritten_as_a_whole_does_not_carry_the_signature(
     cli: Run, state: Path, tmp_path: Path
 ) -> None:
-    """All hashes in the export are correct, because the forger recomputed them."""
+    """The forger recomputed all hashes, so only the missing signature reveals the change."""
     target = tmp_path / "elsewhere" / "audit.jsonl"
     target.parent.mkdir()
     chain = [row._replace(actor="uid:0") for row in read_audit(state / "control.db")]
@@ -295,7 +295,7 @@ def test_reading_takes_no_write_rights(state: Path, open_folder: Path, run_unpri
         outcome = run_unprivileged_cli("audit", *words, "--state-dir", state)
         assert outcome.code == 0, outcome.err
     assert (
-        "signatures of heads were not checked"
+        "signatures of recorded heads were not checked"
         in run_unprivileged_cli("audit", "verify", "--state-dir", state).out
     )
 
@@ -313,7 +313,7 @@ def test_a_backup_of_a_stopped_service_is_made_and_said_not_to_be_audited(
         outcome.code == 0
         and "is complete: databases checked, audit chain verified up to row 6" in outcome.out
     )
-    assert "the backup is not recorded in its audit chain" in outcome.err
+    assert "so the backup is not recorded in the audit chain" in outcome.err
     assert cli("audit", "verify", "--state-dir", target).code == 0
     again = cli(*words, "--json")
     assert again.code == 0 and json.loads(again.out)["path"].startswith(f"{target}/appliance-")
@@ -335,7 +335,7 @@ def test_a_backup_of_a_running_service_reports_its_begin_and_its_end(
     ]
     assert cli("backup", target, *place).code == 1
     name, failed = admin.actions[-1]
-    assert (name, failed["sha256"]) == ("backup.end", None) and "exists already" in failed["error"]
+    assert (name, failed["sha256"]) == ("backup.end", None) and "already exists" in failed["error"]
 
 
 @pytest.mark.parametrize("complete", [True, False])
@@ -362,7 +362,7 @@ def test_of_a_service_that_is_gone_by_the_end_the_command_says_that_it_is_not_re
     outcome = cli(*words)
     assert ("is complete" in outcome.out) == (outcome.code == 0) == complete
     assert ("the disk is gone" in outcome.err) != complete
-    assert "The result of this backup is not recorded in the audit" in outcome.err
+    assert "The result of this backup could not be recorded in the audit" in outcome.err
 
 
 def test_a_backup_has_the_settings(cli: Run, state: Path, tmp_path: Path, run_dir: Path) -> None:

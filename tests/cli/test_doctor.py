@@ -128,8 +128,11 @@ def test_a_file_that_a_model_lacks_is_named(doctor: Doctor, model: Path, gone: s
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("kv_blocks = 90000000", "does not fit"),
-        ("kv_blocks = 4\nmax_model_len = 512", "256 tokens of KV are less than one sequence of 512"),
+        ("kv_blocks = 90000000", "does not fit into memory"),
+        (
+            "kv_blocks = 4\nmax_model_len = 512",
+            "the KV cache holds 256 tokens, fewer than one sequence of 512",
+        ),
         ("max_model_len = 999999", "max_model_len is 999999"),
         ("tensor_parallel_size = 3", "does not divide"),
         ('device = "cuda"', "needs one GPU, but 0 are available"),
@@ -173,7 +176,7 @@ def test_a_running_model_tells_what_it_is_held_in(run_dir: Path) -> None:
     status = a_status(run_dir)
     change_replica(status, dtype="bfloat16", weights="bfloat16", kv_cache_dtype="fp8")
     finding = next(iter(running_models(status.models)))
-    assert "demo-0 runs on cpu in bfloat16, KV fp8: 1.2 GiB used" in finding.text
+    assert "demo-0 is running on cpu in bfloat16, KV fp8: 1.2 GiB used" in finding.text
 
 
 def test_where_memory_limits_the_length_that_nobody_asked_for_it_is_a_warning(
@@ -182,7 +185,7 @@ def test_where_memory_limits_the_length_that_nobody_asked_for_it_is_a_warning(
     code, findings = doctor(settings=f'[models.m]\nfolder = "{model}"\nkv_blocks = 4\n')
     assert code == 0
     warning = found(findings, "models", "warning")
-    assert "limited to 256 tokens, the checkpoint allows 2,048" in warning
+    assert "the KV cache limits sequences to 256 tokens, but the checkpoint allows 2,048" in warning
     assert "max_model_len = 256" in warning
 
 
@@ -200,7 +203,7 @@ def test_a_directory_that_cannot_be_made_or_written_is_a_problem(doctor: Doctor,
 
 def test_a_directory_of_somebody_else_is_a_problem(run_dir: Path) -> None:
     if os.geteuid():
-        pytest.skip("needs root, to become somebody else")
+        pytest.skip("needs root to switch to another user")
     from appliance.monitoring.places import directories
 
     run_dir.chmod(0o755)
@@ -215,7 +218,7 @@ def test_a_directory_of_somebody_else_is_a_problem(run_dir: Path) -> None:
 
 def test_a_socket_path_that_is_too_long_is_a_problem(doctor: Doctor, tmp_path: Path) -> None:
     code, findings = doctor("--run-dir", tmp_path / ("d" * 100))
-    assert code == 1 and "at most 107 work" in found(findings, "directories", "problem")
+    assert code == 1 and "the limit is 107 bytes" in found(findings, "directories", "problem")
 
 
 def test_a_damaged_database_is_a_problem(doctor: Doctor, databases: Path) -> None:
@@ -233,7 +236,7 @@ def test_a_pipe_in_place_of_a_file_of_the_state_directory_does_not_block(
     (databases / name).unlink(missing_ok=True)
     os.mkfifo(databases / name)
     code, findings = doctor()
-    assert code == 1 and f"{name} is not a regular file → remove it" in found(
+    assert code == 1 and f"{name} is not a regular file → remove or rename it" in found(
         findings, "databases", "problem"
     )
 
@@ -242,15 +245,13 @@ def test_a_database_that_a_group_can_write_is_a_problem(doctor: Doctor, database
     (databases / "history.db").chmod(0o660)
     code, findings = doctor()
     said = found(findings, "databases", "problem")
-    assert (
-        code == 1 and "history.db can be written by other users (mode 660)" in said and "chmod go-w" in said
-    )
+    assert code == 1 and "history.db is writable by other users (mode 660)" in said and "chmod go-w" in said
 
 
 def test_a_file_that_is_no_database_is_a_problem(doctor: Doctor, databases: Path) -> None:
     (databases / "control.db").write_text("nothing of the kind " * 1000)
     code, findings = doctor()
-    assert code == 1 and "is not a sound SQLite database" in found(findings, "databases", "problem")
+    assert code == 1 and "is not a valid SQLite database" in found(findings, "databases", "problem")
 
 
 def test_a_database_of_a_later_version_is_a_problem(doctor: Doctor, databases: Path) -> None:
@@ -282,7 +283,7 @@ def test_requests_left_open_by_a_dead_service_are_a_warning(
     history.log.open(a_row("req-open", finished_at=None))
     history.flush()
     _, findings = doctor()
-    assert "such as req-open" in found(findings, "databases", "warning")
+    assert "for example req-open" in found(findings, "databases", "warning")
     assert RequestReader(tmp_path / "history.db").last_sequence() == 1
 
 
@@ -291,7 +292,7 @@ def test_sockets_that_a_dead_service_left_are_a_warning(doctor: Doctor, run_dir:
         dead.bind(str(run_dir / "api.sock"))
     code, findings = doctor()
     assert code == 0
-    assert "remains of a service that was killed" in found(findings, "leftovers", "warning")
+    assert "was left behind by a service that was killed" in found(findings, "leftovers", "warning")
 
 
 def test_a_service_that_holds_its_directory_but_does_not_answer_is_a_problem(
@@ -301,16 +302,18 @@ def test_a_service_that_holds_its_directory_but_does_not_answer_is_a_problem(
     code, findings = doctor()
     lock.release()
     assert code == 1
-    assert f"process {os.getpid()} holds {run_dir}" in found(findings, "leftovers", "problem")
+    assert f"process {os.getpid()} uses the run directory {run_dir}" in found(
+        findings, "leftovers", "problem"
+    )
 
 
 def test_a_service_that_keeps_this_user_out_is_no_problem(run_dir: Path, tmp_path: Path) -> None:
     if os.geteuid():
-        pytest.skip("needs root, to become somebody else")
+        pytest.skip("needs root to switch to another user")
     from appliance.models import gpus
     from appliance.monitoring import doctor
 
-    gpus.find_gpus()  # imports, which the other user may not be able to do
+    gpus.find_gpus()  # imports modules that the other user may not be able to read
     (run_dir / "admin.sock").unlink(missing_ok=True)
     run_dir.chmod(0o755)
     lock = RunDirLock(run_dir, tmp_path)
@@ -330,18 +333,18 @@ def test_a_writer_of_the_databases_without_a_service_is_a_problem(doctor: Doctor
     with (databases / "control.db-lock").open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         code, findings = doctor()
-    assert code == 1 and f"process {os.getpid()} writes" in found(findings, "leftovers", "problem")
+    assert code == 1 and f"process {os.getpid()} is writing to" in found(findings, "leftovers", "problem")
 
 
 def test_a_rank_that_outlived_its_service_is_a_problem(doctor: Doctor) -> None:
-    # The doctor looks only at the command line, so this process just sleeps. Its parent exits immediately.
+    # The doctor looks only at command lines, so this process just sleeps. Its parent exits immediately.
     sleeper = [sys.executable, "-c", "import time; time.sleep(60)", "-m", "engine.replica"]
     source = f"import subprocess; print(subprocess.Popen({sleeper!r}, stdout=subprocess.DEVNULL).pid)"
     started = subprocess.run([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True, check=True)
     orphan = int(started.stdout)
     try:
         if parent_of(orphan) != 1:
-            pytest.skip("orphans do not go to process 1 here")
+            pytest.skip("process 1 does not adopt orphans here")
         code, findings = doctor()
     finally:
         os.kill(orphan, 9)
@@ -370,7 +373,7 @@ def test_a_running_service_is_asked_what_is_wrong(
 ) -> None:
     _, findings = doctor()
     text = " ".join(finding["text"] for finding in findings)
-    assert "api.sock answers and is ready" in text and "1.2 GiB used, 1.0 GiB predicted (+17%)" in text
+    assert "api.sock responds and is ready" in text and "1.2 GiB used, 1.0 GiB predicted (+17%)" in text
     assert "was removed: running replicas continue" in found(findings, "models", "problem")
 
 
@@ -380,7 +383,7 @@ def test_why_the_api_is_not_ready_is_told_in_words(
     api.ready = (b'{"status": "not_ready", "reason": "demo-0 is loading"}', 503)
     _, findings = doctor()
     said = found(findings, "sockets", "warning").partition(" → ")[0]
-    assert said.endswith("api.sock answers but is not ready: demo-0 is loading")
+    assert said.endswith("api.sock responds but is not ready: demo-0 is loading")
 
 
 def test_what_the_service_complains_of_is_a_finding(
@@ -399,11 +402,11 @@ def test_what_the_service_complains_of_is_a_finding(
         "degraded: demo-0 has failed",
         "the service tries again",
         "model.safetensors: truncated",
-        "3 rows were lost",
+        "3 rows have been lost",
         "it broke",
     ):
         assert fact in text
-    assert "api.sock does not answer: does not exist" in text
+    assert "api.sock does not respond: does not exist" in text
 
 
 def test_a_check_that_fails_does_not_end_the_visit(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Tests which run directory a command uses by default, and the message when no service is running."""
+"""Tests of the run directory that commands use by default, and of the message when no service is running."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_service_does_not_start_in_a_directory_that_its_clients_refuse(tmp_pat
     run = tmp_path / "run"
     run.mkdir()
     run.chmod(0o770)
-    with pytest.raises(RunDirError, match="can be written by other users"):
+    with pytest.raises(RunDirError, match="is writable by other users"):
         prepare_directories(run, tmp_path)
     run.chmod(0o750)
     prepare_directories(run, tmp_path)

@@ -1,5 +1,5 @@
-"""Tests that no value of any option or argument causes a traceback, and that numbers and times out of range
-are command-line errors."""
+"""Tests that no value of an option or argument causes a traceback, and that invalid and out-of-range numbers
+and times are command-line errors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NUMBERS = {"N", "T", "P", "R", "S", "MS", "SPAN", "TIME", "P0…P3"}
 
 
 def commands(group: Any = None, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield every runnable command with its words."""
+    """Yield the words and the command object of every runnable command."""
     group = group or BUILT
     for name, command in group.commands.items():
         below = getattr(command, "commands", None)
@@ -50,7 +50,7 @@ def commands(group: Any = None, words: tuple[str, ...] = ()) -> Iterator[tuple[t
 
 
 BUILT = typer.main.get_command(app)
-"""The command tree, built once because typer otherwise rebuilds it for each command line, which takes longer
+"""The command tree, built once. typer would otherwise rebuild it for each command line, which takes longer
 than most commands."""
 EVERY = dict(commands())
 
@@ -100,7 +100,7 @@ def test_no_value_ends_in_a_traceback(
             continue
         is_number = parameter.metavar in NUMBERS
         if words == ("bench",) and not is_number:
-            continue  # an accepted value would start a run; these texts are tested in tests/bench
+            continue  # an accepted value would start a run; tests/bench covers these options
         for value in (*NOT_NUMBERS, *OUT_OF_RANGE) if is_number else TEXTS:
             if parameter.param_type_name == "argument":
                 given = ["--", value]
@@ -125,8 +125,8 @@ def test_without_a_terminal_a_dangerous_action_needs_yes(
     asked = [word for word in required(EVERY[words]) if word != "--yes"]
     outcome = cli(*words, *asked, "--run-dir", run_dir)
     assert (outcome.code, outcome.out) == (2, "")
-    assert f"'{action.title} " in outcome.err and "needs --yes" in outcome.err
+    assert f"'{action.title} " in outcome.err and "add --yes" in outcome.err
     assert admin.actions == []
-    if words != ("drain",):  # `drain` would follow the drain to its end
+    if words != ("drain",):  # `drain` would wait until the drain has ended
         cli(*words, *asked, "--yes", "--run-dir", run_dir)
         assert [name for name, _ in admin.actions] == [action.name]

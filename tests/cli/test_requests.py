@@ -25,8 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def filled(history: History, tmp_path: Path) -> Path:
-    """Return a state directory whose request log is open for writing and contains four ended requests and an
-    open one."""
+    """Return a state directory whose request log is open for writing and contains four ended requests and one
+    open request."""
     log, now = history.log, time.time()
     log.end(a_row("req-old", created_at=now - 7200, finished_at=now - 7199, tenant="acme"))
     log.end(a_row("req-bad", created_at=now - 60, status=503, finish_reason="error", error="the box is full"))
@@ -109,7 +109,7 @@ def test_where_no_service_ever_ran_the_missing_log_is_named(cli: Run, tmp_path: 
 def test_a_log_without_rows_is_no_failure(cli: Run, history: History, tmp_path: Path) -> None:
     assert cli("requests", "--state-dir", tmp_path, "--json").out == "[]\n"
     outcome = cli("requests", "--state-dir", tmp_path)
-    assert (outcome.code, outcome.out) == (0, "") and "No request" in outcome.err
+    assert (outcome.code, outcome.out) == (0, "") and "No matching requests" in outcome.err
 
 
 def test_a_file_that_is_no_database_is_told_in_a_line(cli: Run, tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_a_request_that_ends_between_two_looks_is_shown_once(history: History, t
     history.flush()
     reader = RequestReader(tmp_path / "history.db")
     both = reader.query(RequestFilter(request_id="req-both"), 1)[0]
-    # The request was in the list already shown, and its end came after the position at which following
+    # The list already shown contains this request as open. It ended after the position at which following
     # starts.
     assert next(_ends(reader, 0, RequestFilter(), {"req-both": both})).request_id == "req-new"
 
@@ -246,9 +246,7 @@ def test_a_conversation_is_shown_by_its_messages_without_what_steers_a_terminal(
     assert lines[0].startswith("req-1 of tenant acme, ") and lines[0].endswith("; kept forever")
     assert f"prompt 0: 1,234 bytes, sha256 {'ab' * 32}; 1 secret removed" in lines
     assert "[system] Be" in lines and "brief" in lines and "[user]  [2J hi" in lines
-    assert (
-        f"answer 0: 5 bytes, sha256 {'cd' * 32}; only the beginning is kept" in lines and lines[-1] == "Hello"
-    )
+    assert f"answer 0: 5 bytes, sha256 {'cd' * 32}; truncated" in lines and lines[-1] == "Hello"
     assert (
         json.loads(cli("requests", "show", "req-1", "--run-dir", run_dir, "--json").out)["texts"][1]["bytes"]
         == 5

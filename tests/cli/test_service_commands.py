@@ -1,4 +1,4 @@
-"""Tests of `serve`, `status` and `keys`: the requests to the service, and the output."""
+"""Tests of `serve`, `status` and `keys`: their requests to the service and their output."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_without_a_service_a_command_says_how_to_start_one(
     assert outcome.code == 1 and outcome.out == ""
     assert outcome.err == (
         f"appliance: no service is running at {run_dir}/admin.sock: "
-        f"start one with: appliance serve --run-dir {run_dir}\n"
+        f"start a service with: appliance serve --run-dir {run_dir}\n"
     )
 
 
@@ -66,7 +66,15 @@ def test_status_as_json_is_the_services_own_words(cli: Run, admin: AdminService,
 
 def test_status_shows_what_an_operator_looks_for(cli: Run, admin: AdminService, run_dir: Path) -> None:
     out = cli("status", "--run-dir", run_dir).out
-    for fact in ("ready", "3 h 12 min", "front-0", "demo-0", "3/64+2", "12/3,276", "5 waiting of 2,048"):
+    for fact in (
+        "ready",
+        "3 h 12 min",
+        "front-0",
+        "demo-0",
+        "3/64+2",
+        "12/3,276",
+        "5 of at most 2,048 waiting",
+    ):
         assert fact in out
     assert "2 ranks on cpu, float32\n" in out
     assert "4 waiting (120 ms)" in out
@@ -127,9 +135,9 @@ def test_a_failed_model_says_why_once(run_dir: Path) -> None:
     status = a_status(run_dir)
     model, why = status.models[0], "model-2.safetensors is truncated"
     model.state, model.detail = "failed", why
-    change_replica(status, state="failed", detail="starts again in 4.2 s", last_error=why)
+    change_replica(status, state="failed", detail="restarts in 4.2 s", last_error=why)
     text = "\n".join(status_lines(status, None))
-    assert (text.count(why), text.count("starts again in 4.2 s")) == (1, 1)
+    assert (text.count(why), text.count("restarts in 4.2 s")) == (1, 1)
 
 
 def test_the_status_says_how_long_each_class_waits_and_what_an_overload_costs(run_dir: Path) -> None:
@@ -143,8 +151,8 @@ def test_the_status_says_how_long_each_class_waits_and_what_an_overload_costs(ru
     status.queue.overload = "demo: P1 requests would wait 14.0 s, more than 10 s: new P3 requests are refused"
     text = "\n".join(status_lines(status, None))
     assert "37 ended · 3 preempted" in text
-    assert "P1  4 waiting, the oldest for 12 s; new requests wait about 14 s (target 1.0 s)" in text
-    assert "P3  1 waiting, the oldest for 1 min 10 s; new requests wait about 1 min 30 s\n" in text
+    assert "P1  4 waiting, the oldest for 12 s; expected wait of new requests 14 s (target 1.0 s)" in text
+    assert "P3  1 waiting, the oldest for 1 min 10 s; expected wait of new requests 1 min 30 s\n" in text
     assert "P0  " not in text
     assert status.queue.overload in text
 
@@ -232,7 +240,7 @@ def test_output_that_nobody_reads_is_no_reason_for_a_traceback() -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 1
-    assert done.stderr == "appliance: the output cannot be written: No space left on device\n"
+    assert done.stderr == "appliance: cannot write the output: No space left on device\n"
 
 
 def test_colour_comes_on_a_terminal_and_not_with_no_color(admin: AdminService, run_dir: Path) -> None:
@@ -272,6 +280,6 @@ def test_flags_of_serve_reach_the_core(
 
 def test_settings_that_cannot_be_used_are_told_in_a_line(cli: Run) -> None:
     outcome = cli("serve", "--model", "a=/no/such/folder")
-    # 78 is EX_CONFIG, which tells a service manager not to try again.
+    # Exit code 78 is EX_CONFIG, which tells a service manager not to restart the service.
     assert outcome.code == 78 and "/no/such/folder" in outcome.err and "Traceback" not in outcome.err
     assert len(outcome.err.splitlines()) == 1

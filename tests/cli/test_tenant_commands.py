@@ -1,4 +1,4 @@
-"""Tests of `tenants`, `keys` and `peers`: the requests to the service, and the output."""
+"""Tests of `tenants`, `keys` and `peers`: their requests to the service and their output."""
 
 from __future__ import annotations
 
@@ -94,29 +94,29 @@ def test_none_lifts_a_limit(cli: Run, admin: AdminService, run_dir: Path) -> Non
     [
         (
             ("tenants", "set", "a", "--concurrent-requests", "many"),
-            "'many' cannot be used: write a whole number from 1 to 1,000,000,000,000, or none",
+            "'many' is not valid: use a whole number from 1 to 1,000,000,000,000, or none",
         ),
         (("tenants", "set", "a", "--concurrent-requests", "1.5"), "or none"),
         (
             ("tenants", "set", "a", "--tokens-per-day", "x"),
-            "--tokens-per-day 'x' cannot be used: write a number",
+            "--tokens-per-day 'x' is not valid: use a number",
         ),
-        (("tenants", "set", "a", "--tokens-per-day", "1e400"), "'1e400' cannot be used: write a number"),
-        (("tenants", "set", "a", "--weight", "nan"), "--weight 'nan' cannot be used: write a number"),
-        (("tenants", "set", "a", "--weight", "two"), "--weight 'two' cannot be used: write a number"),
-        (("tenants", "set", "a", "--highest-class", "none"), "write P0, P1, P2 or P3\n"),
-        (("tenants", "set", "a", "--highest-class", "P7"), "'P7' cannot be used: write P0, P1, P2 or P3\n"),
+        (("tenants", "set", "a", "--tokens-per-day", "1e400"), "'1e400' is not valid: use a number"),
+        (("tenants", "set", "a", "--weight", "nan"), "--weight 'nan' is not valid: use a number"),
+        (("tenants", "set", "a", "--weight", "two"), "--weight 'two' is not valid: use a number"),
+        (("tenants", "set", "a", "--highest-class", "none"), "use P0, P1, P2 or P3\n"),
+        (("tenants", "set", "a", "--highest-class", "P7"), "'P7' is not valid: use P0, P1, P2 or P3\n"),
         (
             ("keys", "create", "--name", "a", "--expires", "2001-01-01"),
-            "'2001-01-01' is in the past: write a later",
+            "'2001-01-01' is in the past: use a future",
         ),
         (
             ("tenants", "set", "a", "--burst", "60"),
-            "--burst '60' is not a span of time: write for example 90s",
+            "--burst '60' is not a time span: use a value such as 90s",
         ),
-        (("tenants", "set", "a"), "nothing to change was given: see appliance tenants set --help"),
-        (("keys", "set", "key_1"), "nothing to change was given: see appliance keys set --help"),
-        (("keys", "rotate", "key_1", "--overlap", "soon"), "--overlap 'soon' is not a span of time"),
+        (("tenants", "set", "a"), "no changes were given: see appliance tenants set --help"),
+        (("keys", "set", "key_1"), "no changes were given: see appliance keys set --help"),
+        (("keys", "rotate", "key_1", "--overlap", "soon"), "--overlap 'soon' is not a time span"),
         (("peers", "map", "user:nobody-here", "--tenant", "t"), "this machine has no user 'nobody-here'"),
         (("peers", "map", "group:nobody-here", "--tenant", "t"), "this machine has no group 'nobody-here'"),
     ],
@@ -216,7 +216,7 @@ def test_a_tenant_is_shown_with_what_it_and_its_keys_use(
     assert shown == [
         ["SCOPE", "LIMIT", "USED", "OF", "HELD", "RESETS IN"],
         ["tenant", "tokens per minute", "1,520", "200,000", "512", "456ms"],
-        ["tenant", "concurrent requests", "2", "16", "2", "when they end"],
+        ["tenant", "concurrent requests", "2", "16", "2", "when requests end"],
         ["tenant", "queued requests", "0", "64", "0", "-"],
         ["key app", "tokens per minute", "1,520", "200,000", "512", "456ms"],
     ]
@@ -236,7 +236,7 @@ def test_peers_are_listed_by_name_and_mapped_by_name_or_number(
     ]
     lines = cli("peers", "list", "--run-dir", run_dir).out.splitlines()
     assert lines[1].split()[:3] == ["uid:0", "root", "local"] and lines[1].endswith("settings")
-    assert lines[2].split()[:5] == ["any", "every", "other", "user", "local"]
+    assert lines[2].split()[:5] == ["any", "all", "other", "users", "local"]
     assert lines[3].split()[:3] == ["gid:4000000000", "?", "acme"] and "operator" in lines[3]
     for typed, meant in (
         ("uid:7", "uid:7"),
@@ -294,7 +294,7 @@ def test_what_others_named_cannot_steer_the_terminal(cli: Run, admin: AdminServi
     ("words", "question", "answer"),
     [
         (("tenants", "suspend", "acme"), "Suspend tenant acme? [y/N]", "y"),
-        (("tenants", "delete", "acme"), "Delete tenant acme? Type its name:", "acme"),
+        (("tenants", "delete", "acme"), "Delete tenant acme? Type the name to confirm:", "acme"),
         (("keys", "revoke", "key_1"), "Revoke key key_1? [y/N]", "y"),
         (("keys", "rotate", "key_1"), "Rotate key key_1? [y/N]", "y"),
         (("peers", "unmap", "uid:7"), "Unmap peer uid:7? [y/N]", "y"),

@@ -20,10 +20,10 @@ from store.requests import LoggedRequest, RequestReader
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def wait_until(true: Callable[[], bool], timeout_s: float = 60.0, what: str = "it") -> None:
+def wait_until(true: Callable[[], bool], timeout_s: float = 60.0, what: str = "the condition") -> None:
     deadline = time.monotonic() + timeout_s
     while not true():
-        assert time.monotonic() < deadline, f"{what} did not come true within {timeout_s} s"
+        assert time.monotonic() < deadline, f"timed out after {timeout_s} s waiting for {what}"
         time.sleep(0.02)
 
 
@@ -90,7 +90,7 @@ class Service:
         return RequestReader(self.state_dir / "history.db").changes(0)
 
     def have_time_to_load(self) -> None:
-        """Raise `load_timeout_s`, which a test has set to 2, so that a slow machine has time to load."""
+        """Raise `load_timeout_s` from the test's 2 s to 600 s, so that a slow machine has time to load."""
         self.config.write_text(self.config.read_text().replace("load_timeout_s = 2", "load_timeout_s = 600"))
         self.admin.act(ReloadConfig())
 

@@ -136,7 +136,7 @@ class FakeFront:
             first, self.name, self.models = not self.name, message.front, message.models
             self.configured = message.serial
             while first and any((Path(model.folder) / "hang").exists() for model in self.models):
-                time.sleep(0.05)  # It reads no messages.
+                time.sleep(0.05)  # While it hangs, it reads no messages.
             if first:
                 self.channel.send(FrontReady())
         elif isinstance(message, AttachReplica):
@@ -183,8 +183,8 @@ class FakeFront:
         os._exit(0)
 
     def problems(self) -> dict[str, str]:
-        """Return the models that this front cannot serve, which are those with a file `untold` in their
-        folder."""
+        """Return a problem for each model that this front cannot serve, which is each model with a file
+        `untold` in its folder."""
         return {
             model.name: "tokenizer.json is missing"
             for model in self.models

@@ -2,8 +2,8 @@
 sample.
 
 `fake.json` in the model's folder may contain {"fatal": [kind, message]}, {"exit": code}, or {"hang": true}.
-With the latter, the replica sends nothing more while loading, for as long as the file says so. As long as
-`step.json` exists, it makes the next step long: {"announced_s": 2.0, "seconds": 9.0}.
+With "hang", the replica sends nothing more while loading until "hang" is removed from the file. A file
+`step.json`, such as {"announced_s": 2.0, "seconds": 9.0}, makes the next step long and is then deleted.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class FakeReplica:
         asyncio.get_running_loop().create_task(self.step())
 
     def long_step(self) -> None:
-        """Compute without sending anything, as rank 0 does during a long step."""
+        """Announce the long step in `step.json`, if there is one, and then block without sending anything."""
         long = said(self.folder / "step.json")
         if long:
             (self.folder / "step.json").unlink()

@@ -1,6 +1,6 @@
-"""Checks what docs/traffic.md promises to urgent and light requests, on a server in virtual time. `figures`
-returns the times to first token of individual requests behind one large request. `broken_promises` runs a
-random mix of such requests and returns the probes that waited longer than promised."""
+"""Checks the guarantees in docs/traffic.md for urgent and light requests, on a server in virtual time.
+`figures` returns the time to first token of single requests behind one large request. `broken_promises` runs
+a random mix of such requests and returns the probes that waited longer than guaranteed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ SPEED = Speed()
 BUDGET = 8192
 """Number of tokens in a full step."""
 MARGIN_S = 0.005
-"""Allowance for messages between processes and for the step that follows a step whose prompts were left
-out."""
+"""Allowance for messages between processes, and for the step after one that left out prompts."""
 
 
 def full_step_s(slots: int) -> float:
@@ -40,13 +39,12 @@ CASES: dict[str, tuple[int, int, int, int, str, str]] = {
     "P0 behind n = 1,024, 256 slots": (256, 50, 1024, 1000, "P1", "P0"),
     "P1 behind n = 1,024 of P3, 256 slots": (256, 50, 1024, 1000, "P3", "P1"),
 }
-"""For each case: slots, prompt, samples, output and class of the request in front, and the class of the
-request behind it."""
+"""For each case: the number of slots; the prompt tokens, samples, output tokens and class of the large
+request; and the class of the request behind it."""
 
 
 def figures() -> dict[str, float]:
-    """Return the time to first token, in ms, of a request with 50 tokens: once alone, and once for each
-    case."""
+    """Return the time to first token, in ms, of a request with 50 tokens, alone and in each case."""
     made = {"alone": _ttft_ms(256, None, "P0")}
     for name, (slots, prompt, samples, output, front_class, behind_class) in CASES.items():
         made[name] = _ttft_ms(slots, (Shape(prompt, output, output), samples, front_class), behind_class)
@@ -87,9 +85,9 @@ class Load:
 
 
 def random_load(draw: random.Random, classes: Sequence[str], seconds: float) -> list[Load]:
-    """Return requests with long prompts, several prompts, many samples, or (except in P1) none of these. The
-    requests in P1 do not fit into one step or have many samples, because otherwise they would be as light as
-    the probes."""
+    """Return requests with long prompts, several prompts, many samples, or (except in P1) none of these.
+    Requests in P1 either exceed one step or have many samples, because smaller requests would count as light,
+    like the probes."""
     loads = []
     for _ in range(draw.randint(1, 12)):
         asked_class = draw.choice(classes)
@@ -112,17 +110,17 @@ def random_load(draw: random.Random, classes: Sequence[str], seconds: float) -> 
 
 @dataclass(frozen=True)
 class Mix:
-    """A server, an event during the run, and the requests."""
+    """The server, the event during the run, and the requests of one scenario."""
 
     slots: int
     blocks: int
     replicas: int
     event: str
-    """What happens halfway through the run to one of two replicas: "" (nothing), "death" or "drain"."""
+    """Event that affects one of two replicas halfway through the run: "" (none), "death" or "drain"."""
     seconds: float
     probes: str
-    """Kind of probe to measure: short requests of "P0", of a "light" tenant (P1), or of a "busy" tenant
-    (P1)."""
+    """Probes to measure: short requests in P0 ("P0"), or in P1 from a light tenant ("light") or a busy tenant
+    ("busy")."""
     loads: tuple[Load, ...]
 
 
@@ -143,7 +141,7 @@ def random_mix(seed: int, seconds: float = 5.0) -> Mix:
 
 
 def broken_promises(mix: Mix) -> list[str]:
-    """Run a mix, and describe the probes that waited longer than a probe alone plus two full steps."""
+    """Run a mix, and describe each probe that waited longer than a probe alone plus two full steps."""
     alone, beside = _run(mix, ()), _run(mix, mix.loads)
     middle = mix.seconds / 2
     bound_s = 2 * full_step_s(mix.slots) + MARGIN_S
@@ -162,10 +160,10 @@ def broken_promises(mix: Mix) -> list[str]:
 
 
 def _run(mix: Mix, loads: Sequence[Load]) -> list[Asked]:
-    """Return the probes. Each probe in P1 is sent after the previous one has ended, because P1 has only one
-    slot more than P2 and P3."""
+    """Run a mix with these loads and return its probes. Probes in P1 are sent one after another, because P1
+    has only one slot more than P2 and P3."""
     names = ("probe", *(f"heavy-{number}" for number in range(3)))
-    # Give P2 and P3 no turns before P1, because the promise treats such turns as P1's own work.
+    # Give P2 and P3 no turns before P1, because the guarantee counts such turns as P1's own work.
     rules = QueueRules(background_share=0.0, lifted_share=0.0)
     server = SimulatedServer(tenants=[_tenant(name) for name in names], rules=rules)
     for _ in range(mix.replicas):
@@ -175,7 +173,7 @@ def _run(mix: Mix, loads: Sequence[Load]) -> list[Asked]:
         for _ in range(8):
             server.ask("probe", Shape(50, 1500, 1500), asked_class="P1")
     if mix.probes == "light" and loads and mix.slots == 64:
-        # One slot is reserved, so no other tenant may be light.
+        # Only one slot is reserved for light requests, so make the other tenants busy.
         for name in names[1:]:
             server.ask(name, Shape(50, 3000, 3000), asked_class="P1", samples=2)
     server.run(1.0)

@@ -18,7 +18,7 @@ def poisson(
     deadline_s: Callable[[random.Random], float] | None = None,
     asked_class: str = "",
 ) -> None:
-    """Send a tenant's requests at random times, with this mean rate per second."""
+    """Send a tenant's requests at random times, at this mean rate per second."""
     draw = random.Random(f"{server.draw.random()} {tenant}")
 
     def come() -> None:
@@ -61,8 +61,8 @@ def fixed(prompt: int, output: int) -> Callable[[random.Random], Shape]:
 def uniform(
     prompt: tuple[int, int], output: tuple[int, int], max_tokens: int | None = None
 ) -> Callable[[random.Random], Shape]:
-    """Return a function that draws sizes between these bounds. The client allows `max_tokens`, or exactly the
-    size of the answer."""
+    """Return a function that draws request sizes within these bounds. The client allows `max_tokens`, or
+    exactly the answer's length if it is None."""
 
     def shape(draw: random.Random) -> Shape:
         made = draw.randint(*output)

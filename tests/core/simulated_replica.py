@@ -19,22 +19,22 @@ MODEL = "m"
 HOP_S = 0.0001
 """Duration of a message between two processes."""
 HOST_S = 0.0002
-"""Time that the step loop takes between two steps."""
+"""Host time between two steps."""
 
 
 class Speed(NamedTuple):
-    """The speed of a device: the base duration of a step, and the increase for each sequence and each prompt
-    token."""
+    """The speed of a device in seconds: the base duration of a step, and the additional time per sequence and
+    per prompt token."""
 
     step_s: float = 0.005
     seq_s: float = 0.020 / 1024
     prompt_token_s: float = 1 / 40_000
     first_steps: int = 0
-    """Number of initial steps that each take `first_step_s` longer."""
+    """Number of initial steps, each of which takes `first_step_s` longer."""
     first_step_s: float = 0.0
 
     def of(self, plan: StepPlan) -> float:
-        """Return the duration of a step, in seconds, not counting the increase for initial steps."""
+        """Return the duration of a step in seconds, without the additional time of initial steps."""
         seqs = len(plan.decodes) + sum(len(chunk.sample_slots) for chunk in plan.chunks)
         prompts = sum(len(chunk.token_ids) for chunk in plan.chunks)
         return self.step_s + self.seq_s * seqs + self.prompt_token_s * prompts
@@ -58,7 +58,7 @@ class _Step:
 
 
 class _Device:
-    """Runs plans one after another."""
+    """A device that runs plans one after another."""
 
     def __init__(self, server: SimulatedServer, speed: Speed) -> None:
         self._server, self.speed = server, speed

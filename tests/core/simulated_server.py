@@ -29,10 +29,10 @@ from store.requests import RequestRow
 from tests.core.simulated_replica import FRONT, HOP_S, MODEL, Replica, Speed
 
 RESUBMIT_S = 0.05
-"""Delay between a replica's death and its fronts' next attempts."""
+"""Delay between a replica's death and the resubmission by its fronts."""
 TICK_S = 0.25
 PREDICTED = 0.8
-"""The fraction of the real times that the engine predicts, as a lower bound."""
+"""Ratio of the durations that the engine predicts to the real durations. The prediction is a lower bound."""
 _PROMPT = [1] * 131_072
 _EPOCH = 1000.0
 
@@ -127,8 +127,8 @@ class SimulatedServer:
         self.replicas: list[Replica] = []
         self._replicas_made = 0
         self.served: dict[str, float] = {}
-        """Weighted number of computed tokens by tenant. Prompts are counted at their first output token, and
-        output tokens as they are generated."""
+        """Weighted number of computed tokens per tenant. Prompt tokens are counted when the first output
+        token arrives, and output tokens as they are generated."""
         self.requests = RequestManager(
             send=lambda front, message: self.after(HOP_S, lambda: self._front_hears(message)),
             rows=self.rows,
@@ -145,7 +145,7 @@ class SimulatedServer:
         self._serial = 0
         self._in_flight: dict[str, Asked] = {}
         self._handles: dict[int, tuple[Asked, int, int]] = {}
-        """For each handle: the request, its attempt, and the index of the first sample."""
+        """The request, its attempt number, and the index of its first sample, by handle."""
         self.at(0.0, self._tick)
 
     def add_replica(
@@ -158,8 +158,8 @@ class SimulatedServer:
         speed: Speed = Speed(),  # noqa: B008
         predicted: bool = True,
     ) -> Replica:
-        """Add a replica that is ready at once. `predicted`: whether the engine predicts its rates, as it does
-        on GPUs."""
+        """Add a replica that is ready immediately. `predicted` is whether the engine predicts its rates, as
+        it does on GPUs."""
         self._replicas_made += 1
         name = f"{MODEL}-{self._replicas_made}"
         replica = Replica(
@@ -179,8 +179,7 @@ class SimulatedServer:
         return replica
 
     def kill_replica(self, replica: Replica) -> None:
-        """Kill a replica. For each of its requests, the front sends the next attempt for the remaining
-        part."""
+        """Kill a replica. The front resubmits the remaining part of each of its requests."""
         replica.dead = True
         self.replicas.remove(replica)
         self.after(HOP_S, lambda: self.requests.lose_replica(replica.account))
@@ -280,7 +279,7 @@ class SimulatedServer:
         if asked.admitted_at is None:
             asked.admitted_at = self.now
         replica = next((r for r in self.replicas if r.account.replica == message.replica), None)
-        if replica is None:  # The replica has died in the meantime.
+        if replica is None:  # The replica died while the message was on its way.
             self.after(RESUBMIT_S, lambda: self._resubmit(asked))
             return
         asked.replica = replica
@@ -308,7 +307,7 @@ class SimulatedServer:
         for output in outputs:
             asked, attempt, index = self._handles[output.handle]
             if asked.attempt != attempt:
-                continue  # From a replica that has since died.
+                continue  # The output is from a replica that has since died.
             index += output.sample
             tokens = len(output.token_ids)
             if not asked.tokens and tokens:

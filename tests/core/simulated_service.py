@@ -1,6 +1,5 @@
-"""A simulated service around the request manager. Fronts and replicas follow the protocol, and channels
-deliver each message when the test tells them to. Tests can therefore create any order of events between two
-processes."""
+"""A simulated service around the request manager. Fronts and replicas follow the protocol. Channels deliver a
+message only when the test calls for it, so tests can create any order of events between two processes."""
 
 from __future__ import annotations
 
@@ -55,7 +54,7 @@ class FakeReplica:
     account: CreditAccount
     alive: bool = True
     inbox: dict[str, deque[Submission | None]] = field(default_factory=dict)
-    """Submissions by front. None is the end of file."""
+    """Unread submissions by front. None marks the end of file."""
     running: list[Submission] = field(default_factory=list)
     to_core: deque[Report] = field(default_factory=deque)
     returned_seqs: list[int] = field(default_factory=lambda: [0] * LEVELS)
@@ -120,7 +119,7 @@ class FakeFront:
     to_core: deque[Any] = field(default_factory=deque)
     from_core: deque[Any] = field(default_factory=deque)
     buried: bool = False
-    """Whether the core has read the end of the front's channel."""
+    """Whether the core has read the end of file from the front's channel."""
 
 
 class SimulatedService:
@@ -157,8 +156,8 @@ class SimulatedService:
     def new_replica(self) -> FakeReplica:
         replica = FakeReplica(CreditAccount(f"m-{len(self.replicas)}", "m", "cpu"))
         for front in self.fronts.values():
-            # A front whose death the core has not noticed is attached too. The replica will read its end of
-            # file.
+            # Attach a dead front too if the core has not noticed its death. The replica will then read the
+            # end of file.
             if not front.buried:
                 replica.inbox[front.name] = deque() if front.alive else deque([None])
         self.replicas.append(replica)
@@ -173,7 +172,7 @@ class SimulatedService:
         return [replica for replica in self.replicas if replica.alive]
 
     def on_replicas(self) -> set[str]:
-        """Return the requests that are running on a replica or are in its channels."""
+        """Return the requests that are running on a replica or waiting in its channels."""
         return {
             submission.request_id
             for replica in self.live_replicas()
@@ -261,7 +260,7 @@ class SimulatedService:
         front.to_core.append(ask.admit)
 
     def settle(self, front: FakeFront, request_id: str, status: int) -> None:
-        """Settle a request. Its latest attempt is reported as submitted only if it was."""
+        """Settle a request. `submitted` is true only if its latest attempt was submitted to a replica."""
         ask = front.asks.pop(request_id)
         front.to_core.append(
             Settle(
@@ -307,7 +306,7 @@ class SimulatedService:
         for _ in range(10_000):
             if not self._step():
                 return
-        raise AssertionError("the service does not come to rest")
+        raise AssertionError("the service did not become idle")
 
     def _step(self) -> bool:
         moved = False
@@ -374,7 +373,7 @@ class SimulatedService:
         assert (figures.waiting, figures.running) == (0, 0)
         living = {front.name for front in self.fronts.values() if front.alive}
         assert self.requests.state.fronts == living and self.requests.state.broken_fronts <= living, (
-            "a dead front is known"
+            "a dead front is still listed"
         )
         for usage in self.requests.state.quotas.usage("tenant", "t"):
-            assert usage.held == 0, "a quota holds something for nobody"
+            assert usage.held == 0, "a quota holds tokens for a request that ended"

@@ -69,7 +69,7 @@ def test_a_run_directory_has_one_holder(tmp_path: Path) -> None:
 
 def test_a_lock_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     (tmp_path / "service.lock").mkdir()
-    with pytest.raises(RunDirError, match=r"service\.lock cannot be opened .*: remove it"):
+    with pytest.raises(RunDirError, match=r"service\.lock cannot be opened .*: remove the file"):
         RunDirLock(tmp_path, tmp_path)
 
 
@@ -111,10 +111,10 @@ def test_the_client_says_where_it_looked_and_how_to_start_a_service(tmp_path: Pa
 
 
 class Nothing:
-    """A backend that must not be called."""
+    """A backend that fails the test if it is called."""
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *words: pytest.fail("a stranger was answered")
+        return lambda *words: pytest.fail("an unknown sender reached the backend")
 
 
 def ask(path: str, uid: int | None, method: str = "GET", body: bytes = b"") -> tuple[int, bytes]:

@@ -136,7 +136,7 @@ def test_a_denied_client_cannot_forge_a_line_of_the_log(service: Service) -> Non
         refused = http.post("/actions/keys.revoke", headers={"Authorization": f"Bearer {key}"}, json={})
         nobody = http.get("/status%0Aforged line", headers={"Authorization": "Bearer ak-wrong"})
     assert (refused.status_code, nobody.status_code) == (403, 401)
-    # A thread of the service writes the log.
+    # The service writes the log in a separate thread.
     wait_until(lambda: "denied GET '/status\\nforged line'" in service.log.read_text())
     lines = service.log.read_text().splitlines()
     assert not any(line.startswith("forged") for line in lines)
@@ -150,17 +150,17 @@ def test_denied_actions_are_audited_a_limited_number_of_times_a_minute(service: 
         reader = {"Authorization": f"Bearer {made.key}"}
         for _ in range(30):
             assert http.post("/actions/keys.revoke", headers=reader, json={"id": made.id}).status_code == 403
-        # Reads, requests from unknown senders, and invalid parameters are logged at most.
+        # A read, a request with an unknown key, and a request with invalid parameters add no row.
         http.get("/actions/keys.revoke", headers=reader)
         http.post("/actions/keys.revoke", headers={"Authorization": "Bearer ak-wrong"}, json={})
         assert http.post("/actions/keys.revoke", json={"bogus": 1}).status_code == 400
     with AdminClient(service.run_dir) as client:
-        client.act(CreateTenant(name="after"))  # This row comes after all of the others in the chain.
+        client.act(CreateTenant(name="after"))  # This row comes last in the chain.
     rows = [row for row in read_audit(service.state_dir / "control.db") if row.action == "keys.revoke"]
-    assert 10 <= len(rows) <= 20, "of one minute, or of two"
+    assert 10 <= len(rows) <= 20, "10 rows per minute, for one minute or two"
     assert {row.actor for row in rows} == {f"uid:{os.geteuid()} key:{made.id}"}
     assert {row.params for row in rows} == {"{}"} and {row.phase for row in rows} == {"result"}
-    assert all(row.result.startswith("refused: this needs a key of scope 'admin'") for row in rows)
+    assert all(row.result.startswith("refused: this request needs a key with scope 'admin'") for row in rows)
 
 
 def test_each_change_is_audited_with_actor_host_before_and_after(service: Service) -> None:
@@ -183,7 +183,7 @@ def test_each_change_is_audited_with_actor_host_before_and_after(service: Servic
     ("asked", "status", "said"),
     [
         (SetTenant(name="nobody", weight=1.0), 404, "no tenant 'nobody'"),
-        (CreateTenant(name="local"), 409, "tenant 'local' exists already"),
+        (CreateTenant(name="local"), 409, "tenant 'local' already exists"),
         (CreateTenant(name="a b"), 400, "name is 'a b'"),
         (DeleteTenant(name="default"), 409, "built in"),
         (SetKey(id="key_0", name="x"), 404, "key_0"),
@@ -191,8 +191,8 @@ def test_each_change_is_audited_with_actor_host_before_and_after(service: Servic
         (CreateKey(name="x", tenant="nobody"), 404, "no tenant 'nobody'"),
         (CreateKey(name="x", scopes=["root"]), 400, "scopes is"),
         (CreateKey(name="x", requests_per_minute=0.0), 400, "requests_per_minute is 0.0"),
-        (MapPeer(peer="pid:1", tenant="local"), 400, "peer is 'pid:1': write for example uid:1000"),
-        (MapPeer(peer="uid:99999999999", tenant="local"), 400, "peer is"),
+        (MapPeer(peer="pid:1", tenant="local"), 400, "peer 'pid:1' is not valid: write it as uid:1000"),
+        (MapPeer(peer="uid:99999999999", tenant="local"), 400, "is not valid: write it as uid"),
         (UnmapPeer(peer="gid:3"), 404, "gid 3 is not mapped"),
         (SuspendTenant(name="nobody"), 404, "no tenant"),
         (DrainService(grace_s=1e300), 400, "<= 604800.0 - at `[$].grace_s`"),
@@ -229,8 +229,8 @@ def test_running_requests_continue_unless_they_are_cancelled(service: Service) -
     assert len(service.admin.in_flight()) == 1
     service.admin.act(ResumeTenant(name="t"))
     ended = service.admin.act(SuspendTenant(name="t", cancel=True))
-    assert message(ended) == "tenant t suspended; ending 1 request"
-    assert read_answer(running)[-1] == "front-0 aborted its tenant was suspended"
+    assert message(ended) == "tenant t suspended; cancelling 1 request"
+    assert read_answer(running)[-1] == "front-0 aborted the tenant that sent this request was suspended"
     wait_until(lambda: service.admin.in_flight() == [])
 
 
@@ -240,7 +240,9 @@ def test_scope_read_allows_reading_and_scope_admin_allows_actions(service: Servi
     with AdminClient(service.run_dir, key=reader.key) as looking:
         assert looking.status().state == "ready"
         assert len(looking.keys()) == 3 and looking.tenants() and looking.peers() and not looking.in_flight()
-        with pytest.raises(AdminError, match="needs a key of scope 'admin'; your key has read") as caught:
+        with pytest.raises(
+            AdminError, match="needs a key with scope 'admin'; scopes of your key: read"
+        ) as caught:
             looking.act(RevokeKey(id=app.id))
         assert caught.value.status == 403
     with AdminClient(service.run_dir, key=operator.key) as acting:
@@ -250,7 +252,7 @@ def test_scope_read_allows_reading_and_scope_admin_allows_actions(service: Servi
     for key, said, status in (
         (app.key, "this key is unknown, revoked or expired", 401),
         ("ak-nothing", "this key is unknown, revoked or expired", 401),
-        (new_key(service).key, "has neither scope admin nor read", 403),
+        (new_key(service).key, "has neither scope 'admin' nor scope 'read'", 403),
     ):
         with AdminClient(service.run_dir, key=key) as turned, pytest.raises(AdminError, match=said) as caught:
             turned.status()
@@ -269,7 +271,7 @@ def test_an_operator_key_of_a_suspended_tenant_is_denied(service: Service) -> No
             acting.act(ResumeTenant(name="ops"))
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can switch to another user")
 def test_operators_are_identified_by_uid_and_group(open_folder: Path, make_service: Make) -> None:
     service = make_service(
         "[admin]\nuids = [4001]\ngroups = [4100, 'no such group']\n[unix]\nadmin_mode = '0666'",
@@ -322,7 +324,7 @@ def test_a_change_that_the_disk_does_not_finish_has_an_unknown_outcome(
     async def change() -> None:
         await effects.committed(control.change(actor="test", action="keys.create", params={}, apply=apply))
 
-    with pytest.raises(OutcomeUnknownError, match=r"the outcome of the change is unknown.*audit list"):
+    with pytest.raises(OutcomeUnknownError, match=r"unknown whether the change was made.*audit list"):
         asyncio.run(change())
     assert begun.is_set()
     disk_answers.set()
@@ -355,7 +357,8 @@ def test_every_action_of_the_registry_is_audited_before_and_after(make_service: 
     service.wait_ready()
     tried = []
     for action in ACTIONS:
-        # All actions are refused, except creating a key, reloading unchanged settings and beginning a backup.
+        # All of these actions are refused, except creating a key, reloading unchanged settings, and beginning
+        # a backup.
         named = {"model": "none:such"} if action.name in ("drain", "resume") else {}
         required = {
             field.name: "none:such" for field in msgspec.structs.fields(action.parameters) if field.required

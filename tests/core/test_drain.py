@@ -14,12 +14,12 @@ from appliance.core.drains import Drain, DrainError, Drains, DrainTools
 
 
 class FakeRequestManager:
-    """A request manager with one request fewer at each call."""
+    """A fake request manager that reports one fewer running request with each call."""
 
     def __init__(self, told: list[str], looks: int) -> None:
         self.told, self.looks = told, looks
         self.state = self
-        """The fake also acts as its own state."""
+        """The fake is also its own `state`."""
 
     def pause_admission(self, model: str | None, why: str, *, hold: bool = False) -> None:
         self.told.append(f"close {model} {hold}: {why}")
@@ -40,7 +40,7 @@ class Unfinished:
 
 
 class FakeService:
-    """Records the calls that drains make. Fronts apply a configuration when `fronts_know` is set."""
+    """Records the calls made by drains. Fronts have applied the configuration once `fronts_know` is set."""
 
     def __init__(self, looks: int = 3) -> None:
         self.told: list[str] = []
@@ -88,7 +88,10 @@ def test_requests_that_outlast_the_grace_period_are_ended_with_an_error() -> Non
         service.fronts_know.set()
         one = drain(service, "m", grace_s=0.05)
         await one.run()
-        assert service.told[-1] == "cancel r0: it drains, and this request did not finish in time"
+        assert (
+            service.told[-1]
+            == "cancel r0: it drains, and this request did not finish within the grace period"
+        )
         assert (one.ended, one.grace_left_s) == (1, 0.0)
 
     asyncio.run(check())
@@ -142,10 +145,10 @@ def test_a_drain_that_replaces_another_one_continues_it() -> None:
         assert service.told[2:] == [
             f"close m False: {why}",
             f"close m True: {why}",
-            f"cancel r0: {why}, and this request did not finish in time",
+            f"cancel r0: {why}, and this request did not finish within the grace period",
         ]
         assert list(drains) == [second]
-        with pytest.raises(DrainError, match="the service is not draining; model 'm' is"):
+        with pytest.raises(DrainError, match="the service is not draining; active drains: model 'm'"):
             drains.resume(None)
         assert drains.resume("m") is second
         assert service.told[-2:] == ["open m", "publish"]

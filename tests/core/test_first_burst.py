@@ -42,7 +42,7 @@ def test_slow_first_steps_refuse_no_request_of_a_first_burst(
     served.run(120.0)
     refused = [one.refused.message for one in asked if one.refused is not None]
     assert len(asked) == streams and refused == []
-    # The rates measured later show that this was right: the whole burst is served within the maximum wait.
+    # The rates measured later confirm that: the whole burst is served within the maximum wait.
     assert all(one.ended_at is not None for one in asked)
     waits_s = [one.admitted_at - one.arrived_at for one in asked if one.admitted_at is not None]
     assert max(waits_s) < QueueRules().timeout_s
@@ -54,7 +54,7 @@ def test_a_device_that_stays_slow_refuses_what_would_wait_too_long() -> None:
     asked = burst(served, 256, gap_s=0.5)
     served.run(130.0)
     refused = [one for one in asked if one.refused is not None and "would wait" in one.refused.message]
-    assert refused, "at one second a step, 16 sequences of 128 tokens take more than the maximum wait"
+    assert refused, "at 1 s per step, 16 sequences of 128 tokens take longer than the maximum wait"
     assert min(one.arrived_at for one in refused) > FIRST_STEPS
 
 
@@ -64,8 +64,8 @@ def test_a_prediction_refuses_only_what_even_the_fastest_device_could_not_serve(
     replica.account.rates.predict(0.4, 1 / 40_000)
     asked = burst(served, 64)
     served.run(1.0)
-    # Four requests at once take 128 steps of at least 0.4 s, or 51 s. Within the maximum wait, about ten
-    # requests begin.
+    # Four concurrent requests take 128 steps of at least 0.4 s, or 51 s. About ten requests begin within the
+    # maximum wait.
     refused = [one for one in asked if one.refused is not None]
     assert 50 <= len(refused) <= 56
     assert all("would wait" in one.refused.message for one in refused if one.refused is not None)

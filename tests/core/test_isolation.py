@@ -1,4 +1,5 @@
-"""Short requests of P0, of light tenants and of P1 beside large requests, in virtual time."""
+"""Tests of short P0 requests, requests of light tenants, and P1 requests beside large requests, in virtual
+time."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ def test_no_mix_of_requests_delays_a_short_one_by_more_than_two_full_steps_prope
 
 
 def test_a_wide_request_does_not_make_the_predicted_wait_of_long_prompts_far_too_long() -> None:
-    """A request of 45 s in a higher-priority class was once counted as if such requests arrived all the time.
-    Prompts that waited for at most 80 s were refused because they "would wait 719 s"."""
+    """The prediction once assumed that a 45 s request in a higher-priority class recurs continuously. Prompts
+    that would have waited for at most 80 s were refused because they "would wait 719 s"."""
     server = SimulatedServer(
         tenants=[TenantRecord(name=name, created_at=0.0) for name in ("long", "wide")],
         rules=QueueRules(timeout_s=200.0, overload=1000.0),

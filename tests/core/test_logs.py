@@ -1,4 +1,4 @@
-"""Tests which log records are written, and that a stalled reader of standard error does not block the
+"""Tests of the log records that are written, and that a stalled reader of standard error does not block the
 process."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def untouched() -> Iterator[None]:
 
 @pytest.fixture
 def pipe() -> Iterator[tuple[int, LineQueue]]:
-    """Return the reading end of a pipe, and a log that writes into the pipe."""
+    """Return the read end of a pipe, and a log that writes to the pipe."""
     reader, writer = os.pipe()
     lines = LineQueue(UtcFormatter("test"), writer)
     lines.writer.start()
@@ -62,7 +62,7 @@ def test_unread_lines_are_dropped_counted_and_reported_later(
     filling, more = 3000, MAX_QUEUED_LINES + 3000  # A pipe holds 64 KiB, about 600 of these lines.
     for number in range(filling):
         lines.handle(record(f"line {number:06} {'x' * 80}"))
-    # Until the pipe is full, the writer continues, and reports dropped lines once per write.
+    # The writer continues until the pipe is full, and reports dropped lines once per write.
     wait_until(lambda: lines.state().stalled_s > 1.0)
     for number in range(more):
         lines.handle(record(f"more {number:06} {'x' * 80}"))

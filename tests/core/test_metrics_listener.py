@@ -1,4 +1,5 @@
-"""Tests of the metrics address: off by default, loopback only unless made public, and changed by a reload."""
+"""Tests that the metrics address is off by default, is restricted to loopback unless made public, and can be
+changed by a reload."""
 
 from __future__ import annotations
 

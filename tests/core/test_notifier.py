@@ -1,4 +1,5 @@
-"""Reports to the service manager, from the start to the stop of the real core and while a writer hangs."""
+"""Tests of the reports to the service manager: from the start to the stop of the real core, and while a
+writer hangs."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ WATCHDOG_S = 0.4
 
 
 class Heard:
-    """The service manager's end of the socket."""
+    """The service manager's end of the notification socket."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "notify"
@@ -50,11 +51,11 @@ class Heard:
         return sum(name in said for said in self.listen())
 
     def place(self, **wanted: str) -> int:
-        """Return the index of the first report that contains the values."""
+        """Return the index of the first report with these values."""
         for place, said in enumerate(self.listen()):
             if all(said.get(name, "").startswith(text) for name, text in wanted.items()):
                 return place
-        raise ValueError(f"{wanted} was not said: {self.words}")
+        raise ValueError(f"no report contains {wanted}: {self.words}")
 
     def says(self, **wanted: str) -> bool:
         try:
@@ -98,7 +99,7 @@ def test_the_service_manager_is_told_loading_ready_and_drained(
         process = service.process
         assert process is not None
         process.send_signal(signal.SIGTERM)
-        # The kernel holds only a few messages for a receiver that does not read.
+        # The kernel buffers only a few messages for a receiver that does not read.
         wait_until(lambda: (heard.listen(), process.poll() is not None)[1], what="the end")
         assert process.returncode == 0
     heard.listen()
@@ -155,7 +156,7 @@ def test_the_service_manager_waits_for_slow_databases(
 
 
 class Board:
-    """Replaces `Readiness` for the notifier."""
+    """Stands in for `Readiness` in tests of the notifier."""
 
     def __init__(self) -> None:
         self.is_started = self.is_worth_it = False
@@ -171,7 +172,7 @@ class Board:
 
 
 class Watched:
-    """Runs a notifier beside a writer."""
+    """Runs a notifier and the writer that it monitors."""
 
     def __init__(self, folder: Path, heard: Heard) -> None:
         self.heard = heard
@@ -186,7 +187,7 @@ class Watched:
                 await asyncio.sleep(0.01)
 
     async def signs(self, more: int) -> None:
-        """Wait for this many further keep-alives."""
+        """Wait for `more` further keep-alives."""
         so_far = self.heard.count("WATCHDOG")
         await self.until(lambda: self.heard.count("WATCHDOG") >= so_far + more)
 
@@ -203,7 +204,7 @@ def test_no_keep_alive_is_sent_while_a_writer_hangs(
     watched: Watched, caplog: pytest.LogCaptureFixture
 ) -> None:
     def complaints() -> int:
-        return sum("busy with one operation" in record.getMessage() for record in caplog.records)
+        return sum("one database operation has taken" in record.getMessage() for record in caplog.records)
 
     async def scenario() -> None:
         watched.notifier.start()

@@ -23,7 +23,7 @@ ALL_LEVELS = (1 << LEVELS) - 1
 
 
 def levels(*pairs: tuple[int, int]) -> int:
-    """Return a bit set of open levels. Each level is given as a class and an urgency."""
+    """Return a bit set of open levels, given as pairs of class and urgency."""
     return sum(1 << level_of(*pair) for pair in pairs)
 
 
@@ -97,7 +97,7 @@ def test_under_endless_load_of_better_classes_every_request_has_its_turn_in_a_bo
         queue.push(ticket, 1.0, light=False)
     share = RULES.background_share if victim == 3 else RULES.lifted_share
     largest = max(p + RULES.output_weight * o for p, o in sizes)
-    # Once the request is late, its class gets its share of the service, in turns as large as the class's
+    # Once the request is late, its class gets its share of the service. Each turn is as large as one of its
     # requests.
     bound = sum(ticket.service for ticket in waiting) / share + 2 * largest
     now = 0.0 if victim == 3 else RULES.late_s(victim) + 0.001
@@ -109,7 +109,7 @@ def test_under_endless_load_of_better_classes_every_request_has_its_turn_in_a_bo
         ticket = take_next(queue, now)
         given_to_others += ticket.service if ticket.tenant == "rich" else 0.0
         turn += 1
-        assert given_to_others <= bound, f"{given_to_others} went to others, and the bound is {bound}"
+        assert given_to_others <= bound, f"other classes got {given_to_others}, more than the bound {bound}"
 
 
 def test_a_class_that_is_not_late_gets_nothing_while_a_better_one_waits() -> None:
@@ -140,7 +140,9 @@ def test_urgent_requests_have_their_turn_where_no_level_is_open_to_others() -> N
     light = serial.ticket("light", 1)
     queue.push(light, 1.0, light=True)
     queue.classes[1].charge("light", 1000.0)
-    assert queue.next(short, 0.0, 0.0) == (light, level_of(1, 2)), "a step's tokens beyond its share"
+    assert queue.next(short, 0.0, 0.0) == (light, level_of(1, 2)), (
+        "a tenant may exceed its share by a step's tokens"
+    )
     queue.classes[1].charge("light", 1.0)
     assert queue.next(short, 0.0, 0.0) is None
     queue.classes[1].charge("light", -1.0)
@@ -171,7 +173,9 @@ def test_a_request_that_goes_before_better_classes_runs_as_one_of_them() -> None
     queue, serial = RequestQueue[str](RULES), Serial()
     background = serial.ticket("b", 3, prompt=10, output=1.0)
     queue.push(background, 1.0, light=False)
-    assert queue.next(ALL_LEVELS, 0.0, 0.0) == (background, level_of(3, 0)), "nothing better waits"
+    assert queue.next(ALL_LEVELS, 0.0, 0.0) == (background, level_of(3, 0)), (
+        "nothing of higher priority is waiting"
+    )
     for number in (1, 2):
         queue.push(serial.ticket("a", number, prompt=10_000), 1.0, light=False)
     queue.push(serial.ticket("a", 1, prompt=10_000), 1.0, light=False)
@@ -294,7 +298,7 @@ def test_promises_know_when_serving_them_must_begin_property(
             promises.remove(gone[0], gone[1])
     assert promises.latest_begin() == latest(plain)
     ahead = [one for one in plain if one[0] <= time]
-    # Earlier promises are not affected by the new one, and were checked when they were added.
+    # The new promise does not affect earlier promises, which were checked when they were added.
     unaffected = latest(ahead)
     assert min(unaffected, promises.latest_begin_with(time, work)) == latest([*plain, (time, 1 << 40, work)])
 
@@ -365,12 +369,12 @@ def test_an_overload_gives_up_background_first_and_takes_all_back_when_it_is_ove
         shedder.observe(RULES, float(now), waits)
         steps.append(shedder.step)
     assert sorted(set(steps)) == [0, 1, 2, 3, 4]
-    assert steps == sorted(steps), "one step after the other"
-    assert steps.index(REFUSE_BACKGROUND) == 5, "only when it lasts"
+    assert steps == sorted(steps), "load shedding skips no step"
+    assert steps.index(REFUSE_BACKGROUND) == 5, "refuses only after a lasting overload"
     assert shedder.refuses(3, None, RULES)
     assert shedder.refuses(1, 20.0, RULES)
-    assert not shedder.refuses(1, 5.0, RULES), "who would not wait too long is not refused"
-    assert not shedder.refuses(0, 1e9, RULES), "real time never is"
+    assert not shedder.refuses(1, 5.0, RULES), "a request with a short wait is not refused"
+    assert not shedder.refuses(0, 1e9, RULES), "real-time requests are never refused"
     assert "P1 requests would wait 20.0 s" in shedder.reason
     for now in range(40, 80):
         shedder.observe(RULES, float(now), [0.0, 1.0, 0.0, 0.0])

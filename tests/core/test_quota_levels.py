@@ -69,7 +69,7 @@ def test_the_level_of_a_removed_limit_is_forgotten(history: Writer) -> None:
 
 def test_levels_that_a_full_writer_dropped_are_saved_the_next_time(history: Writer, tmp_path: Path) -> None:
     full = Writer(tmp_path / "other.db", HISTORY, synchronous="NORMAL")
-    full.close()  # From this point on, it accepts nothing.
+    full.close()  # From this point on, it drops everything.
     quotas = fresh()
     spend(quotas, 300)
     LevelKeeper(quotas, QuotaLog(full)).save()
@@ -86,4 +86,4 @@ def test_the_service_starts_with_unreadable_levels(
     (tmp_path / "torn.db").write_bytes(b"no database" * 1000)
     quotas = fresh()
     LevelKeeper(quotas, QuotaLog(history)).restore(tmp_path / "torn.db")
-    assert used(quotas) == [0] and "all quotas are full" in caplog.text
+    assert used(quotas) == [0] and "all quotas start unused" in caplog.text

@@ -83,8 +83,8 @@ def test_what_is_reserved_is_prompt_and_the_most_that_may_be_produced(time: Time
     shortage = short(of, 10, 90)
     assert (shortage.kind, shortage.wait_s, shortage.useful) == ("tokens", pytest.approx(12), True)
     assert shortage.message == (
-        "rate limit reached for tokens per minute of tenant 'acme': limit 250, used 200 (200 by requests "
-        "that have not ended), requested 100: try again in 12s"
+        "rate limit reached for tokens per minute of tenant 'acme': limit 250, used 200 (200 of these by "
+        "unfinished requests), requested 100: try again in 12s"
     )
     taken(of, 10, 40)
 
@@ -133,8 +133,8 @@ def test_a_request_that_no_waiting_helps_says_so(time: Time) -> None:
     shortage = short(of, 30, 21)
     assert (shortage.wait_s, shortage.useful) == (math.inf, False)
     assert shortage.message == (
-        "request too large for tokens per minute of tenant 'acme': limit 50 at once, requested 51: shorten "
-        "the prompt or ask for fewer max_tokens"
+        "request too large for tokens per minute of tenant 'acme': limit 50, requested 51: shorten the "
+        "prompt or lower max_tokens"
     )
 
 
@@ -160,7 +160,7 @@ def test_an_answer_of_open_length_is_made_to_fit_what_is_left(time: Time) -> Non
     assert (held.max_tokens, held.tokens) == (900, 1000)
     of.settle(held, 700)
     held = taken(of, 99, 4000, may_lower=True, samples=2)
-    assert (held.max_tokens, held.tokens) == (200, 299), "equally long samples"
+    assert (held.max_tokens, held.tokens) == (200, 299), "both samples have the same limit"
     assert short(of, 1, 1).useful
 
 
@@ -180,7 +180,7 @@ def test_what_a_long_request_did_not_use_comes_back_as_far_as_the_bucket_was_not
     spent(of, 5, 15)
     time.now += 20
     of.settle(long, 10)
-    assert used(of) == {"tokens_per_minute": 0}, "the most was 20, then: 50 unused would make it 70, less 20"
+    assert used(of) == {"tokens_per_minute": 0}, "20 + 50 unused tokens exceed the capacity of 60"
 
 
 def test_what_many_requests_hold_at_once_comes_back_in_any_order(time: Time) -> None:
@@ -188,7 +188,7 @@ def test_what_many_requests_hold_at_once_comes_back_in_any_order(time: Time) -> 
     held = [taken(of, 1, 59 - number % 7) for number in range(100)]
     for number in (*range(1, 100, 2), *range(0, 100, 2)):
         of.settle(held[number], 10)
-    # Nothing was refilled in the meantime, so nothing was lost, however coarsely the levels were stored.
+    # No time passes, so nothing is refilled. No token may be lost, however coarsely levels are stored.
     assert used(of) == {"tokens_per_minute": 1000}
 
 
@@ -272,7 +272,8 @@ def test_the_tightest_limit_of_each_kind_is_told(time: Time) -> None:
 def restarted(
     time: Time, of: Quotas, after_s: float, *used: Used, keys: tuple[KeyRecord, ...] = ()
 ) -> Quotas:
-    """Take a snapshot at unix time 5000, and return the quotas of a restart `after_s` seconds later."""
+    """Take a snapshot at Unix time 5000, and return the quotas that a restart `after_s` seconds later
+    restores."""
     levels, _ = of.news(5000.0)
     again = quotas(time, *of._policies.tenants.values(), keys=tuple(of._policies.keys.values()))
     again.restore(QuotaState(levels, list(used)), 5000.0 + after_s)
@@ -332,7 +333,7 @@ def test_only_what_changed_is_news_and_what_was_not_written_is_news_again(time: 
     of.remember()
     assert len(of.news(4.0)[0]) == 2
     of.reserve("unlimited", "", prompt_tokens=1, max_tokens=1)
-    assert len(of.news(5.0)[0]) == 1, "one tells how far the request log is known"
+    assert len(of.news(5.0)[0]) == 1, "one level is reported although none changed"
     of.set_policies(Policies([tenant("quiet", tokens_per_minute=5)]))
     assert of.news(6.0) == ([], [("tenant", "acme")])
 

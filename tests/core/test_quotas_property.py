@@ -1,5 +1,6 @@
-"""Property tests of quotas, for any order of reservations, settlements and ends. No period uses more than the
-capacity plus the period's refill, nothing leaks, and a crash restores nothing that was used."""
+"""Property tests of quotas, for any order of reservations, settlements and ends. Usage in a period never
+exceeds the capacity plus the period's refill, no reservation leaks, and a crash never restores used tokens.
+"""
 
 from __future__ import annotations
 
@@ -143,7 +144,7 @@ class QuotaMachine(RuleBasedStateMachine):
             "t", key, prompt_tokens=prompt, max_tokens=most * samples, samples=samples, may_lower=may_lower
         )
         if not isinstance(made, Reservation):
-            assert self.levels() == before, "a refusal takes nothing"
+            assert self.levels() == before, "a refusal must change no level"
             assert made.wait_s > 0.0
             return
         assert 0 < made.max_tokens <= most * samples
@@ -185,7 +186,9 @@ class QuotaMachine(RuleBasedStateMachine):
             {account.name for account in self.quotas._accounts.values()},
         )
         touched, self.touched = self.touched & limited, set()
-        assert told == touched or (not touched and len(told) == 1), "who changed is told, and nobody else"
+        assert told == touched or (not touched and len(told) == 1), (
+            "only changed accounts are reported, or one if none changed"
+        )
         self.snapshot |= {one.name: one for one in levels}
         self.changed_since = set()
 
@@ -233,14 +236,15 @@ class QuotaMachine(RuleBasedStateMachine):
             for limit in LIMITS:
                 if (rate := rate_of(quota, limit)) is None:
                     continue
-                # A bucket with exact numbers that knows in advance what each request will use.
+                # The expected level of a bucket with exact arithmetic, in which each request takes only the
+                # tokens that it will use.
                 level, at = Fraction(rate.capacity), Fraction(1000)
                 for ask in mine:
                     moment = Fraction(ask.at)
                     level = min(Fraction(rate.capacity), level + (moment - at) * Fraction(rate.per_s))
                     at = moment
                     level -= ask.tokens if limit != "requests_per_minute" else 1
-                    assert level > -1e-6, f"{limit} of {name} is overstepped by {float(-level)}"
+                    assert level > -1e-6, f"{name} exceeds {limit} by {float(-level)}"
 
 
 QuotaMachine.TestCase.settings = examples(150, stateful_step_count=60)

@@ -1,4 +1,4 @@
-"""Reloads the settings of a running service. Changes are applied, and everything else stays untouched."""
+"""Tests that reloading a running service's settings applies the changes and nothing else."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_settings_of_the_service_are_applied_without_restarting_a_process(make_s
         f"{service.config}:2",
     )
     assert (shown.settings["queue"]["limit"], shown.places["queue.limit"]) == (7, f"{service.config}:6")
-    # Settings that only a restart changes are reported until the service has been restarted.
+    # Changes that require a restart are reported until the service is restarted.
     assert reload(service).at_restart == reloaded.at_restart
 
 
@@ -118,7 +118,7 @@ def test_only_a_changed_model_is_replaced_and_it_serves_until_then(
     stream = service.connect("m 150")
     reloaded = change(service, ('folder = "m"', 'folder = "m"\nmax_num_seqs = 5'))
     assert reloaded.changed == ["models.m.max_num_seqs: 64 → 5"]
-    assert reloaded.models == ["model m: its replicas are replaced one by one"]
+    assert reloaded.models == ["model m: its replicas are being replaced one by one"]
     assert read_answer(service.connect("m 2"))[-1] == "front-0 length"
     assert read_answer(stream) == [str(token) for token in range(1, 151)] + ["front-0 length"]
     wait_until(lambda: names(service) == [("m-1", "ready")], what="the successor")
@@ -141,15 +141,15 @@ def test_models_are_added_and_removed_and_requests_of_removed_ones_finish(make_s
         f'models.new.folder: unset → "{service.folder}/new"',
     ]
     assert reloaded.models == [
-        "model n: is removed; its requests get 10 s",
-        "model new: is new and loads (1 replica)",
+        "model n: is being removed; its requests have 10 s to finish",
+        "model new: is being added with 1 replica",
     ]
     wait_until(lambda: names(service, "new") == [("new-0", "ready")])
     assert read_answer(service.connect("new 2"))[-1] == "front-0 length"
     assert "refused" in read_answer(service.connect("n 2"))[-1]
     assert read_answer(stream)[-1] == "front-0 length"
     wait_until(lambda: len(service.pids()) == 3, what="the end of the removed model's replica")
-    gone = "front-0 refused 404 there is no model 'n': available models: m, new"
+    gone = "front-0 refused 404 there is no model 'n'; available models: m, new"
     wait_until(lambda: read_answer(service.connect("n 2")) == [gone])
     assert replicas(service)[0].pids == kept
 
@@ -174,7 +174,7 @@ def test_of_two_overlapping_changes_the_last_one_holds(make_service: Make) -> No
         change(service, ('folder = "m"', f'folder = "m"\nmax_num_seqs = {rows}'))
         service.config.write_text(service.config.read_text().replace(f"\nmax_num_seqs = {rows}", ""))
     assert change(service, ('[models.m]\nfolder = "m"', "[models]")).models == [
-        "model m: is removed; its requests get 10 s"
+        "model m: is being removed; its requests have 10 s to finish"
     ]
     change(service, ("[models]", '[models.m]\nfolder = "m"\nmax_num_seqs = 8'))
     assert read_answer(stream)[-1] == "front-0 length"
@@ -193,12 +193,16 @@ def test_a_model_with_settings_that_cannot_be_loaded_keeps_the_former_ones(
     (bad / "config.json").write_text("{}")
     (bad / "fake.json").write_text('{"fatal": ["checkpoint", "model.safetensors is missing"]}')
     change(service, ('folder = "m"', 'folder = "bad"'))
-    wait_until(lambda: any("m-0 stays" in problem.what for problem in service.admin.status().problems))
+    wait_until(
+        lambda: any("m-0 keeps running" in problem.what for problem in service.admin.status().problems)
+    )
     wait_until(lambda: names(service) == [("m-0", "ready")])
     assert replicas(service)[0].pids == kept
     assert read_answer(service.connect("m 2"))[-1] == "front-0 length"
     (bad / "fake.json").unlink()
-    assert reload(service).models == ["model m: its settings, which could not be loaded, are tried again"]
+    assert reload(service).models == [
+        "model m: the settings that could not be loaded before are being retried"
+    ]
     wait_until(lambda: names(service) == [("m-2", "ready")])
     assert service.admin.status().models[0].folder == str(bad)
 
@@ -240,7 +244,7 @@ def test_fronts_are_added_and_surplus_fronts_finish_their_requests(make_service:
     change(service, ("fronts = 1", "fronts = 2"))
     wait_until(lambda: [front.state for front in service.admin.status().fronts] == ["ready"] * 2)
     answers = [read_answer(service.connect("m 2"))[-1] for _ in range(2)]
-    # A name about which replicas may still send a message is not reused.
+    # A front's name is not reused while replicas may still send messages about it.
     assert sorted(answers) == ["front-0 length", "front-3 length"]
 
 
@@ -255,7 +259,7 @@ def test_a_surplus_front_that_hangs_is_killed(make_service: Make) -> None:
     wait_until(lambda: [front.name for front in service.admin.status().fronts] == ["front-0"])
     (problem,) = service.admin.status().problems
     assert problem.where == "front-1"
-    assert "sent nothing for" in problem.what and "while stopping" in problem.what
+    assert "sent no message for" in problem.what and "while stopping" in problem.what
     for stream in streams:
         stream.close()
 
@@ -268,8 +272,8 @@ def test_unusable_settings_change_nothing_and_the_error_names_the_line(make_serv
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         for broken, at, said in (
-            ("fronts = 0", ":3: ", "fronts = 0 cannot be used"),
-            ("fronts = ", ":3: ", "it is not TOML"),
+            ("fronts = 0", ":3: ", "fronts = 0 is not valid"),
+            ("fronts = ", ":3: ", "the file is not valid TOML"),
             ('[models.x]\nfolder = "nothing"', ":4: ", "is not a folder"),
             ('[models.x]\nfolder = "empty"', ":4: ", "config.json: No such file or directory"),
             ("[queue]\nlimt = 3", ":4: ", "did you mean 'limit'?"),
@@ -324,7 +328,7 @@ class OpeningDoor:
         return self.opened
 
     def change(self, settings: Settings, opened: socket.socket | None) -> None:
-        raise AssertionError("nothing was applied")
+        raise AssertionError("change() was called although the reload was refused")
 
 
 def loaded(*files: str) -> Loaded:
@@ -344,7 +348,7 @@ def loaded(*files: str) -> Loaded:
     ],
 )
 def test_a_missing_main_settings_file_is_refused(former: Loaded, now: Loaded, refused: bool) -> None:
-    with pytest.raises(SettingsError, match="was deleted") if refused else nullcontext():
+    with pytest.raises(SettingsError, match="no longer exists") if refused else nullcontext():
         check_still_there(former, now)
 
 
@@ -376,7 +380,7 @@ def test_a_reload_during_a_drain_does_not_change_the_drain(make_service: Make) -
     assert "503 model 'm' is draining" in read_answer(service.connect("m 1"))[-1]
     service.admin.resume(ResumeService(model="m"))
     assert read_answer(service.connect("m 1"))[-1] == "front-0 length"
-    # A model's drain ends when the model is removed, so a later model with the same name serves.
+    # Removing a model ends its drain, so a later model with the same name serves requests.
     change(service, ('[models.n]\nfolder = "n"\n', ""))
     wait_until(lambda: len(service.pids()) == 2)
     assert service.admin.status().drains == []

@@ -13,7 +13,7 @@ STEP_S = 0.1
 
 
 def outstanding(**fields: Any) -> Outstanding:
-    """Return one running request that is expected to take 10 tokens and may take 1,000."""
+    """Return one running request that is expected to generate 10 tokens and may generate up to 1,000."""
     known = {
         "request_id": "r",
         "expected_tokens": 10.0,

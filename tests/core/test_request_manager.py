@@ -155,7 +155,7 @@ def test_an_unknown_model_is_refused_with_404_and_the_names_there_are(service: S
     service.requests.admit(front.name, type(admit)(**fields | {"model": "gpt"}))
     (refused,) = answers(front)
     assert isinstance(refused, Refused)
-    assert (refused.status, refused.message) == (404, "there is no model 'gpt': available models: m")
+    assert (refused.status, refused.message) == (404, "there is no model 'gpt'; available models: m")
 
 
 def test_a_failed_model_refuses_what_waits_and_what_comes_with_the_reason(service: SimulatedService) -> None:
@@ -234,7 +234,7 @@ def test_what_is_held_is_bounded_in_number_and_time_and_refused_when_the_service
 ) -> None:
     front = service.new_front()
     service.new_replica()
-    read_all(service)  # The core now knows that the replica has room.
+    read_all(service)  # the core now knows that the replica has free slots
     service.requests.pause_admission(None, "draining", hold=True)
     for _ in range(7):
         service.ask(front)
@@ -376,7 +376,7 @@ def test_the_row_of_a_dead_fronts_request_says_so_and_bills_nothing(service: Sim
     read_all(service)
     service.kill_front(front)
     service.bury_front(front)
-    assert service.rows.ended == [], "the replica has not said that it is rid of it"
+    assert service.rows.ended == [], "the replica has not reported the request's end"
     replica.take(front.name)
     replica.report()
     read_all(service)

@@ -14,15 +14,15 @@ from tests.core.simulated_service import FakeFront, FakeReplica, SimulatedServic
 from tests.examples import examples
 
 BUCKET = 400
-"""Number of tokens of the tenant's quota that may be used at once. One token is refilled each second."""
+"""Capacity of the tenant's quota in tokens. One token is refilled each second."""
 CONCURRENT = 3
-"""Number of the tenant's requests that may run at once."""
+"""Maximum number of the tenant's requests that run at the same time."""
 
 pick = st.integers(0, 1_000)
 
 
 class Steady(Forecast):
-    """A forecast with round rates, so that sums do not depend on the order of additions."""
+    """A forecast with round rates, so that the order of additions does not change a sum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Steady(Forecast):
 
 
 def looked_up(service: SimulatedService, forecast: Forecast) -> Remaining:
-    """Compute the remaining work like `TrafficState.remaining`, but from every request."""
+    """Compute the same remaining work as `TrafficState.remaining`, but by adding up every request."""
     unfinished = list(service.requests.state.unfinished())
     queued = [request for request in unfinished if request.queued_at is not None]
     lengths = {request: request.expected_tokens / request.admit.num_seqs for request in unfinished}

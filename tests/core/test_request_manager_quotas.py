@@ -25,8 +25,8 @@ def limited(service: SimulatedService, key: Quota = Quota(), **tenant: float) ->
 
 @pytest.fixture
 def service() -> SimulatedService:
-    """Return a service. Each request in a test reserves 8 prompt tokens and 5 output tokens, and delivers
-    3."""
+    """Return a service with a token quota. Each request in a test reserves 8 prompt tokens and 5 output
+    tokens, and delivers 3 output tokens."""
     service = SimulatedService()
     limited(service, tokens_per_minute=60.0)
     return service
@@ -42,7 +42,7 @@ def used(service: SimulatedService) -> tuple[int, int]:
 
 
 def ask_with(service: SimulatedService, front: FakeFront, **changes: object) -> str:
-    """Send a request with these fields of `Admit` changed."""
+    """Send a request with the given `Admit` fields changed."""
     request_id = service.ask(front)
     front.asks[request_id].admit = msgspec.structs.replace(front.to_core.pop(), **changes)
     front.to_core.append(front.asks[request_id].admit)
@@ -324,7 +324,7 @@ def test_a_share_of_the_kv_blocks_is_held_by_the_most_that_requests_may_keep(
     for _ in range(4):
         service.ask(front)
     read_all(service)
-    assert running(front) == ["r0", "r1"]  # Each takes 8 + 5 + 64 tokens, out of a fifth of 1,024.
+    assert running(front) == ["r0", "r1"]  # Each needs 8 + 5 + 64 tokens, and the limit is a fifth of 1,024.
     (usage,) = service.requests.state.usage("tenant", "t")
     assert (usage.limit, usage.used, usage.capacity) == ("kv_share", 154, 204)
     service.settle_everything()

@@ -1,4 +1,4 @@
-"""The real core with its sockets, databases and processes; only HTTP and the engine are fakes."""
+"""Tests of the real core with its sockets, databases and processes. Only HTTP and the engine are faked."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_a_front_that_hangs_during_its_start_is_killed_and_restarted(make_servic
     service.start()
     wait_until(lambda: service.state() != "down" and service.admin.status().fronts[0].restarts > 0)
     last_error = service.admin.status().fronts[0].last_error
-    assert "was not ready 2 s after its start" in last_error
+    assert "was not ready within 2 s after its start" in last_error
     (service.folder / "m" / "hang").unlink()
     service.have_time_to_load()
     service.wait_ready()
@@ -238,14 +238,14 @@ def test_a_bad_checkpoint_fails_its_model_and_no_other(make_service: Make) -> No
     def starts_again() -> bool:
         seen.append(service.admin.status())
         good, bad = seen[-1].models
-        return good.state == "ready" and bad.replicas[0].detail.startswith("starts again in ")
+        return good.state == "ready" and bad.replicas[0].detail.startswith("restarts in ")
 
     wait_until(starts_again)
     assert (seen[-1].models[1].state, seen[-1].models[1].detail) == ("failed", why)
     assert "bad-0 is failed" in seen[-1].reason
     assert read_answer(service.connect("good 2"))[-1] == "front-0 length"
     assert read_answer(service.connect("bad 2")) == [
-        f"front-0 refused 503 the model 'bad' cannot be served: {why}"
+        f"front-0 refused 503 model 'bad' cannot be served: {why}"
     ]
 
 
@@ -260,7 +260,7 @@ def test_a_model_that_a_front_cannot_serve_is_listed_as_a_problem(make_service: 
     why = "front-0, front-1: tokenizer.json is missing"
     assert (status.models[1].state, status.models[1].detail) == ("failed", why)
     assert status.models[0].state == "ready"
-    assert status.reason == f"model 'm' does not answer ({why})"
+    assert status.reason == f"model 'm' is unavailable ({why})"
     assert {problem.where for problem in status.problems} == {"front-0", "front-1"}
     assert status.problems[0].what == "model 'm' cannot be used: tokenizer.json is missing"
     assert status.fronts[0].problems == {"m": "tokenizer.json is missing"}
@@ -269,7 +269,7 @@ def test_a_model_that_a_front_cannot_serve_is_listed_as_a_problem(make_service: 
     with metrics:
         said = metrics.get("http://box/metrics").text
     assert 'appliance_front_dropped_texts_total{front="front-0"} 3' in said
-    assert "not ready: model 'm' does not answer" in service.log.read_text()
+    assert "not ready: model 'm' is unavailable" in service.log.read_text()
     (service.folder / "m" / "untold").unlink()
     service.wait_ready()
     assert service.admin.status().reason == ""
@@ -379,7 +379,9 @@ def test_a_second_signal_ends_running_requests_with_an_error(make_service: Make)
     began = time.monotonic()
     assert service.stop() == 0
     assert time.monotonic() - began < 50
-    aborted = "front-0 aborted the service is stopping, and this request did not finish in time"
+    aborted = (
+        "front-0 aborted the service is stopping, and this request did not finish within the grace period"
+    )
     assert read_answer(stream)[-1] == aborted
     assert service.rows()[0].status == 503
 
@@ -419,7 +421,7 @@ def test_operator_actions_are_audited_with_the_peers_uid(make_service: Make) -> 
     (running,) = service.admin.in_flight()
     service.admin.cancel_request(running.request_id)
     assert read_answer(stream)[-1] == "front-0 aborted an operator cancelled the request"
-    # This front leaves its submission behind, so the core has the engine end it.
+    # This front does not end its submission, so the core makes the engine end it.
     wait_until(lambda: service.admin.in_flight() == [])
     database = service.state_dir / "control.db"
     audit = read_audit(database)

@@ -1,4 +1,4 @@
-"""The links between front pool, model manager and request manager, without processes."""
+"""Tests of the links between the front pool, the model manager and the request manager, without processes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_replica_that_not_every_front_can_reach_is_restarted_without_requests(
     replica.group.attach_front = attach_front
     serving.fronts.front_started(serving.fronts.fronts[0])
     serving.models.replica_ready(replica)
-    assert killed == ["its channels to fronts could not be made: [Errno 24] Too many open files"]
+    assert killed == ["its channels to the fronts could not be created: [Errno 24] Too many open files"]
     assert serving.requests.state.models["demo"].accounts == []
     serving.models.replica_lost(replica)
 

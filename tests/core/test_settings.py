@@ -44,7 +44,7 @@ def test_a_file_that_may_not_be_looked_for_is_named(
 ) -> None:
     path = tmp_path / ".config" / "appliance" / "appliance.toml"
 
-    def is_file(self: Path) -> bool:  # Root may run this test, and has access everywhere.
+    def is_file(self: Path) -> bool:  # Root may run this test and can read everything.
         if self == path:
             raise PermissionError(13, "Permission denied", str(path))
         return False
@@ -53,8 +53,8 @@ def test_a_file_that_may_not_be_looked_for_is_named(
     with pytest.raises(SettingsError) as caught:
         find_config(str(path) if named else None, {"HOME": str(tmp_path)})
     assert str(caught.value) == (
-        f"{path}: it cannot be accessed (Permission denied): give this user access to its folder, or name "
-        "another file with --config"
+        f"{path}: the file cannot be accessed (Permission denied): give this user access to its folder, or "
+        "set another file with --config"
     )
 
 
@@ -83,29 +83,29 @@ def test_flags_override_the_file_and_a_flagged_model_replaces_its_models(tmp_pat
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("fronts = 'x'", "fronts = 'x' cannot be used: write a whole number"),
-        ("fronts = 0", "fronts = 0 cannot be used: write a whole number ≥ 1"),
-        ("[queue]\noutput_weight = inf", "output_weight = inf cannot be used: write a number > 0 and ≤ 1000"),
+        ("fronts = 'x'", "fronts = 'x' is not valid: write a whole number"),
+        ("fronts = 0", "fronts = 0 is not valid: write a whole number ≥ 1"),
+        ("[queue]\noutput_weight = inf", "output_weight = inf is not valid: write a number > 0 and ≤ 1000"),
         ("frnts = 2", "frnts is not a setting: did you mean 'fronts'?"),
         ("[unix]\nuid = 1", "unix.uid is not a setting: did you mean 'uids'?"),
-        ("[unix]\nuids = 'all'", "unix.uids = 'all' cannot be used: write 'any' or 'owner', or a list"),
-        ("[unix]\nuids = [1, 'x']", "unix.uids[1] = 'x' cannot be used"),
+        ("[unix]\nuids = 'all'", "unix.uids = 'all' is not valid: write 'any' or 'owner', or a list"),
+        ("[unix]\nuids = [1, 'x']", "unix.uids[1] = 'x' is not valid"),
         ("[limits]\nmax_body_byte = 3", "max_body_byte is not a setting: did you mean 'max_body_bytes'?"),
-        ("[models.a]\nfolder = '.'\nmax_num_seqs = 0", "models.a.max_num_seqs = 0 cannot be used"),
+        ("[models.a]\nfolder = '.'\nmax_num_seqs = 0", "models.a.max_num_seqs = 0 is not valid"),
         ("[models.a]\nfolder = '.'\nmax_num_seq = 3", "models.a.max_num_seq is not a setting: did you mean"),
-        ("[models.a]\nfolder = '.'\ndtype = 'int3'", "a.dtype = 'int3' cannot be used: write 'auto', "),
-        ("[models.a]\nfolder = '.'\nquantization = 'int8'", "quantization = 'int8' cannot be used: write "),
-        ("[models.a]\nfolder = '.'\nkv_cache_dtype = 'e5m2'", "kv_cache_dtype = 'e5m2' cannot be used: "),
-        ("[models.a]\nmax_num_seqs = 3", "models.a lacks 'folder': add it"),
+        ("[models.a]\nfolder = '.'\ndtype = 'int3'", "a.dtype = 'int3' is not valid: write 'auto', "),
+        ("[models.a]\nfolder = '.'\nquantization = 'int8'", "quantization = 'int8' is not valid: write "),
+        ("[models.a]\nfolder = '.'\nkv_cache_dtype = 'e5m2'", "kv_cache_dtype = 'e5m2' is not valid: "),
+        ("[models.a]\nmax_num_seqs = 3", "the setting 'folder' is missing in models.a: add folder"),
         ("[models.a]\nfolder = '/nope'", "models.a.folder = '/nope' is not a folder"),
-        ("[models.'a b']\nfolder = '.'", "a model's name begins with a letter"),
-        ("models = 3", "models = 3 must be tables: write [models.NAME]"),
-        ("[unix]\napi_mode = 'rw'", "unix.api_mode = 'rw' cannot be used: write a file mode in octal"),
-        ("[unix]\nadmin_mode = 384", "unix.admin_mode = 384 cannot be used: write a file mode in octal"),
+        ("[models.'a b']\nfolder = '.'", "and begin with a letter or digit"),
+        ("models = 3", "models = 3 is not valid: write [models.NAME]"),
+        ("[unix]\napi_mode = 'rw'", "unix.api_mode = 'rw' is not valid: write an octal file mode"),
+        ("[unix]\nadmin_mode = 384", "unix.admin_mode = 384 is not valid: write an octal file mode"),
         ("listen = 'here'", "listen = 'here' is not HOST:PORT"),
-        ("listen = 'gpu.lan:80'", "listen = 'gpu.lan:80' is not HOST:PORT with an IP address (or localhost)"),
+        ("listen = 'gpu.lan:80'", "listen = 'gpu.lan:80' is not HOST:PORT with an IP address or localhost"),
         ("config_file = 'x'", "config_file is not a setting"),
-        ("a = = 1", "is not TOML"),
+        ("a = = 1", "is not valid TOML"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_used_is_named_with_its_place_and_remedy(tmp_path: Path, text: str, said: str) -> None:
@@ -116,11 +116,11 @@ def test_what_cannot_be_used_is_named_with_its_place_and_remedy(tmp_path: Path, 
 
 def test_wrong_flags_are_named_too(tmp_path: Path) -> None:
     for flags, said in (
-        ({"dtype": "int3"}, "dtype = 'int3' cannot be used"),
+        ({"dtype": "int3"}, "dtype = 'int3' is not valid"),
         ({"models": ["x"]}, "--model: 'x' is not NAME=FOLDER"),
-        ({"models": [f"x={tmp_path}", f"x={tmp_path}"]}, "--model: it names 'x' twice"),
+        ({"models": [f"x={tmp_path}", f"x={tmp_path}"]}, "--model: the model name 'x' is given twice"),
         ({"listen": "here"}, "--listen: listen = 'here' is not HOST:PORT"),
-        ({"config": "/nope.toml"}, "--config: it names /nope.toml, which is not a file"),
+        ({"config": "/nope.toml"}, "--config: /nope.toml is not a file"),
     ):
         with pytest.raises(SettingsError, match=said):
             load_settings(Flags(**flags), {"HOME": str(tmp_path)})
@@ -156,7 +156,7 @@ def test_files_in_conf_d_are_laid_over_the_main_one_in_order_of_their_names(tmp_
     settings = load(tmp_path, text)
     a, b = settings.models["a"], settings.models["b"]
     assert (settings.fronts, a.max_num_seqs, a.dtype, a.folder) == (3, 16, "float16", str(tmp_path))
-    assert b.folder == str(drop_ins)  # relative to the file that names it
+    assert b.folder == str(drop_ins)  # relative to the folder of the file that sets it
     assert (settings.unix.uids, settings.unix.api_mode) == ([7], "0666")
 
 
@@ -204,13 +204,13 @@ def test_every_fault_of_every_file_is_told_with_its_line(tmp_path: Path) -> None
         ]
     )
     assert (
-        f"{main}:1: fronts = 0 cannot be used: write a whole number ≥ 1 and ≤ 1024"
+        f"{main}:1: fronts = 0 is not valid: write a whole number ≥ 1 and ≤ 1024"
         in str(error.value).splitlines()
     )
 
 
 def numbers_of(kind: Any, path: str = "", around: str = "{}") -> Iterator[tuple[str, str, Any]]:
-    """Yield, for every number in a type: its path, text that puts a number there, and the number's type."""
+    """Yield the path, a template that places a number there, and the type of each number in `kind`."""
     match kind:
         case msgspec.inspect.IntType() | msgspec.inspect.FloatType():
             yield path, around, kind
@@ -262,7 +262,7 @@ def test_the_walk_finds_the_numbers_of_every_table() -> None:
 
 
 def test_a_number_with_thousands_of_digits_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="number with too many digits"):
+    with pytest.raises(SettingsError, match="number in the file has too many digits"):
         load(tmp_path, "fronts = 1" + "0" * 5000)
 
 
@@ -290,7 +290,7 @@ def test_what_is_not_toml_is_told_with_its_line(tmp_path: Path, text: str, line:
         load(tmp_path, text)
     (fault,) = error.value.faults
     assert (fault.place.source, fault.place.line) == (str(tmp_path / "appliance.toml"), line)
-    assert "it is not TOML" in str(error.value)
+    assert "the file is not valid TOML" in str(error.value)
 
 
 def test_lines_are_found_whatever_a_value_looks_like() -> None:

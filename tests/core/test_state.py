@@ -30,11 +30,13 @@ def test_a_missing_database_is_created_and_logged(
     with caplog.at_level(logging.WARNING):
         open_once(tmp_path)
         open_once(tmp_path)
-        assert caplog.messages == [], "a new box, and one that lacks nothing, have nothing to say"
+        assert caplog.messages == [], "a new installation and a complete one must log nothing"
         for path in (tmp_path / "state").glob(f"{name}*"):
             path.unlink()
         if emptied:
             (tmp_path / "state" / name).touch()
         open_once(tmp_path)
     (message,) = caplog.messages
-    assert message.startswith(f"{tmp_path}/state/{name} is missing or empty, but control.db is not new")
+    assert message.startswith(
+        f"{tmp_path}/state/{name} is missing or empty although control.db already has data"
+    )

@@ -26,8 +26,8 @@ print(json.dumps({
 
 
 def activated(environ: dict[str, str], *sockets: socket.socket) -> dict[str, object]:
-    """Return the output of a process that is started as systemd would start it, with sockets from descriptor
-    3 on."""
+    """Return the output of a process that is started as systemd would start it, with sockets from file
+    descriptor 3 onwards."""
     copies = [os.dup(sock.fileno()) for sock in sockets]
     moves = " ".join(f"{3 + number}<&{copy}" for number, copy in enumerate(copies))
     script = f'export LISTEN_PID=$$; exec "$0" -c "$1" {moves}'
@@ -95,7 +95,7 @@ def test_a_manager_that_does_not_listen_is_not_waited_for(tmp_path: Path) -> Non
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         systemd.bind(str(tmp_path / "notify"))
         manager = Manager({"NOTIFY_SOCKET": str(tmp_path / "notify")})
-        while manager.tell(WATCHDOG=1):  # until the kernel accepts no more
+        while manager.tell(WATCHDOG=1):  # until the kernel's buffer is full
             pass
         assert not manager.tell(READY=1)
         systemd.recv(4096)

@@ -1,4 +1,4 @@
-"""Runs the demo model in an in-process engine and asks it the frozen questions."""
+"""Runs the demo model in an in-process engine and sends it the frozen questions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ END = 6
 def engine(
     device: str, dtype: str, kv_cache_dtype: str = "auto", weights: str = "auto", model: Path = DEMO
 ) -> LocalEngine:
-    """Start an engine. model: the folder of the demo model, or of a model with the same tokenizer."""
+    """Start an engine. `model` is the folder of the demo model or of a model with the same tokenizer."""
     return LocalEngine(
         ReplicaSpec(
             replica=f"{device}-0",
@@ -49,7 +49,7 @@ def questions() -> tuple[list[list[int]], list[str]]:
 
 
 def generated(made: LocalEngine, logprobs: int | None = None) -> list[GeneratedSample]:
-    """Return greedy answers to all questions, asked at once; closes the engine."""
+    """Answer all questions greedily in one batch, and close the engine."""
     sampling = SamplingParams(max_tokens=100, stop_token_ids=(END,), logprobs=logprobs)
     prompts, _ = questions()
     got = [samples[0] for samples in made.generate(prompts, sampling)]
@@ -59,7 +59,7 @@ def generated(made: LocalEngine, logprobs: int | None = None) -> list[GeneratedS
 
 
 def answers(made: LocalEngine) -> list[list[int]]:
-    """Return the tokens of `generated`."""
+    """Return the token ids of the answers from `generated`."""
     return [answer.token_ids for answer in generated(made)]
 
 

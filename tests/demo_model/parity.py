@@ -1,5 +1,4 @@
-"""Compares the demo model's answers on one device with those on another: they must be the same tokens, or
-diverge at a near tie."""
+"""Compares the demo model's answers on two devices. The tokens must be the same, or diverge at a near tie."""
 
 from __future__ import annotations
 
@@ -12,15 +11,17 @@ from engine.messages import TokenLogprob
 from tests.demo_model.asking import DEMO, engine, generated
 
 NEAR_TIE = 0.25
-"""The gap between the reference's two best tokens below which another device may choose the second. Nats, or
-logits: the gap is the same in both.
+"""Gap between the reference's top two tokens below which another device may choose the second. The gap is the
+same in log probabilities (nats) and in logits.
 
-Two units in the last place of the largest logit. bfloat16 has 8 significant bits, so from 16 to 32, where the
-answers' largest logits lie (24.75), numbers are 1/8 apart; of two logits each may be rounded to a neighbour.
-That is what rounding does and no more. On a CPU, bfloat16 against float32 moves the answers' gaps by 0.034 in
-the median and 0.256 at most, and gives 211 of 20,480 tokens of held-out text another best one, the largest
-gap of those being 0.094; batches and threads moved none by a bit. The answers' own smallest gap is 3.9: the
-questions are learnt by heart, and a device that parts from the others there has more to it than rounding.
+The value is two units in the last place of the largest logit. bfloat16 has 8 significant bits, so numbers
+from 16 to 32 are 1/8 apart, and the answers' largest logit is 24.75. Rounding can move each of two logits to
+a neighbouring number.
+
+Measured on a CPU, bfloat16 changes the answers' gaps by 0.034 (median) and 0.256 (maximum) compared with
+float32. It changes the top token of 211 of 20,480 held-out tokens, the largest gap of which is 0.094. The
+batch and the number of threads change no bit. The smallest gap in the answers is 3.9, because the model has
+memorised the questions. A device whose answers diverge there therefore has an error other than rounding.
 """
 
 
@@ -30,11 +31,11 @@ class Divergence:
 
     question: int
     place: int
-    """Index of the token in the answer."""
+    """Index of the diverging token in the answer."""
     gap: float
-    """Gap between the reference's two best tokens at that position."""
+    """Gap between the reference's top two tokens at that position."""
     second: bool
-    """Whether the token is the reference's second-best."""
+    """Whether the other device chose the reference's second-best token."""
 
     @property
     def is_near_tie(self) -> bool:
@@ -53,9 +54,9 @@ class Parity:
     tokens: int
     """Number of tokens in the answers, up to where they diverge."""
     least_gap: float
-    """Smallest gap between the reference's two best tokens over these tokens."""
+    """Smallest gap between the reference's top two tokens over these tokens."""
     most_moved: float
-    """Largest difference of that gap on the other device."""
+    """Largest change of that gap on the other device."""
     divergences: list[Divergence]
 
     @property
@@ -87,7 +88,7 @@ def compare(
     device: str, dtype: str, found: list[GeneratedSample], reference: list[GeneratedSample]
 ) -> Parity:
     """Compare the answers of `device` in `dtype` with the reference's. Both need the log probabilities of the
-    two best tokens. Raises ValueError if the reference ends and the other answer continues, because there is
+    top two tokens. Raises ValueError if the reference ends where the other answer continues, because there is
     no gap at that position."""
     divergences, gaps, moved = [], [], []
     for question, (mine, theirs) in enumerate(zip(found, reference, strict=True)):
@@ -115,7 +116,7 @@ def compare(
 
 def _divergence(question: int, place: int, mine: GeneratedSample, theirs: GeneratedSample) -> Divergence:
     if place == len(theirs.token_ids):
-        raise ValueError(f"question {question}: the reference ends after {place} tokens, the other goes on")
+        raise ValueError(f"question {question}: the reference ends after {place} tokens, the other continues")
     known = theirs.logprobs[place]
     token = mine.token_ids[place] if place < len(mine.token_ids) else None
     return Divergence(question, place, _gap(known), second=token in dict(known.top))

@@ -16,7 +16,7 @@ from tests.demo_model.asking import DEMO, END, questions
 BEGIN = 0
 """The demo model's begin token."""
 WINDOW = 1024
-"""Number of tokens of held-out text that are scored together after a begin token, as in the model card."""
+"""Number of held-out tokens that are scored together after a begin token, as in the model card."""
 MOST_ANSWER_TOKENS = 100
 UNQUANTISED = "unquantised"
 
@@ -25,7 +25,7 @@ _Item = TypeVar("_Item")
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A quantised variant of the model, and the quality loss that it may have."""
+    """A quantised variant of the model and its maximum quality loss."""
 
     name: str
     weights: str
@@ -41,7 +41,7 @@ FORMS = (
     Form("FP8 weights and KV", "fp8", "fp8", 0.008),
 )
 LEAST_KEPT = 0.97
-"""Minimum fraction of the answers that were right unquantised and must stay right."""
+"""Minimum fraction of the unquantised model's correct answers that the variant must also answer correctly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +53,18 @@ class Score:
     form: str
     perplexity: float
     perplexity_change: float
-    """Relative to the unquantised model's."""
+    """Change relative to the unquantised model's perplexity."""
     change_error: float
-    """Standard error of that change, over windows of text."""
+    """Standard error of `perplexity_change`, over windows of text."""
     most_perplexity_change: float
     token_change: float
-    """Mean magnitude of the change of a held-out token's log probability, in nats."""
+    """Mean absolute change of a held-out token's log probability, in nats."""
     held_out_tokens: int
     right: int
     """Number of the `asked` answers that begin with the expected sentence."""
     asked: int
     kept: float
-    """Fraction of the answers that were right unquantised and are still right."""
+    """Fraction of the unquantised model's correct answers that are still correct."""
     same: int
     """Number of answers that are identical to the unquantised model's."""
 
@@ -91,9 +91,9 @@ def measure(
     model: Path = DEMO,
     progress: Callable[[str], None] = lambda line: None,
 ) -> list[Score]:
-    """Return the scores of `forms`, the unquantised one first. `asked` and `windows` limit the number of
-    questions and windows of held-out text, which are selected at even intervals; None uses all. model:
-    the folder of a model with the demo model's tokenizer."""
+    """Return the scores of `forms`, of which the first must be unquantised. `asked` and `windows` limit the
+    numbers of questions and of windows of held-out text, which are selected at even intervals. None uses all.
+    `model` is the folder of a model with the demo model's tokenizer."""
     first: _Run | None = None
     scores = []
     for form in forms:

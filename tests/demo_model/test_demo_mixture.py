@@ -1,5 +1,5 @@
 """Tests of the mixture of experts that is made from the demo model. `scripts/quality --model` measures a
-trained one."""
+trained mixture."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _answers(model: Path, weights: str) -> list[list[int]]:
 def test_experts_that_are_copies_give_the_answers_of_the_demo_model(
     mixture: Any, dense: LlamaForCausalLM, tmp_path: Path
 ) -> None:
-    """Whichever experts a token chooses, its weights add up to one."""
+    """The weights of a token's chosen experts add up to one, whichever experts it chooses."""
     mixture.export(mixture.upcycle(dense, 0.0, SEED), DEMO, tmp_path)
     for weights in ("auto", "fp8"):
         assert _answers(tmp_path, weights) == _answers(DEMO, weights)

@@ -18,7 +18,7 @@ from tests.engine.streaming_client import StreamingClient
 
 
 def test_fp8_weights_and_cache_cost_no_more_than_they_may() -> None:
-    """Uses 60 questions and 12 of 57 windows of text; the full results are in `docs/measurements`."""
+    """Uses 60 questions and 12 of 57 windows of text. `docs/measurements` has the full results."""
     plain, *quantised = measure("cpu", "float32", asked=60, windows=12)
     assert (plain.right, plain.asked, plain.held_out_tokens) == (60, 60, 12 * 1024)
     for score, form in zip(quantised, FORMS[1:], strict=True):
@@ -59,7 +59,7 @@ def test_a_form_that_costs_too_much_does_not_pass() -> None:
 
 @pytest.mark.system
 def test_two_ranks_answer_with_fp8_weights_and_cache() -> None:
-    """Uses real processes, in which the o and down projections have scales for each rank's shard."""
+    """Uses real processes. The o and down projections have separate scales for each rank's shard."""
     prompts, expected = questions()
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     sampling = SamplingParams(max_tokens=100, stop_token_ids=(END,))

@@ -1,7 +1,7 @@
 """Prints, as JSON, how many kernels a build and a tuning search compile for Ampere and for Hopper, and how
-many of them use programmatic dependent launch. Also prints which of the build's kernels do not compile for
-Ampere, trying one of those that share a name. Runs in a separate process, like
-`tests.engine.launches_of_serving`."""
+many of them use programmatic dependent launch. Also prints the build's kernels that do not compile for
+Ampere, testing one kernel of each name. Runs in a separate process, like `tests.engine.launches_of_serving`.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Prints how many collective kernels a build enumerates for a model on several ranks, one line per kind of
-pass: `whole` or in `halves`. Runs in a separate process, like `launches_of_serving`."""
+"""Prints the number of collective kernels that a build enumerates for a model on several ranks, one line for
+each kind of pass: `whole` or in `halves`. Runs in a separate process, like `launches_of_serving`."""
 
 from __future__ import annotations
 

@@ -77,11 +77,11 @@ def serve(steps: StepExecutor) -> None:
             rows = list(range(decodes + 2))
             setups = [SlotSetup(row, params, 0, 1, [0]) for row in rows]
             sampled = ([], [decodes], [decodes, decodes + 1])
-            # Every number of samples with the first parameters, and one number with each of the others.
+            # The first parameters are run with every number of samples, all other parameters with one number.
             for samples in sampled if number == 0 else (sampled[(number + index) % 3],):
                 prompt = Chunk(decodes, 0, [0] * chunk, samples)
                 steps.run(StepPlan(0, setups, [], [], rows[:decodes], [prompt]))
-        # The last chunk has set up the most slots.
+        # The last prompt's setup covers the most slots, so these decodes may use any of them.
         for few in (1, 2, 3, 5, 7, 9, 17, 19, 22, 33, 42, 62)[:: 1 if number == 0 else 2]:
             steps.run(StepPlan(0, [], [], [], rows[:few], []))
     for chunk in (1, 40, 64):

@@ -3,7 +3,7 @@ launched without having been compiled, and the changes to the table. Runs in a s
 `tests.engine.launches_of_serving`.
 
 Layers run on meta tensors. The first search chooses the library for every linear. In the descent, a layer
-takes 100 µs, or 90 µs if gate_up uses `tiles` of 128 weight rows, for which the first table has no entry.
+takes 100 µs, or 90 µs if gate_up uses `tiles` of 128 weight rows, which the first table does not contain.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ROWS = (1, 8)
 
 
 def table_before() -> Table:
-    """The shipped table without entries for gate_up, which then follows the rules."""
+    """Return the shipped table with the rule-based plans as the entries for gate_up."""
     table = load_table(GPU.name)
     for rows in ROWS:
         rule = linear_plans.choose(rows, GATE_UP.n, GATE_UP.k, GATE_UP.dtype)
@@ -43,7 +43,7 @@ def table_before() -> Table:
 
 
 class Graphs:
-    """Runs the functions that it should capture, and records their simulated duration."""
+    """Runs functions instead of capturing them, and records their simulated duration."""
 
     table: Table
     """The plans that the layers currently use."""
@@ -60,8 +60,7 @@ class Graphs:
 
 
 def run(*options: str) -> tuple[list[compiling.CompileJob], set[tuple[str, str]], str]:
-    """Run the command. Returns the kernels that it launched, the kernels that it had compiled, and its
-    output."""
+    """Run the command. Return the kernels that it launched, the kernels that it compiled, and its output."""
     compiled: list[compiling.CompileJob] = []
     use = chain.LayerChain.use
 

@@ -34,7 +34,7 @@ class Entry:
     cancelled: set[int] = field(default_factory=set)
     """Samples that were cancelled."""
     deaf: bool = False
-    """Whether its front has disconnected, after which no output may be sent to it."""
+    """Whether its front has disconnected. No output may be sent to a disconnected front."""
 
 
 class OutputChecker:
@@ -43,8 +43,8 @@ class OutputChecker:
     than a short one."""
 
     def __init__(self, max_model_len: int, vocab: int, poison: int | None) -> None:
-        """Prepare an empty checker. `poison` is a token whose embedding is sometimes NaN, so sequences that
-        contain it may end with an error."""
+        """Prepare an empty checker. The embedding of token `poison` is sometimes NaN, so sequences that
+        contain this token may end with an error."""
         self._max_model_len, self._vocab, self._poison = max_model_len, vocab, poison
         self.open: dict[int, Entry] = {}
         self.counts: Counter[str] = Counter()
@@ -79,12 +79,12 @@ class OutputChecker:
 
     def _told(self, origin: str, output: Output) -> None:
         entry = self.open.get(output.handle)
-        assert entry is not None, f"an output of a request that had ended: {output}"
+        assert entry is not None, f"output of a request that had ended: {output}"
         assert not entry.deaf and entry.origin == origin, (
-            f"an output to {origin} instead of {entry.origin}: {output}"
+            f"output was sent to {origin} instead of {entry.origin}: {output}"
         )
         told = entry.samples[output.sample]
-        assert not told.finish_reason, f"an output after {told.finish_reason!r}: {output}"
+        assert not told.finish_reason, f"output after the end ({told.finish_reason!r}): {output}"
         submit = entry.submit
         if not told.outputs:
             assert output.cached_tokens is not None
@@ -149,7 +149,9 @@ class OutputChecker:
             assert not places, f"{name} continued after a stop token: {known}"
         if told.finish_reason == "length":
             most = min(sampling.max_tokens, self._max_model_len - len(submit.prompt_token_ids))
-            assert len(known) == max(most, len(submit.output_token_ids)), f"{name}: {len(known)} of {most}"
+            assert len(known) == max(most, len(submit.output_token_ids)), (
+                f"{name}: {len(known)} tokens instead of {most}"
+            )
         if told.finish_reason == "cancelled":
             assert sample in entry.cancelled, f"{name} ended as cancelled, but no cancel was sent"
         poisoned = self._poison in submit.prompt_token_ids or self._poison in known
@@ -170,7 +172,9 @@ class OutputChecker:
             self.counts["undelivered"] += len(entry.samples)
         else:
             finishes = [told.finish_reason for told in entry.samples.values()]
-            assert finished.finish_reason == finishes and all(finishes), f"{finished}, told {finishes}"
+            assert finished.finish_reason == finishes and all(finishes), (
+                f"{finished}, but the outputs ended with {finishes}"
+            )
             told_tokens = sum(len(told.token_ids) for told in entry.samples.values())
-            assert finished.generated_tokens == told_tokens, f"{finished}, told {told_tokens} tokens"
+            assert finished.generated_tokens == told_tokens, f"{finished}, but {told_tokens} tokens were sent"
         self.done.append(entry)

@@ -29,7 +29,7 @@ START_TIMEOUT_S = 180.0
 
 
 class RankEngine(LocalEngine):
-    """Rank 0 of a group whose other ranks execute `follow_rank_0`."""
+    """Rank 0 of a group whose other ranks run `follow_rank_0`."""
 
     def __init__(self, spec: ReplicaSpec, runner: ModelRunner, peers: list[socket.socket]) -> None:
         self.runner, self.info, self.peers, self.others = runner, runner.info(), peers, None
@@ -86,7 +86,7 @@ class Member:
                 return [listener.accept()[0] for _ in range(self.size - 1)]
         deadline = time.monotonic() + START_TIMEOUT_S
         while not os.path.exists(path):
-            assert time.monotonic() < deadline, "rank 0 does not listen"
+            assert time.monotonic() < deadline, "rank 0 did not start listening"
             time.sleep(0.01)
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(path)
@@ -140,4 +140,4 @@ def _enter(
         torch.set_num_threads(1)
     result = work(Member(rank, size, folder, device, overlap_from), *arguments)
     torch.save(result, folder / f"result-{rank}.pt")
-    os._exit(0)  # a normal exit could block on threads of torch.distributed
+    os._exit(0)  # a normal exit could hang on threads of torch.distributed

@@ -48,16 +48,15 @@ FILL_SIZES = {"max_num_seqs": 1024, "max_num_batched_tokens": 8192, "kv_blocks":
 """A pool sized from the available memory."""
 
 GROWTH = {"objects": 200, "host_bytes": 32 << 20, "device_bytes": 1 << 20, "device_used_bytes": 512 << 20}
-"""Maximum growth from the second to the last quarter of a run, by medians. In order: Python objects; the
+"""Maximum growth of each median from the second to the last quarter of a run. In order: Python objects; the
 process's memory in bytes (libraries keep code for each new shape: 150 MiB in the first minutes, then less and
 less); the size of tensors on the device; and all used device memory (torch's allocator keeps memory that it
-has used).
-"""
+has used)."""
 HOST_FROM_S = 600
 """Seconds after which the process's memory is checked."""
 
 STALLED_S = 300
-"""A round that takes longer counts as hanging, and the test prints the stack of each thread."""
+"""Number of seconds after which a round counts as hanging. The test then prints the stack of each thread."""
 
 
 @dataclass(slots=True)
@@ -94,7 +93,7 @@ class Soak:
     handles: int = 0
     fronts: list[int] = field(default_factory=lambda: [0, 1])
     credit_tokens: int = 0
-    """Credit in tokens that the engine has granted."""
+    """Credit granted by the engine, in tokens."""
     credits_spent: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
@@ -207,7 +206,7 @@ class Soak:
     # ── checks after a round ────────────────────────────────────────────────────────────────────────────────
 
     def _expect_order(self) -> None:
-        """Raise unless all slots, blocks and credits are free again; record the memory use."""
+        """Check that all slots, blocks and credits are free again, and record the memory use."""
         scheduler, gauges = self.engine.scheduler, self.engine.core.gauges()
         self.engine.scheduler.check()
         scheduler.pool.check([])
@@ -215,11 +214,13 @@ class Soak:
         assert gauges.running == gauges.waiting == gauges.blocks_used == 0, gauges
         assert scheduler.pool.available == scheduler.pool.total
         credits = (gauges.credit_seqs - self.limits.rows, gauges.credit_tokens - self.credit_tokens)
-        assert credits == self.credits_spent, f"credits {credits} came back for {self.credits_spent}"
-        # Otherwise some slots were not filled.
+        assert credits == self.credits_spent, (
+            f"{credits} credits were returned, but {self.credits_spent} were spent"
+        )
+        # In a smaller pool, the requests above did not reach every slot.
         if scheduler.pool.total > self.limits.rows + scheduler.watermark:
             assert self.engine.runner.steps.tables.sampling.counts is None, (
-                "penalty counts outlived their requests"
+                "penalty counts were kept after their requests ended"
             )
         gc.collect()
         seconds = time.monotonic() - self.began
@@ -400,8 +401,12 @@ def _arguments(given: list[str] | None) -> argparse.Namespace:
     )
     for name in ("max-num-seqs", "max-num-batched-tokens", "kv-blocks", "max-model-len"):
         parser.add_argument(f"--{name}", type=int)
-    parser.add_argument("--spec", action="append", default=[], metavar="FIELD=VALUE", help="of ReplicaSpec")
-    parser.add_argument("--fill", action="store_true", help="fill every block once, and report the memory")
+    parser.add_argument(
+        "--spec", action="append", default=[], metavar="FIELD=VALUE", help="set a field of ReplicaSpec"
+    )
+    parser.add_argument(
+        "--fill", action="store_true", help="fill every block once, and report the memory use"
+    )
     parser.add_argument("--json", type=Path, help="write the statistics to this file")
     arguments = parser.parse_args(given)
     if arguments.near_tie is None:

@@ -1,9 +1,9 @@
-"""A wave of long sequences that takes every block of the pool, in all slots, with every kind of sampling.
+"""A wave of long sequences that uses every block of the pool, in all slots, with every kind of sampling.
 
-Every slot has a prompt, and all prompts together nearly fill the pool. After that, all sequences decode until
-no block is left and sequences are preempted, and for some steps more; the remaining sequences are cancelled.
-This shows that the pool can be used to its last block without running out of memory, and how well
-`engine.sizing` predicted the memory use.
+Every slot has a prompt, and all prompts together nearly fill the pool. All sequences then decode until no
+block is left and sequences are preempted, and for some steps after that. The remaining sequences are
+cancelled. This shows that the pool can be used to its last block without running out of memory, and how
+accurately `engine.sizing` predicts the memory use.
 """
 
 from __future__ import annotations
@@ -76,11 +76,12 @@ def fill(engine: LocalEngine, seed: int = 0) -> dict[str, Any]:
 
 
 def _submits(engine: LocalEngine, draw: random.Random) -> list[Submit]:
-    """Return one submission per slot. While the last prompts are computed, the first slots decode, so the
-    prompts leave free blocks for them. Afterwards, all sequences together need more than the pool has."""
+    """Return one submission per slot. The first slots decode while the last prompts are computed, so the
+    prompts leave free blocks for them. After that, the sequences together need more blocks than the pool
+    has."""
     info, scheduler = engine.info, engine.scheduler
     rows = info.max_num_seqs
-    # The last block of a sequence is half full on average, and the watermark stays free for decodes.
+    # On average, half of a sequence's last block is unused. The watermark stays free for decodes.
     tokens = ((info.kv_blocks - scheduler.watermark) / rows - 0.5) * BLOCK_TOKENS
     of_prompts = max(1, scheduler.max_mixed_tokens - rows // 2)
     length = int(tokens / (1 + rows / (2 * of_prompts)))
@@ -103,8 +104,8 @@ def _submits(engine: LocalEngine, draw: random.Random) -> list[Submit]:
 
 
 def _memory(engine: LocalEngine, before: int, most: int) -> dict[str, Any]:
-    """Return the predicted memory, the memory after startup and the maximum; on a GPU, also the sizes of the
-    weights and the KV cache."""
+    """Return the predicted memory, the memory after startup and the maximum memory. On a GPU, also return the
+    sizes of the weights and the KV cache."""
     info = engine.info
     stats: dict[str, Any] = {
         "weight_bytes": info.weight_bytes,

@@ -1,4 +1,5 @@
-"""Requests with known outputs. Each runs alone in an empty engine first, and then repeatedly within traffic.
+"""Requests with known outputs. Each request first runs alone in an empty engine, and then repeatedly amid
+other traffic.
 
 The last bits of sums depend on the shapes of tensors, so an output may diverge from its reference at a
 near-tie. The generated token must then be the one that `kernels.sampling` chooses for log probabilities
@@ -22,7 +23,7 @@ from tests.engine.output_checker import Entry
 from tests.engine.soak_traffic import Limits
 
 KINDS = 24
-"""Number of known requests, each of another kind."""
+"""Number of known requests, each of a different kind."""
 _TRIES = 60
 """Number of random perturbations that are tried before a different token counts as wrong."""
 
@@ -59,13 +60,13 @@ class Known:
             assert sample.finish_reason == "length", (
                 f"a reference ended with {sample.finish_reason!r}: {sample.error}"
             )
-            # The poison token would end the sequence in rounds in which it is active.
+            # The poison token would end the sequence in rounds in which its embedding is NaN.
             if limits.poison not in sample.token_ids:
                 self._asks.append((prompt, params))
                 self._answers.append(Answer(sample.token_ids, sample.logprobs))
 
     def submit(self, handle: int) -> Submit:
-        """Return one of the requests again; `Submit.index` holds its number."""
+        """Return one of the requests again. `Submit.index` contains its number."""
         number = self._draw.randrange(len(self._asks))
         prompt, params = self._asks[number]
         if self._draw.random() < 0.3:
@@ -102,14 +103,15 @@ class Known:
                 self.counts["parted"] += 1
                 assert self._close(submit, reference, place, token), (
                     f"{submit.request_id} (reference {submit.index}), token {place} is {token}, not "
-                    f"{expected}, and the two were not near a tie: {submit.sampling}"
+                    f"{expected}, and the two were not at a near-tie: {submit.sampling}"
                 )
                 return
             self.counts["tokens"] += 1
         self.counts["equal"] += 1
 
     def _close(self, submit: Submit, reference: Answer, place: int, token: int) -> bool:
-        """Return whether small changes to the reference's log probabilities make `token` the choice."""
+        """Return whether small changes to the reference's log probabilities would make `token` the sampled
+        one."""
         top = reference.logprobs[place].top
         ids = torch.tensor([each for each, _ in top])
         logprobs = torch.tensor([value for _, value in top])
@@ -137,7 +139,7 @@ class Known:
 
 
 def _choose(ids: torch.Tensor, logprobs: torch.Tensor, submit: Submit, history: list[int], vocab: int) -> int:
-    """Return the token that `kernels.sampling` chooses after `history` among the listed ones."""
+    """Return the token that `kernels.sampling` chooses among the listed tokens after `history`."""
     params = submit.sampling
     output = history[len(submit.prompt_token_ids) :]
     x = logprobs.clone()
@@ -161,8 +163,8 @@ def _choose(ids: torch.Tensor, logprobs: torch.Tensor, submit: Submit, history: 
 
 
 def _ask(draw: random.Random, limits: Limits, kind: int) -> tuple[list[int], SamplingParams]:
-    """Return a prompt and sampling parameters, which are greedy, plain and filtered in rotation. If
-    references list only some of the tokens, the sampled token must be among them, so filtering then uses a
+    """Return a prompt and sampling parameters, which are greedy, plain and filtered in rotation. The sampled
+    token must be listed in the reference. If references list only some tokens, filtering therefore uses a
     small top-k and nothing that promotes unlisted tokens."""
     length = draw.choice([1, 40, 64, 65, 130, limits.longest_prompt])
     prompt = [draw.randrange(3, limits.poison) for _ in range(min(length, limits.longest_prompt))]

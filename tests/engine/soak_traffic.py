@@ -16,7 +16,7 @@ FORBIDDEN = -math.inf
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The properties of the engine that requests are drawn for."""
+    """The engine's properties that limit which requests can be drawn."""
 
     vocab: int
     rows: int
@@ -50,14 +50,14 @@ def draw_submit(
     draw: random.Random, handle: int, limits: Limits, poison: int | None = None
 ) -> tuple[Submit, str]:
     """Return a request and its defect: "" (none), "refused" (an invalid field) or "banned" (no token is
-    allowed). `poison` is a token that some prompts then contain."""
+    allowed). `poison` is a token that is added to some prompts."""
     submit = _sound(draw, handle, limits)
     chance = draw.random()
     if poison is not None and chance > 0.9:
         submit.prompt_token_ids[draw.randrange(len(submit.prompt_token_ids))] = poison
     if chance < 0.02:
         return _refused(draw, submit, limits), "refused"
-    # A bias for every token of a real vocabulary would take megabytes.
+    # Biases for all tokens of a real vocabulary would take megabytes.
     if chance < 0.03 and limits.vocab < 1000:
         bans = dict.fromkeys(range(limits.vocab), FORBIDDEN)
         sampling = SamplingParams(max_tokens=5, logit_bias=bans)
@@ -106,7 +106,7 @@ def _sampling(draw: random.Random, limits: Limits) -> SamplingParams:
     if draw.random() < 0.15:
         bias = {draw.randrange(few): draw.choice([FORBIDDEN, -5.0, 2.0]) for _ in range(draw.choice([1, 8]))}
     if stops and draw.random() < 0.2:
-        bias = {stops[0]: 50.0}  # the sequence ends as soon as min_tokens allows it
+        bias = {stops[0]: 50.0}  # the sequence ends at the first position that min_tokens allows
     words: tuple[tuple[int, ...], ...] = ()
     if draw.random() < 0.15:
         words = tuple(
@@ -123,7 +123,7 @@ def _sampling(draw: random.Random, limits: Limits) -> SamplingParams:
         frequency_penalty=draw.choice([0.0, 0.3]) if penalised else 0.0,
         repetition_penalty=draw.choice([1.0, 1.2]) if penalised else 1.0,
         logit_bias=bias,
-        # The token ids 0 to 63; bias and bad words leave some of them.
+        # This allows the token ids 0 to 63. The bias and the bad words ban only some of them.
         allowed_tokens=b"\xff" * 8 if draw.random() < 0.1 else b"",
         bad_words=words,
         seed=draw.randrange(1 << 40),
@@ -136,7 +136,7 @@ def _sampling(draw: random.Random, limits: Limits) -> SamplingParams:
 
 
 def _refused(draw: random.Random, submit: Submit, limits: Limits) -> Submit:
-    """Return the submission with an invalid field, as a defective front could send it."""
+    """Return the submission with an invalid field, as a defective front might send it."""
     sampling = {name: getattr(submit.sampling, name) for name in submit.sampling.__struct_fields__}
     bad_sampling = [
         {"temperature": math.nan},
@@ -181,10 +181,10 @@ class Rhythm:
 
 @dataclass(slots=True)
 class Cancelled:
-    """Counts of cancelled sequences by their state."""
+    """Numbers of cancelled sequences by state."""
 
     where: Counter[str] = field(default_factory=Counter)
-    """Numbers of sequences that were cancelled while queued, in prefill or decoding."""
+    """Number of sequences that were cancelled while queued, in prefill or decoding, by state."""
 
     def note(self, core: EngineCore, origin: str, handle: int, sample: int | None) -> None:
         """Record the states of the sequences that are about to be cancelled."""

@@ -15,12 +15,13 @@ class ReplicaLost(Exception):
 
 
 class StreamingClient(ReplicaClient):
-    """A `ReplicaClient` with `generate`. Its channel must stay open until every iterator has ended or
+    """A `ReplicaClient` with `generate`. Its channel must remain open until every iterator has ended or
     failed."""
 
     def __init__(self, sock: socket.socket, on_lost: Callable[[list[int]], None]) -> None:
         self._queues: dict[int, asyncio.Queue[Output | None]] = {}
-        """The queues of running `generate` calls by handle; None means that the replica is lost."""
+        """The queues of running `generate` calls by handle. None in a queue means that the replica is
+        lost."""
 
         def lost(handles: list[int]) -> None:
             for queue in self._queues.values():

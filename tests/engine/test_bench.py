@@ -38,13 +38,14 @@ H200 = CEILINGS["NVIDIA H200"]
 @pytest.mark.parametrize(
     ("workload", "bf16", "fp8"),
     [
-        # 50 reads of all weights: 13.96 GB of layers in bf16, half of that in FP8, and 1.05 GB of the output
-        # matrix.
+        # The weights are read 50 times: 13.96 GB of layers in bf16, half of that in FP8, and 1.05 GB for the
+        # output matrix.
         ("b1_50tok", 180, 92),
         ("b1_decode", 290, 542),
         ("b64_decode", 8_620, 16_600),
         ("n1024", 12_170, 22_900),
-        # 13.96 GFLOP per token at 700 and 1,320 TFLOP/s, and 1.07 GFLOP of attention at 700 in both cases.
+        # The linears need 13.96 GFLOP per token, at 700 TFLOP/s in bf16 or 1,320 TFLOP/s in FP8. Attention
+        # needs 1.07 GFLOP at 700 TFLOP/s in both cases.
         ("prefill", 46_600, 82_600),
         ("ttft8k", 192, 112),
     ],
@@ -62,11 +63,13 @@ def test_fp8_weights_do_not_change_the_limits_of_cache_and_attention(tmp_path: P
     config = read_config(write_config("llama-3.1-8b", tmp_path))
     at_one, at_many = WORKLOADS["b1_decode"], WORKLOADS["n1024"]
     wide, half = (limit(config, at_many, H200, "bfloat16", kv) for kv in ("bfloat16", "fp8"))
-    # 1,024 sequences of 640 tokens: reading the cache takes 19.7 ms of a step's 41.7, with FP8 10.2 of 32.1.
+    # With 1,024 sequences of 640 tokens, reading a bfloat16 cache takes 19.7 ms of a 41.7 ms step, and
+    # reading an FP8 cache takes 10.2 ms of 32.1 ms.
     assert half / wide == pytest.approx(1.13, abs=0.02)
     alone = limit(config, at_one, H200, "bfloat16", "fp8")
     assert alone == pytest.approx(limit(config, at_one, H200, "bfloat16", "bfloat16"), rel=0.01)
-    # A prompt computed in a single pass reads no cache, and its attention is the same.
+    # A prompt computed in a single pass reads no cache, so the dtype of the cache does not change its
+    # attention.
     prompts = [limit(config, WORKLOADS["prefill"], H200, "fp8", kv) for kv in ("bfloat16", "fp8")]
     assert prompts[0] == prompts[1]
 
@@ -87,7 +90,7 @@ def test_only_known_devices_have_limits(device: str, known: bool) -> None:
 
 
 def test_no_measured_result_on_an_h100_exceeds_its_limit(tmp_path: Path) -> None:
-    """The results are those of docs/performance.md, 2026-11-22."""
+    """The measurements are from docs/performance.md, 2026-11-22."""
     config = read_config(write_config("llama-3.1-8b", tmp_path))
     measured = {
         "bfloat16": {"b1_decode": 185, "b8_decode": 1_299, "b64_decode": 5_989, "prefill": 43_360},
@@ -104,7 +107,8 @@ def test_no_measured_result_on_an_h100_exceeds_its_limit(tmp_path: Path) -> None
     [
         ("b1_decode", 123, 245),
         ("prefill", 20_000, 37_000),
-        # 68.5 G parameters × 2 × 8192 / 4 at 700 and 1,320 TFLOP/s, and 22 TFLOP of attention at 700.
+        # 68.5 G parameters × 2 × 8192 tokens / 4 GPUs, at 700 or 1,320 TFLOP/s, plus 22 TFLOP of attention at
+        # 700 TFLOP/s.
         ("ttft8k", 432, 244),
     ],
 )
@@ -119,7 +123,8 @@ def test_the_limits_of_the_70b_shape_on_four_gpus_are_close_to_hand_computed_val
 @pytest.mark.parametrize(
     ("shape", "total", "active"),
     [
-        # Published: 30.5 billion parameters, 3.3 active with embeddings; 235 and 22; 46.7 and 12.9.
+        # Published parameters in billions, total and active (with embeddings): 30.5 and 3.3; 235 and 22; 46.7
+        # and 12.9.
         ("qwen3-30b-a3b", 30.53e9, 3.35e9),
         ("qwen3-235b-a22b", 235.1e9, 22.2e9),
         ("mixtral-8x7b", 46.70e9, 12.88e9),
@@ -137,13 +142,15 @@ def test_shapes_with_experts_have_their_published_sizes(
 @pytest.mark.parametrize(
     ("workload", "bf16", "fp8"),
     [
-        # 2.73 G parameters of the layers, 0.31 G of the output matrix, 49 MB of cache.
+        # A step reads 2.73 G parameters of the layers, 0.31 G of the output matrix, and 49 MB of cache.
         ("b1_decode", 685, 1_250),
-        # 51.6 of 128 experts for 8 tokens, which have 4.72 M parameters in each of 48 layers.
+        # 8 tokens choose 51.6 of 128 experts on average. Each expert has 4.72 M parameters in each of 48
+        # layers.
         ("b8_decode", 1_300, 2_530),
-        # 126 experts for 64 tokens.
+        # 64 tokens choose 126 experts on average.
         ("b64_decode", 4_110, 8_080),
-        # 5.46 GFLOP per token at 700 and 1,320 TFLOP/s, and 1.6 GFLOP of attention at 700 in both cases.
+        # The linears need 5.46 GFLOP per token, at 700 TFLOP/s in bf16 or 1,320 TFLOP/s in FP8. Attention
+        # needs 1.6 GFLOP at 700 TFLOP/s in both cases.
         ("prefill", 99_000, 155_000),
     ],
 )
@@ -272,7 +279,7 @@ sys.modules.update((name, None) for name in others if name not in needed)
 sys.argv[0] = "engine.bench"
 runpy.run_module("engine.bench", run_name="__main__")
 """
-"""Runs the benchmark in a process in which importing any unneeded package fails."""
+"""Runs the benchmark in a process in which importing any package that it does not need fails."""
 
 
 def test_a_run_needs_few_packages_and_writes_its_results(tmp_path: Path) -> None:
@@ -319,7 +326,7 @@ MAINS = {"engine.bench": bench.main, "engine.profile": profile.main}
 def refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., str]:
-    """Return the single line that a program prints when it cannot start; no engine is started."""
+    """Return the single line that a program prints when it cannot start. Fail if it starts an engine."""
     (tmp_path / "config.json").write_text(json.dumps(TINY))
 
     def not_started(spec: object, progress: object) -> None:

@@ -58,7 +58,7 @@ def options(tmp_path: Path) -> list[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    """Return the exit code, the output and the errors of a process."""
+    """Wait for a process to end. Return its exit code, output and errors."""
     out, err = process.communicate(timeout=WAIT_S)
     return process.returncode, out, err
 
@@ -69,8 +69,7 @@ def children(pid: int) -> list[int]:
 
 
 def running(pid: int) -> bool:
-    """Return whether a process is running. An exited process that was not reaped yet counts as not
-    running."""
+    """Return whether a process is running. A zombie counts as not running."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -140,7 +139,7 @@ def test_a_model_that_cannot_be_split_is_reported_before_ranks_start(start: Star
 
 def test_random_traffic_over_two_ranks_leaves_nothing_behind(start: Start, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    # Every known request runs alone first, which takes most of the time.
+    # Every known request first runs alone, which takes most of the time.
     rounds = ["--rounds", "1", "--seed", "3", "--known", "4", "--spec", "tensor_parallel_size=2"]
     soak = ["-m", "tests.engine.soak", *rounds]
     code, printed, errors = finish(start(*soak, "--json", str(report)))

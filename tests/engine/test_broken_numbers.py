@@ -1,5 +1,5 @@
-"""Tests of non-finite values, with a real engine on the CPU. The sequence ends with an error, and neither its
-neighbours in the batch nor the next owners of its blocks are affected."""
+"""Tests of non-finite values, with a real engine on the CPU. The affected sequence ends with an error, but
+other sequences in the batch and the next owners of its blocks are not affected."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def engine(tmp_path: Path) -> LocalEngine:
 
 def test_a_non_finite_sequence_ends_with_an_error_and_no_other_is_affected(engine: LocalEngine) -> None:
     expected = [engine.generate([prompt], GREEDY)[0][0].token_ids for prompt in PROMPTS]
-    # The non-finite value is late in the second block, because the block's next owner reads past its own end
-    # there before it writes.
+    # The non-finite value is near the end of the second block. The block's next owner reads that position
+    # before writing it.
     poisoned = [*PROMPTS[0], *PROMPTS[3][:50], POISON, 4]
     for _ in range(5):
         answers = engine.generate([PROMPTS[1], poisoned, PROMPTS[2]], GREEDY)
@@ -52,7 +52,7 @@ def test_a_non_finite_sequence_ends_with_an_error_and_no_other_is_affected(engin
         assert "computed NaN or infinity" in (answers[1][0].error or "")
         assert [answers[0][0].token_ids, answers[2][0].token_ids] == [expected[1], expected[2]]
         engine.scheduler.check()
-        # The pool has ten blocks, so these requests reuse those of the poisoned prompt.
+        # The pool has only ten blocks, so these requests reuse the poisoned prompt's blocks.
         again = engine.generate(PROMPTS, GREEDY)
         assert [answer[0].token_ids for answer in again] == expected
     assert engine.core.gauges().blocks_used == 0
@@ -63,14 +63,14 @@ def test_a_non_finite_sequence_ends_with_an_error_and_no_other_is_affected(engin
 def test_a_long_prompt_ends_at_its_first_non_finite_chunk_and_leaves_the_prefix_cache(
     engine: LocalEngine,
 ) -> None:
-    """The NaN of a later token can reach earlier tokens of the same chunk, because masked values are
-    multiplied by zero, and zero times NaN is NaN."""
+    """A later token's NaN can reach earlier tokens of the same chunk, because masked values are multiplied by
+    zero, and zero times NaN is NaN."""
     short = LocalEngine(msgspec.structs.replace(engine.runner.spec, max_num_batched_tokens=80))
     with torch.inference_mode():
         short.runner.decoder.embedding[POISON] = float("nan")
     prompt = PROMPTS[0][:70]
     (expected,) = engine.generate([prompt], GREEDY)
-    # The first chunk has 80 tokens: the first block and then the poison token.
+    # The first chunk has 80 tokens, which are the first block and the tokens up to the poison token.
     broken = [*prompt, POISON, *PROMPTS[1][:40]]
     scored = SamplingParams(max_tokens=0, prompt_logprobs=0)
     for salt, n, asked in (("a", 1, GREEDY), ("b", 3, GREEDY), ("c", 1, scored)):
@@ -113,7 +113,7 @@ def test_a_bias_that_bans_every_token_ends_the_sequence_with_an_error(engine: Lo
 
 
 def test_blocks_of_a_cancelled_non_finite_prompt_do_not_affect_their_next_owners(engine: LocalEngine) -> None:
-    """The prompt is cancelled during prefill or before a token is read, so the engine does not learn of the
+    """The prompt is cancelled during prefill or before a token is read, so the engine never detects the
     NaN."""
     expected = [engine.generate([prompt], GREEDY)[0][0].token_ids for prompt in PROMPTS]
     poisoned = [*PROMPTS[0], *PROMPTS[3][:50], POISON, 4]

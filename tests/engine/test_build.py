@@ -92,12 +92,12 @@ def test_warm_up_launches_and_a_build_compiles_every_kernel_that_serving_launche
     assert built >= loaded >= served > 30
     assert long == (
         (FAMILIES | MIXTURES)[family].get("head_dim") == 128
-    )  # the kernel that exists only for Hopper GPUs
+    )  # one kernel exists only for Hopper GPUs
 
 
 def test_the_collectives_of_every_rank_are_enumerated(tmp_path: Path) -> None:
-    """The kernels differ between ranks: sums with and without a norm, gathers of two sizes, and the choice of
-    a token. Passes in halves also launch a barrier, and a sum whose kernel is the same on all ranks."""
+    """Ranks use different kernels: sums with and without a norm, gathers of two sizes, and the choice of a
+    token. Passes in halves also launch a barrier, and a sum whose kernel is the same on all ranks."""
     folder = folder_of(tmp_path, "llama")
     printed = compiled("tests.engine.launches_of_halves", folder, 2, "whole", "halves").stdout
     whole, halves = ([int(count) for count in line.split()] for line in printed.splitlines())
@@ -106,7 +106,8 @@ def test_the_collectives_of_every_rank_are_enumerated(tmp_path: Path) -> None:
 
 
 def test_kernels_are_built_and_tuned_without_dependent_launch_before_hopper(tmp_path: Path) -> None:
-    """Older instruction sets do not support dependent launch, so kernels that use it would not compile."""
+    """Before Hopper, GPUs do not support programmatic dependent launch, so kernels that use it would not
+    compile."""
     done = compiled("tests.engine.launches_before_hopper", folder_of(tmp_path, "llama"))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -117,7 +118,7 @@ def test_kernels_are_built_and_tuned_without_dependent_launch_before_hopper(tmp_
 
 
 def test_a_checkpoint_that_kernels_cannot_serve_is_named_with_its_field(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"config.json: hidden_size is 'x'; an integer of at least 1"):
+    with pytest.raises(CheckpointError, match=r"config.json: hidden_size is 'x'; it must be an integer"):
         read_served(folder_of(tmp_path, "llama", hidden_size="x"))
     with pytest.raises(
         UnsupportedError, match=r"config.json: dtype is float32; GPU kernels support bfloat16, fl.*"

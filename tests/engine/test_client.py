@@ -14,8 +14,8 @@ from tests.engine.streaming_client import ReplicaLost, StreamingClient
 
 
 class Played:
-    """The replica's end of the channel, which answers each sample with one token immediately, unless
-    `silent`."""
+    """The replica's end of the channel. Unless `silent`, it answers each sample immediately with one
+    token."""
 
     def __init__(self) -> None:
         ours, theirs = socketpair()
@@ -97,7 +97,7 @@ def test_prompt_logprobs_of_the_longest_prompts_fit_into_a_frame() -> None:
         submit = played.ask()
         answers: list[Output] = []
         played.client.submit(submit, answers.append)
-        # A string with the same number of bytes is quicker to build.
+        # A string of the same number of bytes is quicker to build.
         played.channel.send(
             StepFrame(1, [Output(submit.handle, 0, [], "error", error="x" * (262_144 * size))])
         )

@@ -2,8 +2,8 @@
 request is split: batch, chunk size, prefix hits, preemption, samples, overlap.
 
 The last bits of sums depend on the shapes of tensors, so a sequence may diverge from its reference only where
-the two best tokens are closer than NEAR_TIE. Log probabilities are compared too, because they reveal a wrong
-key or value long before it changes a token.
+the gap between the top two tokens is below NEAR_TIE. Log probabilities are compared too, because they reveal
+a wrong key or value long before it changes a token.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from engine.messages import Output, ReplicaSpec, SamplingParams, Submit, TokenLo
 from tests.engine.tiny import TINY
 
 NEAR_TIE = 1e-4
-"""Largest difference between the two best log probabilities that counts as a near-tie, in nats."""
+"""Maximum difference between the top two log probabilities that counts as a near-tie, in nats."""
 LOGPROB_ERROR = 1e-3
 VOCAB = TINY["vocab_size"]
 
@@ -55,9 +56,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def build(model: Path) -> Iterator[Build]:
-    """Creates engines over one random model, and closes them."""
+@contextmanager
+def engines_of(model: Path, **form: str) -> Iterator[Build]:
+    """Yield a function that creates engines over the model. The engines are closed at the end."""
     engines: list[LocalEngine] = []
 
     def make(**changes: object) -> LocalEngine:
@@ -66,6 +67,7 @@ def build(model: Path) -> Iterator[Build]:
             "max_num_batched_tokens": 512,
             "max_model_len": 320,
             "kv_blocks": 64,
+            **form,
             **changes,
         }
         spec = ReplicaSpec(
@@ -74,14 +76,22 @@ def build(model: Path) -> Iterator[Build]:
         engines.append(LocalEngine(spec))
         return engines[-1]
 
-    yield make
-    for engine in engines:
-        engine.close()
+    try:
+        yield make
+    finally:
+        for engine in engines:
+            engine.close()
+
+
+@pytest.fixture
+def build(model: Path) -> Iterator[Build]:
+    with engines_of(model) as make:
+        yield make
 
 
 class Alone:
-    """Reference outputs, for which each request runs alone in an empty engine, unsplit and without cached
-    blocks. They are kept for later tests."""
+    """Reference outputs, kept for later tests. Each request runs alone in an empty engine, unsplit and
+    without cached blocks."""
 
     def __init__(self, model: Path, **changes: str) -> None:
         self._engine = LocalEngine(
@@ -121,7 +131,7 @@ def alone(model: Path) -> Iterator[Alone]:
 
 
 def serve(engine: LocalEngine, asks: list[Ask], arrive: Callable[[], int] = lambda: 0) -> list[list[Answer]]:
-    """Submit all requests, `arrive()` steps apart, and run to the end, checking the invariants at every
+    """Submit the requests `arrive()` steps apart, run them to the end, and check the invariants at every
     step."""
     core = engine.core
     answers = [[Answer() for _ in range(ask.n)] for ask in asks]
@@ -173,7 +183,7 @@ def expect_equal(answer: Answer, reference: Answer) -> None:
     for place, (mine, other) in enumerate(zip(answer.logprobs, reference.logprobs, strict=True)):
         if mine.token_id != other.token_id:
             gap = other.top[0][1] - other.top[1][1]
-            assert gap < NEAR_TIE, f"token {place} differs where the best two are {gap} apart"
+            assert gap < NEAR_TIE, f"token {place} differs although the gap between the top two is {gap}"
             return
         assert mine.logprob == pytest.approx(other.logprob, abs=LOGPROB_ERROR), f"token {place}"
 

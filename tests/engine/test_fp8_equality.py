@@ -1,17 +1,17 @@
 """Tests that with FP8 weights and an FP8 cache, batching and splitting requests changes no bit of an output.
 
-Quantisation considers one token (of activations) or one token and head (of the cache) at a time, so nothing
-depends on the batch. Only the last bits of sums depend on the shapes of tensors. If such a sum lies on the
-boundary between two e4m3 values, the difference grows to a step of e4m3. These tests therefore compute sums
-in float64 and round them once to float32, which makes them equal for every shape. Every token and every log
-probability must then be bitwise equal.
+Activations are quantised per token, and the cache per token and head, so no quantisation depends on the
+batch. Only the last bits of sums depend on the shapes of tensors. If a sum lies on the boundary between two
+e4m3 values, that difference grows to a step of e4m3. These tests therefore compute sums in float64 and round
+them once to float32, which makes them equal for every shape. Every token and every log probability must then
+be bitwise equal.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,16 +20,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from engine.generate import LocalEngine
-from engine.messages import ReplicaSpec
 from kernels import reference
-from tests.engine.test_engine_equality import LENGTHS, Alone, Answer, Ask, prompt, serve
+from tests.engine.test_engine_equality import LENGTHS, Alone, Answer, Ask, Build, engines_of, prompt, serve
 from tests.engine.tiny import TINY
 
 KV = {"kv_cache_dtype": "fp8"}
 BOTH = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
-
-Build = Callable[..., LocalEngine]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -69,26 +65,8 @@ def alone(model: Path, held: dict[str, str]) -> Iterator[Alone]:
 
 @pytest.fixture
 def build(model: Path, held: dict[str, str]) -> Iterator[Build]:
-    engines: list[LocalEngine] = []
-
-    def make(**changes: object) -> LocalEngine:
-        sizes = {
-            "max_num_seqs": 8,
-            "max_num_batched_tokens": 512,
-            "max_model_len": 320,
-            "kv_blocks": 64,
-            **held,
-            **changes,
-        }
-        spec = ReplicaSpec(
-            replica="fp8-0", model_path=str(model), load_format="dummy", device="cpu", threads=1, **sizes
-        )
-        engines.append(LocalEngine(spec))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.close()
+    with engines_of(model, **held) as make:
+        yield make
 
 
 def expect_the_same(answers: list[list[Answer]], asks: list[Ask], alone: Alone) -> None:

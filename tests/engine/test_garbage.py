@@ -1,4 +1,5 @@
-"""Tests of the garbage collector's settings, in a separate process, because the settings are permanent."""
+"""Tests of the garbage collector's settings. They run in a separate process, because the settings are
+permanent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the captured batch sizes, and of steps through captured code. The code runs eagerly here;
+"""Tests of the captured batch sizes, and of steps through captured code. Here the code runs eagerly;
 tests/gpu compares actual replays."""
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def test_the_capture_sizes_reach_the_largest_batch_with_little_padding(most: int
     assert sizes[-1] == most
     assert len(sizes) <= 32
     for low, high in itertools.pairwise(sizes):
-        # A batch that is one larger than a captured size is padded to the next size, by at most a quarter or
-        # a few slots.
+        # A batch that is larger than a captured size by one is padded to the next size, which adds at most a
+        # quarter or a few slots.
         assert high - (low + 1) <= max(8, (low + 1) / 4)
 
 
@@ -91,8 +91,8 @@ def made(tmp_path: Path) -> Callable[[], LocalEngine]:
 def test_a_step_replays_the_cheapest_sufficient_variant_and_samples_the_same_tokens(
     params: list[SamplingParams], replayed: list[Variant], made: Callable[[], LocalEngine]
 ) -> None:
-    """Each sequence has 12 tokens, the first from the prompt's step. Prompts end before, at and after a block
-    boundary. Slots that use logits processors are sampled outside the graphs."""
+    """Each sequence generates 12 tokens, the first of them in the prompt's step. Prompts end before, at and
+    after a block boundary. Slots that use logits processors are sampled outside the graphs."""
     prompts = [[(7 * place + i) % 90 + 3 for place in range(62 + 2 * i)] for i in range(len(params))]
     reference, engine = made(), made()
     expected = reference.generate(prompts, params)
@@ -109,8 +109,8 @@ def test_a_step_replays_the_cheapest_sufficient_variant_and_samples_the_same_tok
 
 
 class EagerPromptGraphs(PromptGraphs):
-    """Prompt graphs that run the captured code eagerly at each replay, with the chunks that the tiles
-    represent."""
+    """Prompt graphs that run the captured code eagerly at each replay, on the chunks from which the tiles
+    were made."""
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)  # type: ignore[arg-type]
@@ -199,7 +199,7 @@ def windowed(tmp_path: Path, made: Callable[[], LocalEngine]) -> Callable[[], Lo
 def test_a_captured_prompt_pass_reads_the_cache_and_has_tiles_for_each_window(
     windowed: Callable[[], LocalEngine],
 ) -> None:
-    """The second request finds a cached block of 64 tokens, so 60 of its 124 tokens are left."""
+    """The second request finds one cached block of 64 tokens, so it computes only 60 of its 124 tokens."""
     tokens = [(5 * place) % 90 + 3 for place in range(124)]
     reference, engine = windowed(), windowed()
     runner = engine.runner

@@ -1,4 +1,5 @@
-"""Tests which messages go through peer memory, without GPUs: calls to the kernels are recorded."""
+"""Tests of the messages that are sent through peer memory. No GPU is needed, because kernel calls are only
+recorded."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from tests.engine.running.thread_ranks import on_ranks
 
 
 class WatchedGroup(UnconnectedRanks):
-    """The group that carries all other messages. It records its calls."""
+    """The fallback group that carries all other messages. It records its calls."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size, 0)
@@ -41,7 +42,7 @@ class WatchedGroup(UnconnectedRanks):
 
 
 class Kernels:
-    """Records the calls of the kernels instead of running them."""
+    """Records kernel calls instead of running the kernels."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[str, dict[str, Any]]] = []
@@ -238,7 +239,7 @@ def test_passes_are_not_split_unless_asked_for() -> None:
 
 
 class FakeMemory(_MetaMemory):
-    """Peer memory that fails to initialise on rank 1 of `broken` groups."""
+    """Peer memory that fails to initialise on rank 1 if `broken` is set."""
 
     broken = False
 

@@ -1,4 +1,5 @@
-"""Tests that the end of a peer's process is detected by its channel, and that nothing else is reported."""
+"""Tests that the end of a peer's process is detected through its channel, and that nothing else counts as its
+end."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def test_no_plan_exceeds_the_computed_upper_bound() -> None:
         [LARGE] * blocks,
     )
     assert len(msgspec.msgpack.encode(plan)) < bound - lists
-    # The setups have the lists of a single sequence of any length, or of several sequences.
+    # The bound on the lists covers a single sequence of any length as well as several sequences.
     assert len(msgspec.msgpack.encode([LARGE] * MAX_SETUP_NUMBERS)) < lists
 
 

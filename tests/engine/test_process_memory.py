@@ -59,11 +59,13 @@ def growth_mb(program: str, bounded: str) -> int:
 def test_freed_large_blocks_return_to_the_system_although_small_ones_lie_between_them() -> None:
     assert growth_mb(LARGE_BLOCKS, "yes") < 20
     assert growth_mb(LARGE_BLOCKS, "no") > 50, (
-        "glibc returns large blocks by itself: the setting is not needed any more"
+        "glibc returns large blocks without the setting, so it is no longer needed"
     )
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 def test_new_numbers_of_tokens_take_no_more_memory_once_the_kernel_caches_are_full() -> None:
     assert growth_mb(KERNELS, "yes") < 20
-    assert growth_mb(KERNELS, "no") > 40, "the caches stay small by themselves: the setting is not needed"
+    assert growth_mb(KERNELS, "no") > 40, (
+        "the caches stay small without the setting, so it is no longer needed"
+    )

@@ -127,7 +127,7 @@ def test_gemms_are_labelled_by_their_order() -> None:
     ]
     nothing_sampled = StepShape([], [(0, 100)], 0)
     assert label_gemms(layer, 1, [nothing_sampled])[-1] == "down (cutlass device_kernel)"
-    # There is one GEMM too many, so they cannot be told apart.
+    # There is one GEMM too many, so the GEMMs cannot be told apart.
     assert label_gemms(names, 1, [nothing_sampled])[1] == "gemms (_gemv)"
 
 
@@ -135,7 +135,7 @@ def test_a_decode_step_reads_every_weight_once_and_the_cache_once(llama: ModelCo
     works = work_by_kernel(llama, info(), [ONE_TOKEN], H200)
     assert works["gate_up"].bytes == pytest.approx(32 * 28672 * 4096 * 2, rel=1e-3)
     assert works["lm_head"].bytes == pytest.approx(128256 * 4096 * 2, rel=1e-3)
-    # 641 tokens are 11 pages of 64.
+    # 641 tokens fill 11 pages of 64.
     assert works["decode_kernel"].bytes == pytest.approx(32 * 2 * 8 * 704 * 128 * 2, rel=0.02)
     gemms = [works[name] for name in ("qkv", "o", "gate_up", "down", "lm_head")]
     assert sum(work.limit_us(H200) for work in gemms) == pytest.approx(15.0e9 / 4355e3, rel=0.01)
@@ -161,7 +161,7 @@ def test_a_prompt_is_limited_by_its_operations(llama: ModelConfig) -> None:
     works = work_by_kernel(llama, info(), [StepShape([], [(0, 8192)], 1)], H200)
     assert works["qkv"].operations == 2 * 32 * 8192 * 6144 * 4096
     assert works["qkv"].limit_us(H200) == pytest.approx(1e6 * works["qkv"].operations / 700e12)
-    # In the last layer, all tokens but the last only write to the cache.
+    # In the last layer, every token except the last only writes to the cache.
     assert works["o"].operations == 2 * (31 * 8192 + 1) * 4096 * 4096
     assert works["_prefill_kernel"].operations == 4 * 31 * 32 * 128 * 8192 * 8193 / 2
     assert works["decode_kernel"].operations == 4 * 32 * 128 * 8192
@@ -218,7 +218,7 @@ def test_times_and_gaps_make_the_step(tmp_path: Path) -> None:
     assert sum(row.share for row in rows) + 5 / timeline.us == pytest.approx(1.0)
     text = "\n".join(lines(rows, gaps, timeline, 2, H200))
     assert "mean step of 2: 50.0 µs" in text
-    # 435.5 MB take at least 100 µs; a profile with a shorter time has miscounted.
+    # Reading 435.5 MB takes at least 100 µs, so a profile that reports a shorter time is wrong.
     assert text.splitlines()[2].split()[-4:] == ["435.5", "9,678", "0.0", "222%"]
     assert "gaps: 2.5 µs, 5.0%" in text
 
@@ -250,7 +250,7 @@ def test_a_profile_of_a_small_model_on_a_cpu(tmp_path: Path) -> None:
     assert "8 tokens per step, of which 8 decode" in done.stdout
     assert "recorded" not in done.stdout
     linear = next(line.split() for line in done.stdout.splitlines() if "linear" in line)
-    # Four GEMMs and the output matrix in each step.
+    # Each step has four GEMMs and the output matrix.
     assert float(linear[1]) == 5.0
     assert json.loads(trace.read_text())["traceEvents"]
     few = profile("--kind", "mixed", "--steps", "20")

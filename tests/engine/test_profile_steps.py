@@ -1,4 +1,5 @@
-"""Tests of recordings, which contain only steps of the chosen kind, as many as requested or available."""
+"""Tests that recordings contain only steps of the chosen kind, and as many of them as requested or
+available."""
 
 from __future__ import annotations
 
@@ -27,9 +28,9 @@ FIRST_TOKEN = EngineWorkload(1, 90, 1, "ms")
 PROMPTS = EngineWorkload(8, 90, 1, "prompt_tok_s")
 """A workload with eight mixed steps."""
 THREE = EngineWorkload(3, 40, 16, "output_tok_s")
-"""A workload with two mixed steps; two sequences decode in the second."""
+"""A workload with two mixed steps. In the second, two sequences decode."""
 TURNS = EngineWorkload(2 * ROWS, 20, 6, "output_tok_s")
-"""A workload with one mixed step and five decode steps, twice."""
+"""A workload that twice runs one mixed step and five decode steps."""
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,7 @@ def kinds(shapes: list[StepShape]) -> set[str]:
 
 def products(trace: Path) -> int:
     events = json.loads(trace.read_text())["traceEvents"]
-    # The backend uses one of the two, depending on the processor.
+    # The backend uses one of these two operations, depending on the processor.
     return sum(event.get("name") in ("aten::linear", "mkldnn::_linear_pointwise") for event in events)
 
 

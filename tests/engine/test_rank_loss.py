@@ -1,5 +1,5 @@
-"""Tests that rank 0 stops waiting for a lost rank even if that rank's process continues, so that gloo does
-not detect the loss by itself."""
+"""Tests that rank 0 stops waiting for a lost rank even if that rank's process continues, in which case gloo
+does not detect the loss."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.engine.rank_group import START_TIMEOUT_S, Member, RankEngine, results
 from tests.engine.tiny import TINY
 
 WAIT_S = 60.0
-"""Far less than START_TIMEOUT_S, after which a collective of gloo ends by itself."""
+"""Limit far below START_TIMEOUT_S, after which a collective of gloo fails by itself."""
 
 
 def spec_of(folder: Path, **changes: Any) -> ReplicaSpec:
@@ -45,8 +45,8 @@ def spec_of(folder: Path, **changes: Any) -> ReplicaSpec:
 def lose_rank_1(
     member: Member, spec: ReplicaSpec, serve: Callable[[Member, RankEngine], None]
 ) -> tuple[str, float] | None:
-    """Run `serve` on rank 0, and return its error and how long it took. Rank 1 loads the model. If steps do
-    not overlap, it reads one byte of a plan and closes its channel. After that, it only waits."""
+    """Run `serve` on rank 0, and return its error and its duration. Rank 1 loads the model. If steps do not
+    overlap, rank 1 then reads one byte of a plan and closes its channel. After that, it only waits."""
     runner = member.runner(spec)
     ended = member.folder / "ended"
     if member.rank == 0:
@@ -73,7 +73,7 @@ def serve_watched(member: Member, made: RankEngine) -> None:
 
 
 def serve_with_unread_plan(member: Member, made: RankEngine) -> None:
-    """Wait for a step whose plan fits the socket's buffer, while the plan of the next step does not."""
+    """Wait for a step whose plan fits the socket's buffer. The plan of the next step does not fit."""
     assert made.core.plans is not None
     for peer in made.core.plans._peers:  # type: ignore[attr-defined]
         peer._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)

@@ -1,4 +1,4 @@
-"""Tests with real replica processes: outputs, counts, credits, and the death of ranks."""
+"""Tests with real replica processes: outputs, counts, credits, and killed ranks."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Watched:
         return [entry for report in self.reports for entry in report.finished]
 
     async def settled(self, submissions: int) -> Report:
-        """Wait for the report in which all credit has been returned."""
+        """Wait for the report that shows that all credit has been returned."""
         async with asyncio.timeout(60):
             while not self.reports or len(self.finished()) < submissions or self.reports[-1].running:
                 await asyncio.sleep(0.01)
@@ -167,7 +167,7 @@ def test_a_plan_larger_than_the_socket_buffer_does_not_deadlock(
         async with replica(tmp_path, tensor_parallel_size=2, overlap=False) as watched:
             client = watched.client("front-0")
             submit = ask(client, "r", most=3)
-            # These stop tokens never occur, but they make the plan larger than the socket buffer.
+            # These stop tokens never occur. They only make the plan larger than the socket buffer.
             stops = msgspec.structs.replace(
                 submit.sampling, stop_token_ids=(500,) * 2_000_000, ignore_eos=True
             )
@@ -229,7 +229,7 @@ def test_if_one_rank_dies_the_whole_group_ends(tmp_path: Path, victim: int) -> N
             while not any(report.running for report in watched.reports):
                 await asyncio.sleep(0.01)
             os.kill(watched.group.pids[victim], signal.SIGKILL)
-            async with asyncio.timeout(30):  # shorter than the minutes that a collective may take
+            async with asyncio.timeout(30):  # shorter than the timeout of a collective, which takes minutes
                 reason = await watched.end
             assert reason.startswith(f"rank {victim} ")
             assert "SIGKILL" in reason
@@ -250,7 +250,7 @@ def test_the_reason_names_the_killed_rank_even_if_the_exit_of_its_peer_is_seen_f
                 await asyncio.sleep(0.01)
             leader, victim = watched.group.pids
             os.kill(victim, signal.SIGKILL)
-            # The exits are handled only when both ranks have exited.
+            # Let both ranks exit before the exits are handled.
             until = time.monotonic() + 30
             while Path(f"/proc/{leader}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
                 assert time.monotonic() < until
@@ -278,6 +278,22 @@ def test_a_folder_without_a_checkpoint_is_refused_with_the_reason(tmp_path: Path
         assert str(tmp_path / "model") in watched.fatal[0].message
 
     asyncio.run(scenario())
+
+
+def test_a_rank_that_cannot_decode_its_start_message_names_the_field(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def scenario() -> None:
+        spec = ReplicaSpec(replica="bad-0", model_path=str(tmp_path), threads="two")  # type: ignore[arg-type]
+        watched = Watched()
+        watched.group = ReplicaGroup.launch(spec, watched.on_message, watched.end.set_result)
+        async with asyncio.timeout(60):
+            assert "exit code 1" in await watched.end
+
+    asyncio.run(scenario())
+    assert "the core sent an invalid message: Expected `int | null`, got `str` - at `$.spec.threads`" in (
+        capfd.readouterr().err
+    )
 
 
 BREAKS = """
@@ -349,7 +365,8 @@ def test_a_rank_sees_only_the_gpus_of_its_replica(tmp_path: Path, monkeypatch: p
 def test_nothing_is_imported_from_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The working directory is the operator's, and may contain an `engine/` or a `random.py`."""
+    """The operator's working directory may contain an `engine/` or a `random.py`, which must not be
+    imported."""
     (tmp_path / "engine").mkdir()
     for name in ("engine/__init__.py", "random.py"):
         (tmp_path / name).write_text("raise SystemExit(3)")

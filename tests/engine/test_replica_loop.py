@@ -94,7 +94,7 @@ def test_a_failed_step_on_a_following_rank_is_detected_without_another_plan() ->
 
 
 class Together:
-    """The device of one of two ranks: a step ends when both ranks have launched it, like a collective."""
+    """The device of one of two ranks. Like a collective, a step ends when both ranks have launched it."""
 
     host_gap_us = 0.0
 
@@ -122,7 +122,7 @@ def narrow_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def large_plan(step: int) -> StepPlan:
-    """Return a plan that is many times as large as the buffer of a narrow socket."""
+    """Return a plan that is many times larger than the buffer of a narrow socket."""
     return StepPlan(step, [], [], [], [], [Chunk(0, 0, list(range(100_000)), [])])
 
 
@@ -143,7 +143,7 @@ def test_rank_0_does_not_wait_for_a_peer_that_reads_slowly() -> None:
     sending = Outcome(lambda: [sender.send(plan) for plan in (large_plan(1), large_plan(2), small)])
     sending.thread.join(WAIT_S)
     assert not sending.thread.is_alive() and sending.error is None
-    # The peer starts reading only now. All plans arrive complete and in order.
+    # The peer starts reading only now. All plans must arrive complete and in order.
     received = all_received(Channel(right, StepPlan), 3)
     assert received == [large_plan(1), large_plan(2), small]
 
@@ -159,7 +159,7 @@ def test_rank_0_waits_for_the_plan_of_a_step_and_not_for_later_plans() -> None:
     assert not flushing.thread.is_alive() and flushing.error is None
     flushing = Outcome(sender.flush, 2)
     flushing.thread.join(0.2)
-    assert flushing.thread.is_alive(), "most of the second plan is not written"
+    assert flushing.thread.is_alive(), "most of the second plan has not been written yet"
     assert all_received(Channel(right, StepPlan), 2) == [small, large_plan(2)]
     flushing.thread.join(WAIT_S)
     assert not flushing.thread.is_alive() and flushing.error is None
@@ -267,7 +267,7 @@ class Served:
                 return found[0]
             time.sleep(0.01)
         raise AssertionError(
-            f"no report satisfies the condition among {len(self.reports)}; the last: {self.reports[-1:]}"
+            f"none of {len(self.reports)} reports satisfies the condition; the last is {self.reports[-1:]}"
         )
 
     def stop(self) -> None:
@@ -286,7 +286,7 @@ def submit(handle: int, most: int, prompt: int = 3) -> Submit:
 
 
 def receive(front: Channel[Any], enough: Callable[[list[Output]], bool]) -> list[Output]:
-    """Return the received outputs once there are enough of them."""
+    """Receive outputs until `enough` accepts them, and return them."""
     outputs: list[Output] = []
     deadline = time.monotonic() + WAIT_S
     while not enough(outputs):
@@ -300,7 +300,7 @@ def test_a_front_that_never_reads_is_disconnected_and_its_requests_are_cancelled
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     served = Served()
-    # The socket holds only a few frames, and the outputs for the front exceed the backlog limit.
+    # The socket's buffer holds only a few frames, and the front's outputs exceed the backlog limit.
     monkeypatch.setattr(wire, "MAX_BACKLOG_BYTES", 2000)
     silent: Channel[Any] = Channel(served.attach("front-0", send_buffer=1), StepFrame)
     for handle in range(1, 4):
@@ -308,10 +308,11 @@ def test_a_front_that_never_reads_is_disconnected_and_its_requests_are_cancelled
     report = served.wait_for(lambda report: report.fronts_gone)
     assert report.fronts_gone == ["front-0"]
     finished = [entry for each in served.reports for entry in each.finished]
-    # Submissions still unread in the channel never arrived; the core reclaims their credit itself.
+    # Submissions that were still unread in the channel are not reported, because the core reclaims their
+    # credit itself.
     assert 1 <= len(finished) <= 3
     assert all(entry.finish_reason == ["cancelled"] for entry in finished)
-    # The descriptor's number is free again, so the next front gets it and must be served.
+    # The next front gets the same descriptor number, and must be served.
     follower: Channel[Any] = Channel(served.attach("front-1"), StepFrame)
     follower.send(submit(1, 5))
     outputs = receive(follower, lambda outputs: bool(outputs and outputs[-1].finish_reason))
@@ -328,11 +329,11 @@ def test_a_backlog_for_a_front_is_sent_while_no_step_runs(
     asked = submit(1, 0, prompt=1900)
     front.send(msgspec.structs.replace(asked, sampling=SamplingParams(max_tokens=0, prompt_logprobs=0)))
     served.wait_for(lambda report: report.finished)
-    # The last output contains the prompt logprobs of the whole prompt, several times the size of the socket
+    # The only output contains the whole prompt's logprobs, which are several times larger than the socket
     # buffer.
     (output,) = receive(front, lambda outputs: bool(outputs))
     assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == 1900
-    # No work is left, so the loop sleeps and is not woken by a writable socket.
+    # No work is left, so the loop must stop polling for writability to be able to sleep.
     deadline = time.monotonic() + WAIT_S
     watched = served.replica._selector.get_map()
     while any(key.events != selectors.EVENT_READ for key in watched.values()):
@@ -350,7 +351,8 @@ def test_a_new_front_may_reuse_the_descriptor_number_of_a_closed_one() -> None:
     theirs.close()
     number = loop._fronts["front-0"].fileno()
     loop._read_messages()
-    # Both events are handled in one iteration, the end of file first, and no lower descriptor number is free.
+    # Both events are handled in one iteration, the end of file first. The new front gets the old front's
+    # descriptor number, because no lower number is free.
     first.shutdown(socket.SHUT_RDWR)
     core.send(Attach("front-1"), (its.fileno(),))
     fillers = [second.dup()]
@@ -382,7 +384,7 @@ def test_while_steps_run_reports_are_more_frequent_than_gateways_require(
     served = Served()
     front: Channel[Any] = Channel(served.attach("front-0"), StepFrame)
     front.send(submit(1, 1900))
-    # Reports are triggered only by time here, because one sequence decodes and no credit changes.
+    # Here, reports are sent only at intervals, because one sequence decodes and no credit changes.
     seen = served.wait_for(lambda report: report.generated_tokens > 200)
     assert (seen.running, seen.finished) == (1, [])
     assert seen.blocks_used > 3

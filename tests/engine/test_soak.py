@@ -19,7 +19,7 @@ from tests.engine.soak_known import Answer, Known
 
 
 def report(tmp_path: Path, *arguments: str) -> dict[str, Any]:
-    """Return the output of a soak run that must have found nothing wrong."""
+    """Run the soak test, check that it found nothing wrong, and return its output."""
     path = tmp_path / "report.json"
     assert soak.main([*arguments, "--json", str(path)]) == 0
     stats: dict[str, Any] = json.loads(path.read_text())
@@ -95,7 +95,7 @@ def test_an_output_may_diverge_from_its_reference_only_at_a_near_tie() -> None:
     assert known._close(SUBMIT, reference, 0, 1)
     assert not known._close(SUBMIT, reference, 0, 2)
     assert not known._close(SUBMIT, reference, 1, 1)
-    # Whatever the noise is, a token far outside of the nucleus is never sampled.
+    # A token far outside of the nucleus is never sampled, whatever the noise.
     outside = Answer([0], [listing(-0.3, -1.5)])
     for seed in range(20):
         half = SamplingParams(max_tokens=2, temperature=1.0, top_p=0.5, seed=seed)
@@ -108,5 +108,5 @@ def test_a_changed_reference_output_is_detected() -> None:
     known._answers = [Answer([1], [TokenLogprob(1, -0.5, [(1, -0.5), (2, -1.0)])])]
     known.counts, known.largest_error = soak.Counter(), 0.0
     entry = Entry("known", SUBMIT, "", {0: Told(token_ids=[2], finish_reason="length")})
-    with pytest.raises(AssertionError, match="token 0 is 2, not 1, and the two were not near a tie"):
+    with pytest.raises(AssertionError, match="token 0 is 2, not 1, and the two were not at a near-tie"):
         known.check(entry)

@@ -1,5 +1,5 @@
-"""Tests that a new kind of layer needs only one class and, if necessary, one operation, and that building,
-loading and tuning find its kernels."""
+"""Tests that adding a kind of layer takes only one class and, if necessary, one operation, and that building,
+loading and tuning then find its kernels."""
 
 from __future__ import annotations
 

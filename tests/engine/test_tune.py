@@ -105,7 +105,7 @@ def test_the_linears_of_layers_with_experts_are_found(tmp_path: Path) -> None:
         layers = LayerChain(served, CPU, GPU)
         layers.set_rows(3)
     attention, dense, shared = [(256, 256), (512, 256)], [(256, 512), (1024, 256)], [(256, 192), (384, 256)]
-    shapes = {*attention, *dense, *shared, (1, 256)}  # the last one is the gate of the shared expert
+    shapes = {*attention, *dense, *shared, (1, 256)}  # the last shape is the gate of the shared expert
     assert {*layers.products} == {Product(torch.float32, n, k) for n, k in shapes}
 
 
@@ -135,14 +135,14 @@ def test_a_plan_is_compared_with_the_reference_and_shares_its_norm(
             )
             return Residual(made.values, deferred)
 
-        # The residual is right, but half of the norm that the next linear shares is wrong.
+        # The residual is right, but half of the norm that the next linear uses is wrong.
         monkeypatch.setattr(CudaOps, "linear_add", add_with_wrong_squares)
         assert layers.error(table_of(dict.fromkeys(layers.products), 5), 5) < 1e-5
         assert layers.error(table_of(dict.fromkeys(layers.products, PLAN), 5), 5) > 0.1
 
 
 def nonsense(product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Wrap an operation so that its results are wrong by a tenth."""
+    """Wrap an operation so that its results are 10% too large."""
     return lambda *arguments, **options: product(*arguments, **options).mul_(1.1)
 
 
@@ -164,6 +164,6 @@ def test_every_copy_of_a_layer_has_weights_of_its_own(tmp_path: Path, attention:
     served = read_served(folder_of(tmp_path, "qwen2"))
     chain = LayerChain(served, META, GPU, 640 if attention else None)
     weights = [layer.attention.qkv.weight for layer in chain._layers]
-    # Two copies of each kind of layer.
+    # There are two copies of each of the two kinds of layer.
     assert len(weights) == len({id(weight) for weight in weights}) == 2 * 2
     assert [layer.attention.window for layer in chain._layers] == [None, 100, None, 100]

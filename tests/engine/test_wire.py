@@ -176,7 +176,7 @@ def test_an_invalid_frame_closes_the_channel(garbage: bytes) -> None:
     channel = Channel[Both](right, Both)
     left.send(garbage)
     assert channel.read() == []
-    assert channel.closed
+    assert channel.closed and channel.violation
     left.close()
 
 

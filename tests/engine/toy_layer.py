@@ -1,6 +1,6 @@
-"""Prints, as JSON, the kernels that the commands for compiling, loading and tuning find, first in the
-unchanged product, and then after a new kind of layer with its own operation and kernel is added. Runs in a
-separate process, like `tests.engine.launches_of_serving`: `python -m tests.engine.toy_layer FOLDER`.
+"""Prints, as JSON, the kernels that the commands for compiling, loading and tuning find: first in the
+unchanged product, and then with an additional kind of layer that has a separate operation and kernel. Runs in
+a separate process, like `tests.engine.launches_of_serving`: `python -m tests.engine.toy_layer FOLDER`.
 
 A developer would write one class and one operation (`ToyLayer`, `gated_add`), and add the kind's name to the
 family. Nothing else in the product changes.
@@ -46,7 +46,7 @@ SEQUENCES, STEP_TOKENS = 8, 64
 
 
 class ToyLayer(Layer):
-    """A dense layer followed by a gate: a linear computes a gate value, which scales every number of the
+    """A dense layer followed by a gate. A linear computes one gate value per token, which scales the token's
     residual."""
 
     def __init__(self, config: ModelConfig, shard: Shard, factory: ParameterFactory, index: int) -> None:
@@ -113,7 +113,8 @@ def found(folder: Path, out: Path) -> dict[str, list[str]]:
 
 
 def replica_model(folder: Path) -> ReplicaModel:
-    """Return the model with few slots and small steps. Larger steps have the same kinds of layers."""
+    """Return the replica's model with few slots and small steps. Larger steps have the same kinds of
+    layers."""
     return build.read_served(folder, max_num_seqs=SEQUENCES, max_num_batched_tokens=STEP_TOKENS)
 
 

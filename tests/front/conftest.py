@@ -1,5 +1,5 @@
-"""Fixtures for the tests of fronts. Most tests share one real front. Tests that break their front start a
-separate one."""
+"""Fixtures for the tests of fronts. Most tests share one real front. Tests that break their front start their
+own."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def own_front(folder: Path, tmp_path: Path) -> Iterator[Callable[[Limits], Harne
 
 @pytest.fixture
 def client(front: Harness) -> Iterator[openai.OpenAI]:
-    """OpenAI's client on the Unix socket, with a placeholder as the key."""
+    """OpenAI's client on the Unix socket, with a placeholder key."""
     transport = httpx2.HTTPTransport(uds=front.api_sock, verify=False)
     with openai.OpenAI(
         api_key="unused",

@@ -1,4 +1,4 @@
-"""A replica's side of the data channel. It generates the tokens of a script."""
+"""A fake replica that implements its side of the data channel and generates the tokens of a script."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.client import Channel
 from engine.messages import Cancel, DataInbound, Output, StepFrame, Submit, TokenLogprob
 
 Script = Callable[[Submit, int], list[int]]
-"""Returns the whole output of a sample, from its first token. The sample is given by its absolute number."""
+"""Returns all output tokens of a sample, given its submission and its absolute number."""
 
 
 @dataclass
@@ -24,7 +24,7 @@ class _Running:
 
 
 class FakeReplica:
-    """Implements a replica's side of the data channel. Must be used only on the harness's event loop."""
+    """The replica's side of the data channel. It must be used only on the harness's event loop."""
 
     def __init__(self, name: str, sock: socket.socket, script: Script, step_s: float) -> None:
         self.name = name
@@ -36,13 +36,13 @@ class FakeReplica:
         self.burst = 1
         """Number of tokens per step."""
         self.hold = False
-        """Whether the replica takes no steps."""
+        """Whether the replica is paused."""
         self.die_after: int | None = None
         """Number of steps after which the replica dies."""
         self.fail_with: str | None = None
         """Error with which every submission ends, if set."""
         self.fail_refuses = True
-        """Whether the error is caused by the request's content."""
+        """Whether the request's content caused the error."""
         self.channel: Channel[DataInbound] = Channel(sock, DataInbound)
         self.channel.listen(self._take, lambda: None)
         self._steps = 0

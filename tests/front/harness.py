@@ -109,9 +109,9 @@ class Harness:
     runtime: Path
     limits: Limits = field(default_factory=Limits)
     admit: Literal["at once", "hold", "refuse"] = "at once"
-    """How the core answers requests for admission. With "hold", it never answers."""
+    """How the core replies to requests for admission. With "hold", it never replies."""
     claims: Callable[[Claim], Claimed | None] = lambda claim: Claimed(claim.scope, False)
-    """Answers claims. If it returns None, no answer is sent."""
+    """Answers claims. If it returns None, the core sends no answer."""
     refusal: Refused | None = None
     turn: dict[str, Any] = field(default_factory=dict)
     """Fields of `Admitted` that differ from the defaults."""
@@ -137,7 +137,7 @@ class Harness:
         self.releases: list[Release] = []
         self.retried: list[Retried] = []
         self.kept: dict[str, list[KeptText]] = {}
-        """Kept texts by request id."""
+        """Texts that the front keeps, by request id."""
         self.moved: list[tuple[HandOver, int, int]] = []
         """Hand-over messages, each with the descriptors of the connection and of the request, for
         `give_back`."""
@@ -155,7 +155,7 @@ class Harness:
     # ── for tests ──
 
     def sentence_script(self, submit: Submit, sample: int) -> list[int]:
-        """Return the tokens of the sample's number, the tokens of the sentence, and the end token."""
+        """Return the tokens of the sample's number and of the sentence, followed by the end token."""
         return [*self.tokenizer.encode_blocking(f"{sample}{SENTENCE}", False), self.eos]
 
     def text(self, sample: int = 0) -> str:
@@ -163,7 +163,7 @@ class Harness:
         return f"{sample}{SENTENCE}"
 
     def endless(self, token_id: int = 50) -> None:
-        """Make the replica generate this token repeatedly, until the context of `MAX_MODEL_LEN` is full. That
+        """Make the replica generate this token repeatedly until the context of `MAX_MODEL_LEN` is full. This
         takes half a minute, which is longer than any test."""
         self.script = self.replica.script = lambda submit, sample: [token_id]
         self.step_s = self.replica.step_s = 0.06
@@ -186,8 +186,8 @@ class Harness:
         return list(self.replicas.values())[-1]
 
     def report(self) -> FrontReport:
-        """Wait for a report that the front sends after this call. The next report to arrive may already have
-        been on its way, so the one after it is returned."""
+        """Wait for a report that the front sends after this call. The next report may already be on its way,
+        so return the one after it."""
         seen = len(self.reports)
         self.wait_for(lambda: len(self.reports) >= seen + 2)
         return self.reports[-1]
@@ -202,7 +202,7 @@ class Harness:
         deadline = time.monotonic() + timeout_s
         while not condition():
             if time.monotonic() > deadline:
-                raise TimeoutError("what the test waits for did not happen")
+                raise TimeoutError(f"timed out after {timeout_s} s waiting for the condition")
             time.sleep(0.005)
 
     def reset(self) -> None:
@@ -222,7 +222,7 @@ class Harness:
                 replica.hold, replica.die_after, replica.fail_with = False, None, None
                 replica.script, replica.step_s = self.script, self.step_s
 
-        # The last messages of the previous test may still be on their way.
+        # The previous test's last messages may still be on their way.
         self.wait_for(
             lambda: {a.request_id for a in self.admits} <= {s.request_id for s in self.settles} | self.refused
         )
@@ -280,7 +280,8 @@ class Harness:
         self.call(lambda: self.channel.send(identities))
 
     def attach(self, name: str = "demo-0") -> FakeReplica:
-        """Attach a new replica to the front. Requests are admitted to the replica attached most recently."""
+        """Attach a new replica to the front. The core admits requests to the replica that was attached
+        last."""
 
         def make() -> FakeReplica:
             ours, theirs = socketpair()
@@ -294,8 +295,8 @@ class Harness:
         return self.call(make)
 
     def give_back(self) -> HandOver:
-        """Return the connection that the front handed over first to the same front, in the way that the core
-        gives a connection to another front."""
+        """Send the first connection that the front handed over back to the same front, as the core sends a
+        connection to another front."""
 
         def give() -> HandOver:
             moved, *descriptors = self.moved.pop(0)

@@ -62,8 +62,8 @@ def request(body: Any, path: str = "/v1/chat/completions", headers: dict[str, st
 
 
 def read_answer(sock: socket.socket, buffer: bytearray | None = None, has_body: bool = True) -> Answer:
-    """Read one response. Any bytes after it stay in `buffer`. If the connection closes before the response,
-    the status is 0."""
+    """Read one response. Bytes after the response stay in `buffer`. If the connection closes before the
+    response, the status is 0."""
     buffer = bytearray() if buffer is None else buffer
 
     def more() -> bool:
@@ -123,7 +123,7 @@ def ask(
         headers.setdefault("Content-Type", "application/json")
     with connect(front, tcp) as sock:
         started = time.perf_counter()
-        # The server may respond and close the connection before the whole request has been sent.
+        # The server may respond and close the connection before it has received the whole request.
         with contextlib.suppress(OSError):
             sock.sendall(head(method, path, headers) + (data or b""))
         answer = read_answer(sock, has_body=method != "HEAD")
@@ -142,6 +142,6 @@ def chat(**fields: Any) -> dict[str, Any]:
 
 
 def events(answer: Answer) -> list[Any]:
-    """Return the data of a stream's events. "[DONE]" is returned unchanged."""
+    """Return the data of a stream's events. "[DONE]" is returned as a string."""
     data = [event.removeprefix("data: ") for event in answer.body.decode().split("\n\n") if event]
     return [item if item == "[DONE]" else json.loads(item) for item in data]

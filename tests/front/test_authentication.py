@@ -1,4 +1,4 @@
-"""Tests of authentication, and of what responses reveal to clients that are not authenticated."""
+"""Tests of authentication, and of the information in responses to unauthenticated clients."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_revoked_key_stops_working_at_once(front: Harness) -> None:
 
 
 def test_the_body_of_an_unauthenticated_request_is_not_read(front: Harness) -> None:
-    # The test sends only the request head, so a server that waited for the body would never respond.
+    # The test sends only the request head. A server that waited for the body would never respond.
     answer = ask(front, "POST", "/v1/chat/completions", None, {"Content-Length": "1000000"}, tcp=True)
     assert answer.status == 401
 
@@ -114,11 +114,11 @@ def test_errors_of_the_router_have_openais_format(front: Harness) -> None:
     missing = ask(front, "GET", "/v1/nothing")
     assert (missing.status, missing.error["code"]) == (404, "not_found")
     assert (
-        missing.error["message"] == "there is no path '/v1/nothing' here; GET /openapi.json lists the paths"
+        missing.error["message"] == "the path '/v1/nothing' does not exist; GET /openapi.json lists all paths"
     )
     wrong = ask(front, "GET", "/v1/chat/completions")
     assert (wrong.status, wrong.error["code"], wrong.headers["allow"]) == (405, "method_not_allowed", "POST")
-    assert wrong.error["message"] == "'/v1/chat/completions' does not take GET; it takes POST"
+    assert wrong.error["message"] == "'/v1/chat/completions' does not support GET; use POST"
     front.wait_for(lambda: len(front.rejected) == 2)
     assert [row.endpoint for row in front.rejected] == ["/v1/nothing", "/v1/chat/completions"]
 
@@ -170,7 +170,10 @@ def test_health_reveals_nothing_about_models_without_a_key(front: Harness) -> No
     assert {answer.status for answer in answers} == {401}
     assert len({answer.body for answer in answers}) == 1
     unknown = ask(front, "GET", "/health/ready?model=gone")
-    assert (unknown.status, unknown.json["reason"]) == (404, "there is no model 'gone'")
+    assert (unknown.status, unknown.json["reason"]) == (
+        404,
+        "there is no model 'gone'; GET /v1/models lists the available models",
+    )
     assert ask(front, "GET", "/health/ready?model=demo").status == 200
 
 

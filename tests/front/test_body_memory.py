@@ -26,7 +26,7 @@ LONG = {"model": "demo", "prompt": [300, 301, 302, 303] * 62_000, "truncate_prom
 
 @pytest.fixture
 def waiting(front: Harness) -> Iterator[contextlib.ExitStack]:
-    """Keeps open the connections of requests that stay in the queue."""
+    """Keeps the connections of queued requests open."""
     front.admit = "hold"
     with contextlib.ExitStack() as connections:
         yield connections
@@ -60,7 +60,7 @@ def test_a_waiting_request_holds_only_its_tokens(
     send(3)
     before = memory().rss
     send(20)
-    # Each of these bodies takes 10 MB once parsed.
+    # Each of these bodies would take 10 MB once parsed.
     front.wait_for(lambda: memory().rss - before < 60e6)
     assert all(admit.prompt_tokens == 1 for admit in front.admits)
 
@@ -98,7 +98,7 @@ def test_prompts_that_the_log_policy_keeps_count_as_bodies_until_the_request_end
         held.append(send(number))
         front.wait_for(lambda number=number: len(front.admits) == number + 1)
     if has_key:
-        # The run continues for some time after its client has disconnected, and still holds the prompt.
+        # The run continues for some time after its client has disconnected, and keeps the prompt in memory.
         held[0].close()
     refused: Answer = read_answer(send(2))
     assert (refused.status, refused.error["code"]) == (503, "too_many_body_bytes")
@@ -122,5 +122,5 @@ def test_streams_that_have_ended_take_no_memory(front: Harness) -> None:
     send(20)
     before = memory().rss
     send(150)
-    # The token ids of each of these requests take 250 KB.
+    # The token ids of each of these requests would take 250 KB.
     assert memory().rss - before < 12e6

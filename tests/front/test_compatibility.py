@@ -1,9 +1,8 @@
-"""Tests of behaviour that clients of other servers expect in addition to OpenAI's routes: paths, keys, CORS,
-and comments in silent streams."""
+"""Tests of behaviour beyond OpenAI's routes that clients of other servers expect: paths, keys, CORS, and
+comments in silent streams."""
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import pytest
 
 from appliance.messages import Admitted, Limits, Refused
 from tests.front.harness import KEY, MODEL, Harness
-from tests.front.raw import ask, chat, connect, events, read_answer, request
+from tests.front.raw import ask, chat, connect, read_answer, request
 
 CHAT = "/v1/chat/completions"
 ORIGIN = "https://chat.example.com"
@@ -23,7 +22,7 @@ ORIGIN = "https://chat.example.com"
 
 @pytest.fixture
 def configured(front: Harness) -> Iterator[Any]:
-    """Reconfigures the front's limits until the end of the test."""
+    """Return a function that changes the front's limits until the end of the test."""
 
     def configure(**limits: Any) -> None:
         front.reconfigure(limits=msgspec.structs.replace(Limits(), **limits))
@@ -57,8 +56,8 @@ def test_azures_paths_select_the_model(front: Harness, kind: str, named: dict[st
 
 
 def test_an_idempotency_key_of_one_deployment_is_refused_by_another(front: Harness) -> None:
-    """This holds even if the deployments' names share a prefix that is longer than the path shown in the
-    log."""
+    """The key is refused even if the deployments' names share a prefix that is longer than the path shown in
+    the log."""
     names = ["m" * 150 + end for end in "12"]
     front.models = [front.served(name) for name in names]
     front.reconfigure()
@@ -139,7 +138,7 @@ def test_only_pages_of_the_configured_origins_may_call_the_api(front: Harness, c
         assert (answer.status, answer.headers["access-control-allow-origin"]) == (200, ORIGIN)
         assert "x-request-id" in answer.headers["access-control-expose-headers"]
         assert "access-control-allow-credentials" not in answer.headers
-    # A page can read why its request was refused. A preflight request does not bypass the key check.
+    # A web page can read the reason for a refusal. A preflight request does not bypass the key check.
     answer = ask(front, "POST", CHAT, chat(), {"Origin": ORIGIN}, tcp=True)
     assert (answer.status, answer.headers["access-control-allow-origin"]) == (401, ORIGIN)
     for other in ("https://evil.example", "null", ORIGIN + ".evil.example", ORIGIN.upper()):
@@ -160,7 +159,7 @@ def test_a_star_allows_every_origin(front: Harness, configured: Any) -> None:
 
 
 def waiting(front: Harness, sock: Any, stop: bytes, **headers: str) -> bytes:
-    """Begin a stream that is held in the queue, and read until `stop` has arrived."""
+    """Start a stream whose request stays in the queue, and read until `stop` has arrived."""
     front.admit = "hold"
     sock.sendall(request(chat(stream=True), CHAT, headers))
     return read_until(sock, stop)
@@ -205,25 +204,13 @@ def test_a_stream_that_is_silent_after_its_first_token_gets_comments(
         read_until(sock, b"data:")
 
 
-def test_the_answer_to_a_retry_contains_no_comments(front: Harness, configured: Any) -> None:
-    configured(stream_comment_interval_s=0.05)
-    key = {"Idempotency-Key": "again"}
-    with connect(front) as sock:
-        data = waiting(front, sock, b": waiting", **key)
-        front.send(Admitted(front.admits[0].request_id, 0, front.replica.name, "salt", 1))
-        data += read_until(sock, b"[DONE]")
-    again = ask(front, "POST", CHAT, json.dumps(chat(stream=True)).encode(), key)
-    assert again.headers["idempotent-replayed"] == "true"
-    assert b"waiting" not in again.body and events(again)[-1] == "[DONE]"
-
-
 def test_openais_client_ignores_comments(front: Harness, configured: Any, client: openai.OpenAI) -> None:
     configured(stream_comment_interval_s=0.02)
     front.replica.hold = True
     stream = client.chat.completions.create(
         model=MODEL, messages=[{"role": "user", "content": "hi"}], stream=True
     )
-    # The client has received the headers, so the stream is waiting and will get comments.
+    # The client has received the headers, so comments are sent while the stream waits.
     front.wait_for(lambda: bool(front.replica.submits))
     time.sleep(0.2)
     front.replica.hold = False
@@ -263,7 +250,7 @@ def test_complete_answers_and_streams_without_the_setting_get_no_comments(
         with connect(front) as sock:
             sock.sendall(request(body))
             front.wait_for(lambda: len(front.admits) > before)  # noqa: B023
-            # This is longer than headers are held back, and longer than many comment intervals.
+            # Wait longer than headers are held back, and for many comment intervals.
             time.sleep(0.8)
             request_id = front.admits[-1].request_id
             front.refused.add(request_id)

@@ -1,4 +1,4 @@
-"""Tests that fields of vLLM's API which OpenAI's API lacks have the same meaning as in vLLM."""
+"""Tests that fields that exist in vLLM's API but not in OpenAI's have the same meaning as in vLLM."""
 
 from __future__ import annotations
 
@@ -58,21 +58,25 @@ def test_bad_words_are_banned_at_the_beginning_of_a_text_and_after_a_space(front
 @pytest.mark.parametrize(
     ("fields", "param", "said"),
     [
-        ({"allowed_token_ids": []}, "allowed_token_ids", "not empty"),
+        ({"allowed_token_ids": []}, "allowed_token_ids", "non-empty"),
         ({"allowed_token_ids": [100_000]}, "allowed_token_ids", "100000"),
         ({"allowed_token_ids": [-1]}, "allowed_token_ids", "from 0"),
         ({"allowed_token_ids": ["a"]}, "allowed_token_ids", "token ids"),
-        ({"allowed_token_ids": [1], "min_tokens": 2}, "allowed_token_ids", "no token to begin with"),
+        (
+            {"allowed_token_ids": [1], "min_tokens": 2},
+            "allowed_token_ids",
+            "no token with which the answer can begin",
+        ),
         ({"bad_words": "quick"}, "bad_words", "list of strings"),
         ({"bad_words": ["a", ""]}, "bad_words", "word 1 has 0 characters"),
-        ({"bad_words": ["a" * 257]}, "bad_words", "257"),
+        ({"bad_words": ["a" * 257]}, "bad_words", "has 257 characters"),
         ({"bad_words": ["a"] * 129}, "bad_words", "at most 128"),
         ({"bad_words": ["a", "ß" * 40]}, "bad_words", "word 1 has"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1, or -1"),
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "-1"),
         ({"prompt_logprobs": 21}, "prompt_logprobs", "20"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "cannot be streamed"),
-        ({"best_of": 1, "n": 2}, "best_of", "less than n, 2"),
+        ({"best_of": 1, "n": 2}, "best_of", "must be at least n = 2"),
         ({"best_of": 2, "stream": True}, "best_of", "cannot be streamed"),
         ({"best_of": 129}, "best_of", "128"),
         ({"max_tokens": -2}, "max_tokens", "-1"),
@@ -199,7 +203,7 @@ def test_include_stop_str_in_output_keeps_the_stop_string(
 def test_best_of_returns_the_answers_with_the_highest_cumulative_log_probability(
     front: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The tokens of each sample are equally likely. Sample i has three of them, followed by the end token.
+    # All tokens of a sample are equally likely. Sample i has three of them, followed by the end token.
     values = {60: -0.5, 61: -0.1, 62: -0.9, 63: -0.2}
     front.replica.script = lambda submit, sample: [60 + sample] * 3 + [front.eos]
     monkeypatch.setattr(
@@ -212,7 +216,7 @@ def test_best_of_returns_the_answers_with_the_highest_cumulative_log_probability
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
     assert [choice["text"] for choice in answer["choices"]] == [text[1], text[3]] * 2
     assert all(choice["logprobs"] is None for choice in answer["choices"])
-    # All samples were generated for the client, so all of them are billed.
+    # All samples were generated for the client, so all samples are billed.
     assert answer["usage"]["completion_tokens"] == 2 * 4 * 4 == front.settled(1)[0].delivered_tokens
     assert front.admits[0].num_seqs == 8
     (best,) = completion(front, best_of=4, logprobs=0, echo=True)["choices"]
@@ -276,7 +280,7 @@ def test_prompts_have_log_probabilities_as_in_vllm(front: Harness) -> None:
     first, second, third = choice["prompt_logprobs"]
     assert first is None
     text = front.tokenizer.token_text
-    # The simulated alternatives are the token itself, followed by 40, 41 and so on.
+    # The fake replica lists the token itself, followed by 40, 41 and so on, as alternatives.
     assert second == {
         "50": {"logprob": -0.25, "rank": 1, "decoded_token": text(50)},
         "40": {"logprob": -42.0, "rank": 2, "decoded_token": text(40)},
@@ -322,7 +326,8 @@ def test_without_max_tokens_an_answer_with_many_log_probabilities_is_shorter(fro
 
 
 def test_too_many_token_ids_of_prompts_are_refused(front: Harness) -> None:
-    """This model's length is not known yet. Models of known length refuse such a long prompt earlier."""
+    """This model's maximum length is not known yet. With a known length, such a long prompt is refused
+    earlier."""
     front.models = [front.served("long", max_model_len=0)]
     front.reconfigure()
     body = {"model": "long", "prompt": [[5] * 1100] * 100, "n": 10, "return_token_ids": True}
@@ -341,7 +346,7 @@ def test_prompts_times_samples_are_bounded(front: Harness) -> None:
 
 
 def test_log_probabilities_are_the_same_in_one_step_and_in_several(front: Harness) -> None:
-    """A long answer is encoded on a thread."""
+    """Long answers are encoded on a thread."""
     prompts = [[5 + number] * 300 for number in range(4)]
     long = completion(front, prompt=prompts, prompt_logprobs=5, max_tokens=2, logprobs=1)["choices"]
     for number, prompt in enumerate(prompts):

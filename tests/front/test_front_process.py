@@ -1,4 +1,4 @@
-"""Tests of the front process: its start, its messages to the core, and every way in which it ends."""
+"""Tests of the front process: its start, its messages to the core, and the ways in which it ends."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_a_front_reports_not_ready_before_it_reads_a_new_model(
 
     front, slow = own_front(), tmp_path / "slow"
     shutil.copytree(folder, slow)
-    # Compiling takes about a second.
+    # Compiling this template takes about a second.
     (slow / "chat_template.jinja").write_text("{{ messages }}" * 10_000)
     front.models = [front.served("m", folder=str(slow))]
     assert ready() == 200

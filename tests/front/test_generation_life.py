@@ -1,4 +1,4 @@
-"""Tests of events between a request's admission and its end."""
+"""Tests of events between the admission and the end of a request."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_client_that_leaves_while_queued_withdraws_its_request(front: Harness,
         front.wait_for(lambda: len(front.admits) == 1)
     (settle,) = front.settled(1)
     assert (settle.status, settle.submitted, settle.delivered_tokens) == (499, False, 0)
-    # The core's admission crosses the front's withdrawal in the channel, so nothing is submitted.
+    # The core sent the admission before it received the front's withdrawal, so the front submits nothing.
     front.send(Admitted(front.admits[0].request_id, 0, front.replica.name, "salt", 1))
     time.sleep(0.05)
     assert not front.replica.submits and len(front.settles) == 1
@@ -202,7 +202,7 @@ def test_an_overflow_at_the_first_token_is_a_server_error(front: Harness, stream
     front.replica.fail_with, front.replica.fail_refuses = "the model computed NaN", False
     answer = ask(front, "POST", "/v1/chat/completions", chat(stream=stream))
     assert (answer.status, answer.error["code"]) == (503, "engine_error")
-    assert int(answer.headers["retry-after"]) > 0, "clients try again"
+    assert int(answer.headers["retry-after"]) > 0, "the response tells clients to retry"
     (settle,) = front.settled(1)
     assert (settle.status, settle.finish_reason) == (503, "error")
 
@@ -250,8 +250,8 @@ def test_a_slow_reader_takes_bounded_memory_and_delays_no_other_client(
     def made(tokens: int) -> list[int]:
         return [whole[position % len(whole)] for position in range(tokens)]
 
-    # If each token were sent as a separate event, this would be far more than sockets and the transport can
-    # buffer.
+    # If each token were sent as a separate event, the answer would far exceed the buffers of the sockets and
+    # the transport.
     slow_tokens = 20_000
     front.models = [front.served(max_model_len=1 << 20)]
     front.configure()
@@ -270,7 +270,7 @@ def test_a_slow_reader_takes_bounded_memory_and_delays_no_other_client(
     chunks = events(answer)
     text = content(answer)
     assert text == front.tokenizer.decode(made(slow_tokens))
-    # The queued tokens were stored as text and sent as one event, however small the steps were.
+    # The waiting tokens were stored as text and sent as one event, although each step was small.
     assert max(len(chunk["choices"][0]["delta"].get("content", "")) for chunk in chunks[:-1]) > len(text) / 2
     front.wait_for(lambda: len(front.settles) == 2)
     assert sum(settle.delivered_tokens for settle in front.settles) == slow_tokens + 200

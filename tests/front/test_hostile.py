@@ -18,8 +18,8 @@ from tests.front.raw import Answer, ask, chat, connect, head, read_answer, reque
 
 MEGABYTE = 1 << 20
 MAX_MS = 25_000
-"""Time limit. On an idle machine, linear work takes a tenth of a second, but work that is not linear takes
-minutes."""
+"""Time limit in milliseconds. On an idle machine, work that is linear in the input takes a tenth of a second,
+and work that is not takes minutes."""
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +93,7 @@ def test_a_hostile_body_is_refused_within_a_time_limit(front: Harness, name: str
 
 
 def send_slowly(sock: socket.socket, data: bytes) -> threading.Thread:
-    """Send data in a thread, ignoring errors."""
+    """Send data in a separate thread and ignore errors."""
 
     def send() -> None:
         with contextlib.suppress(OSError):
@@ -201,8 +201,8 @@ def test_slow_headers_slow_bodies_and_idle_connections_time_out(own_front: Calla
         body.sendall(head("POST", "/v1/completions", {"Content-Length": "10000"}) + b"{")
         idle.sendall(head("GET", "/v1/models"))
         assert read_answer(idle).status == 200
-        # Sending individual bytes does not extend the time limit. The loop continues until both connections
-        # have received a response.
+        # Sending single bytes does not extend the time limit. Send them until both connections have received
+        # a response.
         deadline = time.monotonic() + 30
         drops = {headers: b"a", body: b" "}
         while drops:

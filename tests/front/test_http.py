@@ -149,7 +149,7 @@ def test_a_client_that_stops_reading_its_last_answer_is_cut_off(
 def test_a_client_that_half_closes_within_a_head_and_reads_no_answer_is_cut_off(
     tmp_path: Path, uvloop: bool
 ) -> None:
-    """The unsent bytes are too few for the transport to pause writing."""
+    """The unsent bytes are too few to make the transport pause writing."""
     unsent: list[int] = []
 
     async def held(request: Request) -> PlainTextResponse:
@@ -203,8 +203,7 @@ def test_the_total_memory_of_unread_answers_is_bounded(tmp_path: Path, uvloop: b
                 await asyncio.sleep(0.01)
             while server.connections > MAX_UNSENT_BYTES // (7 << 20) + 1:
                 await asyncio.sleep(0.01)
-            # The most recently connected clients are still served, and so is a client that reads its
-            # response.
+            # The latest clients are still served, and so is a client that reads its response.
             answer = await exchange(
                 tmp_path / "s", b"GET /big HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
             )
@@ -218,7 +217,8 @@ def test_the_total_memory_of_unread_answers_is_bounded(tmp_path: Path, uvloop: b
 
 
 def test_unread_answers_of_one_tenant_do_not_cut_off_clients_of_another(tmp_path: Path) -> None:
-    """The slow client has waited longest each time the other tenant's responses exceed the limit."""
+    """Each time the other tenant's responses exceed the limit, the slow client is the one that has waited
+    longest."""
     count = 3 * MAX_UNSENT_BYTES // (8 << 20)
 
     def ask(tenant: str) -> socket.socket:
@@ -256,9 +256,8 @@ def test_unread_answers_of_one_tenant_do_not_cut_off_clients_of_another(tmp_path
 def test_an_error_of_the_application_releases_the_requests_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The frames of an error refer to the request's body. In this test, they also refer to the error
-    itself."""
-    # pytest keeps the frames of logged errors.
+    """An error's frames refer to the request's body. In this test, they also refer to the error itself."""
+    # pytest would keep the frames of a logged error.
     monkeypatch.setattr("appliance.http.exchange.log.exception", lambda *arguments: None)
     bodies: list[weakref.ref[set[int]]] = []
 

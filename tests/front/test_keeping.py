@@ -1,4 +1,4 @@
-"""Tests which prompts and answers a front keeps, depending on the log policy of the caller's tenant."""
+"""Tests that the tenant's log policy determines the prompts and answers that a front keeps."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_kept_texts_are_redacted(policy: Harness, client: openai.OpenAI, stream:
     assert prompt.redactions == 2 and prompt.bytes == len(CONVERSATION % (KEY, "hunter2hunter2"))
     assert [one.text for one in answers] == [policy.text(0), policy.text(1)]
     for part in (prompt, *answers):
-        assert part.sha256 == sha256(part.text or ""), "of what is kept, or a short password could be guessed"
+        assert part.sha256 == sha256(part.text or ""), "a hash of the original could reveal a short password"
 
 
 def test_token_ids_are_kept_as_text(policy: Harness, client: openai.OpenAI) -> None:
@@ -105,7 +105,7 @@ def test_only_the_beginning_of_a_long_text_is_kept_without_parts_of_secrets(
 ) -> None:
     keeps(policy, "full")
     policy.configure(keeping=KeepRules(max_text_chars=40, secret_prefixes=("acme_",)))
-    # The limit falls inside the key, and the part before it would not look like a key on its own.
+    # The limit falls inside the key. The part of the key before the limit would not be recognised as a key.
     prompt = "acme_12345 " + "x" * 20 + " " + KEY
     client.completions.create(model=MODEL, prompt=prompt, max_tokens=100)
     asked, answered = kept(policy)

@@ -1,4 +1,5 @@
-"""Tests of limits on the number of connections: which connection is closed when a limit is reached."""
+"""Tests of the limits on the number of connections, and of the connection that is closed when a limit is
+reached."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests of the headers that tell clients their rate limits, and of the answer length limit that the core
-sets."""
+"""Tests of the headers that tell clients their rate limits, and of the core's limit on the length of an
+answer."""
 
 from __future__ import annotations
 

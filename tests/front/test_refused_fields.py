@@ -1,4 +1,4 @@
-"""Tests of refused fields and disallowed values, and of the messages for both."""
+"""Tests of refused fields and refused values, and of the messages for both."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.pages import check_page
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
 WRONG: dict[str, Any] = {"do_sample": 0, "suffix": "secret end", "add_special_tokens": 7}
-"""Values that are not neutral, for those fields for which 3 is neutral or is not a clear example."""
+"""Values that are refused, for the fields for which 3 is accepted or is not a clear example."""
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])
@@ -33,7 +33,7 @@ def test_every_field_that_would_change_the_answer_is_refused_with_value_and_reme
         answer = post(front, path, body | {field.name: WRONG.get(field.name, 3)})
         assert (answer.status, answer.error["param"]) == (400, field.name)
         assert answer.error["code"] == "unsupported_parameter"
-        shown = "a text" if field.is_content else repr(WRONG.get(field.name, 3))
+        shown = "this value" if field.is_content else repr(WRONG.get(field.name, 3))
         assert (
             f"{field.name}: {shown} is not supported by this server; {field.remedy}"
             == answer.error["message"]
@@ -59,7 +59,7 @@ def test_refused_fields_are_accepted_with_neutral_values(front: Harness, path: s
 def test_a_long_value_of_a_refused_field_is_shortened_in_the_error(front: Harness) -> None:
     for value, shown in (
         ("x" * 100_000, f"'{'x' * 40}…'"),
-        (10**4000, "a huge number"),
+        (10**4000, "a very large number"),
         ({"a": 1}, "an object"),
         ([1], "a list"),
         (True, "True"),
@@ -162,7 +162,7 @@ def test_tokens_encoded_outside_of_a_generation_are_charged(
 def test_a_field_user_that_is_too_long_is_refused(front: Harness) -> None:
     error = post(front, CHAT, chat(user="s" * 513)).error
     assert (error["param"], error["code"]) == ("user", "invalid_value")
-    assert "has 513 characters; give at most 512" in error["message"]
+    assert "has 513 characters; at most 512 are allowed" in error["message"]
 
 
 def test_the_api_page_lists_the_fields_of_the_schemas() -> None:

@@ -1,5 +1,5 @@
-"""Tests that the memory of request heads is limited over all connections, and that the tenant holding the
-most memory is the first to lose a request."""
+"""Tests that the memory of request heads is limited over all connections, and that the tenant that uses the
+most memory loses a request first."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UNFINISHED = b"GET /tenant HTTP/1.1\r\nHost: x\r\nX-Filling: " + b"x" * HEAD_BYT
 
 
 async def tenant(request: Request) -> PlainTextResponse:
-    """Assign the connection to the tenant that the request names."""
+    """Assign the connection to the tenant named in the request."""
     assert request.scope["state"]["connection"].authenticate(request.headers["x-tenant"])
     return PlainTextResponse("known")
 
@@ -52,7 +52,7 @@ class Client:
         assert b"known" in await asyncio.get_running_loop().sock_recv(self.sock, 1 << 16)
 
     def received(self) -> bytes | None:
-        """Return the bytes that have arrived: b"" at the end of the connection, or None if nothing has
+        """Return the bytes that have arrived: b"" after the end of the connection, or None if nothing has
         arrived."""
         try:
             return self.sock.recv(1 << 16)

@@ -1,4 +1,5 @@
-"""Tests that requests are parsed one at a time from a connection's bytes, however the bytes are split."""
+"""Tests that requests are parsed one at a time from a connection's bytes, and that the result does not depend
+on how the bytes are split."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests of callers' rights: scopes, models, classes and lengths, and the responses to requests that exceed
-them."""
+"""Tests of callers' rights (scopes, models, classes and lengths), and of the responses to requests that
+exceed them."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ BEARER = {"Authorization": f"Bearer {KEY}"}
 
 
 def limited(front: Harness, **rights: Any) -> None:
-    """Give the key these rights, and wait until the front has them."""
+    """Give the key these rights, and wait until the front applies them."""
     marked = f"key_{time.monotonic_ns()}"
     front.identify(keys={SHA256: Identity(tenant="acme", key_id=marked, **rights)})
-    # The front has the rights once a request with a key of this name has been logged or admitted.
+    # The front applies the rights once it logs or admits a request under this key's name.
     front.wait_for(lambda: probe(front) == marked)
     front.rejected.clear()
 
@@ -48,7 +48,7 @@ def probe(front: Harness) -> str:
 
 @pytest.fixture
 def rights(front: Harness) -> Iterator[Harness]:
-    """The front. Afterwards, all callers' rights are restored."""
+    """The shared front. All callers' rights are restored after the test."""
     yield front
     front.identify()
     front.models = []
@@ -140,7 +140,7 @@ def test_the_answer_names_the_requests_class(
     for stream in (False, True):
         answer = generate(rights, headers, service_tier=tier, stream=stream)
         assert (answer.status, answer.headers["x-appliance-class"]) == (200, got)
-    # The core decides on the class, so the front passes on the requested one.
+    # The core decides on the class, so the front passes on the requested class.
     assert {admit.asked_class for admit in rights.admits} == {
         (asked or tier or "").upper() if asked else tier or ""
     }
@@ -265,7 +265,7 @@ def test_an_application_with_a_route_without_scope_cannot_be_built() -> None:
     (found,) = check_routes(Starlette(routes=[closed]))
     assert (found.path, found.wanted) == ("/closed", "inference")
     for other in (Route("/plain", endpoint), Mount("/mounted", Starlette())):
-        with pytest.raises(TypeError, match="requires no scope"):
+        with pytest.raises(TypeError, match="does not declare a scope"):
             check_routes(Starlette(routes=[closed, other]))
     with pytest.raises(ValueError, match="not a scope"):
         ScopedRoute("GET", "/closed", endpoint, wanted="everything")

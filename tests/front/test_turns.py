@@ -22,7 +22,7 @@ from appliance.http.request_memory import HeadHolder, RequestMemory
 from appliance.http.turns import BURST_S, MAX_SHARE, MAX_TURNS_PER_PASS, TURN_S, Source, Turns
 
 GREEDY = 200
-"""Number of connections of the client that sends requests without pausing."""
+"""Number of connections of the greedy client, which sends requests without pausing."""
 
 
 ONE = Source("one", "one")
@@ -167,7 +167,7 @@ def test_tenants_take_turns_from_the_first_request_of_a_connection(tmp_path: Pat
     async def main() -> None:
         server = HttpServer(
             Starlette(routes=[Route("/", work)]),
-            tenant_of=lambda headers, peer: dict(headers)[b"tenant"].decode(),
+            tenant_of=lambda headers, state: dict(headers)[b"tenant"].decode(),
         )
         listening = socket.socket(socket.AF_UNIX)
         listening.bind(str(tmp_path / "s"))
@@ -210,7 +210,7 @@ def test_a_new_connection_is_answered_before_many_requests_of_other_connections(
         sent = len(answered)
         writer.write(b"GET /modest HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         assert (await reader.read()).endswith(b"done")
-        # The loop needs a few iterations until the request has been read, and then one turn.
+        # Reading the request takes the loop a few iterations, and serving it takes one turn.
         assert answered.index("/modest") - sent < GREEDY // 2
         for _, other in [*greedy, (reader, writer)]:
             other.close()

@@ -1,4 +1,4 @@
-"""Tests of the core's view of fronts: failed starts, the choice of a front, and reports to operators."""
+"""Tests of how the core handles fronts: failed starts, the choice of a front, and reports to operators."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def too_many(*words: object, **options: object) -> None:
 
 
 class Events:
-    """Records events of fronts and ignores their messages."""
+    """Records fronts' events and ignores their messages."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []
@@ -56,10 +56,10 @@ def held() -> tuple[list[str], str]:
 @pytest.mark.parametrize(
     ("owner", "name", "said"),
     [
-        (front_module, "socketpair", "it could not be started"),
-        (subprocess, "Popen", "it could not be started"),
-        (os, "pidfd_open", "it could not be started"),
-        (Events, "front_started", "its channels could not be made"),
+        (front_module, "socketpair", "the front process could not be started"),
+        (subprocess, "Popen", "the front process could not be started"),
+        (os, "pidfd_open", "the front process could not be started"),
+        (Events, "front_started", "its channels could not be created"),
     ],
 )
 def test_a_failed_start_of_a_front_releases_everything_and_is_retried(
@@ -90,7 +90,7 @@ def test_a_failed_start_of_a_front_releases_everything_and_is_retried(
 
 def test_a_front_that_never_becomes_ready_is_a_problem_and_is_killed() -> None:
     class Unconfigured(Events):
-        """Fronts are sent no configuration, so they report but never become ready."""
+        """Sends no configuration to fronts, so they report but never become ready."""
 
         def front_started(self, front: Front) -> None: ...
 
@@ -104,7 +104,7 @@ def test_a_front_that_never_becomes_ready_is_a_problem_and_is_killed() -> None:
         assert not list(_front(front.status()))
         front._started_at -= 100
         (problem,) = _front(front.status())
-        assert "it has not loaded the models" in problem.what
+        assert "loading the models" in problem.what
         front.check()
         assert front.state == "starting"
         front._started_at -= 600
@@ -180,7 +180,7 @@ def test_refusals_are_reported_once_a_minute(monkeypatch: pytest.MonkeyPatch) ->
     watch = RefusalWatch()
     assert not list(watch.problems(report()))
     (told,) = watch.problems(report(refused_connections=1, max_connections=40))
-    assert "all 40," in told
+    assert "the limit of 40 connections," in told
     assert not list(watch.problems(report(refused_connections=9)))
     assert not list(watch.problems(report(refused_connections=9, unauthenticated=99)))
     (told,) = watch.problems(report(refused_connections=9, unauthenticated=100))

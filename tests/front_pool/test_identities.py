@@ -1,4 +1,4 @@
-"""Tests of the identity table, which is derived from tenants, keys, peers and settings, and sent to
+"""Tests of the identity table, which is computed from tenants, keys, peers and settings, and sent to
 fronts."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def peer(kind: str, number: int, tenant: str) -> PeerRecord:
 
 
 class Box:
-    """Policies that can be changed, and the table derived from them."""
+    """Policies that a test can change, and the identity table computed from them."""
 
     def __init__(self, *records: TenantRecord | KeyRecord | PeerRecord, unix: Any = "owner") -> None:
         self.policies = Policies([tenant("local"), tenant("default")])
@@ -124,7 +124,7 @@ def test_the_changes_for_fronts_add_up_to_the_whole_table() -> None:
     before = box.table.current()
     assert changes(before, before) is None
     box.put(tenant("acme", weight=5.0))
-    assert changes(before, box.table.current()) is None, "a tenant's weight is no business of fronts"
+    assert changes(before, box.table.current()) is None, "fronts do not use a tenant's weight"
     box.put(key("k3", revoked_at=1.0), key("k4", models=("m",)), key("new"), peer("gid", 3, "acme"))
     after = box.table.current()
     news = changes(before, after)
@@ -141,8 +141,7 @@ def test_rights_sent_by_a_front_are_replaced_by_those_of_the_core() -> None:
     assert box.table.of(Identity(tenant="acme", key_id="k", **claim)) == box.key("k")  # type: ignore[arg-type]
     as_peer = box.table.of(Identity(tenant="acme", **claim))  # type: ignore[arg-type]
     assert (as_peer.highest_class, as_peer.scopes) == (2, ("inference",))
-    # A key of another tenant, or a tenant or key that does not exist (any more), gets the rights of an
-    # unknown caller.
+    # A nonexistent tenant or key, or a key of another tenant, gets the rights of an unknown caller.
     for tenant_name, key_id in (("rich", "k"), ("acme", "gone"), ("gone", ""), ("gone", "k")):
         claimed = Identity(tenant=tenant_name, key_id=key_id, **claim)  # type: ignore[arg-type]
         assert box.table.of(claimed) == Identity(tenant=tenant_name, key_id=key_id)

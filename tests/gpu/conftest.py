@@ -1,4 +1,4 @@
-"""Skips GPU tests, with a reason, if there is no GPU."""
+"""Skips GPU tests if there is no GPU, and gives the reason."""
 
 from __future__ import annotations
 

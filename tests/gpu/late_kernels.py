@@ -1,9 +1,9 @@
-"""Starts an engine, serves random traffic, and prints as JSON the names of kernels launched by the traffic
-but not before the engine was ready: `python -m tests.gpu.late_kernels SHAPE [--fp8]`.
+"""Starts an engine and serves random traffic. Prints, as JSON, the names of kernels that the traffic launched
+but that were not launched before the engine was ready: `python -m tests.gpu.late_kernels SHAPE [--fp8]`.
 
 Runs in a separate process, because a kernel that one engine has loaded stays loaded for the next. Two layers
-of a public shape are enough, because they launch the same kernels as all layers. Compiled variants of one of
-our kernels share a name; `tests.engine.launches_of_serving` distinguishes them without a GPU.
+of a public shape are enough, because they launch the same kernels as all layers. The compiled variants of a
+kernel share a name; `tests.engine.launches_of_serving` distinguishes them without a GPU.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> None:
             max_num_batched_tokens=8192,
             kv_blocks=3000,
         )
-        # a recording that begins before CUDA is initialised may miss later launches
+        # A recording that begins before CUDA is initialised may miss later launches.
         torch.ones(1, device="cuda")
         torch.cuda.synchronize()
         with profile(activities=[ProfilerActivity.CUDA]) as starting:
@@ -77,14 +77,14 @@ def serve(engine: LocalEngine) -> None:
                 engine.scheduler.add("late", request(draw, handle, engine.info.vocab_size))
         if engine.core.has_work:
             engine.core.step()
-        if step % 100 == 99:  # let the engine become idle, so that short prompt passes occur again
+        if step % 100 == 99:  # let the engine become idle, so that short passes with only prompts occur again
             while engine.core.has_work:
                 engine.core.step()
     assert handle > 200, "too few requests were sent"
 
 
 def request(draw: random.Random, handle: int, vocabulary: int) -> Submit:
-    """Return a request with one prompt; a tenth of the requests ask for several samples."""
+    """Return a request with one prompt. One request in ten asks for several samples."""
     tokens = draw.choice((1, 3, 17, 64, 130, 512, 700, 1500, 4000))
     sampling = SamplingParams(max_tokens=draw.randrange(1, 30), ignore_eos=True, **draw.choice(WAYS))
     return Submit(

@@ -67,7 +67,7 @@ def test_waiting_for_a_missing_peer_ends_when_the_host_says_so_and_leaves_the_gp
 
 
 def parts_of(world: int, rows: int, hidden: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return `[world, rows, hidden]`, equal on every rank, with zeros of both signs side by side."""
+    """Return parts [world, rows, hidden] that are equal on every rank and contain both +0 and −0."""
     generator = torch.Generator("cuda").manual_seed(7)
     parts = torch.randn(world, rows, hidden, device="cuda", generator=generator).to(dtype)
     parts[:, :, 5], parts[:, :, 4] = -0.0, 0.0
@@ -133,12 +133,12 @@ def quantised_norms(memory) -> None:
         case = (hidden, rows, dtype, pdl)
         assert torch.equal(residual, wanted), case
         expected, expected_scales = fused.rms_norm_fp8(wanted, gain, 1e-5)
-        # The squares are summed in another order, which moves a few results by one step of e4m3.
+        # The squares are summed in a different order, which moves a few results by one step of e4m3.
         torch.testing.assert_close(scales, expected_scales, rtol=torch.finfo(dtype).eps, atol=0)
         assert (values.float() != expected.float()).float().mean() < 1e-2, case
         torch.testing.assert_close(values.float(), expected.float(), rtol=0.126, atol=0.002)
         assert scales[0] == 0 and not values[0].float().any()
-        # All ranks have the same bits.
+        # The results are bitwise equal on all ranks.
         own_words = torch.cat((values.view(torch.uint8).flatten().int(), scales.view(torch.int32).flatten()))
         words = [torch.empty_like(own_words) for _ in range(arena.world)]
         dist.all_gather(words, own_words)
@@ -176,7 +176,7 @@ def graph_replays(memory) -> None:
 def missing_peer(memory) -> None:
     x = torch.ones(3, 8192, dtype=torch.bfloat16, device="cuda")
     residual = torch.zeros_like(x)
-    # The first call loads the kernel, and every rank must make it.
+    # The first call loads the kernel. Every rank must take part in it.
     all_reduce.all_reduce_add(x, residual, memory.arena, two_shot=False)
     torch.cuda.synchronize()
     if memory.arena.rank == 0:

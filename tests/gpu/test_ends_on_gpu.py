@@ -1,5 +1,5 @@
-"""Tests on a GPU that restricting the last layer to the tokens whose logits are needed gives the same rows as
-the whole pass."""
+"""Tests on a GPU that computing the last layer only for the tokens whose logits are needed gives the same
+results as a full pass."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def _chunk(row: int, start: int, count: int) -> Chunk:
 def test_restricting_the_last_layer_gives_the_same_rows_as_the_whole_pass(
     kv_cache_dtype: str, allowed: float
 ) -> None:
-    """Slots 0 and 1 decode in the same pass as chunks, one of which continues in the cache. The last layer's
-    GEMMs have four rows instead of hundreds, so they use other kernels; keys and values are computed as in
-    the whole pass."""
+    """Slots 0 and 1 decode in the same pass as two chunks, one of which has earlier tokens in the cache. The
+    last layer's GEMMs have four rows instead of hundreds, so they use other kernels. Keys and values are
+    computed as in a full pass."""
     made = engine("cuda", "bfloat16", kv_cache_dtype=kv_cache_dtype)
     runner = made.runner
     setups = [SlotSetup(row, SamplingParams(max_tokens=9), 0, 1, []) for row in range(4)]

@@ -17,7 +17,7 @@ def test_the_demo_model_answers_its_questions_as_documented(dtype: str) -> None:
 
 
 def test_float16_with_fp8_weights_answers_as_documented() -> None:
-    """GEMMs with few rows use Triton kernels; GEMMs with many rows use the library, which returns
+    """GEMMs with few rows use Triton kernels. GEMMs with many rows use the library, which returns
     bfloat16."""
     assert share_right(answers(engine("cuda", "float16", weights="fp8"))) >= 0.95
 
@@ -29,7 +29,7 @@ def test_float32_generates_the_tokens_of_the_cpu() -> None:
 def test_bfloat16_generates_the_tokens_of_the_cpu_up_to_near_ties(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Uses the Triton kernels, which float32 does not. `scripts/quality --device cuda` records the
+    """Uses the Triton kernels, which do not run in float32. `scripts/quality --device cuda` records the
     measurements."""
     parity = measure("cuda")
     with capsys.disabled():

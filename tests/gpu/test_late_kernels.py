@@ -1,4 +1,4 @@
-"""Tests that no request makes a ready engine load a kernel, which would delay every running sequence."""
+"""Tests that no request causes a ready engine to load a kernel, which would delay every running sequence."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.gpu
 
 @dataclass(frozen=True)
 class PlaceOfRank:
-    """A rank of a group without collectives."""
+    """The place of a rank in a group without collectives."""
 
     size: int
     rank: int
@@ -85,7 +85,7 @@ def test_slices_of_ranks_equal_those_on_the_cpu(
 @pytest.mark.usefixtures("where")
 @pytest.mark.parametrize("placed", [False, True], ids=["filled in", "as it is"])
 def test_a_matrix_of_many_blocks_is_loaded_bitwise_equal(tmp_path: Path, placed: bool) -> None:
-    """Loads more than the ring holds at once, with the default sizes."""
+    """Loads more blocks than the ring holds at the same time, with the default sizes."""
     rows = 22 * BLOCK_BYTES // 4096 + 77
     expected = torch.arange(rows * 2048, dtype=torch.int32).view(torch.int16)[: rows * 2048].view(rows, 2048)
     expected = expected.view(torch.bfloat16)
@@ -107,8 +107,8 @@ def test_a_matrix_of_many_blocks_is_loaded_bitwise_equal(tmp_path: Path, placed:
 @pytest.mark.usefixtures("where")
 @pytest.mark.parametrize("fails", [False, True], ids=["stops", "fails"])
 def test_a_stream_that_is_closed_early_releases_its_memory(tmp_path: Path, fails: bool) -> None:
-    """Closes a stream while blocks are in flight. All memory must be unlocked, and another stream must still
-    work."""
+    """Closes a stream while blocks are in flight. All its memory must be unlocked, and another stream must
+    still work."""
     expected = torch.arange(64 << 10, dtype=torch.float32).view(64, 1024)
     save_file({"matrix": expected}, tmp_path / "model.safetensors")
     whole = TensorSlice("matrix", read_entries(tmp_path)["matrix"], 0, 64)

@@ -1,5 +1,5 @@
-"""Tests that captured prompt passes give the logits and the cache of passes that are launched kernel by
-kernel."""
+"""Tests that captured prompt passes give the same logits and cache as passes whose kernels are launched one
+by one."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.demo_model.asking import engine
 pytestmark = pytest.mark.gpu
 
 ALLOWED = 0.03
-"""Allowed relative difference. Padding changes which GEMM kernels run, and therefore the order of
+"""Allowed relative difference. Padding changes the choice of GEMM kernels, and therefore the order of
 summation."""
 
 QUANTISED_APART = 2
 """Allowed difference with an FP8 cache, as a multiple of the difference between eager passes with and without
 FP8. Passes that differ by ALLOWED may round keys and values to different neighbouring e4m3 values, which have
-the same error. Other errors (order, positions, attention masks) are the same for every cache and are tested
-without FP8, using ALLOWED."""
+the same error. Other errors (order, positions, attention masks) do not depend on the cache's dtype, so the
+tests without FP8 detect them with ALLOWED."""
 
 
 @pytest.fixture(params=["auto", "fp8"])
@@ -37,15 +37,15 @@ def made(request: pytest.FixtureRequest) -> Iterator[LocalEngine]:
 
 @pytest.fixture(scope="module")
 def unquantised() -> Iterator[LocalEngine]:
-    """The same model with an unquantised cache, for eager passes."""
+    """The same model with an unquantised cache, which runs eager passes."""
     made = engine("cuda", "bfloat16")
     yield made
     made.close()
 
 
 def _plan(sizes: list[tuple[int, int]], first_block: int = 0) -> tuple[StepPlan, int]:
-    """Return chunks of (cached tokens, tokens), one per slot, over blocks from `first_block`, and the first
-    unused block."""
+    """Return a plan with one chunk of (cached tokens, tokens) per slot, over blocks from `first_block`, and
+    the first unused block."""
     blocks, chunks, setups = [], [], []
     for row, (start, count) in enumerate(sizes):
         used = -(-(start + count) // BLOCK_TOKENS)
@@ -72,7 +72,8 @@ def _captured(graphs: PromptGraphs, plan: StepPlan) -> torch.Tensor:
 
 
 def _prepared(runner: ModelRunner, sizes: list[tuple[int, int]]) -> tuple[StepPlan, int]:
-    """Return `_plan` for these sizes after computing the cached tokens, with the same slots and blocks."""
+    """Compute the cached tokens of `_plan` for these sizes. Return the plan, with the same slots and
+    blocks."""
     plan, taken = _plan(sizes)
     runner.steps.tables.apply(plan)
     context = [Chunk(row, 0, _tokens(row, 0, start), [row]) for row, (start, _) in enumerate(sizes) if start]
@@ -115,15 +116,15 @@ def test_a_captured_prompt_pass_gives_the_logits_of_an_eager_one(
             allowed = max(ALLOWED, QUANTISED_APART * _apart(plain, launched))
     assert _apart(captured, launched) <= allowed
     for found, tensor in zip(cache, [t for pool in runner.steps.kv for t in pool.tensors()], strict=True):
-        # Padding wrote nothing: blocks that no prompt owns are still zero.
+        # Padding must write nothing, so blocks that no prompt owns are still zero.
         assert not found[taken:].any()
         if found.dtype == torch.bfloat16:
             assert _apart(found[:taken], tensor[:taken]) <= ALLOWED
 
 
 def test_a_replay_does_not_depend_on_the_previous_one(made: LocalEngine) -> None:
-    """Replays of the same captured size: after one with more prompts and cached tokens, the logits must be
-    bitwise equal."""
+    """Replays a captured size twice. After a replay with more prompts and cached tokens, the logits must be
+    bitwise equal to the first."""
     graphs, tables = made.runner.steps.prompt_graphs, made.runner.steps.tables
     assert graphs is not None
     few, after = _plan([(0, 200)])

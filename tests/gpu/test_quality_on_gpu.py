@@ -1,4 +1,4 @@
-"""Runs `scripts/quality` on a GPU with the Triton kernels: all questions, all held-out text."""
+"""Runs `scripts/quality` on a GPU with the Triton kernels, for all questions and all held-out text."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests that two GPUs compute the same results as one, captured and eager, with the same bits on both ranks,
-and that the death of a rank ends the other rank's wait."""
+"""Tests that two GPUs compute the same results as one, captured and eager, that both ranks' results are
+bitwise equal, and that a rank stops waiting when the other is killed."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ pytestmark = [
 ]
 
 NEAR_TIE = 0.125
-"""Maximum amount by which a token's score may be below the best score for a different number of GPUs to
-choose that token. Logits of these models have magnitudes below 8, where bfloat16 numbers are 1/32 apart; a
-different order of summation moves a logit by a few such steps."""
+"""A different number of GPUs may choose another token if its score is at most this far below the best score.
+Logits of these models have magnitudes below 8, where bfloat16 numbers are 1/32 apart. A different order of
+summation moves a logit by a few such steps."""
 DEMO_NEAR_TIE = 0.25
-"""The same for the demo model, see `tests.demo_model.parity.NEAR_TIE`."""
+"""The same tolerance for the demo model, from `tests.demo_model.parity.NEAR_TIE`."""
 ALLOWED = 0.03
 """Allowed relative difference of logits, as in `test_prompt_graphs_on_gpu`."""
 
@@ -63,7 +63,7 @@ FILTERED = [
     SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.7, top_p=0.9, top_k=50, seed=seed)
     for seed in range(6)
 ]
-"""Requests in the full variant, whose logits are gathered."""
+"""Sampling parameters of the full variant, for which the logits are gathered."""
 
 
 def spec_of(folder: Path, kv_heads: int | None, **changes: Any) -> ReplicaSpec:
@@ -85,7 +85,7 @@ def spec_of(folder: Path, kv_heads: int | None, **changes: Any) -> ReplicaSpec:
 
 
 def tokens_of(made: LocalEngine) -> list[list[int]]:
-    """Return the answers to REQUESTS, all at once, then to FILTERED, then to one request alone."""
+    """Return the answers to REQUESTS in one batch, then to FILTERED, then to one request alone."""
     found = made.generate([*PROMPTS, *PROMPTS], REQUESTS)
     found += made.generate(PROMPTS, FILTERED)
     found += made.generate(PROMPTS[:1], REQUESTS[0])
@@ -114,8 +114,8 @@ def whole(runner: ModelRunner, logits: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def passes(runner: ModelRunner) -> dict[str, torch.Tensor]:
-    """Return hidden states and logits of the last tokens of three prompts and of a decode of each, eager and
-    captured."""
+    """Return hidden states and logits of the last tokens of three prompts and of one decode step after each,
+    eager and captured."""
     steps, plan = runner.steps, plan_of(PROMPTS[1:4])
     assert steps.graphs is not None and steps.prompt_graphs is not None
     steps.tables.apply(plan)
@@ -126,7 +126,7 @@ def passes(runner: ModelRunner) -> dict[str, torch.Tensor]:
     hidden = steps.decoder.forward(batch.forward, steps.kv)
     found["hidden"] = hidden[:3].float().cpu()
     found["prompts eager"] = whole(runner, steps.decoder.logits(hidden)[:3])
-    steps.run(plan)  # samples the tokens that the decodes read
+    steps.run(plan)  # samples the input tokens of the decodes
     steps.graphs.set_slots([0, 1, 2])
     found["decodes captured"] = whole(runner, steps.graphs.forward())
     batch = steps.tables.step_batch(StepPlan(0, [], [], [], [0, 1, 2], []))
@@ -152,7 +152,7 @@ def answer_and_pass(member: Member, spec: ReplicaSpec) -> dict[str, Any]:
 
 @torch.inference_mode()
 def behind(runner: ModelRunner, sequence: list[int], token: int, params: SamplingParams) -> float:
-    """Return how far the score of `token` is below the best score after `sequence`."""
+    """Return the difference between the best score after `sequence` and the score of `token`."""
     plan = plan_of([sequence])
     runner.steps.tables.apply(plan)
     batch = runner.steps.tables.step_batch(plan)
@@ -170,7 +170,7 @@ def behind(runner: ModelRunner, sequence: list[int], token: int, params: Samplin
 
 
 def _lowest_kept(scores: torch.Tensor, params: SamplingParams) -> float:
-    """Return the score above which top-k and top-p keep tokens even if scores moved by NEAR_TIE."""
+    """Return the score above which top-k and top-p keep a token even if scores change by NEAR_TIE."""
     if not params.top_k:
         return -torch.inf
     best = scores.topk(params.top_k).values
@@ -191,8 +191,8 @@ def test_several_gpus_generate_the_tokens_of_one_up_to_near_ties(
     spec = spec_of(tmp_path, kv_heads)
     on_several = spec_of(tmp_path, kv_heads, tensor_parallel_size=size)
     processes = start_ranks(size, tmp_path / "ranks", "cuda", answer_and_pass, on_several)
-    # One after the other: processes that share a GPU take turns, which slows down ranks that wait for each
-    # other.
+    # Run the ranks to their end before the reference engine starts. Processes that share a GPU alternate,
+    # which slows down ranks that wait for each other.
     first, *others = results(processes, tmp_path / "ranks")
     made = LocalEngine(spec)
     expected = tokens_of(made)
@@ -231,7 +231,8 @@ def fp8_passes(member: Member, spec: ReplicaSpec, quantised_rows: int) -> dict[s
 
 
 def test_fp8_decodes_with_fused_norms_compute_what_separate_norms_compute(tmp_path: Path) -> None:
-    """The scales of both are equal, so only numbers on the boundary of two e4m3 values may differ."""
+    """The scales are equal in both cases, so only numbers on the boundary between two e4m3 values may
+    differ."""
     spec = spec_of(tmp_path, 2, tensor_parallel_size=2, quantization="fp8")
     fused, separate = (
         results(start_ranks(2, tmp_path / f"{rows}", "cuda", fp8_passes, spec, rows), tmp_path / f"{rows}")
@@ -245,7 +246,7 @@ def test_fp8_decodes_with_fused_norms_compute_what_separate_norms_compute(tmp_pa
 # ── long prompts ─────────────────────────────────────────────────────────────────────────────────────
 
 LONG = [[(7 * place + 13 * start) % 900 + 3 for place in range(1900 + start)] for start in range(2)]
-"""Prompts of one pass, the second of which is split."""
+"""Prompts of one pass. The second prompt is split."""
 
 
 @torch.inference_mode()
@@ -271,7 +272,7 @@ def test_passes_in_halves_compute_what_one_gpu_computes_with_equal_bits_each_tim
     spec = spec_of(tmp_path, 2, **changes)
     config = SHAPE | {"num_key_value_heads": 2, "max_position_embeddings": 4096}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    # Passes of up to 1,024 tokens are captured, and are not split.
+    # Captured passes have up to 1,024 tokens and are not split.
     on_two = ReplicaSpec(**{**structs.asdict(spec), "tensor_parallel_size": 2})
     processes = start_ranks(2, tmp_path / "ranks", "cuda", halved_passes, on_two, overlap_from=2048)
     first, second = results(processes, tmp_path / "ranks")

@@ -1,4 +1,5 @@
-"""Tests of sampling through CUDA graphs: the same tokens as torch from the same logits, in any batch."""
+"""Tests that sampling through CUDA graphs gives the same tokens as torch for the same logits, in any
+batch."""
 
 from __future__ import annotations
 
@@ -54,8 +55,8 @@ def _plain_torch(made: LocalEngine) -> Sampler:
 
 
 def test_a_slot_samples_the_same_token_in_any_batch_and_as_torch_does(made: LocalEngine) -> None:
-    """Of 150 slots of each variant's mixture, at most one differs from torch (a near-tie: scores within 1e-5,
-    or a boundary of top-p within 2e-6 of mass); none differs between batches."""
+    """Of 150 slots with a mixture of variants, at most one may differ from torch, at a near-tie (scores
+    within 1e-5, or a top-p boundary within 2e-6 of probability mass). None may differ between batches."""
     runner = made.runner
     graphs, tables = runner.steps.graphs, runner.steps.tables
     assert graphs is not None
@@ -86,8 +87,8 @@ def test_a_slot_samples_the_same_token_in_any_batch_and_as_torch_does(made: Loca
 def test_batches_with_logits_processors_generate_the_tokens_of_torch(
     made: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both engines replay the same forward graphs, so an output may differ only after a near-tie: at most one
-    of 60."""
+    """Both engines replay the same forward graphs, so outputs differ only after a near-tie, which affects at
+    most one of 60."""
     prompts, _ = questions()
     prompts = (prompts * 60)[:60]
     kinds = KINDS + EDITED

@@ -1,5 +1,5 @@
 """Error measures for test results, over the whole tensor and for its worst vector. A norm over two thousand
-tokens of 32 heads would hide one wrong head of one token."""
+tokens with 32 heads each would hide a single wrong head of one token."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def error(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def worst_error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """Return the largest relative error of any vector (the last dimension: a head of a token, or a token's
-    outputs). If a vector's norm is zero, any difference is an infinite error."""
+    """Return the largest relative error of any vector. Vectors span the last dimension: one head of a token,
+    or a token's outputs. If the exact vector is zero, any difference is an infinite error."""
     off, size = (found.double() - exact).norm(dim=-1), exact.double().norm(dim=-1)
     return float(torch.where(off == 0, 0.0, off / size).max())
 
@@ -21,9 +21,8 @@ def worst_error(found: torch.Tensor, exact: torch.Tensor) -> float:
 def check_as_torch(
     found: torch.Tensor, torchs: torch.Tensor, exact: torch.Tensor, roundings: float = 0.5
 ) -> None:
-    """Assert that the error is at most twice torch's error, over the whole tensor and for the worst vector,
-    plus `roundings` roundings of the result. One rounding has an error of a quarter of the dtype's eps, by
-    norm."""
+    """Assert that the error is at most twice torch's error plus `roundings` rounding errors, over the whole
+    tensor and for the worst vector. One rounding error is a quarter of the dtype's eps, by norm."""
     more = roundings * torch.finfo(found.dtype).eps / 4
     assert found.shape == exact.shape and found.isfinite().all()
     assert error(found, exact) <= 2 * error(torchs, exact) + more
@@ -34,7 +33,7 @@ def check_worst(
     found: torch.Tensor, torchs: torch.Tensor, exact: torch.Tensor, roundings: float = 0.5
 ) -> None:
     """Assert the bound of `check_as_torch` for the worst vector only. torch's worst vector may be a different
-    one, because the error of a vector that sums few terms varies by chance."""
+    vector, because the error of a vector that sums few terms varies by chance."""
     more = roundings * torch.finfo(found.dtype).eps / 4
     off, bound = worst_error(found, exact), 2 * worst_error(torchs, exact) + more
     if not off <= bound:

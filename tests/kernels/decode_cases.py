@@ -1,4 +1,5 @@
-"""Batches for the tests of paged decode attention, with and without new tokens, and reference results."""
+"""Batches with and without new tokens for the tests of paged decode attention, and their reference
+results."""
 
 from __future__ import annotations
 
@@ -89,8 +90,8 @@ def make(
     blocks: int = 24,
     seed: int = 0,
 ) -> Case:
-    """Make sequences over shared random blocks. Reading a block-table entry after the end of a sequence is an
-    error."""
+    """Make sequences over shared random blocks. Block-table entries past the end of a sequence are invalid,
+    so reading one is an error."""
     random_ = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -138,7 +139,8 @@ LENS = {
     "padding only": [0, 0],
 }
 WINDOWED = {"one page", "three pages", "ragged", "one is much longer"}
-"""Batches to which every window applies; the others have one window that ends inside a sequence, if any."""
+"""Batches that are tested with every window. Each of the other batches is tested with at most one window,
+which ends inside a sequence."""
 BATCHES = [
     *((name, None) for name in LENS),
     *((name, window) for name in LENS if name in WINDOWED for window in (1, 50, 64, 100)),
@@ -148,7 +150,7 @@ BATCHES = [
 
 @dataclass
 class New:
-    """A batch whose new tokens are not in the cache yet. The last block of each sequence is not shared."""
+    """A batch whose new tokens are not in the cache yet. No other sequence shares a sequence's last block."""
 
     case: Case
     qkv: torch.Tensor
@@ -163,7 +165,8 @@ class New:
         return replace(case, q=self.qkv).run(**options)
 
     def expected_case(self, dtype: torch.dtype | None = None) -> Case:
-        """Return the case after the reference implementation has run, in `dtype` or in its own dtypes."""
+        """Return the case after running the reference implementation, in `dtype` or in the case's own
+        dtypes."""
         case = self.case
         there = case.lens > 0
         dtype = dtype or case.keys.dtype

@@ -1,5 +1,5 @@
-"""Compiles decode attention with a `Rotation` for Hopper and prints, as JSON, the order of each kernel's
-memory accesses. Runs in a separate process, like `launches_of_serving`."""
+"""Compiles decode attention with a `Rotation` for Hopper, and prints the order of each kernel's memory
+accesses as JSON. Runs in a separate process, like `launches_of_serving`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ EVENTS = re.compile(
 
 
 def launch(sequences: int, fp8: bool) -> None:
-    """Launch decode attention with dtypes that identify the loads in PTX: lengths, slots and angles are
-    32-bit words, page numbers 64-bit, and the result of the qkv GEMM 16-bit."""
+    """Launch decode attention with dtypes by which the loads can be identified in PTX: lengths, slots and
+    angles have 32 bits, page numbers 64 bits, and the qkv GEMM's result 16 bits."""
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=META)

@@ -1,4 +1,4 @@
-"""A defect to seed into a kernel."""
+"""The class of defects that are seeded into kernels."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Defect:
     keyword: str
     """pytest's -k expression for the tests that must detect the defect."""
     interpreted: bool = True
-    """Whether the interpreter can detect the defect. Triton's interpreter does not fuse a product with a sum,
-    and the Gluon interpreter does not support every kernel."""
+    """Whether the interpreter can detect the defect. Triton's interpreter does not fuse a multiplication with
+    an addition, and the Gluon interpreter does not support every kernel."""
 
     @property
     def source(self) -> Path:
@@ -36,8 +36,8 @@ class Defect:
         return Path("tests/kernels") / f"test_triton_{stem}.py"
 
     def apply(self, tree: Path) -> None:
-        """Seed the defect into a copy of the tree. Raises ValueError if the source text does not occur
-        exactly once."""
+        """Seed the defect into a copy of the tree. Raises ValueError unless the source text occurs exactly
+        once."""
         path = tree / self.source
         text = path.read_text()
         if text.count(self.right) != 1:
@@ -46,6 +46,7 @@ class Defect:
 
 
 _TESTED_BY = {
+    "peer_arena.py": "all_reduce",
     "linear_rows.py": "linear",
     "attention_decode_kernel.py": "attention_decode",
     "linear_stream.py": "linear",

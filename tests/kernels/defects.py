@@ -1,6 +1,6 @@
 """Defects to seed into the kernels, one at a time. Each must make the kernel's tests fail, in the interpreter
-and on a GPU. `scripts/seed_defects` tries them; `test_defects.py` checks that each still matches the source
-code."""
+and on a GPU. `scripts/seed_defects` runs the tests with each defect, and `test_defects.py` checks that each
+defect still matches the source code."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ _PREFILL = [
         'scores = tl.where(seen, scores, float("-inf"))',
         "scores = tl.where(seen, scores, _LOWEST)",
         "error and mixed",
-        interpreted=False,  # the compiler's fused operation rounds the score before it takes the maximum
+        interpreted=False,  # the compiler's fused operation rounds scores before it computes their maximum
     ),
     Defect(
         "KV heads overlap in the queries",
@@ -534,17 +534,24 @@ _DECODE_STEP = [
 _ALL_REDUCE = [
     Defect(
         "every call uses the same half of a region",
-        "all_reduce.py",
+        "peer_arena.py",
         "half = (program.to(gl.int64) * 2 + (call & 1)) *",
         "half = (program.to(gl.int64) * 2) *",
         "sum_in_rank_order or used_again",
     ),
     Defect(
         "the reserved value is sent as payload",
-        "all_reduce.py",
-        "words = gl.where(words == EMPTY, 0, words)\n        at =",
-        "at =",
+        "peer_arena.py",
+        "return gl.where(words == EMPTY, 0, words)",
+        "return words",
         "sum_in_rank_order",
+    ),
+    Defect(
+        "received words are not marked as read",
+        "peer_arena.py",
+        "    send(address, words * 0 + EMPTY)\n",
+        "",
+        "sum_in_rank_order or used_again",
     ),
     Defect(
         "two-shot: the last rank receives no result of its peers",
@@ -559,16 +566,9 @@ _ALL_GATHER = [
     Defect(
         "gathered words: the reserved value is sent as payload",
         "all_gather.py",
-        "words = gl.where(words == EMPTY, 0, words)\n        for hop",
-        "for hop",
+        "words = payload(gl.load(x + index, mask=index < count, other=0))",
+        "words = gl.load(x + index, mask=index < count, other=0)",
         "order_of_delivery",
-    ),
-    Defect(
-        "gathered words are not marked as read",
-        "all_gather.py",
-        "            send(at, words * 0 + EMPTY)\n",
-        "",
-        "order_of_delivery or thousands_of_times",
     ),
     Defect(
         "the best token: a NaN does not win",
@@ -590,8 +590,8 @@ _ALL_REDUCE_NORM = [
     Defect(
         "normed sums: every part is received at the place of the first",
         "all_reduce_norm.py",
-        "first = part * (BLOCK * 4)",
-        "first = 0",
+        "at = received + part * (BLOCK * 4)",
+        "at = received",
         "quantised_norm or many_times",
     ),
     Defect(

@@ -1,4 +1,4 @@
-"""Defects of the kernels of mixture-of-experts layers; see `defects`."""
+"""Defects to seed into the kernels of mixture-of-experts layers; see `defects`."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ _EXPERTS_FEW = [
         "most = tl.max(tl.abs(whole), axis=1)",
         "most = tl.max(tl.abs(whole), axis=1) * 0.25",
         "few",
-        interpreted=False,  # quantised values do not saturate there
+        interpreted=False,  # in the interpreter, quantised values do not saturate
     ),
     Defect(
         "dot: only the first choice of all is computed",

@@ -43,8 +43,8 @@ HOPPER = ON_GPU and torch.cuda.get_device_capability() == (9, 0)
 
 
 def decode() -> None:
-    """Decode sequences with one and several splits, with and without a window, with padding, and in
-    FP8."""
+    """Run decode attention on sequences with one and several splits, with and without a window, with padding,
+    and in FP8."""
     for lens, window in (([1, 64, 65, 0, 130, 700], None), ([300], None), ([200, 127], 100), ([0], None)):
         case = decode_cases.make(lens, 6, 2, 64, window, dtype=DTYPE, device=DEVICE.type)
         config = attention_decode.config_for(len(lens), 2, 64, case.keys.element_size(), 8)
@@ -59,8 +59,8 @@ def decode() -> None:
 
 
 def prefill() -> None:
-    """Prefill chunks whose context crosses block borders, with and without a window; FP8 pages are read
-    directly and expanded."""
+    """Run prefill attention on chunks whose context crosses block boundaries, with and without a window. FP8
+    pages are read directly and expanded."""
     chunks = [(0, 65), (200, 33), (0, 1), (127, 130)]
     for window in (None, 100):
         case = prefill_cases.make(chunks, 6, 2, 64, window, dtype=DTYPE, device=DEVICE.type)
@@ -72,8 +72,8 @@ def prefill() -> None:
 
 
 def prefill_hopper() -> None:
-    """Prefill on Hopper with chunks whose context crosses block boundaries and boundaries of 128 keys, and
-    with more tiles than programs, both from pages and from the scratch pool."""
+    """Run Hopper's prefill attention on chunks whose context crosses block boundaries and boundaries of 128
+    keys, with more tiles than programs, both from pages and from the scratch pool."""
     if not HOPPER:
         return
     for chunks, heads, kv_heads in (("several chunks", 4, 2), ("across blocks of keys", 3, 3)):
@@ -129,8 +129,9 @@ def multiply() -> None:
 
 
 def mix() -> None:
-    """Run the routers and every kernel of experts, in the model's dtype and in FP8, with sizes that are not
-    multiples of a tile, with experts that no or every token chooses, and with several blocks to sort."""
+    """Run the routers and every kernel of experts, in the model's dtype and in FP8. Sizes are not multiples
+    of a tile, some experts are chosen by no token and some by every token, and there are several blocks to
+    sort."""
     values = E4M3 if ON_GPU else None
     for case in route_cases.CASES[:2]:
         made = route_cases.Case(*case, DTYPE)
@@ -150,7 +151,7 @@ def mix() -> None:
 
 def ship(dtype: torch.dtype) -> None:
     """Run every shipped plan for weights of type `dtype` with all fused operations. The interpreter ignores
-    stages and warps, so one plan per form is enough there."""
+    stages and warps, so it runs only one plan per form."""
     plans = [one for one in shipped_plans() if one.dtype == dtype]
     if not ON_GPU:
         plans = list(
@@ -166,7 +167,7 @@ def ship(dtype: torch.dtype) -> None:
 
 def sample() -> None:
     """Sample rows of every variant over two and a half chunks, with and without logits processors, and with
-    ties that make searches long."""
+    ties that make the searches long."""
     params = sampling_cases.MIXED
     draws = sampling_cases._draws(params)
     for step in (0.0, 0.5) if ON_GPU else (0.5,):
@@ -206,11 +207,11 @@ def embed() -> None:
 
 
 def exchange() -> None:
-    """Run the collectives over peer memory on one GPU, which acts as each rank in rotation. All words of the
-    rank's arena have arrived before each call, so no call has to wait."""
+    """Run the collectives over peer memory on one GPU, which acts as each rank in rotation. Before each call,
+    all words of the rank's arena have already arrived, so no call has to wait."""
     if not HOPPER:
         return
-    # Imported here because Gluon has no CPU interpreter.
+    # Import these modules here, because Gluon has no CPU interpreter.
     from kernels.triton import all_gather, all_reduce, all_reduce_norm
     from kernels.triton.peer_arena import PROGRAMS, Arena, arena_words
     from kernels.triton.sum_parts import sum_parts

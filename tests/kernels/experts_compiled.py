@@ -1,5 +1,5 @@
-"""Compiles the kernels of experts for Hopper and prints, as JSON, the order of their loads and of their
-launch control. Runs in a separate process, like `launches_of_serving`."""
+"""Compiles the kernels of experts for Hopper, and prints the order of their loads and of their
+dependent-launch instructions as JSON. Runs in a separate process, like `launches_of_serving`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EVENTS = re.compile(r"griddepcontrol\.\w+|ld\.global|cp\.async\.c[ag]|wgmma\.mma
 
 
 def launch(tokens: int) -> None:
-    """Run a layer of Qwen3-30B-A3B's shape."""
+    """Run a layer with the shape of Qwen3-30B-A3B."""
 
     def bf16(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device="meta")

@@ -87,7 +87,7 @@ class Interpreted:
 class _Pointer:
     base: torch.Tensor
     own: torch.Tensor
-    """Mask of the spanned memory's elements that belong to the tensor."""
+    """Mask of the elements in the spanned memory that belong to the tensor."""
     offset: Any = 0
 
     @classmethod
@@ -182,8 +182,8 @@ class _Language:
         return values if mask.all() else torch.where(mask, values, other)
 
     def store(self, pointer: _Pointer, value: torch.Tensor, mask: Any = None) -> None:
-        """Store elements, each at most once per launch, because nothing orders the stores of two
-        programs."""
+        """Store elements. Each element may be stored at most once per launch, because the stores of two
+        programs have no defined order."""
         place, mask = pointer.places(mask)
         to = place[mask]
         times = self.stored.setdefault(id(pointer.base), torch.zeros(len(pointer.own), dtype=torch.int32))
@@ -219,8 +219,8 @@ class _Language:
         barrier.init(count)
 
     def arrive(self, barrier: Barrier, *, count: int = 1, pred: Any = True) -> None:
-        """Arrive at a barrier from one thread. About the other warps, this thread knows only what a barrier
-        among them has established."""
+        """Arrive at a barrier from one thread. This thread knows only the events of other warps that an
+        earlier barrier between them has ordered."""
         if pred:
             self.program.pause()
             barrier.arrive(count, self.program.current.known)
@@ -233,7 +233,7 @@ class _Language:
 
     def wait(self, barrier: Barrier, phase: Any, pred: Any = True) -> None:
         """Wait until the phase with the given parity has ended. As in hardware, the phase before the first
-        one has already ended."""
+        one counts as ended."""
         if not pred:
             return
         if not barrier.count:
@@ -275,7 +275,7 @@ class _Language:
 
 
 def _call(value: Any, name: str) -> None:
-    """Give barriers and memories the name of the kernel's variable that holds them, for error messages."""
+    """Name barriers and memories after the kernel's variables that hold them, for error messages."""
     if isinstance(value, Shared):
         value.memory.name = value.memory.name or name
     elif isinstance(value, Barrier):

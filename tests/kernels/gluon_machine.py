@@ -1,12 +1,12 @@
 """A model of one GPU program's execution order: partitions of warps, barriers, asynchronous copies and
 products.
 
-Each partition is a Python thread, and the copy engine is one of them. Only one thread runs at a time, and at
-every asynchronous operation a seed selects the next one. Races are nevertheless proved, not sampled. Every
-copy and product is an event, each partition tracks the events that happened before its current point, and
-arrivals and waits at barriers pass that knowledge on (happens-before, Lamport 1978). A read of memory that is
-not known to be written, or a write to memory that is not known to have been read, is a fault whatever the
-thread order.
+Each partition is a Python thread, and so is the copy engine. Only one thread runs at a time, and a seed
+selects the next thread at every asynchronous operation. Races are still found for every thread order, not
+only for the order that ran. Every copy and product is an event, and each partition tracks the events that
+happened before its current point. Arrivals and waits at barriers pass that knowledge on (happens-before,
+Lamport 1978). It is a fault to read memory that is not known to be written, or to write memory that is not
+known to have been read.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 GRANULE = 512
-"""Number of elements of shared memory whose reads and writes are tracked together: with 16-bit elements, the
-eight rows after which a swizzle repeats."""
+"""Number of elements of shared memory whose reads and writes are tracked together. With 16-bit elements,
+these are the eight rows after which a swizzle repeats."""
 
 
 class Fault(Exception):
@@ -35,7 +35,7 @@ class Deadlock(Fault):
 
 
 class _Stopped(BaseException):
-    """Raised in the other partitions after one partition has a fault."""
+    """Raised in all other partitions after a fault in one partition."""
 
 
 @dataclass(eq=False)
@@ -47,7 +47,7 @@ class Partition:
     known: int = 0
     """Events that happened before the current point of all warps of the partition."""
     unsettled: int = 0
-    """Events that each warp has waited for on its own. They become `known` at the next barrier among the
+    """Events for which each warp has waited on its own. They become `known` at the next barrier between the
     warps."""
     products: list[UnfinishedProduct] = field(default_factory=list)
     ready: Callable[[], bool] = lambda: True
@@ -58,7 +58,7 @@ class Partition:
 
 @dataclass(eq=False)
 class UnfinishedProduct:
-    """The result of an asynchronous product, which becomes a tensor only after a wait."""
+    """The result of an asynchronous product. It becomes a tensor only after a wait."""
 
     value: torch.Tensor
     event: int
@@ -66,8 +66,8 @@ class UnfinishedProduct:
 
 
 class Barrier:
-    """An mbarrier: the arrivals and bytes that its phase still needs, and the events known to the threads
-    that arrived."""
+    """An mbarrier: the arrivals and bytes that its phase is still waiting for, and the events known to the
+    threads that arrived."""
 
     def __init__(self) -> None:
         self.name = ""
@@ -110,7 +110,7 @@ class Barriers:
 
 
 class Memory:
-    """The memory of one allocation; unwritten elements are NaN."""
+    """The memory of one allocation. Unwritten elements are NaN."""
 
     def __init__(self, elements: int, dtype: torch.dtype) -> None:
         self.name, self.data = "", torch.full((elements,), float("nan"), dtype=dtype)
@@ -119,7 +119,7 @@ class Memory:
 
 
 class Shared:
-    """A view of shared memory: for each position, the element of the allocation."""
+    """A view of shared memory, which maps each position to an element of the allocation."""
 
     def __init__(
         self, memory: Memory, places: torch.Tensor, layout: Any, granules: list[int] | None = None
@@ -171,8 +171,8 @@ class Shared:
 
 
 def _places(shape: Sequence[int], layout: Any) -> torch.Tensor:
-    """Return the memory layout of a tile: panels as wide as the swizzle, each with all rows. Leading
-    dimensions beyond the layout's rank count tiles."""
+    """Return the memory layout of a tile as panels. Each panel has all rows and is as wide as the swizzle.
+    Dimensions before the layout's own dimensions count tiles."""
     columns, rows = shape[-1], prod(shape[-layout.rank : -1])
     width = min(columns, layout.swizzle_byte_width * 8 // layout.element_bitwidth or columns)
     panels = torch.arange(prod(shape)).view(-1, columns // width, rows, width)
@@ -211,7 +211,7 @@ class Copy:
 
 
 def flat(base: torch.Tensor) -> torch.Tensor:
-    """Return all memory from a tensor's first element to its last, gaps included."""
+    """Return all memory between a tensor's first and last element, including gaps."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(base.shape, base.stride(), strict=True))
     return base.as_strided((span,), (1,))
 
@@ -232,8 +232,8 @@ class Program:
         self._fault: BaseException | None = None
 
     def run(self, kernel: Callable[[], None]) -> None:
-        """Run the program to its end. Raises the exception that any partition raised, a Fault if the program
-        is wrong."""
+        """Run the program to its end. Raises any exception from a partition, and a Fault if the program is
+        wrong."""
         try:
             kernel()
             self._check_rest()
@@ -247,7 +247,7 @@ class Program:
             raise self._fault
 
     def specialize(self, parts: list[tuple[Callable[[], None], str, int]]) -> None:
-        """Run functions concurrently, each given with its name and its number of warps."""
+        """Run functions concurrently. Each function is given with its name and its number of warps."""
         parent = self.current
         children = [
             Partition(f"partition {n} ({name})", warps, parent.known)
@@ -262,13 +262,13 @@ class Program:
             parent.known |= child.known
 
     def pause(self, ready: Callable[[], bool] = lambda: True, waits_for: Callable[[], str] = str) -> None:
-        """Let any partition or the copy engine continue; return when this partition is selected again and is
+        """Let any partition or the copy engine run. Return when this partition is selected again and is
         ready."""
         self.current.ready, self.current.waits_for = ready, waits_for
         self._pass_on(self.current)
 
     def copy(self, source: TensorDescriptor, at: list[int], barrier: Barrier, to: Shared) -> None:
-        """Start a copy, which the copy engine completes at any later time."""
+        """Start a copy. The copy engine may complete it at any later time."""
         if list(to.places.shape) != list(source.block_shape) or to.layout != source.layout:
             raise Fault(
                 f"a box of {source.block_shape} cannot be copied to {list(to.places.shape)} of {to.layout}"
@@ -287,7 +287,7 @@ class Program:
         return me.products[-1]
 
     def retire(self, outstanding: int) -> None:
-        """Retire products in order. Each warp learns only about its own share of a product."""
+        """Retire products in order. Each warp learns only that its own share of a product has ended."""
         me = self.current
         while len(me.products) > outstanding:
             product = me.products.pop(0)

@@ -1,10 +1,10 @@
 """Runs the kernels of `kernels.triton.all_reduce`, `all_reduce_norm` and `all_gather` for a group of ranks on
 the CPU, over memory that delivers words late.
 
-The kernels' own Python code runs on numpy arrays, with one thread for each program of each rank. Only one
-thread runs at a time, and a seed selects which one. Words that a rank stores in a peer's arena stay in flight
-until the seed delivers them, in any order, and ranks run ahead of each other as far as the kernel allows. Not
-modelled: the inline assembly itself, and the threads inside one program.
+The kernels' Python code runs on numpy arrays, with one thread for each program of each rank. Only one thread
+runs at a time, selected by a seed. Words that a rank stores in a peer's arena stay in flight until the seed
+delivers them, in any order. Ranks run ahead of each other as far as the kernel allows. The inline assembly
+and the threads inside a program are not modelled.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Fault(Exception):
 
 
 class _Stopped(BaseException):
-    """Stops a program because another program has failed."""
+    """Raised to stop a program because another program has failed."""
 
 
 class Register(np.ndarray):
@@ -43,8 +43,8 @@ class Register(np.ndarray):
         return self.view(dtype) if bitcast else self.astype(dtype)
 
     def __iadd__(self, other: Any) -> Register:  # type: ignore[misc, override]
-        """Values are immutable, so an in-place operation does not change other variables with the same
-        value."""
+        """Return a new register. Registers are immutable, so that an in-place operation does not change other
+        variables with the same value."""
         return self + other
 
 
@@ -63,8 +63,8 @@ class _Pointer:
 
 @dataclass(eq=False)
 class Call:
-    """The arguments and results of an all-reduce on every rank. All arrays begin with [world, rows];
-    `residual` and the results are written."""
+    """The arguments and results of an all-reduce on every rank. All arrays begin with the dimensions [world,
+    rows]. `residual` and the results are written."""
 
     x: np.ndarray
     residual: np.ndarray
@@ -110,8 +110,8 @@ class Call:
 
 @dataclass(eq=False)
 class Gather:
-    """The arguments and result of an all-gather of `x [world, count]` int32 in rows of `width` words. `result
-    [world, rows, world, width]` is written."""
+    """The arguments and result of an all-gather of `x [world, count]` int32, in rows of `width` words. The
+    kernel writes `result [world, rows, world, width]`."""
 
     x: np.ndarray
     width: int
@@ -142,8 +142,8 @@ class Gather:
 
 @dataclass(eq=False)
 class Best:
-    """The arguments and result of the choice of the best of `values [world, rows]` float32 with their `ids`.
-    `result [world, rows]` is written."""
+    """The arguments and result of choosing the best of `values [world, rows]` float32, with their `ids`. The
+    kernel writes `result [world, rows]`."""
 
     values: np.ndarray
     ids: np.ndarray
@@ -173,7 +173,8 @@ class Best:
 @dataclass(eq=False)
 class NormCall:
     """The arguments and results of an all-reduce with a quantised norm on every rank. All arrays begin with
-    [world, rows]; `residual` and the results are written. The values are scaled, but not rounded to e4m3."""
+    the dimensions [world, rows]. `residual` and the results are written. The values are scaled, but not
+    rounded to e4m3."""
 
     x: np.ndarray
     residual: np.ndarray
@@ -216,8 +217,8 @@ AnyCall = Call | Gather | Best | NormCall
 class PeerMachine:
     """A group of ranks with one arena each.
 
-    edits: replacements in the kernels' source text (new text by old text), with which tests check that a
-    broken protocol is detected.
+    `edits` maps text in the kernels' source to its replacement. Tests use it to check that a broken protocol
+    is detected.
     """
 
     def __init__(
@@ -297,7 +298,7 @@ class PeerMachine:
     # ── scheduling of the threads ──
 
     def _add(self, thread: threading.Thread) -> None:
-        """Start a thread, which runs when it is selected."""
+        """Start a thread. It runs only when it is selected."""
         go = threading.Semaphore(0)
         self._waiting[go] = lambda: True
         target = thread.run
@@ -310,7 +311,7 @@ class PeerMachine:
         thread.start()
 
     def _pause(self, ready: Callable[[], bool]) -> None:
-        """Let another program run; return when this program is selected and `ready` is true."""
+        """Let other programs run. Return when this program is selected and `ready` is true."""
         go = threading.Semaphore(0)
         self._waiting[go] = ready
         self._next()
@@ -319,7 +320,7 @@ class PeerMachine:
             raise _Stopped
 
     def _next(self) -> None:
-        """Deliver some words in flight and select the next program."""
+        """Deliver some of the words in flight and select the next program."""
         if not self._running:
             self._done.release()
             return
@@ -347,7 +348,7 @@ class PeerMachine:
         if len(places) > some:
             self._flying.append((rank, places[later], words[later]))
 
-    # Deliver words of a message in flight, either some of them or all.
+    # A delivery delivers either some or all words of a message in flight.
 
     def _send(self, address: np.ndarray, words: np.ndarray) -> None:
         rank = int(address[0] >> _BASE) - 1
@@ -361,7 +362,7 @@ class PeerMachine:
         )
         self._flying.append((rank, places[order], words[order]))
 
-    def _receive(self, address: np.ndarray, stop: np.ndarray) -> Register:
+    def _poll(self, address: np.ndarray, stop: np.ndarray) -> Register:
         arena = self.arenas[self._place.rank]
         places = np.asarray((address & ((1 << _BASE) - 1)) // 4)
         self._pause(lambda: not (arena[places] == peer_arena.EMPTY_WORD).any())
@@ -395,7 +396,7 @@ class PeerMachine:
         )
         names: dict[str, Any] = {"gl": language, "EMPTY": np.int32(peer_arena.EMPTY_WORD)}
         edited = set()
-        parts = {**vars(all_reduce), **vars(all_gather), **vars(all_reduce_norm)}
+        parts = {**vars(peer_arena), **vars(all_reduce), **vars(all_gather), **vars(all_reduce_norm)}
         for name, part in parts.items():
             if isinstance(part, JITFunction):
                 source = textwrap.dedent(inspect.getsource(part.fn))
@@ -405,7 +406,7 @@ class PeerMachine:
                         source, edited = source.replace(old, new), edited | {old}
                 exec(compile("from __future__ import annotations\n" + source, name, "exec"), names)
         assert edited == set(edits), "the kernel's source has changed: adapt the edits"
-        names |= {"send": self._send, "receive": self._receive, "signal": lambda text: None}
+        names |= {"send": self._send, "poll": self._poll, "signal": lambda text: None}
         return names
 
 

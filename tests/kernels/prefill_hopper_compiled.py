@@ -1,5 +1,5 @@
-"""Compiles Hopper's prefill attention and prints, as JSON, the order of its computations and waits, and how
-Triton dispatches work to its warps. Runs in a separate process, like `launches_of_serving`."""
+"""Compiles Hopper's prefill attention. Prints, as JSON, the order of its computations and waits, and Triton's
+dispatch of work to its warps. Runs in a separate process, like `launches_of_serving`."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ EVENTS = {
     "STL": "spill",
     "LDL": "spill",
 }
-"""Instructions to report, by the beginning of their disassembled text."""
+"""Instructions to report, given by the beginning of their disassembled text."""
 ACCESS = r"(?:@\S+\s+)?(st|ld|atom|red|ldmatrix|stmatrix)\b(?!\S*\.(?:global|param|local|const)\b)"
-"""Access to shared memory by a thread itself, in PTX. Barriers and the hardware's copies and products are not
-matched."""
+"""Matches a thread's own access to shared memory, in PTX. It does not match barriers and the hardware's
+copies and products."""
 
 
 def launch(group: int, dtype: torch.dtype, expanded: bool) -> None:
@@ -42,7 +42,7 @@ def launch(group: int, dtype: torch.dtype, expanded: bool) -> None:
 
 
 def disassembled(cubin: bytes) -> list[str]:
-    """Return the disassembled instructions of a kernel without their predicates."""
+    """Return a kernel's disassembled instructions without their predicates."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -52,8 +52,8 @@ def disassembled(cubin: bytes) -> list[str]:
 
 
 def dispatch(ptx: str) -> list[str]:
-    """Return which accesses to shared memory can follow each other, on any path through the kernel: `^` is
-    the start, `$` the end, `w` a write, `r` a read, `b` a barrier of all threads."""
+    """Return the pairs of accesses to shared memory that can follow each other on any path through the
+    kernel: `^` is the start, `$` the end, `w` a write, `r` a read, `b` a barrier of all threads."""
     lines = [line.strip() for line in ptx[ptx.index("\n{\n") :].splitlines()]
     labels: dict[str, list[int]] = {}
     for number, line in enumerate(lines):
@@ -61,7 +61,8 @@ def dispatch(ptx: str) -> list[str]:
             labels.setdefault(label[1], []).append(number)
 
     def place(label: str, jump: int) -> int:
-        """Return the position of the nearest label, because the labels of wait loops are not unique."""
+        """Return the position of the nearest label with this name, because the labels of wait loops are not
+        unique."""
         return min(labels[label], key=lambda number: abs(number - jump))
 
     found, seen, following = set(), set(), [(0, "^")]

@@ -1,5 +1,5 @@
-"""For each form, compiles the shipped plan with the largest shared memory and all fused operations for
-Hopper, and prints the shared memory of each as JSON. Runs in a separate process, like
+"""For each form, compiles the shipped plan that needs the most shared memory, with all fused operations, for
+Hopper. Prints the shared memory of each kernel as JSON. Runs in a separate process, like
 `launches_of_serving`."""
 
 from __future__ import annotations

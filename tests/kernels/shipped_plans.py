@@ -1,8 +1,8 @@
-"""The plans of all shipped tables, each listed once, and GEMMs that use them. The parity and PDL tests and
+"""The plans of all shipped tables without duplicates, and GEMMs that use them. The parity and PDL tests and
 the sanitizer's exercise iterate over these plans, so that a newly tuned table is tested as shipped.
 
-A GEMM here has the row counts and K of a shipped plan, but few outputs: two and a half tiles. It fuses every
-operation that its form can fuse at once.
+Each GEMM here has the row counts and K of a shipped plan, but only two and a half tiles of outputs. It fuses
+every operation that its form can fuse at the same time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.kernels.test_triton_linear import DEVICE, Case, Fp8Case
 
 FP8 = torch.float8_e4m3fn
 PARTS = 7
-"""Number of parts of the squares that the preceding GEMM is assumed to have written."""
+"""Number of parts into which the preceding GEMM is assumed to have split the sum of squares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Shipped:
     dtype: torch.dtype
     plan: GemmPlan
     uses: tuple[tuple[int, int], ...]
-    """Largest number of rows and K of each GEMM that has this plan, in ascending order."""
+    """Sorted `(max_rows, k)` pairs, one for each GEMM that uses this plan."""
 
     def __str__(self) -> str:
         p = self.plan
@@ -37,13 +37,13 @@ class Shipped:
 
     @property
     def cases(self) -> list[tuple[int, int]]:
-        """Return pairs of row count and K. For each use, these are the largest number of rows and the
-        smallest number that the next smaller plan does not serve."""
+        """Return pairs of row count and K. Each use contributes its largest row count and its smallest, which
+        is one more than half of the largest."""
         return sorted({(rows, k) for most, k in self.uses for rows in (most, most // 2 + 1)})
 
     @property
     def short_k(self) -> int:
-        """Return a K that fills all stages plus two steps, or the largest shipped K if that is smaller."""
+        """Return the K of `stages` + 2 steps, or the smallest shipped K if that is smaller."""
         plan = self.plan
         step = {"gemv": plan.block_k, "stream": plan.warps * plan.block_k}
         least = (plan.stages + 2) * step.get(plan.form, plan.split * plan.block_k)
@@ -51,7 +51,7 @@ class Shipped:
 
 
 def shipped_plans() -> list[Shipped]:
-    """Return the plans of all shipped tables. Raises TableError for a table that cannot be used."""
+    """Return the plans of all shipped tables. Raises TableError if a table cannot be used."""
     uses: dict[tuple[torch.dtype, GemmPlan], set[tuple[int, int]]] = {}
     for path in sorted(linear_table.FOLDER.glob("*.json")):
         for product, entries in linear_table.read_table(path).products.items():
@@ -62,14 +62,14 @@ def shipped_plans() -> list[Shipped]:
 
 
 class Product:
-    """A GEMM with a shipped plan. `dtype`: of the tokens, and of weights that are not e4m3."""
+    """A GEMM with a shipped plan. `dtype` is the dtype of the tokens, and of weights that are not e4m3."""
 
     def __init__(
         self, shipped: Shipped, rows: int, k: int, silu: bool, dtype: torch.dtype = torch.bfloat16
     ) -> None:
         self.plan, self.silu = shipped.plan, silu
-        # Two and a half tiles. One-row plans have such narrow tiles that the results may start at any
-        # alignment.
+        # The result has two and a half tiles. One-row plans have tiles so narrow that results may start at
+        # any alignment.
         n = 96 if silu and not self.plan.tiled else self.plan.block_n * 5 // 2
         extras = ("norm", "bias", "silu" if silu else "residual")
         if shipped.dtype == FP8:
@@ -94,8 +94,7 @@ class Product:
         deferred_norm: DeferredNorm | None = None,
         pdl: bool = True,
     ) -> list[torch.Tensor]:
-        """Run the GEMM and return the result, and the deferred norm of the result (`deferred_norm` if
-        given)."""
+        """Run the GEMM. Return the result and its deferred norm (`deferred_norm` if given)."""
         case = self.case
         options = {**case.options(), "residual": residual, "out": out}
         options |= {"workspace": self.workspace, "plan": self.plan, "pdl": pdl}

@@ -1,4 +1,4 @@
-"""Reuses a region of an arena many times, with two ranks: `python -m tests.kernels.soak_all_reduce --calls
+"""Reuses a region of an arena many times with two ranks: `python -m tests.kernels.soak_all_reduce --calls
 100000`."""
 
 from __future__ import annotations

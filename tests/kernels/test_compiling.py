@@ -13,7 +13,7 @@ from kernels import compiling
 
 
 def compiled(module: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a module in a separate process, in which Triton compiles; in this process it interprets."""
+    """Run a module in a separate process, because Triton compiles there but interprets in this process."""
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", module, *map(str, arguments)]
     return subprocess.run(

@@ -1,5 +1,6 @@
-"""Tests of attention in passes with `AttentionInput.queries`, in which only the last token of each sequence
-attends: the GPU operations in Triton's interpreter against the reference implementations."""
+"""Tests of attention in passes with `AttentionInput.queries`, in which only each sequence's last token
+attends. The GPU operations run in Triton's interpreter and are compared with the reference
+implementations."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import torch
 from kernels import PAGE_TOKENS, AttentionInput, KvPool, Rotation, reference
 
 attention_decode = pytest.importorskip("kernels.triton.attention_decode", exc_type=ImportError)
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="float32 products are the interpreter's")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="float32 linears need the interpreter")
 
 HEADS, KV_HEADS, HEAD_DIM, SCALE = 4, 2, 16, 0.25
 BLOCKS, COLUMNS = 24, 3
@@ -19,8 +20,8 @@ BLOCKS, COLUMNS = 24, 3
 
 @dataclass
 class Pass:
-    """A pass over sequences with slots 0, 1, …; slot r has blocks 3r to 3r + 2. Each of `tokens` is a slot
-    and a position; attention is computed for the tokens at `ends`."""
+    """A pass over sequences with slots 0, 1, …. Slot r has blocks 3r to 3r + 2. Each of `tokens` is a pair of
+    slot and position. Attention is computed for the tokens at `ends`."""
 
     tokens: list[tuple[int, int]]
     ends: list[int]
@@ -75,7 +76,7 @@ def test_queries_attend_to_the_tokens_of_their_pass_and_padding_to_nothing(ops: 
 
 
 def test_a_pass_of_padding_leaves_the_cache_unchanged(ops: object) -> None:
-    """Loading kernels before serving runs such a pass."""
+    """Such a pass loads the kernels before the engine serves requests."""
     made = Pass([(0, 0)] * 3, [], written=False)
     found, pool = made.attend(ops, 3)
     assert found.shape == (3, HEADS, HEAD_DIM) and not found.any()

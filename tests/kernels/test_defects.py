@@ -1,5 +1,5 @@
-"""Checks that every seeded defect still matches the source. `scripts/seed_defects` tries the defects, which
-takes minutes."""
+"""Checks that every seeded defect still matches the source. `scripts/seed_defects` runs the tests with each
+defect, which takes minutes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_each_defect_matches_the_source_exactly_once(defect: Defect, tmp_path: P
 
 
 def _kernels() -> Iterator[tuple[str, str, str]]:
-    """Yield file, name and source of every Triton or Gluon function."""
+    """Yield the file, name and source of every Triton or Gluon function."""
     for path in sorted((ROOT / "kernels" / "triton").glob("*.py")):
         text = path.read_text()
         for node in ast.parse(text).body:

@@ -1,4 +1,4 @@
-"""Tests of the descent over a layer's linears, with simulated times. Actual times can only be measured on a
+"""Tests of the descent over a layer's linears, with simulated times. Real times can be measured only on a
 GPU."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ A, B, C = (GemmPlan("dot", 16, 64, 128, 4, stages) for stages in (4, 5, 6))
 
 
 class Timer:
-    """Layers that take the time that `us` returns, and a list of the choices that were measured."""
+    """A timer that uses `us(choice)` as the time of a choice, and records the choices that it measures."""
 
     def __init__(self, us: Callable[[Choice], float]) -> None:
         self.us, self.asked = us, list[list[Choice]]()
@@ -44,13 +44,13 @@ def test_a_plan_that_is_slower_alone_is_chosen_if_it_makes_the_layer_faster() ->
 
 
 def test_a_descent_runs_rounds_until_one_gains_next_to_nothing() -> None:
-    # The first linear's best plan is faster only beside the second linear's best plan.
+    # The best plan of the first linear is faster only together with the best plan of the second.
     def us(choice: Choice) -> float:
         return 100.0 - (10.0 if choice["b"] == B else 0.0) - (10.0 if choice == {"a": B, "b": B} else 0.0)
 
     timer = Timer(us)
     assert descend({"a": A, "b": A}, {"a": [A, B], "b": [A, B]}, timer) == {"a": B, "b": B}
-    # Each linear is tried twice, with two confirmations; then the plans around both are unchanged.
+    # Each linear is tried twice, with two confirmations. After that, neither linear's plan has changed.
     assert [len(asked) for asked in timer.asked] == [2, 2, 2, 2, 2, 2]
     little = Timer(lambda choice: 100.0 - 0.12 * sum(plan == B for plan in choice.values()))
     descend({"a": A, "b": A}, {"a": [A, B, C], "b": [A, B, C]}, little)
@@ -123,7 +123,7 @@ def test_a_shortlist_has_the_known_plans_and_other_plans_that_can_run(dtype: tor
         assert len(plans) == len(set(plans)) and 8 <= len(plans) <= 10
         assert set(plans) >= {choice[one] for choice in begun}
         assert not [plan for plan in plans if plan is not None and problem(plan, rows, one)]
-        # One row has its own plans; several rows have tiles and dots.
+        # Plans for one row have separate forms. Plans for several rows have the forms tiles and dot.
         assert {plan.form for plan in plans if plan is not None} > {"tiles"}
 
 

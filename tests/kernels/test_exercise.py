@@ -1,5 +1,5 @@
 """Tests of `scripts/sanitize`, `scripts/test_gpu` and `exercise`: the kernels that run under
-compute-sanitizer also run in the interpreter, and the tool's output is parsed correctly."""
+compute-sanitizer also run in the interpreter, and the sanitizer's output is parsed correctly."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def test_the_output_of_the_sanitizer_is_parsed(
     assert sanitize.is_clean(outcome) == (count == 0)
 
 
-# Racecheck's report on an H200; the line numbers are filled in from the kernel's source.
+# This is racecheck's report on an H200. The test fills in line numbers from the kernel's source.
 DISPATCH = """========= COMPUTE-SANITIZER
 ========= Error: Race reported between Read access at _prefill_hopper+0xf0 in {define}
 =========     and Write access at _prefill_hopper+0x9970 in {define} [49 hazards]

@@ -42,7 +42,7 @@ SCALE = HEAD_DIM**-0.5
 
 @dataclass
 class Sequence:
-    """The query and cache of one sequence whose blocks are in random order."""
+    """The query of one sequence, and its cache, whose blocks are in random order."""
 
     q: torch.Tensor
     """Query: [1, heads, HEAD_DIM]."""
@@ -61,26 +61,26 @@ class Sequence:
 
     def in_order(self, pool: torch.Tensor) -> torch.Tensor:
         """Return a pool's values in token order: `[kv_heads, tokens, ...]` float64."""
-        # Indexed as bytes, because torch cannot index FP8.
+        # Index the values as bytes, because torch cannot index FP8.
         raw = pool.view(torch.uint8) if pool.dtype == torch.float8_e4m3fn else pool
         return raw[self.table[0]].view(pool.dtype).double().transpose(0, 1).flatten(1, 2)
 
 
 @dataclass
 class Exact:
-    """The exact attention and the terms of its error bound, by head, in float64; the module's docstring has
-    the formula."""
+    """The exact attention and the terms of its error bound, per head, in float64. The formula is in the
+    module's docstring."""
 
     output: torch.Tensor
-    """Exact output: [1, heads, HEAD_DIM]; `magnitudes` and `units` have the same shape."""
+    """Exact output, [1, heads, HEAD_DIM]. `magnitudes` and `units` have the same shape."""
     magnitudes: torch.Tensor
     units: torch.Tensor
     score_error: torch.Tensor
-    """The bound δ of a score's error: [1, heads, 1]."""
+    """Bound δ on the error of a score, [1, heads, 1]."""
     pages: int
 
     def worst(self, found: torch.Tensor, *, rounding: float, weight: float, tiny: float) -> float:
-        """Return the largest error of `found`, in units of its bound."""
+        """Return the largest error of `found`, as a multiple of its bound."""
         assert found.shape == self.output.shape
         relative = weight + 2 * self.score_error + 2**-21 * self.pages
         bound = rounding * self.output.abs() + relative * self.magnitudes + tiny * self.units
@@ -116,8 +116,8 @@ Change = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Generator], N
 
 
 def _needle(value: float) -> Change:
-    """Return a sequence with one key to which the first head of each group gives e⁶ times the weight of all
-    other keys together."""
+    """Return a change that gives one key e⁶ times the weight of all other keys together, for the first head
+    of each group."""
 
     def change(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, draw: torch.Generator) -> None:
         heads, kv_heads = q.shape[1], keys.shape[1]
@@ -187,7 +187,7 @@ def test_the_reference_stays_within_the_bound_in_float32(kind: str) -> None:
 
 
 def test_sums_with_fewer_bits_exceed_the_bound() -> None:
-    """With pages summed in float32 but added up in float16, the error exceeds the bound."""
+    """If pages are summed in float32 but added up in float16, the error exceeds the bound."""
     sequence = make("values that add up", 0, 2, 1, torch.float32, "cpu")
     values = sequence.in_order(sequence.values) * sequence.in_order(sequence.v_scales).unsqueeze(-1)
     scores = sequence.in_order(sequence.keys) @ sequence.q[0].double().T

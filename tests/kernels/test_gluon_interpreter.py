@@ -80,7 +80,7 @@ def _square(out, steps, ring, full, empty, WRONG: gl.constexpr):
 
 @gluon.jit
 def _squares(tiles, out, steps, WRONG: gl.constexpr):
-    """Sum the product of each tile with its own transpose, through a ring buffer of two tiles."""
+    """Sum the products of each tile with its own transpose, through a ring buffer of two tiles."""
     ring = gl.allocate_shared_memory(out.dtype.element_ty, [2, 64, 64], tiles.layout)
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -171,7 +171,7 @@ def test_a_product_is_not_usable_before_its_wait() -> None:
 
 @gluon.jit
 def _alone(tiles, out, WRONG: gl.constexpr):
-    """Multiply a tile by itself with the kernel's own warps, without warp specialisation."""
+    """Multiply a tile by itself without warp specialisation."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     pair = gl.allocate_shared_memory(out.dtype.element_ty, [2, 64, 64], tiles.layout)
     here = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -211,7 +211,7 @@ ALONE = {
 
 
 def alone(wrong: str, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch `_alone` and return the actual and expected results: the row sums of a tile's square."""
+    """Launch `_alone`. Return the actual and expected results, which are the row sums of a tile's square."""
     x = torch.randn((64, 64), generator=torch.Generator().manual_seed(1)).to(torch.float16)
     out = torch.zeros(64, dtype=torch.float16)
     Interpreted(_alone, seed)[(1,)](descriptor(x), out, WRONG=wrong, num_warps=4)

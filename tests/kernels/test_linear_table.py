@@ -1,4 +1,4 @@
-"""Tests of how a GEMM's kernel is selected: a table's entries, rules for shapes without entries, and invalid
+"""Tests of the selection of a GEMM's kernel: a table's entries, rules for shapes without entries, and invalid
 tables."""
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def test_unknown_shapes_and_dtypes_follow_the_rules(table: Table) -> None:
 
 @pytest.mark.parametrize("capability", [80, 86, 89, 90, 120])
 def test_the_rules_respect_a_gpus_shared_memory(capability: int) -> None:
-    """With less shared memory, plans have fewer stages; on Hopper no plan changes."""
+    """GPUs with less shared memory use plans with fewer stages. On Hopper, no plan changes."""
     has = compiling.GpuModel.of("Voodoo 2", capability).shared_bytes
     table = linear_table.load_table("Voodoo 2", has)
     fewer = 0

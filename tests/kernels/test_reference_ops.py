@@ -113,7 +113,7 @@ def _experts(router: torch.Tensor, top_k: int, normalised: bool) -> Experts:
 
 
 def _mixture(x: torch.Tensor, experts: Experts) -> tuple[list[list[int]], torch.Tensor]:
-    """Return the experts that each token chooses, and the sum of their results, token by token."""
+    """Return each token's chosen experts and the sum of their results, computed token by token."""
     assert isinstance(experts.gate_up, torch.Tensor) and isinstance(experts.down, torch.Tensor)
     chosen, results = [], []
     for token in x.double():
@@ -286,7 +286,7 @@ def test_decodes_attend_to_their_own_pages(lens: list[int], window: int | None) 
 
 
 def test_non_finite_values_of_one_sequence_do_not_reach_another() -> None:
-    """After the end of a sequence, its block table names blocks of other sequences."""
+    """Past the end of a sequence, the entries of its block table are blocks of other sequences."""
     keys, values = _pool(2, 8, 10)
     tables = torch.tensor([[1, 9, 9], [2, 3, 4]])
     rows, lens = torch.tensor([0, 1]), torch.tensor([60, 190])

@@ -1,4 +1,4 @@
-"""Tests that the frequencies of every scaling method follow the papers' formulas, in float64."""
+"""Tests that the frequencies of every scaling method match the papers' formulas, in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the all-gather and the choice of the best token, on ranks that deliver words late, run ahead of
+"""Tests of the all-gather and the choice of the best token on ranks that receive words late, run ahead of
 each other, and share arenas with all-reduces."""
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def best_of(chosen: random.Random, numbers: np.random.Generator, world: int) -> 
 
 
 def best_wanted(call: Best) -> np.ndarray:
-    """Like `engine.parallel.Ranks.best`: take the first largest value, where NaN is larger than any
-    number."""
+    """Return the expected result of `engine.parallel.Ranks.best`: the id of the first largest value, or
+    BAD_TOKEN if that value is not finite. NaN counts as larger than any number."""
     found = []
     for values, ids in zip(call.values.T, call.ids.T, strict=True):
         missing = np.isnan(values)
@@ -88,10 +88,10 @@ def test_calls_of_every_kind_use_a_region_thousands_of_times() -> None:
 @pytest.mark.parametrize(
     "edits",
     [
-        {"words = gl.where(words == EMPTY, 0, words)\n        for hop": "for hop"},
-        {"own_bits = gl.where(own_bits == EMPTY, 0, own_bits)\n": "\n"},
-        {"            send(at + BLOCK * 4, own_bits * 0 + EMPTY)\n": ""},
-        {"            send(at, words * 0 + EMPTY)\n            to =": "            to ="},
+        {"payload(gl.load(x + index, mask=index < count, other=0))": "gl.load(x + index, index < count, 0)"},
+        {"own_bits = payload(own_bits)\n": "\n"},
+        {"token = receive(at + BLOCK * 4, stop)": "token = poll(at + BLOCK * 4, stop)"},
+        {"words = receive(at, stop)\n            to": "words = poll(at, stop)\n            to"},
         {"send(peer + BLOCK * 4, own_ids)": "send(peer, own_ids)"},
     ],
     ids=[

@@ -1,4 +1,4 @@
-"""Tests of the push protocol of the all-reduce, on ranks that deliver words late, run ahead of each other and
+"""Tests of the all-reduce's push protocol on ranks that receive words late, run ahead of each other, and
 reuse their arenas."""
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def test_a_region_is_used_again_thousands_of_times() -> None:
     "edits",
     [
         {"(program.to(gl.int64) * 2 + (call & 1))": "(program.to(gl.int64) * 2)"},
-        {"            send(at, own_words * 0 + EMPTY)\n": ""},
-        {"words = gl.where(words == EMPTY, 0, words)\n        at =": "at ="},
+        {"    send(address, words * 0 + EMPTY)\n": ""},
+        {"gl.where(words == EMPTY, 0, words)": "words"},
         {"if place % WORLD != RANK:\n                at": "if place % WORLD == RANK:\n                at"},
     ],
     ids=["one half", "no write-back", "reserved value sent", "wrong owner"],

@@ -1,4 +1,4 @@
-"""Tests of the all-reduce with a quantised norm, on ranks that deliver words late and share arenas with other
+"""Tests of the all-reduce with a quantised norm on ranks that receive words late and share arenas with other
 collectives."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def norm_call(seed: int, world: int, most_rows: int) -> NormCall:
     x, residual = normal(world, rows, hidden), np.repeat(normal(1, rows, hidden), world, axis=0)
     x[:, :, 5], x[:, :, 4] = -0.0, 0.0
     if seed % 3 == 0:
-        x[:, 0], residual[:, 0] = -0.0, 0.0  # a row of zeros has scale 0
+        x[:, 0], residual[:, 0] = -0.0, 0.0  # the scale of a row of zeros is 0
     return NormCall(x, residual, normal(hidden), EPS)
 
 
@@ -51,7 +51,7 @@ def _check_norm(call: NormCall, before: np.ndarray) -> None:
     for rank in range(call.world):
         np.testing.assert_array_equal(call.residual[rank], residual)
         found, scales = call.values[rank].astype(np.float64), call.scales[rank].astype(np.float64)
-        # Rounded to float16 before the quantisation.
+        # The kernel rounds to float16 before it quantises.
         np.testing.assert_allclose(found * scales[:, None], normed, rtol=6e-4, atol=1e-6)
         empty = (normed == 0).all(1)
         np.testing.assert_allclose(np.abs(found).max(1), np.where(empty, 0, 448), rtol=1e-6)
@@ -80,9 +80,9 @@ def test_a_region_is_used_again_many_times() -> None:
 @pytest.mark.parametrize(
     "edits",
     [
-        {"words = gl.where(words == EMPTY, 0, words)\n        own_parts": "own_parts"},
-        {"half = (row.to(gl.int64) * 2 + (call & 1))": "half = (row.to(gl.int64) * 2)"},
-        {"first = part * (BLOCK * 4)": "first = 0"},
+        {"words = payload(gl.load(x + at))": "words = gl.load(x + at)"},
+        {"half = (program.to(gl.int64) * 2 + (call & 1))": "half = (program.to(gl.int64) * 2)"},
+        {"at = received + part * (BLOCK * 4)": "at = received"},
         {"gl.store(calls + row, call + 1)": ""},
         {"squares / (2 * WORDS)": "squares / WORDS"},
         {"gl.maximum(gl.abs(low), gl.abs(high))": "gl.abs(low)"},
@@ -98,7 +98,7 @@ def test_a_broken_kernel_is_detected(edits: dict[str, str]) -> None:
 def test_rows_that_do_not_fit_one_program_are_refused() -> None:
     arena = peer_arena.Arena(0, 2, *[None] * 2, stop_address=0, items=16)  # type: ignore[arg-type]
     assert all_reduce_norm.fits(64, 8192, arena) and all_reduce_norm.fits(1, 5120, arena)
-    assert not all_reduce_norm.fits(1, 2880, arena), "not whole blocks"
-    assert not all_reduce_norm.fits(1, 32768, arena), "more than the region of a program"
+    assert not all_reduce_norm.fits(1, 2880, arena), "the row does not consist of whole blocks"
+    assert not all_reduce_norm.fits(1, 32768, arena), "the row exceeds a program's region"
     assert not all_reduce_norm.fits(peer_arena.PROGRAMS + 1, 256, arena)
     assert [all_reduce_norm.block_words(words) for words in (4096, 2560, 1792, 128)] == [2048, 512, 256, 128]

@@ -1,8 +1,8 @@
 """Tests that paged decode attention in Triton equals its reference implementation.
 
-The interpreter (CPU, float32) proves indexing and masking: block tables, slots, splits, windows, padding and
-scales. Only a GPU proves the numerics of bfloat16 and FP8, the memory ordering between the splits of a
-sequence, that a captured graph follows changing lengths, and PDL: the tests marked `gpu`.
+The interpreter (CPU, float32) verifies indexing and masking: block tables, slots, splits, windows, padding
+and scales. Only the tests marked `gpu` verify the numerics of bfloat16 and FP8, the memory ordering between
+the splits of a sequence, that a captured graph follows changing lengths, and PDL.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def test_sequences_may_share_blocks_and_rows() -> None:
 @needs_cpu
 @pytest.mark.parametrize("lens", [[0], [0, 70, 0]], ids=str)
 def test_padding_gives_zeros_and_writes_nothing_else(lens: list[int]) -> None:
-    """There are more programs than sequences. The new tokens may or may not be in the cache already."""
+    """There are more programs than sequences. The case is run with new tokens that are already in the cache,
+    and with new tokens that are not."""
     case, made, config = make(lens), new(make(lens), True), kernel.DecodeConfig(len(lens) + 4, 3)
     for run, expected in ((case.run, case.expected()), (made.run, made.expected_case().expected())):
         out = torch.full((len(lens) + 8, *case.q.shape[1:]), 7.0)
@@ -75,7 +76,7 @@ def test_padding_gives_zeros_and_writes_nothing_else(lens: list[int]) -> None:
 def test_the_result_is_the_same_for_any_split(lens: list[int], extra: int) -> None:
     case = make(lens)
     workspace = kernel.allocate_workspace(16, 4, 2, 16, case.q.device)
-    for _ in range(2):  # the second run depends on the counters that the first run left
+    for _ in range(2):  # the second run starts with the counters that the first run left behind
         close(
             case.run(config=kernel.DecodeConfig(len(lens) + extra, 3), workspace=workspace),
             case.expected(),
@@ -136,8 +137,8 @@ def test_only_lengths_slots_and_angles_are_read_before_the_wait() -> None:
     assert len(kernels) == 2
     for name, events in kernels.items():
         wait = events.index("griddepcontrol.wait")
-        # Angles never change; lengths and slots are loaded past the L1. Page numbers are wider and are loaded
-        # after the wait.
+        # Angles never change, and the loads of lengths and slots bypass the L1 cache, so these loads may
+        # precede the wait. Page numbers are 64-bit and are loaded after the wait.
         assert set(events[:wait]) == {"ld.global.b32", "ld.global.cg.b32"}, name
         assert events[wait + 1] == "griddepcontrol.launch_dependents", name
         assert "ld.global.b64" in events[wait:] and "cp.async.bulk.tensor" in events[wait:], name
@@ -155,8 +156,8 @@ def test_only_lengths_slots_and_angles_are_read_before_the_wait() -> None:
 def test_the_error_is_at_most_twice_that_of_torch(
     shape: tuple[int, int, int], lens: str, window: int | None, dtype: torch.dtype, fp8: bool
 ) -> None:
-    """The error is at most twice that of torch's attention in the same dtype (float16 for FP8 caches), plus
-    half a rounding of the result, over the whole tensor and for the worst sequence and head."""
+    """The error is at most twice the error of torch's attention in the same dtype (float16 for FP8 caches)
+    plus half a rounding error of the result, over the whole tensor and for the worst sequence and head."""
     case = make(GPU_LENS[lens], *shape, window, dtype=dtype, device="cuda", blocks=700)
     case = fp8_cache(case) if fp8 else case
     exact = case.expected()
@@ -184,8 +185,8 @@ def test_all_bits_are_the_same_in_every_run_and_without_pdl(lens: str, fp8: bool
 @pytest.mark.gpu
 @needs_gpu
 def test_fp8_at_64k_tokens_stays_within_a_thousandth_of_float32() -> None:
-    """Compares with attention over the FP8 cache's values, for flat weights (the sum of 65,536 small
-    weights) and peaked weights. The rounding of the result is at most half of its dtype's eps, and 1.7e-3 by
+    """Compares with attention over the FP8 cache's values, for flat weights (the sum of 65,536 small weights)
+    and peaked weights. The rounding error of a result is at most half of its dtype's eps, or 1.7e-3 by
     norm."""
     for sharpness in (0.0, 1.0, 30.0):
         case = make([65_536], 32, 8, 128, dtype=torch.bfloat16, device="cuda", blocks=1024)

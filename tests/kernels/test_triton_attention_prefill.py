@@ -1,7 +1,7 @@
 """Tests that paged prefill attention in Triton equals its reference implementation.
 
-The interpreter (CPU, float32) proves indexing and masking: chunks, contexts, tiles, windows and scales. Only
-a GPU proves the numerics of bfloat16 and FP8, the pipelined loads of pages, and PDL: the tests marked `gpu`.
+The interpreter (CPU, float32) verifies indexing and masking: chunks, contexts, tiles, windows and scales.
+Only the tests marked `gpu` verify the numerics of bfloat16 and FP8, the pipelined loads of pages, and PDL.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Case:
         return out, plan
 
     def expected(self, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-        """Return the reference result, chunk by chunk, in `dtype`."""
+        """Return the reference result in `dtype`, computed chunk by chunk."""
         keys, values = self.keys.to(dtype), self.values.to(dtype)
         if self.k_scales is not None and self.v_scales is not None:
             keys = (keys * self.k_scales.unsqueeze(-1)).to(dtype)
@@ -116,7 +116,7 @@ def make(
     blocks: int = 24,
     seed: int = 0,
 ) -> Case:
-    """Make chunks of (context, count) over shared random blocks, after three tokens that belong to no
+    """Make chunks of (context, count) over shared random blocks. Three tokens before them belong to no
     chunk."""
     random_ = torch.Generator().manual_seed(seed)
 
@@ -244,7 +244,7 @@ def test_a_scratch_that_is_too_small_is_refused() -> None:
 
 @needs_cpu
 def test_one_wrong_head_of_one_token_is_detected() -> None:
-    """Uses float16, which the interpreter rounds as a GPU does."""
+    """Uses float16, because the interpreter rounds it as a GPU does."""
     case = make([(0, 70), (200, 33)], 8, 2, 32, dtype=torch.float16)
     case.scale = 32**-0.5
     found, torchs, exact = (
@@ -298,10 +298,10 @@ OTHERS = [(8, 4, 64), (28, 4, 128), (8, 8, 256)]
 def test_the_error_is_at_most_twice_that_of_torch(
     shape: tuple[int, int, int], chunks: str, window: int | None, dtype: torch.dtype, fp8: bool
 ) -> None:
-    """The error is at most twice that of torch's attention in the same dtype (float16 for FP8 caches), plus
-    half a rounding of the result, over the whole tensor and for the worst token and head. With some windows,
-    rows do not see some pages of their tile at all. Several head sizes are tested, because the rounding of
-    the product with the scale depends on the size."""
+    """The error is at most twice the error of torch's attention in the same dtype (float16 for FP8 caches)
+    plus half a rounding error of the result, over the whole tensor and for the worst token and head. With
+    some windows, rows do not attend to some of their tile's pages at all. Several head sizes are tested,
+    because the size affects the rounding of the product with the scale."""
     case = make(GPU_CHUNKS[chunks], *shape, window, dtype=dtype, device="cuda", blocks=90)
     case = _fp8(case) if fp8 else case
     exact = case.expected()
@@ -330,7 +330,7 @@ def test_all_bits_are_the_same_in_every_run_and_without_pdl(fp8: bool) -> None:
 @needs_gpu
 def test_a_chunk_of_a_64k_sequence_in_fp8_stays_near_float32() -> None:
     """Compares with attention over the FP8 cache's values, for flat weights (the sum of 65,536 small weights)
-    and peaked weights. The rounding of the result is at most half of its dtype's eps, and 1.7e-3 by norm.
+    and peaked weights. The rounding error of a result is at most half of its dtype's eps, or 1.7e-3 by norm.
     Expansion also rounds the keys, and peaked weights magnify that error, as in torch."""
     for sharpness in (0.0, 1.0, 30.0):
         case = make([(65_000, 536)], *LLAMA, dtype=torch.bfloat16, device="cuda", blocks=1024)

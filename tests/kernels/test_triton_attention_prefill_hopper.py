@@ -1,11 +1,11 @@
 """Tests that Hopper's prefill attention equals its reference implementation, like
 `test_triton_attention_prefill` for the other kernel.
 
-The Gluon interpreter (CPU) proves indexing and masking in the actual dtypes, and the order of copies,
+The Gluon interpreter (CPU) verifies indexing and masking in the actual dtypes, and the order of copies,
 barriers and products: no buffer is read before it is full or overwritten before it was read, and nothing
-deadlocks. Compiling for Hopper, on any machine, proves that softmax and products overlap. Only a Hopper GPU
-proves the compiler's work (layouts and register lifetimes during products), the sums of the tensor cores, and
-PDL: the tests marked `gpu`.
+deadlocks. Compiling for Hopper, which works on any machine, shows that softmax and products overlap. Only the
+tests marked `gpu`, on a Hopper GPU, verify the compiler's output (layouts and register lifetimes during
+products), the sums of the tensor cores, and PDL.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == 
 on_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
 DEVICE = "cuda" if ON_HOPPER else "cpu"
 MULTIPROCESSORS = torch.cuda.get_device_properties(0).multi_processor_count if ON_HOPPER else 3
-"""Number of programs in the interpreter: few, so that each program has several tiles."""
+"""Number of programs. In the interpreter it is small, so that each program has several tiles."""
 
 CHUNKS = {
     **cases.GPU_CHUNKS,
@@ -48,13 +48,13 @@ CHUNKS = {
 }
 SMALL = [*cases.CHUNKS, "across blocks of keys", "two blocks of keys"]
 GROUPS = [(8, 8), (16, 8), (8, 1), (16, 1), (32, 1), (64, 1)]
-"""Numbers of heads and KV heads to test besides (32, 8)."""
+"""Numbers of heads and KV heads to test in addition to (32, 8)."""
 BF16, F16 = torch.bfloat16, torch.float16
 
 
 def make(chunks: str, heads: int = 32, kv_heads: int = 8, dtype: torch.dtype = BF16) -> Case:
-    """Make a case with NaN in every block that no chunk reads; one such block follows each sequence's own
-    blocks in the block table."""
+    """Make a case in which every block that no chunk reads contains NaN. In the block table, such a block
+    follows each sequence's own blocks."""
     case = cases.make(CHUNKS[chunks], heads, kv_heads, 128, dtype=dtype, device=DEVICE, blocks=90)
     last = len(case.keys)
     unread = torch.ones(last + 1, dtype=torch.bool, device=DEVICE)
@@ -68,13 +68,13 @@ def make(chunks: str, heads: int = 32, kv_heads: int = 8, dtype: torch.dtype = B
 
 
 def paged(case: Case, pdl: bool = True, table: torch.Tensor | None = None) -> torch.Tensor:
-    """Run the kernel on the paged cache. Tokens of no chunk stay zero, as in `Case.expected`."""
+    """Run the kernel on the paged cache. Tokens outside of all chunks stay zero, as in `Case.expected`."""
     return _prefill(case, case.keys, case.values, case.table if table is None else table, case.chunks, pdl)
 
 
 def expanded(case: Case, pdl: bool = True, programs: int | None = None) -> torch.Tensor:
-    """Run the kernel on a scratch pool that holds the blocks of every chunk one after another, then NaN.
-    programs: None launches one per multiprocessor."""
+    """Run the kernel on a scratch pool that contains each chunk's blocks one after another, followed by NaN.
+    If `programs` is None, launch one program per multiprocessor."""
     rows, chunks, used = [], [], 0
     for chunk in case.chunks:
         pages = -(-chunk.end // PAGE_TOKENS)
@@ -107,7 +107,7 @@ def _prefill(
 
 
 def suited(chunks: list[tuple[int, int]], **changes: Any) -> bool:
-    """Return whether chunks of (context, count) suit the Hopper kernel in layers of Llama-3.1-8B."""
+    """Return whether the Hopper kernel supports chunks of (context, count) in layers of Llama-3.1-8B."""
     shape = {"heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": BF16, "window": None} | changes
     spans = [ChunkSpan(0, count, context, row) for row, (context, count) in enumerate(chunks)]
     return suits_hopper(plan_tiles(spans, shape["heads"], shape["kv_heads"]), **shape)
@@ -179,7 +179,7 @@ def test_captured_passes_use_the_other_kernel() -> None:
 
 @pytest.fixture(scope="module")
 def built() -> dict[str, dict[str, Any]]:
-    """Return the output of `prefill_hopper_compiled` by name of variant."""
+    """Return the output of `prefill_hopper_compiled` by the name of the variant."""
     done = compiled("tests.kernels.prefill_hopper_compiled")
     assert done.returncode == 0, done.stderr
     found: dict[str, dict[str, Any]] = json.loads(done.stdout)
@@ -199,7 +199,7 @@ def test_softmax_weights_overlap_with_value_products_without_spills(
         for place in loops:
             assert events[place - 16 : place] == ["product"] * 16, name
             after = events[place + 1 : events.index("wait for all", place)]
-            # 64 softmax weights of a thread, and two rescaling factors.
+            # Each thread computes 64 softmax weights and two rescaling factors.
             assert after == ["weight"] * (64 + 2), name
         assert kernel["shared"] <= 227 << 10, name
 
@@ -208,8 +208,8 @@ def test_tritons_dispatch_to_warps_has_no_race(
     built: dict[str, dict[str, Any]],
 ) -> None:
     """Triton's compiled dispatch of warp_specialize writes after 0, 3, 6, … barriers of all threads and reads
-    after 1, 4, 7, …, and no thread accesses shared memory otherwise. Therefore `scripts/sanitize` may
-    suppress racecheck's report about it."""
+    after 1, 4, 7, …. No thread accesses shared memory otherwise. `scripts/sanitize` may therefore suppress
+    racecheck's report about it."""
     for name, kernel in built.items():
         assert set(kernel["dispatch"]) == {"^w", "wbbbw", "wb$", "^br", "rbbbr", "r$"}, name
 
@@ -219,7 +219,7 @@ def test_tritons_dispatch_to_warps_has_no_race(
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Interpret the kernel. The seed determines the order of its partitions."""
+    """Replace the kernel with its interpreter. The seed determines the order of its partitions."""
     own = hopper._prefill_hopper
 
     def patch(seed: int, stages: int = 2, kernel: Any = own) -> None:
@@ -359,8 +359,7 @@ ORDERS = {
 def test_a_wrong_order_is_detected(
     order: str, seed: int, tmp_path: Path, interpreted: Callable[..., None]
 ) -> None:
-    """Each defect is detected for every order of the partitions. On a GPU such a defect might not show up for
-    years."""
+    """Each defect is detected in every order of the partitions. On a GPU, it might go unnoticed for years."""
     right, wrong, fault = ORDERS[order]
     defect = Defect(order, "attention_prefill_hopper.py", right, wrong, "")
     interpreted(seed, kernel=_seeded(defect, tmp_path)._prefill_hopper)
@@ -369,7 +368,7 @@ def test_a_wrong_order_is_detected(
 
 
 def _seeded(defect: Defect, tree: Path) -> ModuleType:
-    """Return the kernel's module with a defect."""
+    """Return the kernel's module with the defect seeded into it."""
     path = tree / defect.source
     path.parent.mkdir(parents=True)
     path.write_text((ROOT / defect.source).read_text())
@@ -392,9 +391,9 @@ def _seeded(defect: Defect, tree: Path) -> ModuleType:
     + [("mixed", *group, "bfloat16") for group in GROUPS],
 )
 def test_the_error_is_at_most_twice_that_of_torch(chunks: str, heads: int, kv_heads: int, dtype: str) -> None:
-    """The error is at most twice that of torch's attention in the same dtype, plus half a rounding of the
-    result, over the whole tensor and for the worst token and head. float16 is tested with one group only,
-    since each kernel takes seconds to compile and the dtype does not interact with the group."""
+    """The error is at most twice the error of torch's attention in the same dtype plus half a rounding error
+    of the result, over the whole tensor and for the worst token and head. float16 is tested with one group
+    only, because each kernel takes seconds to compile and the dtype does not interact with the group."""
     case = make(chunks, heads, kv_heads, getattr(torch, dtype))
     exact, torchs = case.expected(), case.expected(case.q.dtype)
     check_as_torch(paged(case), torchs, exact)
@@ -440,8 +439,8 @@ def test_chunks_may_share_blocks() -> None:
 def test_a_pass_with_a_long_prompt_matches_the_other_kernel(
     fp8: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Runs through `CudaOps`, in a pass with decodes and with a chunk that would use the other kernel if it
-    were the only one. Both kernels round weights and results to bfloat16, 1.7e-3 each by norm."""
+    """Runs `CudaOps` on a pass with decodes and with a chunk that would use the other kernel if it were the
+    only chunk. Both kernels round weights and results to bfloat16, which adds 1.7e-3 each by norm."""
     launches = []
     launch = hopper.prefill
 

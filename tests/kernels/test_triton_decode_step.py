@@ -1,8 +1,8 @@
-"""Tests that the first and last kernel of a decode step equal plain torch on the same tables, with and
-without padding.
+"""Tests that the first and last kernel of a decode step give the same results as torch on the same tables,
+with and without padding.
 
-The interpreter (on a CPU, in CI) proves everything about integers: which slot is read, which is written, and
-which stays unchanged. A GPU runs the same tests.
+The interpreter (on a CPU, in CI) verifies all integers: the slots that are read, written or left unchanged. A
+GPU runs the same tests.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 @pytest.mark.parametrize("hidden", [64, 1000, 2880])
 @pytest.mark.parametrize("first", [0, 40, 120])
 def test_tokens_of_other_ranks_give_zeros(first: int, hidden: int) -> None:
-    # Rows of other ranks would be NaN.
+    # The rows of other ranks are NaN.
     rows = torch.full((300, hidden), torch.nan, dtype=torch.float16, device=DEVICE)
     weight = rows[130:170]
     weight.copy_(torch.randn(40, hidden, generator=torch.Generator().manual_seed(1)))

@@ -1,13 +1,14 @@
 """Tests of the GEMMs of mixture-of-experts layers against their reference implementation.
 
-The interpreter proves indexing and masking in float32 and float16: which expert's weights are multiplied with
-which token, sizes that are not multiples of a tile, experts that no token or every token chooses, the sort,
-and the sum of each token. Only a GPU proves bfloat16 and e4m3 numerics, and that results with and without PDL
-and in graphs are bit-equal (marked `gpu`).
+The interpreter verifies indexing and masking in float32 and float16: the expert whose weights are multiplied
+with each token, sizes that are not multiples of a tile, experts chosen by no token or by every token, the
+sort, and the sum of each token. Only the tests marked `gpu` verify the numerics of bfloat16 and e4m3, and
+that results with and without PDL and in graphs are bitwise equal.
 
-Tolerances: the error against float64, of the whole result and of each row, is at most twice the reference's
-error, plus one rounding of the result, plus the error of float32 sums (see `test_triton_linear`). FP8
-compares with the GEMM of quantised values plus 4e-3, since tensor cores sum in about 14 bits.
+Tolerances: the error against float64, for the whole result and for each row, is at most twice the reference's
+error, plus one rounding error of the result, plus the error of float32 sums (see `test_triton_linear`). FP8
+results are compared with the GEMM of quantised values, with a tolerance that is 4e-3 higher, because tensor
+cores sum in about 14 bits.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ def _random(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def choices(kind: str, tokens: int, count: int, top_k: int) -> torch.Tensor:
-    """Return chosen experts `[tokens, top_k]` int32: random ones, the same ones for every token, or only odd
-    ones."""
+    """Return chosen experts `[tokens, top_k]` int32. `kind` is "random", "same" (the same experts for every
+    token) or "odd" (only experts with odd ids)."""
     generator = torch.Generator().manual_seed(7)
     if kind == "same":
         chosen = torch.randperm(count, generator=generator)[:top_k].expand(tokens, -1)
@@ -63,7 +64,7 @@ def choices(kind: str, tokens: int, count: int, top_k: int) -> torch.Tensor:
 
 
 def quantised(weight: torch.Tensor, values: torch.dtype) -> Fp8Weight:
-    """Quantise the experts' matrices. For the interpreter, `values` is not e4m3: values are scaled but not
+    """Quantise the experts' matrices. In the interpreter, `values` is not e4m3, so values are scaled but not
     rounded."""
     rounded, scales = reference.quantise_fp8(weight)
     return Fp8Weight(rounded if values == E4M3 else (weight.float() / scales).to(values), scales.squeeze(-1))
@@ -84,7 +85,7 @@ def routed(chosen: torch.Tensor, count: int) -> routes.Routed:
 
 
 class Case:
-    """The matrices of experts, tokens that are already normalised, and their choices."""
+    """The experts' matrices, tokens that are already normalised, and the experts that the tokens choose."""
 
     def __init__(
         self,
@@ -111,12 +112,12 @@ class Case:
 
     @property
     def slack(self) -> float:
-        """Error that is allowed beyond twice the reference's."""
+        """Allowed error in addition to twice the reference's error."""
         sums = 4 * max(self.x.shape[1], 64) ** 0.5 * 2**-24
         return torch.finfo(self.dtype).eps / 2 + sums + (4e-3 if self.values is not None else 0)
 
     def quantise(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return x as the GEMMs take it, with its scales if the experts are quantised."""
+        """Return x in the dtype that the GEMMs read, with its scales if the experts are quantised."""
         return (x, None) if self.values is None else linear.quantise(x, values=self.values, pdl=False)
 
     def dequantised(self, x: torch.Tensor) -> torch.Tensor:
@@ -124,7 +125,8 @@ class Case:
         return values.double() if scales is None else values.double() * scales.double()
 
     def products(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
-        """Return the exact products of `x [tokens × top_k, in]` float64 with the matrices of its experts."""
+        """Return the exact products of `x [tokens × top_k, in]` float64 with the matrices of the chosen
+        experts."""
         chosen = self.chosen.flatten()
         values, scales = _parts(weight)
         result = x.new_empty(len(x), values.shape[1])
@@ -144,7 +146,7 @@ class Case:
         self._check(found, reference.silu_mul(products.to(self.dtype)), F.silu(gate) * up)
 
     def check_down(self, found: torch.Tensor, activations: torch.Tensor) -> None:
-        """Check the weighted sum with the residual. activations: in the order of the choices."""
+        """Check the weighted sum with the residual. `activations` are in the order of the choices."""
         products = self.products(self.dequantised(activations), self.down)
         tokens, top_k = self.chosen.shape
         factors = self.weights.unsqueeze(-1)
@@ -257,7 +259,7 @@ def test_many_tokens_get_the_sum_of_quantised_experts(case: tuple) -> None:
     ("tokens", "count", "top_k"), [(1, 4, 2), (70, 4, 2), (50, 500, 3), (600, 512, 2)], ids=str
 )
 def test_choices_are_sorted_by_expert_then_by_token(tokens: int, count: int, top_k: int, kind: str) -> None:
-    """600 tokens with 512 experts are more blocks than a program adds up at once."""
+    """600 tokens with 512 experts make more blocks than a program adds up at a time."""
     chosen = choices(kind, tokens, count, top_k)
     found = many.sort(routed(chosen, count), count, pdl=False)
     assert torch.equal(found.order.long(), chosen.flatten().argsort(stable=True))
@@ -270,7 +272,7 @@ def test_a_token_that_is_not_finite_spoils_no_other() -> None:
     for plan in (GEMV, DOT):
         activations = few.up(case.x, None, case.chosen, case.gate_up, None, plan, pdl=False)
         bad = activations.clone()
-        bad[2:4] = torch.nan  # the choices of the second token
+        bad[2:4] = torch.nan  # rows of the second token's choices
         inputs = (None, case.chosen, case.weights, case.down, None, plan)
         expected = few.down(activations, *inputs, workspace=case.workspace, pdl=False)
         found = few.down(bad, *inputs, workspace=case.workspace, pdl=False)
@@ -350,13 +352,14 @@ def test_the_compiled_kernels_wait_before_they_read_results() -> None:
     wait, start = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
     assert set(found) == {"_up_gemv", "_up_dot", "_down_gemv", "_down_dot", "_grouped"}
     for name in ("_up_gemv", "_up_dot"):
-        # `down` reads the choices before its wait, so it may start only after the wait of `up`.
+        # `down` reads the choices before its wait, so it may start only after `up` has finished its own wait.
         assert found[name][0][:2] == [wait, start]
     for name in ("_down_gemv", "_down_dot"):
         (events,) = found[name]
         before = events[: events.index(wait)]
         assert before[0] == start and set(before[1:]) == {"ld.global"}
-        assert name == "_down_dot" or len(before) > 3  # the choices, their weights and a tile of the matrix
+        # Before its wait, `_down_gemv` loads the choices, their weights and a tile of the matrix.
+        assert name == "_down_dot" or len(before) > 3
     assert all(events[:2] == [start, wait] for events in found["_grouped"])
     on_tensor_cores = [events for name in ("_up_dot", "_down_dot", "_grouped") for events in found[name]]
     assert all("wgmma.mma_async" in events for events in on_tensor_cores)
@@ -366,10 +369,11 @@ def test_the_compiled_kernels_wait_before_they_read_results() -> None:
 
 QWEN = (128, 8, 2048, 768)
 OTHERS = [(8, 2, 4096, 1024), (60, 6, 2048, 352), (16, 4, 1024, 96)]
-"""Experts, top_k, hidden and width: of Qwen3-30B-A3B, and of other models on several ranks."""
+"""Numbers of experts, top_k, hidden and width, for Qwen3-30B-A3B (`QWEN`) and for other models on several
+ranks."""
 LAYERS = [(shape, torch.bfloat16, values) for shape in (QWEN, *OTHERS) for values in (None, E4M3)]
 LAYERS += [(QWEN, torch.float16, None), (QWEN, torch.float16, E4M3)]
-"""Shapes, dtypes of the model and dtypes of quantised weights."""
+"""Shape, dtype of the model and dtype of the quantised weights (None: not quantised), for each test layer."""
 
 
 @on_gpu
@@ -421,8 +425,9 @@ def test_8192_tokens_are_accurate(values: torch.dtype | None) -> None:
 def test_pdl_and_graphs_change_no_bit_of_the_experts(
     tokens: int, planned: int, values: torch.dtype | None
 ) -> None:
-    """Run a chain of layers, in which a kernel that starts too early reads stale data: each layer's tokens
-    choose other experts than the layer before. planned: the number of tokens whose plans are used."""
+    """Run a chain of layers in which a kernel that starts too early reads stale data, because each layer's
+    tokens choose other experts than in the layer before. `planned` is the number of tokens for which plans
+    are chosen."""
     count, top_k, hidden, width = QWEN
     case = Case(tokens, *QWEN, torch.bfloat16, values=values)
     plans = choose(planned, top_k, count, hidden, width, values or torch.bfloat16)
@@ -446,7 +451,7 @@ def test_pdl_and_graphs_change_no_bit_of_the_experts(
 @on_gpu
 @pytest.mark.gpu
 def test_the_result_of_a_token_does_not_depend_on_runs() -> None:
-    """Programs finish in different orders, but every sum has a fixed order."""
+    """Programs finish in different orders, but the order of every sum is fixed."""
     for tokens in (16, 700):
         case = Case(tokens, *QWEN, torch.bfloat16)
         plans = choose(tokens, 8, 128, 2048, 768, torch.bfloat16)

@@ -1,7 +1,7 @@
 """Tests of the routers of mixture-of-experts layers against their reference implementation.
 
-The interpreter proves which experts are chosen, ties included, and which elements are read and written, in
-float32 and float16. A GPU also proves bfloat16, the quantised result and PDL (marked `gpu`).
+The interpreter verifies the chosen experts, including ties, and the elements that are read and written, in
+float32 and float16. Only the tests marked `gpu` verify bfloat16, the quantised result and PDL.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _random(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 class Case:
-    """Tokens and a router, in which some experts have equal rows, so that their logits are equal."""
+    """Tokens, and a router in which some experts have equal rows and therefore equal logits."""
 
     def __init__(self, tokens: int, experts: int, top_k: int, hidden: int, dtype: torch.dtype) -> None:
         self.x = _random(tokens, hidden, seed=1, dtype=dtype)
@@ -63,7 +63,7 @@ def _check(case: Case, found: routes.Routed, normalised: bool) -> None:
     normed = reference.rms_norm(case.x, case.gain, EPS)
     eps = torch.finfo(case.x.dtype).eps
     torch.testing.assert_close(found.normed, normed, rtol=2 * eps, atol=2 * eps)
-    # The logits of the rounded values that the kernel itself computed.
+    # Compute the logits from the rounded values that the kernel itself computed.
     logits = found.normed.double() @ case.router.double().T
     chosen, top_k = found.chosen.long(), case.top_k
     assert chosen.shape == (len(case.x), top_k) and found.chosen.dtype == torch.int32
@@ -74,7 +74,7 @@ def _check(case: Case, found: routes.Routed, normalised: bool) -> None:
     assert (best[:, 1:] <= best[:, :-1] + near).all()
     others = logits.scatter(1, chosen, -torch.inf)
     assert (others.max(dim=1).values <= best[:, -1] + near).all()
-    # Experts with equal rows of the router are chosen in the order of their ids.
+    # Experts whose router rows are equal are chosen in the order of their ids.
     same = (case.router == case.router[0]).all(dim=1)
     taken = same[chosen]
     expected = same.nonzero().flatten()[(taken.cumsum(dim=1) - 1).clamp(min=0)]
@@ -181,7 +181,7 @@ def _chain(case: Case, way: str) -> Callable[[bool], list[torch.Tensor]]:
     workspace = linear.allocate_workspace(DEVICE)
 
     def run(pdl: bool) -> list[torch.Tensor]:
-        """Route four times, each time what the previous router normalised."""
+        """Route four times. Each router reads the previous router's normalised result."""
         results, x = [case.x], case.x
         for _ in range(4):
             router = (x, case.gain, EPS, case.router, case.top_k)

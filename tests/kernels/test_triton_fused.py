@@ -1,9 +1,9 @@
 """Tests of the fused elementwise kernels against their reference implementations.
 
-The interpreter (on a CPU, in CI) proves indexing and masking: which elements are read, written and left
-unchanged, at widths and head counts that are not multiples of a tile, in float32 and float16. Only a GPU
-proves bfloat16 and e4m3 numerics, that results with and without PDL are bit-equal, and that a graph replays
-what was captured (marked `gpu`).
+The interpreter (on a CPU, in CI) verifies indexing and masking: the elements that are read, written and left
+unchanged, at widths and head counts that are not multiples of a tile, in float32 and float16. Only the tests
+marked `gpu` verify the numerics of bfloat16 and e4m3, that results with and without PDL are bitwise equal,
+and that a graph replays the captured kernels.
 
 Tolerances: the error of a bfloat16 or float16 result against float64 is at most twice the reference's error
 in the same dtype, plus half a unit in the last place (the reference may be accurate by chance). e4m3 values
@@ -39,8 +39,8 @@ def _random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> t
 
 
 def _as_good(found: torch.Tensor, by_torch: torch.Tensor, exact: torch.Tensor) -> None:
-    """Assert an error against float64 of at most twice the reference's error, plus half a unit in the last
-    place of the largest value."""
+    """Assert that the error against float64 is at most twice the reference's error, plus half a unit in the
+    last place of the largest value."""
     assert found.shape == by_torch.shape and found.dtype == by_torch.dtype
     exact = exact.to(found.device)
     unit = torch.finfo(found.dtype).eps * exact.abs().max()
@@ -102,8 +102,8 @@ def test_quantised_rows_are_scaled_by_their_largest_value() -> None:
 @pytest.mark.parametrize("tokens", [1, 3, 300])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_quantised_results_equal_the_reference(tokens: int, dtype: torch.dtype) -> None:
-    """silu_mul is bit-equal. A norm may sum in another order, which changes the last bit of a few results
-    before quantisation; such values differ by one step of e4m3."""
+    """silu_mul is bitwise equal. A norm may sum in a different order, which changes the last bit of a few
+    results before quantisation. These values differ by one step of e4m3."""
     x, weight = _random(tokens, 4096, dtype=dtype), _random(4096, seed=1, dtype=dtype)
     gate_up = _random(tokens, 2 * 14336, dtype=dtype)
     x[0, :100] = 1e-3
@@ -124,7 +124,7 @@ Pool = tuple[torch.Tensor, torch.Tensor]
 
 
 class Rope:
-    """Inputs of one call, and pools filled with a poison value, so that stray writes show."""
+    """The inputs of one call, and pools filled with a poison value, so that stray writes are detected."""
 
     def __init__(
         self, heads: int, kv_heads: int, size: int, tokens: int, dtype: torch.dtype, norm: bool
@@ -171,8 +171,8 @@ def test_heads_are_normed_rotated_and_written(
 
 
 def _rope_exact(rope: Rope, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Compute the expected result in float64, one token and head at a time; the normalised head is rounded to
-    its dtype, as documented."""
+    """Compute the expected result in float64, one token and head at a time. As documented, the normalised
+    head is rounded to its dtype."""
     heads, kv_heads, size = rope.heads, rope.kv_heads, rope.size
     queries = torch.empty(rope.tokens, heads, size, dtype=torch.float64, device=DEVICE)
     cos, sin = rope.table[rope.positions].double().chunk(2, dim=-1)
@@ -224,8 +224,8 @@ def test_quantised_pages_have_a_scale_for_each_token_and_head() -> None:
 @on_gpu
 @pytest.mark.parametrize("norm", [False, True])
 def test_quantised_pages_equal_the_reference(norm: bool) -> None:
-    """Values, which are copied, are bit-equal. Keys differ by at most one step of e4m3, where the last bit of
-    the rotation decides the rounding."""
+    """Values are only copied, so they are bitwise equal. Keys differ by at most one step of e4m3, where the
+    rotation's last bit decides the rounding."""
     rope = Rope(32, 8, 128, 300, torch.bfloat16, norm)
     found, found_scales = rope.pools(torch.float8_e4m3fn), rope.scales()
     by_torch, torch_scales = rope.pools(torch.float8_e4m3fn), rope.scales()
@@ -261,8 +261,8 @@ def test_silu_mul_is_as_accurate_as_the_reference(shape: tuple[int, int], dtype:
 @on_gpu
 @pytest.mark.parametrize("tokens", [1, 70])
 def test_pdl_and_a_graph_change_no_bit(tokens: int) -> None:
-    """In a chain, each kernel reads what the previous one wrote. The chain is launched with and without PDL,
-    and replayed from a graph with inputs that differ from those at capture."""
+    """Each kernel in the chain reads the output of the previous kernel. The chain is launched with and
+    without PDL, and replayed from a graph with inputs that differ from those at capture."""
     rope = Rope(32, 8, 128, tokens, torch.bfloat16, True)
     weight = _random(4096, seed=7, dtype=torch.bfloat16)
     source = _random(tokens, 4096, seed=8, dtype=torch.bfloat16)

@@ -1,19 +1,22 @@
-"""Tests of GEMMs of few rows against their reference implementations.
+"""Tests of GEMMs with few rows against their reference implementations.
 
-The interpreter (on a CPU, in CI) proves indexing and masking of the Triton kernels (gemv and dot): which
-weight is multiplied with which token, outputs and columns that are not multiples of a tile, split-K and fused
-operations, in float32 and float16. The stream kernel is written in Gluon and runs on a GPU only. Only a GPU
-proves bfloat16 and e4m3 numerics, that results with and without PDL are bit-equal, that runs are
-deterministic, and that a graph replays what was captured (marked `gpu`).
+The interpreter (on a CPU, in CI) verifies indexing and masking of the Triton kernels (gemv and dot) in
+float32 and float16: the weights and tokens that are multiplied, outputs and columns that are not multiples of
+a tile, split-K, and fused operations. The stream kernel is written in Gluon and runs only on a GPU. Only the
+tests marked `gpu` verify the numerics of bfloat16 and e4m3, that results with and without PDL are bitwise
+equal, that runs are deterministic, and that a graph replays the captured kernels.
 
-Tolerances: the error against float64 is at most the sum of three terms: twice the reference's error; half a
-unit in the last place of the largest value (the reference may be accurate by chance); and √K × 2**-24 of the
-sum of the terms' magnitudes, the error of K float32 additions in any order (Higham and Mary 2019). The last
-term dominates for 32-bit results; tensor cores that round to TF32 would leave 60 times as much. FP8 compares
-with the GEMM of quantised values, by norm, plus 4e-3, since the tensor cores sum more than one row in about
-14 bits, and a rounding of the norm may change a quantised value by one step. The bound holds for the norm of
-the whole result and of each row, and each element is within a hundredth of the largest: truncation to 14 bits
-at each step of 32 leaves half of that at K = 14336.
+Tolerances: the error against float64 is at most the sum of three terms. The first is twice the reference's
+error. The second is half a unit in the last place of the largest value, because the reference may be accurate
+by chance. The third is √K × 2**-24 times the sum of the terms' magnitudes, which is the error of K float32
+additions in any order (Higham and Mary 2019). The third term dominates for 32-bit results; with tensor cores
+that round to TF32, the error would be 60 times as large.
+
+FP8 results are compared by norm with the GEMM of quantised values. The tolerance is 4e-3 higher, because the
+tensor cores sum more than one row in about 14 bits, and a rounding error of the norm may change a quantised
+value by one step. The bound holds for the norm of the whole result and of each row, and each element is
+within a hundredth of the largest. Truncation to 14 bits at each step of 32 causes half of that error at K =
+14336.
 """
 
 from __future__ import annotations
@@ -97,8 +100,8 @@ class Case:
         return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * self.norm.double()
 
     def half_normed(self, parts: int) -> DeferredNorm:
-        """Return the deferred norm of x as the preceding GEMM writes it: squares in `parts` parts, followed
-        by poison values."""
+        """Return the deferred norm of x as the preceding GEMM would write it: sums of squares in `parts`
+        parts, followed by poison values."""
         assert self.norm is not None
         squares = torch.full((parts + 3, len(self.x)), POISON, device=DEVICE)[:parts]
         for index, part in enumerate(self.x.float().tensor_split(parts, dim=1)):
@@ -123,8 +126,8 @@ def _check(case: Case, found: torch.Tensor) -> None:
 
 
 class Fp8Case(Case):
-    """A case with FP8 weights of dtype `values`. For the interpreter this is not e4m3: values are scaled but
-    not rounded."""
+    """A case with FP8 weights of dtype `values`. In the interpreter the dtype is not e4m3, so values are
+    scaled but not rounded."""
 
     def __init__(
         self, rows: int, n: int, k: int, extras: tuple[str, ...], dtype: torch.dtype, values: torch.dtype
@@ -143,8 +146,8 @@ def _check_fp8(
     quantised: tuple[torch.Tensor, torch.Tensor] | None = None,
     rounded: torch.dtype = torch.float64,
 ) -> None:
-    """Check an FP8 result. quantised: the quantised input, if the GEMM was not given x itself. rounded: dtype
-    to which the GEMM may be rounded before its epilogue."""
+    """Check an FP8 result. `quantised` is the quantised input, if the GEMM was not given x itself. `rounded`
+    is the dtype to which the GEMM may round before its epilogue."""
     x = case.normed()
     dequantised = x.double()
     if case.quantised.dtype == torch.float8_e4m3fn:
@@ -163,9 +166,9 @@ def _check_fp8(
 
 
 def _quantised(case: Fp8Case) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x normalised and quantised. Several rows are quantised by the kernel that the GEMM launches
-    first, since the last bit of a row's largest value decides the rounding of many others; that kernel is
-    compared with the reference here."""
+    """Return x normalised and quantised. For several rows, use the quantisation kernel that the GEMM launches
+    first, because the last bit of a row's largest value decides the rounding of many other values. Compare
+    that kernel with the reference here."""
     expected, expected_scales = reference.quantise_fp8(case.normed())
     if case.norm is None or len(case.x) == 1:
         return expected, expected_scales
@@ -219,8 +222,8 @@ GAINING = [
 
 
 def poisoned_deferred_norm(out: torch.Tensor, plan: GemmPlan) -> tuple[DeferredNorm, list[torch.Tensor]]:
-    """Allocate a deferred norm for a result like `out`, and return it with the memory after it, which must
-    stay unchanged."""
+    """Allocate a deferred norm for a result like `out`. Return it with the memory after it, which must stay
+    unchanged."""
     rows, columns = out.shape
     parts = -(-columns // plan.block_n)
     values = torch.full((rows + 2, columns), POISON, dtype=out.dtype, device=DEVICE)
@@ -264,7 +267,7 @@ def test_a_deferred_norm_is_written_beside_the_result(case: tuple, dtype: torch.
 
 
 AFTER = [
-    # Fields: rows, outputs, K, extras, plan, number of partial sums of the squares.
+    # Fields: rows, outputs, K, extras, plan, and number of partial sums of squares.
     (5, 160, 384, ALL, DOT, 3),
     (16, 160, 384, ("norm", "bias", "silu"), HIGH_DOT, 6),
     (3, 160, 384, ("norm",), SPLIT_DOT, 1),
@@ -365,8 +368,8 @@ def test_an_argument_that_does_not_match_is_reported() -> None:
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
-    """Replace the library's FP8 GEMM by one that, like torch's on every GPU, returns bfloat16 and needs a
-    bfloat16 bias. Returns the list of its results."""
+    """Replace the library's FP8 GEMM with one that returns bfloat16 and needs a bfloat16 bias, like torch's
+    on every GPU. Return the list of its results."""
     given = []
 
     def scaled_mm(
@@ -396,7 +399,7 @@ def test_the_librarys_gemm_has_the_models_dtype(extras: tuple[str, ...], library
 
 
 def test_a_gemm_of_a_sharded_model_has_its_dtype(library: list[torch.dtype]) -> None:
-    """A GEMM in a sharded model has no residual that could determine the dtype of the result."""
+    """A GEMM in a sharded model has no residual that could determine the result's dtype."""
     case = Fp8Case(130, 96, 192, ("bias",), torch.float16, torch.float8_e4m3fn)
     quantised = Fp8Activation(*reference.quantise_fp8(case.x), torch.float16)
     weight = Fp8Weight(case.quantised, case.weight_scale)
@@ -455,7 +458,7 @@ def test_a_gemm_is_as_accurate_as_the_reference(shape: tuple, dtype: torch.dtype
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[0] % 16 == 0], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_an_fp8_gemm_is_as_accurate_as_the_reference(shape: tuple, dtype: torch.dtype) -> None:
-    """With the largest number of rows the library computes the GEMM and rounds to bfloat16 first."""
+    """For the largest number of rows, the library computes the GEMM and rounds to bfloat16 first."""
     rounded = torch.bfloat16 if dtype == torch.float16 else torch.float64
     for rows in (*ROWS, 200):
         case = Fp8Case(rows, *shape, dtype, torch.float8_e4m3fn)
@@ -471,7 +474,7 @@ def test_an_fp8_gemm_is_as_accurate_as_the_reference(shape: tuple, dtype: torch.
 
 
 def check_as_good_as_apart(case: Case, plan: GemmPlan) -> None:
-    """Compare a GEMM with a deferred norm with the same GEMM of a normalised x."""
+    """Compare a GEMM that uses a deferred norm with the same GEMM of a normalised x."""
     deferred_norm = case.half_normed(7)
     shared = linear.linear(
         deferred_norm.values, case.weight, **case.options_after(deferred_norm), plan=plan
@@ -522,8 +525,8 @@ def sharing_layers(
 
 
 def check_bits(run: Callable[[bool], list[torch.Tensor]]) -> None:
-    """Assert that runs with PDL, repeated runs and graph replays are bit-equal to a run without PDL. run:
-    takes whether PDL is used; its first result is its input."""
+    """Assert that runs with PDL, repeated runs and graph replays are bitwise equal to a run without PDL. The
+    argument of `run` is whether to use PDL, and its first result is its input."""
     expected = run(False)
     assert not any(tensor.isnan().any() for tensor in expected)
     for _ in range(5):

@@ -1,8 +1,8 @@
 """Tests of GEMMs with every plan of the shipped tables, against the reference as in `test_triton_linear`.
 
-Parity and PDL need a Hopper GPU (marked `gpu`) and run at the shipped rows and K. The other tests run on any
-machine: they check that every shipped plan is tested and fits Hopper's shared memory, and that the plan with
-the largest shared memory of each form compiles.
+The tests of parity and PDL need a Hopper GPU (marked `gpu`) and run at the shipped rows and K. The other
+tests run on any machine. They check that every shipped plan is tested and fits Hopper's shared memory, and
+that each form's plan with the largest shared memory compiles.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ on_hopper = pytest.mark.skipif(
 )
 SHIPPED = shipped_plans()
 BARRIERS = 1024
-"""Upper bound on the shared memory in bytes of a program's barriers and its warps' sums."""
+"""Upper bound, in bytes, on the shared memory for a program's barriers and its warps' sums."""
 
 
 def check(made: Product) -> None:
-    """Compare a GEMM with the reference; its residual is its output tensor, as in a decoder."""
+    """Compare a GEMM with the reference. The residual is the output tensor, as in a decoder."""
     case, inputs = made.case, dict(made.inputs)
     deferred_norm, behind = products.poisoned_deferred_norm(case.out, made.plan)
     if case.residual is not None:
@@ -62,7 +62,7 @@ def test_a_gemm_with_a_shipped_plan_is_as_accurate_as_the_reference(shipped: Shi
 @pytest.mark.gpu
 @pytest.mark.parametrize("shipped", SHIPPED, ids=str)
 def test_pdl_and_graphs_change_no_bit_of_a_shipped_plan(shipped: Shipped) -> None:
-    """The preceding kernels allow the GEMM to start before they write its inputs."""
+    """The preceding kernels let the GEMM start before they write its inputs."""
     made = Product(shipped, *shipped.uses[-1], silu=False)
     sources = {
         name: each.view(1, -1) if name == "squares" else each

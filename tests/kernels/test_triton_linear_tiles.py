@@ -1,8 +1,8 @@
 """Tests of GEMMs with `linear_tiles` against their reference implementations, like `test_triton_linear` for
 the other kernels.
 
-The kernel is written in Gluon, so its results are proved on a Hopper GPU only (marked `gpu`). On any machine
-it is compiled for Hopper, to prove its purpose: weight loads start before the wait for the previous kernel.
+The kernel is written in Gluon, so only tests on a Hopper GPU (marked `gpu`) verify its results. On any
+machine, it is compiled for Hopper to check that weight loads start before the wait for the previous kernel.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ SHAPES: list[tuple[int, int, tuple[str, ...], GemmPlan]] = [
 
 
 def plan_for(shape: tuple[int, int, tuple[str, ...], GemmPlan], rows: int, dtype: torch.dtype) -> GemmPlan:
-    """Return the plan of a shape with tokens padded to 8, 16, 32 or 64 and with pipeline steps of the
-    same number of bytes for every dtype."""
+    """Return a shape's plan with tokens padded to 8, 16, 32 or 64. Its pipeline steps have the same number of
+    bytes for every dtype."""
     plan = shape[-1]
     padded = next(most for most in (8, 16, 32, 64) if rows <= most)
     return replace(plan, rows=padded, block_k=plan.block_k * 2 // dtype.itemsize)
@@ -62,17 +62,17 @@ def test_weights_are_requested_before_the_wait_and_x_after_it(kernels: dict[str,
         events = [event for event in kernel["events"] if event != "load"]
         wait, first_product = events.index("wait"), events.index("product")
         assert events[0] == "launch_dependents", name
-        # One copy per stage for its weights, and one copy that lies outside of x, which only fetches x's
-        # descriptor.
+        # Before the wait, there is one copy of weights per stage. One more copy lies outside of x and only
+        # fetches x's descriptor.
         assert events[1:wait] == ["copy"] * (kernel["stages"] + 1), name
         assert events[wait + 1 : first_product] == ["copy"] * kernel["stages"], name
-        assert kernel["shared"] <= 113 << 10, name  # so that two programs fit on a multiprocessor
+        assert kernel["shared"] <= 113 << 10, name  # two programs fit on a multiprocessor
 
 
 def test_loads_of_a_shared_norm_overlap_with_the_gemm(kernels: dict[str, Any]) -> None:
     def loads(name: str) -> tuple[int, int, int]:
-        """Return the numbers of loads before the wait, between the wait and the first product, and
-        later."""
+        """Return the numbers of loads before the wait, between the wait and the first product, and after the
+        first product."""
         events = kernels[name]["events"]
         wait, product = events.index("wait"), events.index("product")
         return tuple(part.count("load") for part in (events[:wait], events[wait:product], events[product:]))
@@ -80,7 +80,7 @@ def test_loads_of_a_shared_norm_overlap_with_the_gemm(kernels: dict[str, Any]) -
     gains, residual, _ = loads("gaining")
     assert gains > 0 and residual > 0
     assert loads("gaining")[2] == loads("normed_after")[2] == 0
-    # 64 parts for 8 tokens, loaded by 128 threads.
+    # 128 threads load 64 parts for 8 tokens.
     assert loads("normed_after") == (0, 4, 0)
 
 

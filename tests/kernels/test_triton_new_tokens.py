@@ -1,8 +1,8 @@
-"""Tests of the new tokens in paged decode attention: the kernel normalises, rotates and caches them, and
-attends to them, like the reference implementation.
+"""Tests of new tokens in paged decode attention: the kernel normalises, rotates and caches them, and attends
+to them, like the reference implementation.
 
-The interpreter (CPU, float32) proves indexing, the norm, the rotation and the cache write. Only a GPU proves
-the numerics of bfloat16 and FP8, captured graphs and PDL: the tests marked `gpu`.
+The interpreter (CPU, float32) verifies indexing, the norm, the rotation and the cache write. Only the tests
+marked `gpu` verify the numerics of bfloat16 and FP8, captured graphs and PDL.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _bytes(numbers: torch.Tensor) -> torch.Tensor:
 
 def _check_cache(found: Case, expected_case: Case) -> None:
     """Assert that the cache equals the reference's cache bit for bit, except for the new keys. A few elements
-    of new keys may differ by one rounding before or after the rotation, and by one step in e4m3."""
+    of the new keys may differ by one rounding error before or after the rotation, and by one step in e4m3."""
     position = found.lens[found.lens > 0].long() - 1
     block = found.table.long()[found.rows[found.lens > 0].long(), position // PAGE_TOKENS]
     written = torch.zeros(found.keys.shape[:3], dtype=torch.bool, device=found.keys.device)
@@ -119,7 +119,7 @@ def test_new_tokens_are_cached_with_a_scale_for_each_token_and_head() -> None:
         torch.testing.assert_close(pool * per_token.unsqueeze(-1), whole, rtol=1e-4, atol=1e-5)
         written = (pool.abs().amax(-1) - 448).abs() < 1e-2
         assert written.sum() == 3 * 2, (
-            "the largest magnitude is e4m3's maximum, for three tokens and two heads"
+            "for three tokens and two heads, the largest magnitude must be e4m3's maximum"
         )
 
 
@@ -145,8 +145,8 @@ def test_a_non_finite_new_token_affects_only_its_own_sequence(head: int, number:
 
 
 def _check_changing_lengths(made: New, again: Callable[[], torch.Tensor], roundings: float) -> None:
-    """Call `again`, which runs `made`, for several lengths. The last page of each sequence, which is not
-    shared, changes with its length. Results must be within the bound of `check_as_torch`."""
+    """Call `again`, which runs `made`, for several lengths. Each length changes the position of a sequence's
+    last page, which is not shared. Results must be within the bound of `check_as_torch`."""
     case = made.case
     own = torch.arange(len(case.lens), device=case.lens.device) + len(case.keys) - len(case.lens)
     longest = int(case.lens.max())
@@ -166,7 +166,7 @@ def _check_changing_lengths(made: New, again: Callable[[], torch.Tensor], roundi
 @needs_cpu
 def test_new_tokens_are_written_at_the_changed_lengths() -> None:
     made = new(make([320] * 16), False)
-    _check_changing_lengths(made, made.run, 500)  # the reference sums and exponentiates in another order
+    _check_changing_lengths(made, made.run, 500)  # the reference sums and exponentiates in a different order
 
 
 @needs_cpu
@@ -181,7 +181,7 @@ def test_a_qkv_of_other_heads_is_refused() -> None:
 @needs_cpu
 @pytest.mark.parametrize("window", [None, 70])
 def test_one_wrong_head_of_one_sequence_is_detected(window: int | None) -> None:
-    """Uses float16, which the interpreter rounds as a GPU does."""
+    """Uses float16, because the interpreter rounds it as a GPU does."""
     case = make([130, 64, 5, 0, 300, 77], 8, 2, 32, window, dtype=torch.float16)
     made = new(replace(case, scale=32**-0.5), True)
     expected_case = made.expected_case()
@@ -229,9 +229,10 @@ def test_the_error_of_new_tokens_is_at_most_twice_that_of_torch(
     window: int | None,
     norm: bool,
 ) -> None:
-    """The bound of `test_the_error_is_at_most_twice_that_of_torch`, plus half a rounding more: queries and
-    keys differ from the reference by single roundings. In the worst vector such a rounding may affect a large
-    element, so the bound there is torch's error with queries that are off by one rounding."""
+    """The bound is that of `test_the_error_is_at_most_twice_that_of_torch` plus half a rounding error,
+    because queries and keys differ from the reference by single rounding errors. In the worst vector, a
+    rounding error may affect a large element. The bound for the worst vector is therefore torch's error with
+    queries that are off by one rounding error."""
     dtype, fp8 = KINDS[kind]
     made = _new_on_gpu(GPU_LENS[lens], shape, norm, dtype, fp8, window)
     expected_case = made.expected_case()
@@ -256,8 +257,8 @@ def _a_last_place_off(case: Case) -> Case:
 @needs_gpu
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 def test_new_tokens_have_the_same_bits_every_time_and_without_pdl(fp8: bool) -> None:
-    """A preceding kernel writes the inputs of the decode kernel late; both are launched with and without
-    PDL."""
+    """A preceding kernel writes the inputs of the decode kernel late. Both kernels are launched with and
+    without PDL."""
     made = _new_on_gpu(GPU_LENS["mixed"], LLAMA, True, torch.bfloat16, fp8)
     workspace = kernel.allocate_workspace(len(made.case.lens), *LLAMA, made.qkv.device)
     source = made.qkv.clone()

@@ -1,13 +1,13 @@
 """Tests of the sampling kernels against their reference implementation, `kernels.sampling`, combined as in
 `engine.sampler`.
 
-The interpreter (on a CPU, in CI) proves which tokens are read, compared, counted and kept: every row of a
-mixed batch draws the reference's token. Only a GPU proves bfloat16 logits, the hardware's logarithm, that
-results with and without PDL are bit-equal, and that a graph replays what was captured, at a real vocabulary
-(marked `gpu`).
+The interpreter (on a CPU, in CI) verifies that the right tokens are read, compared, counted and kept: every
+row of a mixed batch samples the reference's token. Only the tests marked `gpu` verify bfloat16 logits, the
+hardware's logarithm, that results with and without PDL are bitwise equal, and that a graph replays the
+captured kernels, all with a vocabulary of realistic size.
 
-Draws may differ only where two scores, or a token's mass and the border's mass, are closer than the stated
-errors. The seeds of the cases are fixed, and none of the cases has such a difference.
+A sampled token may differ only where two scores, or a token's probability mass and the mass at the boundary,
+are closer than the stated errors. The seeds of the cases are fixed, and no case has such a difference.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ triton_sampling = pytest.importorskip("kernels.triton.sampling", exc_type=Import
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 on_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs an NVIDIA GPU")
 COLUMNS = 9001
-"""Two and a half chunks."""
+"""Number of columns: two and a half chunks."""
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Params:
 
 
 def _draws(params: list[Params], position: int = 17) -> triton_sampling.Draws:
-    """Return draws in which row i of the batch has slot i + 1."""
+    """Return the parameters of a batch in which row i has slot i + 1."""
     floats = torch.zeros(len(params) + 2, 7)
     top_k = torch.zeros(len(params) + 2, dtype=torch.int64)
     base = torch.zeros(len(params) + 2, dtype=torch.int64)
@@ -57,7 +57,7 @@ def _draws(params: list[Params], position: int = 17) -> triton_sampling.Draws:
 
 
 def _expected(logits: torch.Tensor, params: list[Params], draws: triton_sampling.Draws) -> torch.Tensor:
-    """Return the reference's tokens, row by row, by sorting."""
+    """Return the reference's tokens, which it computes row by row with sorting."""
     keys = reference.noise_keys(draws.noise_base[draws.slots], draws.positions)
     hashes = reference.token_hashes(0, logits.shape[1], logits.device)
     tokens = []
@@ -193,8 +193,8 @@ def test_every_kind_of_row_draws_the_reference_token(columns: int, spread: float
 def test_ties_with_the_last_kept_token_are_kept(
     levels: int, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The logits have few different values, so every border is in a tie. With `_FEW` set to 16, most top-k
-    rows use the search for large top-k."""
+    """The logits have few different values, so every boundary falls into a tie. With `_FEW` set to 16, most
+    top-k rows use the search for large top-k."""
     monkeypatch.setattr(triton_sampling, "_FEW", few)
     params = MIXED * 2
     logits = _logits(len(params), 2000, seed=few).clamp(-6, 6)
@@ -205,7 +205,7 @@ def test_ties_with_the_last_kept_token_are_kept(
 
 
 def test_the_search_ends_for_any_logits() -> None:
-    """Values cover the whole range of float32, where steps by value do not converge, and some tokens are
+    """The values cover the whole range of float32, where steps by value do not converge. Some tokens are
     banned."""
     params = [Params(1.0, top_k=k, top_p=p) for k in (3, 300) for p in (0.4, 1.0)]
     logits = _logits(len(params), 3000, spread=20.0)
@@ -272,8 +272,8 @@ def test_penalties_then_bias_then_bans() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("spread", [0.5, 3.0])
 def test_a_real_vocabulary_draws_the_reference_tokens(dtype: torch.dtype, spread: float) -> None:
-    """At most one of 256 rows may differ (a near-tie), and its score is then within 1e-5 of the reference's
-    best."""
+    """At most one of 256 rows may differ, at a near-tie: its score must be within 1e-5 of the reference's
+    best score."""
     generator = torch.Generator("cuda").manual_seed(5)
     logits = (torch.randn(256, 128256, device=DEVICE, generator=generator) * spread).to(dtype)
     for kind in (
@@ -292,7 +292,8 @@ def test_a_real_vocabulary_draws_the_reference_tokens(dtype: torch.dtype, spread
 @pytest.mark.gpu
 @on_gpu
 def test_draws_follow_the_distribution() -> None:
-    """Chi-square test of 200,000 draws over 64 tokens, plain and with top-k, top-p and min-p, at 1e-4."""
+    """Chi-square test at a significance level of 1e-4, for 200,000 draws over 64 tokens: plain and with
+    top-k, top-p and min-p."""
     logits = _logits(1, 64, spread=1.5)
     draws_each = 200_000
     index = torch.zeros(draws_each, dtype=torch.int64, device=DEVICE)
@@ -322,8 +323,8 @@ def test_draws_follow_the_distribution() -> None:
         expected = probabilities[probabilities > 0] * draws_each
         statistic = float(((counts[probabilities > 0] - expected) ** 2 / expected).sum())
         freedom = len(expected) - 1
-        # Wilson and Hilferty's normal approximation of chi-square; 3.72 is the normal distribution's 1e-4
-        # quantile.
+        # This is Wilson and Hilferty's normal approximation of chi-square; 3.72 is the standard normal
+        # quantile for 1e-4.
         bound = freedom * (1 - 2 / (9 * freedom) + 3.72 * math.sqrt(2 / (9 * freedom))) ** 3
         assert statistic < bound, (p, statistic, bound)
 

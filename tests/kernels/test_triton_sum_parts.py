@@ -1,4 +1,4 @@
-"""Tests of adding up the ranks' partial results and the residual, in Triton's interpreter or on a GPU."""
+"""Tests of adding the ranks' partial results and the residual, in Triton's interpreter or on a GPU."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests that the search chooses the fastest correct plan, with simulated times. Actual times can only be
-measured on a GPU."""
+"""Tests that the search chooses the fastest correct plan, with simulated times. Real times can be measured
+only on a GPU."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def test_tiles_whose_weights_load_early_are_tried_beside_those_of_the_next_linea
 
 
 class FakeChain:
-    """Linears that take the microseconds in `us`, or LIBRARY_US if `us` has no entry. Plans in `wrong`
-    compute wrong results, and plans in `broken` do not launch."""
+    """Linears with simulated times in microseconds: those in `us`, or LIBRARY_US if `us` has no entry. Plans
+    in `wrong` compute wrong results, and plans in `broken` fail to launch."""
 
     rows = 16
 

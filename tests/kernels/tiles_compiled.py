@@ -1,4 +1,4 @@
-"""Compiles some GEMMs with `linear_tiles` for Hopper and prints, as JSON, the order of their operations. Runs
+"""Compiles some GEMMs with `linear_tiles` for Hopper, and prints the order of their operations as JSON. Runs
 in a separate process, like `launches_of_serving`."""
 
 from __future__ import annotations

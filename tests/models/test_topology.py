@@ -1,4 +1,4 @@
-"""Tests of choosing GPUs by their links, with the tables of real machines."""
+"""Tests that GPUs are chosen by their links, with the topology tables of real machines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from appliance.protocol import ReplicaStatus
 
 
 def topology(table: str) -> Topology:
-    """Return the topology described by a table in the format of `nvidia-smi topo -m`, without headings."""
+    """Return the topology from a table in the format of `nvidia-smi topo -m`, without headings."""
     paths = {"PIX": Path.SWITCH, "PXB": Path.SWITCH, "PHB": Path.HOST_BRIDGE, "NODE": Path.NUMA_NODE}
     rows = [line.split() for line in table.strip().splitlines()]
     links = {}
@@ -39,7 +39,7 @@ TWO_SOCKETS = topology(
     SYS  NODE SYS  X
     """
 )
-"""4 × L40S, GPUs 0 and 2 on one NUMA node, 1 and 3 on the other."""
+"""4 × L40S, with GPUs 0 and 2 on one NUMA node, and GPUs 1 and 3 on the other."""
 
 PAIRS = topology(
     """

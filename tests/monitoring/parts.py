@@ -1,5 +1,5 @@
-"""The serving parts of a core and its metrics, without processes or sockets. `scripts/bench_metrics` measures
-them."""
+"""The parts of a core that serve requests, and its metrics, without processes or sockets.
+`scripts/bench_metrics` measures them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class NoRows:
 
 
 class Parts:
-    """A service for the demo model whose replica never starts, so that requests wait."""
+    """A service for the demo model whose replica never starts, so all requests wait."""
 
     def __init__(self, folder: Path, *tenants: TenantRecord, most_waiting: int = 100) -> None:
         loaded = read_settings(Flags(run_dir=str(folder / "run"), state_dir=str(folder)), {})
@@ -74,7 +74,7 @@ class Parts:
         )
 
     def ask(self, number: int, tenant: str, asked_class: str = "") -> None:
-        """Send an `Admit` in the same way as a front."""
+        """Send an `Admit` as a front would."""
         admit = Admit(
             request_id=f"w{number}",
             identity=Identity(tenant=tenant, highest_class=0),

@@ -17,10 +17,10 @@ from tests.monitoring.test_metrics import row, values
 
 
 class Unwalkable(OrderedDict[Any, Any]):
-    """A mapping that permits only lookups and reading its length."""
+    """A mapping that permits only lookups and `len`."""
 
     def _walked(self) -> NoReturn:
-        raise AssertionError("a scrape walks through requests")
+        raise AssertionError("a scrape must not iterate over requests")
 
     __iter__ = keys = values = items = _walked  # type: ignore[assignment]
 

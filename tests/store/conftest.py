@@ -75,7 +75,7 @@ def eventually() -> Callable[..., None]:
     def wait(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
-            assert time.monotonic() < deadline, "the condition did not come true"
+            assert time.monotonic() < deadline, f"timed out after {timeout_s} s"
             time.sleep(0.01)
 
     return wait
@@ -83,7 +83,7 @@ def eventually() -> Callable[..., None]:
 
 @pytest.fixture
 def public_folder() -> Iterator[Path]:
-    """Yield a folder that other users can enter, because they cannot enter pytest's folders."""
+    """Yield a folder that other users can access. They cannot access pytest's folders."""
     folder = Path(tempfile.mkdtemp(prefix="store-"))
     folder.chmod(0o755)
     yield folder
@@ -93,11 +93,11 @@ def public_folder() -> Iterator[Path]:
 
 @pytest.fixture
 def run_unprivileged() -> Callable[..., str]:
-    """Return a function that runs Python source as a user who cannot write root's files, and returns the
-    output."""
+    """Return a function that runs Python source as a user who cannot write root's files. The function returns
+    the output."""
 
     def run(source: str, *arguments: object) -> str:
-        # Imports come first, because the other user may not be able to read the interpreter's own files.
+        # All imports come first, because the other user may not be able to read the interpreter's own files.
         prelude = "import os, sqlite3, sys; from pathlib import Path; import store.database, store.requests\n"
         if os.geteuid() == 0:
             prelude += "os.setgroups([]); os.setegid(65534); os.seteuid(65534)\n"

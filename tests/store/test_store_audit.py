@@ -41,7 +41,7 @@ def append(connection: sqlite3.Connection, number: int) -> audit.Head:
 
 
 def forge(connection: sqlite3.Connection, first: int) -> None:
-    """Recompute every hash from `first` on, as a skilled forger would."""
+    """Recompute every hash from row `first` on, as a skilled forger would."""
     for row in [row for row in audit.all_rows(connection) if row.seq >= first]:
         before = connection.execute(
             "SELECT hash FROM audit WHERE seq < ? ORDER BY seq DESC", (row.seq,)
@@ -155,14 +155,14 @@ _RENUMBER = "".join(f"UPDATE audit SET seq = {seq - 1} WHERE seq = {seq};" for s
 @pytest.mark.parametrize(
     ("removal", "broken_seq", "problem"),
     [
-        ("DELETE FROM audit WHERE seq = 5", 5, "missing: row 6 follows row 4"),
-        ("DELETE FROM audit WHERE seq = 1", 1, "missing: row 2 follows row 0"),
+        ("DELETE FROM audit WHERE seq = 5", 5, "missing: row 4 is followed by row 6"),
+        ("DELETE FROM audit WHERE seq = 1", 1, "missing: row 0 is followed by row 2"),
         (
             f"DELETE FROM audit WHERE seq = 5; {_RENUMBER} UPDATE sqlite_sequence SET seq = 9",
             5,
             "rewritten: its previous_hash is not the hash of row 4",
         ),
-        ("DELETE FROM audit WHERE seq > 7", 8, "rows 8 to 10 are missing from the end"),
+        ("DELETE FROM audit WHERE seq > 7", 8, "rows 8 to 10 are missing from the end of the chain"),
     ],
     ids=["middle", "first", "renumbered", "end"],
 )
@@ -195,7 +195,7 @@ def test_a_chain_rewritten_with_new_hashes_shows_against_a_recorded_head():
     forge(connection, 4)
     assert audit.verify(connection).ok
     verdict = audit.verify(connection, [recorded])
-    assert verdict.broken_seq == 10 and "recorded outside" in (verdict.problem or "")
+    assert verdict.broken_seq == 10 and "but a recorded head has" in (verdict.problem or "")
 
 
 def test_the_recorded_heads_tell_where_a_rewritten_chain_stops_being_the_same():
@@ -205,7 +205,7 @@ def test_the_recorded_heads_tell_where_a_rewritten_chain_stops_being_the_same():
     forge(connection, 4)
     verdict = audit.verify(connection, recorded)
     assert verdict.broken_seq == 6
-    assert "a row before it (rows up to 2 are correct)" in (verdict.problem or "")
+    assert "an earlier one was rewritten (rows up to 2 are correct)" in (verdict.problem or "")
 
 
 def test_two_records_of_one_row_that_disagree_are_a_fault():
@@ -239,7 +239,7 @@ def test_a_chain_that_lost_its_end_does_not_grow_over_the_gap():
 
 def test_an_audit_row_needs_the_transaction_of_its_change():
     connection = chain(1)
-    with pytest.raises(ValueError, match=r"keys\.create outside a transaction"):
+    with pytest.raises(ValueError, match=r"keys\.create was appended outside a transaction"):
         audit.append(connection, entry(1))
 
 

@@ -1,4 +1,4 @@
-"""Tests of backups: they are consistent, checked, and complete or absent."""
+"""Tests that backups are consistent and verified, and that a failed backup leaves no file."""
 
 from __future__ import annotations
 
@@ -121,13 +121,14 @@ def test_an_archive_holds_one_folder_and_is_for_its_owner_only(running, tmp_path
 def test_nothing_is_overwritten(running, tmp_path):
     taken = tmp_path / "there.tar"
     taken.write_text("mine")
-    with pytest.raises(StoreError, match=r"there\.tar exists already: name another one"):
+    with pytest.raises(StoreError, match=r"there\.tar already exists: choose another path"):
         take(running, taken)
     assert taken.read_text() == "mine"
 
 
 def test_a_target_that_may_not_be_looked_at_is_named(running, tmp_path, monkeypatch):
-    def refuse(*asked, **options):  # as a folder owned by another user refuses callers other than root
+    # A folder owned by another user refuses every caller except root in this way.
+    def refuse(*asked, **options):
         raise PermissionError(13, "Permission denied", str(tmp_path / "theirs"))
 
     monkeypatch.setattr(Path, "stat", refuse)
@@ -166,7 +167,7 @@ def test_what_goes_away_meanwhile_is_named_without_the_remedy_of_a_lost_database
 
     monkeypatch.setattr(backup, "read_audit_head", lambda path: gone() or read_audit_head(path))
     with pytest.raises(
-        StoreError, match=r"audit\.heads disappeared during the backup: start the backup again"
+        StoreError, match=r"audit\.heads was removed during the backup: start the backup again"
     ) as caught:
         take(running, target)
     assert "restore" not in str(caught.value) and not [*target.parent.iterdir()]
@@ -174,7 +175,7 @@ def test_what_goes_away_meanwhile_is_named_without_the_remedy_of_a_lost_database
 
 def test_a_full_target_says_so_and_leaves_nothing(running, tiny_disk):
     (tiny_disk / "ballast").write_bytes(b"\0" * (900 << 10))
-    with pytest.raises(StorageFaultError, match=r"free (some )?space"):
+    with pytest.raises(StorageFaultError, match=r"free (disk )?space"):
         take(running, tiny_disk / "b")
     assert [path.name for path in tiny_disk.iterdir()] == ["ballast"]
 
@@ -189,7 +190,7 @@ def test_the_writer_does_not_wait_for_a_backup_which_is_of_one_moment(history, r
     def write() -> None:
         number = 0
         while not stop.is_set():
-            # Either both rows or neither, in every copy.
+            # Every copy must contain both rows or neither.
             for half in ("a", "b"):
                 history.log.end(request_row(f"req-{number}-{half}", finished_at=2_000_000.0))
             number += 1

@@ -73,7 +73,7 @@ def test_an_expired_key_opens_nothing(control, monkeypatch):
 
 
 def test_senseless_keys_are_refused_with_the_value(control):
-    with pytest.raises(ValueError, match=r"expires_at is 5\.0, which is past"):
+    with pytest.raises(ValueError, match=r"expires_at is 5\.0, which is in the past"):
         control.create_key(actor="uid:0", name="a", tenant="default", expires_at=5.0)
     for name in ("", "a\nb", "x" * 201, "\ud800"):
         with pytest.raises(ValueError, match="name is"):
@@ -178,7 +178,7 @@ def test_a_full_disk_refuses_new_keys_and_keeps_the_old_ones_working(tiny_disk):
     with ballast.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
         while True:
             file.write(b"\0" * 1024)
-    with pytest.raises(StorageFaultError, match="check free space"):
+    with pytest.raises(StorageFaultError, match="check the free space"):
         for number in range(50):
             create(control, f"k{number}")
     assert control.lookup(created.key) is not None
@@ -194,5 +194,5 @@ def test_a_first_start_on_a_full_disk_says_that_it_is_full(tiny_disk):
     with ballast.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
         while True:
             file.write(b"\0" * 1024)
-    with pytest.raises(StorageFaultError, match=r"full|free some space"):
+    with pytest.raises(StorageFaultError, match=r"full|free disk space"):
         ControlStore(tiny_disk / "control.db").start()

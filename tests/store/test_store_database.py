@@ -152,7 +152,7 @@ def test_a_file_that_is_no_database_is_refused_by_name_with_a_remedy(tmp_path):
     path = tmp_path / "notes.db"
     path.write_bytes(b"this is not a database" * 100)
     for attempt in (lambda: WritableDatabase(path, NOTES, "FULL"), lambda: open_readonly(path)):
-        with pytest.raises(CorruptDatabaseError, match=r"notes\.db .*move it"):
+        with pytest.raises(CorruptDatabaseError, match=r"notes\.db .*move the file"):
             attempt()
     assert path.read_bytes().startswith(b"this is not")
 
@@ -163,7 +163,9 @@ def test_a_file_of_a_newer_version_is_refused_untouched(tmp_path):
     WritableDatabase(path, newer, "FULL").close()
     before = path.read_bytes()
     for attempt in (lambda: WritableDatabase(path, NOTES, "FULL"), lambda: open_readonly(path, NOTES)):
-        with pytest.raises(SchemaVersionError, match="version 2, this version of the product knows 1"):
+        with pytest.raises(
+            SchemaVersionError, match="version 2, but this version of Appliance supports only 1"
+        ):
             attempt()
     assert path.read_bytes() == before
 
@@ -182,7 +184,9 @@ def test_missing_files_and_folders_are_named(tmp_path):
         WritableDatabase(tmp_path / "nowhere" / "notes.db", NOTES, "FULL")
 
 
-@pytest.mark.parametrize(("folder_mode", "named"), [(0o555, "{folder} cannot"), (0o777, "{file} cannot")])
+@pytest.mark.parametrize(
+    ("folder_mode", "named"), [(0o555, "{folder} is not writable"), (0o777, "{file} is not writable")]
+)
 def test_a_file_or_folder_without_write_rights_is_named(public_folder, run_unprivileged, folder_mode, named):
     path = public_folder / "notes.db"
     make_notes(path)

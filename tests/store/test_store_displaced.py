@@ -45,7 +45,7 @@ def test_deleted_files_are_written_back(writer, suffixes, eventually):
     writer.submit(insert(100))
     assert writer.flush(60)
     assert numbers(writer.path) == list(range(101))
-    eventually(lambda: "was deleted while the service runs" in writer.state().restored)
+    eventually(lambda: "was deleted while the service was running" in writer.state().restored)
     assert (writer.state().dropped_rows, writer.state().last_error) == (0, None)
 
 
@@ -73,7 +73,7 @@ def test_rows_wait_while_the_folder_is_gone(writer, eventually):
     shutil.rmtree(writer.path.parent)
     for number in range(100, 200):
         writer.submit(insert(number))
-    eventually(lambda: "does not exist any more: create it" in (writer.state().last_error or ""))
+    eventually(lambda: "no longer exists: create it" in (writer.state().last_error or ""))
     writer.path.parent.mkdir()
     assert writer.flush(60)
     assert numbers(writer.path) == list(range(200))

@@ -135,12 +135,12 @@ def test_contents_are_read_back_prompts_first_for_the_services_user_only(content
 
 def test_texts_that_wait_take_a_bounded_share_of_memory(contents):
     contents.close()
-    stuck = Writer(contents.path, CONTENTS, synchronous="NORMAL")  # not started: nothing is committed
+    stuck = Writer(contents.path, CONTENTS, synchronous="NORMAL")  # not started, so nothing is committed
     log = ContentLog(stuck)
     large = "x" * (MAX_WAITING_BYTES // 4)
     kept = [log.keep([content(f"req-{number}", text=large)]) for number in range(6)]
     assert kept == [True, True, True, False, False, False] and log.dropped == 3
-    assert stuck.state().dropped_rows == 3, "as status and metrics show it"
+    assert stuck.state().dropped_rows == 3, "status and metrics show this count"
     assert log.keep([content("small")])
     stuck.start()
     stuck.flush()
@@ -162,7 +162,7 @@ def test_a_reader_is_not_waited_for_when_the_log_is_emptied(contents):
         reader.execute("SELECT count(*) FROM contents").fetchone()
         until_done(contents, partial(retention.remove_contents, before={}, otherwise=2.0))
         patience = contents.call(busy_timeout).result(60)
-        # A writer that waited for the reader would take longer than this test allows.
+        # If a writer waited for the reader, the test would time out.
         contents.call(lambda connection: connection.execute("PRAGMA busy_timeout=60000").fetchone()).result(
             60
         )

@@ -100,24 +100,24 @@ def test_the_audit_row_has_what_was_there_before_and_after(control):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"weight": 0.0}, "weight is 0.0: give a number from 0.001 to 1000"),
+        ({"weight": 0.0}, "weight is 0.0: use a number from 0.001 to 1000"),
         ({"weight": 1e-300}, "weight is 1e-300"),
         ({"weight": float("nan")}, "weight is nan"),
-        ({"highest_class": 4}, r"highest_class is 4: give 0 \(real-time\)"),
+        ({"highest_class": 4}, r"highest_class is 4: use 0 \(real-time\)"),
         ({"default_class": -1}, "default_class is -1"),
-        ({"default_max_tokens": 0}, "default_max_tokens is 0: give a whole number from 1 to "),
+        ({"default_max_tokens": 0}, "default_max_tokens is 0: use a whole number from 1 to "),
         ({"cache_group": ""}, "cache_group is ''"),
-        ({"log_policy": "all"}, "log_policy is 'all': give metadata, hashes or full"),
+        ({"log_policy": "all"}, "log_policy is 'all': use metadata, hashes or full"),
         ({"log_days": 0.0}, "log_days is 0.0"),
         (
             {"quota": {"tokens_per_day": -1.0}},
-            r"tokens_per_day is -1.0: give a number from 1e-06 to 1e\+15, or none for no limit;",
+            r"tokens_per_day is -1.0: use a number from 1e-06 to 1e\+15, or none for no limit;",
         ),
         ({"quota": {"requests_per_minute": float("inf")}}, "requests_per_minute is inf"),
         ({"quota": {"tokens_per_minute": 1e308, "burst_s": 3600.0}}, "tokens_per_minute is 1e\\+308"),
-        ({"quota": {"concurrent_requests": 0}}, "concurrent_requests is 0: give a whole number from 1 to "),
-        ({"quota": {"kv_share": 1.5}}, "kv_share is 1.5: give a number from 1e-06 to 1, or none"),
-        ({"quota": {"burst_s": 0.0}}, "burst_s is 0.0: give a number from 1e-06 to 3.15576e\\+09$"),
+        ({"quota": {"concurrent_requests": 0}}, "concurrent_requests is 0: use a whole number from 1 to "),
+        ({"quota": {"kv_share": 1.5}}, "kv_share is 1.5: use a number from 1e-06 to 1, or none"),
+        ({"quota": {"burst_s": 0.0}}, "burst_s is 0.0: use a number from 1e-06 to 3.15576e\\+09$"),
         ({"name": "other"}, "name cannot be set"),
         ({"suspended_at": 1.0}, "suspended_at cannot be set"),
     ],
@@ -139,7 +139,7 @@ def test_a_tenants_name_can_stand_anywhere(control, name):
 
 def test_names_that_are_taken_unknown_or_built_in_are_told_apart(control):
     tenant(control)
-    with pytest.raises(ConflictError, match="tenant 'acme' exists already"):
+    with pytest.raises(ConflictError, match="tenant 'acme' already exists"):
         tenant(control)
     for change in (
         control.set_tenant(actor=WHO, name="nobody", changes={"weight": 2.0}),
@@ -215,7 +215,7 @@ def test_a_rotation_never_lengthens_the_old_key_and_gives_the_new_one_the_same_s
 def test_a_key_is_rotated_once_and_only_while_it_is_valid(control):
     old = control.create_key(actor=WHO, name="k", tenant="default").result(60).record
     new = control.rotate_key(actor=WHO, key_id=old.id, overlap_s=60).result(60).created.record
-    with pytest.raises(ConflictError, match=f"was replaced by {new.id}: rotate that one"):
+    with pytest.raises(ConflictError, match=f"was replaced by key {new.id}: rotate that key instead"):
         control.rotate_key(actor=WHO, key_id=old.id, overlap_s=60).result(60)
     at_once = control.rotate_key(actor=WHO, key_id=new.id, overlap_s=0).result(60)
     assert not at_once.former.valid_at(time.time())
@@ -233,13 +233,13 @@ def test_a_key_is_rotated_once_and_only_while_it_is_valid(control):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"scopes": ()}, r"scopes is \[\]: give one or more of inference, admin, read"),
+        ({"scopes": ()}, r"scopes is \[\]: use one or more of inference, admin, read"),
         ({"scopes": ("root",)}, "scopes is"),
         ({"scopes": ("read", "read")}, "each once"),
-        ({"models": ()}, "give 1 to 256 printable names, or none for all models"),
+        ({"models": ()}, "use 1 to 256 printable names, or none for all models"),
         ({"models": ("a\n",)}, r"models is \['a"),
         ({"highest_class": 9}, "highest_class is 9"),
-        ({"expires_at": 5.0}, "which is past"),
+        ({"expires_at": 5.0}, "which is in the past"),
         ({"quota": {"queued_requests": 0}}, "queued_requests is 0"),
         ({"tenant": "local"}, "tenant cannot be set"),
         ({"sha256": "00"}, "sha256 cannot be set"),
@@ -263,7 +263,7 @@ def test_a_keys_rights_can_change(control):
 
 @pytest.mark.parametrize(("kind", "number"), [("pid", 1), ("uid", -1), ("gid", 2**32 - 1)])
 def test_what_is_no_user_or_group_cannot_be_mapped(control, kind, number):
-    with pytest.raises(ValueError, match=r"give uid or gid|of Linux"):
+    with pytest.raises(ValueError, match=r"use uid or gid|use a Linux"):
         control.map_peer(actor=WHO, kind=kind, number=number, tenant="local").result(60)
     with pytest.raises(UnknownPeerError, match="is not mapped"):
         control.unmap_peer(actor=WHO, kind=kind, number=number).result(60)

@@ -1,35 +1,25 @@
-"""Tests of the audit trail: intents and results, heads outside the database, and the spool."""
+"""Tests of the audit trail: intents and results, chain heads outside the database, and exports."""
 
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
 import subprocess
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from store import evidence, heads
-from store.audit import Actor, AuditRow, Head, outcome
+from store.audit import Head
 from store.control import ControlStore
-from store.errors import NotWritableError, StorageFaultError
+from store.errors import NotWritableError
 from store.heads import heads_in, read_key
-from store.spool import RESERVED_BYTES, Spool, read_spool
-from tests.audit_trail import forge, read_audit, rewrite
-
-ROOT = Actor("uid:0", "box")
+from tests.audit_trail import ROOT, announced, fill, forge, read_audit, rewrite
 
 
 def phases(path: Path) -> list[tuple[str, str | None, str]]:
     return [(row.action, row.phase, row.result) for row in read_audit(path)]
-
-
-def announced(control: ControlStore, action: str, **params: object) -> Actor:
-    acting, recorded = control.trail.intend(ROOT, action, params)
-    recorded.result(60)
-    return acting
 
 
 def recorded_heads(path: Path) -> list[Head]:
@@ -63,7 +53,7 @@ def test_an_intent_that_outlived_its_service_gets_a_result_that_says_so(tmp_path
     second.close()
     assert phases(second.path) == [
         ("models.load", "intent", ""),
-        ("models.load", "result", "unknown: the service ended before the result was recorded"),
+        ("models.load", "result", "unknown: the service stopped before the result was recorded"),
     ]
     assert evidence.examine_folder(tmp_path).ok
 
@@ -126,16 +116,8 @@ def test_the_key_is_the_services_alone_and_stays(tmp_path):
 
 def test_a_key_that_is_none_stops_the_start_by_name(tmp_path):
     (tmp_path / "audit.key").write_text("short")
-    with pytest.raises(NotWritableError, match=r"audit\.key is not a key"):
+    with pytest.raises(NotWritableError, match=r"audit\.key does not contain a key"):
         ControlStore(tmp_path / "control.db").start()
-
-
-def fill(folder: Path) -> None:
-    control = ControlStore(folder / "control.db")
-    control.start()
-    for number in range(5):
-        control.create_tenant(actor=ROOT, name=f"t{number}", changes={}).result(60)
-    control.close()
 
 
 @pytest.mark.parametrize("how", ["gone", "emptied", "cut"])
@@ -155,7 +137,7 @@ def test_a_start_with_less_than_heads_vouch_for_says_so(tmp_path, caplog, how):
     rows = 3 if how == "cut" else 0
     assert said is not None and said in caplog.messages
     assert said.startswith(
-        f"the audit chain ends at row {rows}, but {tmp_path / 'audit.heads'} has the head of row 5: "
+        f"the audit chain ends at row {rows}, but {tmp_path / 'audit.heads'} contains the head of row 5: "
     )
 
 
@@ -190,7 +172,7 @@ def test_a_forged_head_accuses_no_row(tmp_path):
 
 
 def renew_key(folder: Path) -> list[str]:
-    """Replace the key as an operator would, and return the lines of the earlier heads."""
+    """Replace the key as an operator would. Return the lines of the earlier chain heads."""
     lines = (folder / "audit.heads").read_text().splitlines(keepends=True)
     (folder / "audit.key").rename(folder / "audit.key.lost")
     fill_nothing(folder)
@@ -214,19 +196,19 @@ def test_a_new_key_is_a_row_and_heads_of_the_old_one_are_no_problem_for_ever(tmp
     assert key != old and len(before) == 5
     findings = evidence.examine_folder(tmp_path)
     assert findings.ok and findings.confirmed_seq == 6
-    assert "signed with another key, which this one replaced in row 6" in findings.notes[0]
+    assert "signed with an earlier key, which was replaced in row 6" in findings.notes[0]
 
 
 @pytest.mark.parametrize("row", [1, 4])
 def test_a_new_key_hides_no_rewrite(tmp_path, row):
-    """The forger has the rights of the service's user, but cannot change the journal."""
+    """The forger has the rights of the service's user but cannot change the journal."""
     fill(tmp_path)
     journal = evidence.recorded_in(renew_key(tmp_path), "journal")
     rewrite(tmp_path, row)
-    assert evidence.examine_folder(tmp_path).ok, "nothing beside the chain speaks against it"
+    assert evidence.examine_folder(tmp_path).ok, "the folder contains no evidence of the rewrite"
     findings = evidence.examine_folder(tmp_path, journal)
-    assert not findings.ok and "rewritten, it or a row before it" in findings.problems[0]
-    assert findings.problems[0].endswith("(signed with a key before row 6)")
+    assert not findings.ok and "this row or an earlier one was rewritten" in findings.problems[0]
+    assert findings.problems[0].endswith("(according to a head signed with the key used before row 6)")
 
 
 @pytest.mark.parametrize("left", [2, 4])
@@ -259,7 +241,7 @@ def test_another_key_that_no_row_names_signs_nothing(tmp_path):
     )
     assert evidence.examine_folder(tmp_path, evidence.recorded_in([other.line], "journal")).ok
     findings = evidence.examine_folder(tmp_path, evidence.recorded_in([later.line], "journal"))
-    assert "another key, or a forged line" in findings.problems[0]
+    assert "it was signed with another key, or forged" in findings.problems[0]
 
 
 @pytest.mark.parametrize("key", [None, "no key"])
@@ -268,12 +250,12 @@ def test_a_key_that_is_gone_is_missed(tmp_path, key):
     (tmp_path / "audit.key").unlink()
     if key is not None:
         (tmp_path / "audit.key").write_text(key)
-    assert "signatures of heads were not checked" in evidence.examine_folder(tmp_path).problems[0]
+    assert "signatures of recorded heads were not checked" in evidence.examine_folder(tmp_path).problems[0]
 
 
 @pytest.mark.parametrize("left", [0, 1])
 def test_heads_that_were_cut_out_of_their_file_are_missed(control, tmp_path, left):
-    """Without heads, a rewritten chain could not be detected."""
+    """Without chain heads, a rewritten chain could not be detected."""
     for number in range(40):
         control.create_tenant(actor=ROOT, name=f"t{number}", changes={}).result(60)
     assert evidence.examine_folder(tmp_path).ok
@@ -285,7 +267,10 @@ def test_heads_that_were_cut_out_of_their_file_are_missed(control, tmp_path, lef
 def test_heads_that_are_gone_are_missed(tmp_path):
     fill(tmp_path)
     (tmp_path / "audit.heads").unlink()
-    assert "no heads beside the chain" in evidence.examine_folder(tmp_path).problems[0]
+    assert (
+        "the recorded heads of the audit chain cannot be read"
+        in evidence.examine_folder(tmp_path).problems[0]
+    )
 
 
 def test_rows_that_no_head_vouches_for_are_counted(control, tmp_path):
@@ -300,196 +285,6 @@ def test_rows_that_no_head_vouches_for_are_counted(control, tmp_path):
 )
 def test_what_is_no_head_is_none(text):
     assert list(heads_in([text])) == []
-
-
-# ── the spool ──
-
-
-class FullDatabase:
-    """Makes every write to `control.db` fail as on a full disk, until it is left."""
-
-    def __init__(self, control: ControlStore) -> None:
-        self._writer = control._writer
-
-    def __enter__(self) -> None:
-        # The following row is longer than the space left in the last page.
-        self._writer.call(
-            lambda connection: connection.execute(
-                f"PRAGMA max_page_count={connection.execute('PRAGMA page_count').fetchone()[0]}"
-            ).fetchone()
-        ).result(60)
-
-    def __exit__(self, *_: object) -> None:
-        self._writer.call(
-            lambda connection: connection.execute("PRAGMA max_page_count=1073741823").fetchone()
-        ).result(60)
-
-
-LONG = "x" * 5000
-
-
-def test_what_the_database_refuses_is_spooled_and_comes_into_the_chain_in_order(control, tmp_path, caplog):
-    control.create_tenant(actor=ROOT, name="before", changes={}).result(60)
-    with FullDatabase(control):
-        actors = []
-        for number in range(3):
-            actors.append(announced(control, "requests.cancel", number=number, why=LONG))
-            control.trail.conclude(
-                actors[-1], "requests.cancel", {"number": number, "why": LONG}, "ok"
-            ).result(60)
-        state = control.trail.state()
-        assert (state.spool.rows, state.spool.in_memory) == (6, 0)
-        assert state.spool.path == tmp_path / "audit.spool"
-        assert "full" in (state.last_error or "")
-        assert len(read_audit(control.path)) == 1
-        waiting = evidence.read_spool(tmp_path)
-        assert [entry.phase for entry in waiting] == ["intent", "result"] * 3
-        assert "6 entries since" in evidence.examine_folder(tmp_path).notes[-1]
-    control.trail.retry()
-    control.create_tenant(actor=ROOT, name="after", changes={}).result(60)
-    rows = read_audit(control.path)[1:]
-    assert [row.act for row in rows[:6]] == [actor.act for actor in actors for _ in range(2)]
-    assert [row.at for row in rows[:6]] == [entry.at for entry in waiting]
-    assert all(row.note and row.note.startswith("spooled, written ") for row in rows[:6])
-    assert (rows[6].action, rows[6].note) == ("tenants.create", None)
-    state = control.trail.state()
-    assert (state.spool.rows, state.spool.path, state.last_error) == (0, None, None)
-    assert (tmp_path / "audit.spool").read_bytes().strip(b"\0") == b""
-    assert "6 spooled audit entries were added to the chain" in caplog.text
-    assert evidence.examine_folder(tmp_path).ok
-
-
-def test_a_change_that_is_refused_for_want_of_room_is_audited_all_the_same(control):
-    with FullDatabase(control):
-        actor = announced(control, "keys.create", name=LONG)
-        with pytest.raises(StorageFaultError) as raised:
-            control.change(
-                actor=actor, action="keys.create", params={"name": LONG}, apply=lambda connection: None
-            ).result(60)
-        control.trail.conclude(actor, "keys.create", {}, f"failed: {raised.value}").result(60)
-    control.trail.retry()
-    announced(control, "a.b")
-    assert [(row.phase, row.result[:7]) for row in read_audit(control.path)][:2] == [
-        ("intent", ""),
-        ("result", "failed:"),
-    ]
-
-
-def test_what_waits_outlives_the_service(tmp_path):
-    first = ControlStore(tmp_path / "control.db")
-    first.start()
-    with FullDatabase(first):
-        actor = announced(first, "requests.cancel", why=LONG)
-        first.trail.conclude(actor, "requests.cancel", {"why": LONG}, "ok").result(60)
-        # The process is killed at this point.
-        kept = (tmp_path / "audit.spool").read_bytes()
-    first.close()
-    (tmp_path / "audit.spool").write_bytes(kept)
-    before = len(read_audit(first.path))
-    second = ControlStore(tmp_path / "control.db")
-    second.start()
-    second.close()
-    # An entry that was in both the spool and the chain appears only once.
-    assert before == 2
-    assert [row.phase for row in read_audit(first.path)] == ["intent", "result"]
-    assert not (tmp_path / "audit.spool").exists()
-
-
-def test_a_line_that_somebody_changed_while_it_waited_is_marked(tmp_path):
-    first = ControlStore(tmp_path / "control.db")
-    first.start()
-    with FullDatabase(first):
-        for number in range(3):
-            announced(first, "requests.cancel", number=number, why=LONG)
-        kept = (tmp_path / "audit.spool").read_bytes()
-    first.close()
-    os.unlink(tmp_path / "control.db")
-    lines = kept.rstrip(b"\0").splitlines(keepends=True)
-    assert b"uid:0" in lines[1]
-    lines[1] = lines[1].replace(b"uid:0", b"uid:9")
-    (tmp_path / "audit.spool").write_bytes(b"".join(lines) + b'{"entry": "half a li')
-    second = ControlStore(tmp_path / "control.db")
-    second.start()
-    second.close()
-    rows = [row for row in read_audit(second.path) if row.phase == "intent"]
-    marked = [row.actor for row in rows if "signature of its line" in (row.note or "")]
-    assert [row.actor for row in rows] == ["uid:0", "uid:9", "uid:0"]
-    assert marked == ["uid:9"]
-
-
-def test_a_line_that_nobody_can_read_is_recorded_as_such(tmp_path):
-    fill(tmp_path)
-    (tmp_path / "audit.spool").write_bytes(b"not a line\n")
-    control = ControlStore(tmp_path / "control.db")
-    control.start()
-    control.close()
-    row: AuditRow = read_audit(control.path)[-1]
-    assert (row.action, row.result) == ("unreadable", "line 1 of the spool could not be read")
-
-
-def fill_up(disk: Path) -> None:
-    with suppress(OSError), (disk / "ballast").open("ab", buffering=0) as ballast:
-        while True:
-            ballast.write(b"\0" * 4096)
-
-
-def entry(number: int, size: int = 100) -> object:
-    return outcome(ROOT, "a.b", {"number": number, "filler": "x" * size}, "ok")
-
-
-def test_a_full_disk_takes_entries_into_the_reserved_space(tiny_disk):
-    key = heads.make_or_read_key(tiny_disk)
-    spool = Spool(tiny_disk / "audit.spool", key)
-    spool.start()
-    fill_up(tiny_disk)
-    for number in range(100):
-        spool.put(entry(number))
-    state = spool.state()
-    assert (state.rows, state.in_memory, state.path) == (100, 0, tiny_disk / "audit.spool")
-    assert read_spool(tiny_disk / "audit.spool", key).entries == spool.waiting()
-
-
-def test_entries_beyond_the_reserved_space_wait_in_memory_until_the_disk_has_space(tiny_disk, caplog):
-    key = heads.make_or_read_key(tiny_disk)
-    path = tiny_disk / "audit.spool"
-    spool = Spool(path, key)
-    spool.start()
-    fill_up(tiny_disk)
-    entries = [entry(number, 20_000) for number in range(20)]
-    for one in entries:
-        spool.put(one)
-    in_memory = spool.state().in_memory
-    assert 0 < in_memory < 20 and spool.waiting() == entries
-    assert read_spool(path, key).entries == entries[: 20 - in_memory]
-    assert "audit entry in memory only: {" in caplog.text and '"action":"a.b"' in caplog.text
-    (tiny_disk / "ballast").unlink()
-    spool.retry()
-    assert spool.state().in_memory == 0
-    again = Spool(path, key)
-    again.start()
-    assert again.waiting() == entries
-    again.drop(20)
-    assert again.state().rows == 0
-    assert path.stat().st_size == RESERVED_BYTES
-    assert path.read_bytes().strip(b"\0") == b""
-
-
-def test_entries_wait_in_memory_while_the_file_cannot_be_made(tmp_path):
-    spool = Spool(tmp_path / "missing" / "audit.spool", heads.make_or_read_key(tmp_path))
-    spool.put(entry(1))
-    assert (spool.state().in_memory, spool.state().path) == (1, None)
-    (tmp_path / "missing").mkdir()
-    spool.retry()
-    assert (spool.state().in_memory, spool.state().path) == (0, tmp_path / "missing" / "audit.spool")
-
-
-def test_a_spool_is_no_more_than_its_bound(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("store.spool.MAX_ENTRIES", 2)
-    spool = Spool(tmp_path / "audit.spool", heads.make_or_read_key(tmp_path))
-    for number in range(3):
-        spool.put(entry(number))
-    assert (spool.state().rows, spool.state().lost) == (2, 1)
-    assert "audit entry lost" in caplog.text
 
 
 # ── exports ──
@@ -508,13 +303,15 @@ def test_an_export_says_by_itself_whether_it_is_whole(tmp_path):
         return evidence.examine(path, key=known).problems
 
     assert problems("".join(lines)) == []
-    assert problems("".join(lines[:-1])) == ["the export has no trailer: its end is missing"]
+    assert problems("".join(lines[:-1])) == [
+        "the export is incomplete: its last line, the trailer, is missing"
+    ]
     assert problems("".join(lines[1:]))[0].startswith("row 1: missing")
     assert problems("".join(lines[:4] + lines[5:]))[0].startswith("row 5: row 5 is missing")
     assert "row 3" in problems("".join(lines).replace("t2", "t9"))[0]
     other = heads.SigningKey(b"another")
     assert problems("".join(exports.lines_of(read_audit(tmp_path / "control.db"), other))) == [
-        "the export does not carry this service's signature: another key, or forged"
+        "the export does not carry this service's signature: it was signed with another key, or forged"
     ]
     assert problems("".join(exports.lines_of(read_audit(tmp_path / "control.db"), None)), None) == []
 

@@ -51,7 +51,7 @@ def limit_pages(writer: Writer, pages: int) -> None:
 def test_a_row_is_committed_within_the_interval_without_being_asked(writer, eventually):
     writer.submit(insert(1))
     eventually(lambda: numbers(writer.path) == [1])
-    assert writer._interval_s == 0.2  # the documented limit of what a crash may lose
+    assert writer._interval_s == 0.2  # a crash loses at most this many seconds of writes, as documented
 
 
 def test_rows_share_commits(writer):
@@ -61,7 +61,7 @@ def test_rows_share_commits(writer):
         assert writer.submit(insert(number))
     assert writer.flush(60)
     assert numbers(writer.path) == list(range(20_000))
-    # One commit per 500 operations, plus a few that became due while this thread was paused.
+    # There is one commit per 500 operations, plus a few that became due while this thread was paused.
     assert 40 <= statements.count("COMMIT") <= 400
     assert writer.state().committed_rows == 20_001  # including the call
 
@@ -83,8 +83,9 @@ def test_submit_returns_at_once_while_another_process_locks_the_database(writer,
 def test_a_full_database_keeps_the_rows_and_recovers_by_itself(writer, eventually, caplog):
     allowed_pages = [20]
 
-    # Runs at each attempt as the oldest waiting operation, so the limit is lifted while the writer retries.
-    # There is no space for its own row, however few other rows the writer commits with it.
+    # As the oldest waiting operation, this function runs at each attempt, so the limit can be lifted while
+    # the writer retries. Until then, its own row does not fit, however few other rows the writer commits with
+    # it.
     def first(connection: sqlite3.Connection) -> None:
         connection.execute(f"PRAGMA max_page_count = {allowed_pages[0]}").fetchone()
         insert(0, "x" * 100_000)(connection)
@@ -104,13 +105,13 @@ def test_a_full_database_keeps_the_rows_and_recovers_by_itself(writer, eventuall
     eventually(lambda: writer.state().lag_rows == 0)
     assert numbers(writer.path) == list(range(300))
     assert (writer.state().last_error, writer.state().failing_s) == (None, 0.0)
-    assert "accepts writes again" in caplog.text
+    assert "can be written again" in caplog.text
 
 
 def test_a_call_on_a_full_database_fails_with_a_reason_and_the_next_one_works(writer):
     limit_pages(writer, 5)
     with pytest.raises(
-        StorageFaultError, match=r"notes\.db cannot be written now .*full.*: check free space"
+        StorageFaultError, match=r"notes\.db cannot be written at the moment .*full.*: check the free space"
     ):
         writer.call(insert(1, "x" * 100_000)).result(60)
     limit_pages(writer, 100_000)
@@ -214,7 +215,7 @@ def test_a_follow_up_that_raises_does_not_undo_or_repeat_the_commit(writer, capl
         writer.call(insert(1), after_commit=lambda result: 1 / 0).result(60)
     writer.call(insert(2)).result(60)
     assert numbers(writer.path) == [1, 2]
-    assert "the callback after a committed change failed" in caplog.text
+    assert "the callback for a committed change failed" in caplog.text
 
 
 def test_a_call_that_raises_undoes_all_it_did_and_the_writer_goes_on(writer):
@@ -317,11 +318,11 @@ for number in range(10**9):
 def test_a_call_that_does_not_begin_in_time_is_never_made(writer):
     with closing(sqlite3.connect(writer.path, isolation_level=None)) as intruder:
         intruder.execute("BEGIN IMMEDIATE")
-        first = writer.call(insert(1), within_s=60)  # waits for the lock in vain
+        first = writer.call(insert(1), within_s=60)  # waits for the lock until it times out
         second = writer.call(insert(2), within_s=0.1)
         with pytest.raises(StorageFaultError, match="locked"):
             first.result(60)
-        with pytest.raises(StorageFaultError, match=r"accepted no change for .* the change was not made"):
+        with pytest.raises(StorageFaultError, match=r"could not be written for .* the change was not made"):
             second.result(60)
         intruder.execute("ROLLBACK")
     writer.call(insert(3), within_s=60).result(60)

@@ -1,5 +1,5 @@
 """Sends HTTP requests as another user. `python -I -S asker.py UID GID GROUP,GROUP…` reads one line of JSON
-per request, `[address, method, path, headers]`, and answers it with `[status, body]`. An address is a socket
+per request, `[address, method, path, headers]`, and replies with `[status, body]`. An address is a socket
 path or `[host, port]`."""
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ def become(uid: int, gid: int, groups: list[int]) -> None:
 
 
 def ask(address: Any, method: str, path: str, headers: list[list[str]]) -> tuple[int, str]:
-    """Return the status (0 if the connection closed without one) and the body."""
+    """Return the status and the body of a response. The status is 0 if the connection closed without a
+    response."""
     unix = isinstance(address, str)
     with socket.socket(socket.AF_UNIX if unix else socket.AF_INET) as sock:
         sock.settimeout(60)

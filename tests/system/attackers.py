@@ -2,7 +2,7 @@
 
 It uses only the standard library, so that it starts quickly. It attacks one address for the given time, and
 then prints a report as JSON: the numbers of connections, requests and bytes, and the statuses of the answers.
-It ends early when standard input ends, because that means its parent has ended.
+It stops early if standard input is closed, because its parent has then ended.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from typing import Any
 
 RECEIVE_BUFFER_BYTES = 4096
 DRIP_S = 0.05
-"""Interval between two bytes of a slow sender or a slow reader."""
+"""Interval between two bytes of a slow sender or reader."""
 HOLD_S = 1.0
-"""How long an unfinished body is held before its connection is closed."""
+"""Time for which an unfinished body is held before its connection is closed."""
 
 
 @dataclass
 class Orders:
-    """The orders for a process of a flood."""
+    """The orders for one process of a flood."""
 
     flood: str
     address: Any
-    """Path of a Unix socket, or host and port."""
+    """Path of a Unix socket, or host and port of a TCP address."""
     seconds: float
     connections: int
     path: str = "/v1/completions"
     key: str = ""
-    """Key to send; empty: no key is sent."""
+    """Key to send. If it is empty, no key is sent."""
     max_body_bytes: int = 1 << 20
     source: str = ""
-    """TCP address from which to connect; empty: chosen by the kernel."""
+    """TCP address from which to connect. If it is empty, the kernel chooses one."""
     pause_s: float = 0.0
-    """Pause between the end of a connection and the next one."""
+    """Pause between one connection and the next."""
 
 
 @dataclass
 class Report:
-    """The report of a process of a flood."""
+    """The report of one process of a flood."""
 
     connections: int = 0
     refused_connections: int = 0
@@ -84,13 +84,13 @@ class Wire:
         self.report.sent_bytes += len(data)
 
     async def receive(self, size: int = 1 << 16) -> bytes:
-        """Return the data that has arrived; empty at the end of the connection."""
+        """Return the data that has arrived, or b"" at the end of the connection."""
         data = await self._loop.sock_recv(self.sock, size)
         self.report.received_bytes += len(data)
         return data
 
     async def answer(self) -> bool:
-        """Read one answer with a Content-Length to its end. Returns whether the connection stays open."""
+        """Read one complete answer with a Content-Length. Return whether the connection stays open."""
         data = b""
         while b"\r\n\r\n" not in data:
             if not (piece := await self.receive()):
@@ -113,12 +113,12 @@ class Wire:
             pass
 
     def remaining_s(self) -> float:
-        """Time left until the end of the flood."""
+        """Return the time left until the end of the flood."""
         return max(self.ends_at - time.monotonic(), 0.0)
 
 
 async def pipelining(wire: Wire) -> None:
-    """Send small requests without waiting for answers, which are discarded."""
+    """Send small requests without waiting for answers. Discard the answers."""
     data = wire.head("GET") * 2000
     reader = asyncio.ensure_future(wire.until_closed())
     try:
@@ -139,7 +139,7 @@ async def bad_keys(wire: Wire) -> None:
 
 
 async def huge_prompts(wire: Wire) -> None:
-    """Send prompts of the maximum body size, one after another."""
+    """Send prompts of the maximum body size one after another."""
     prompt = "word " * ((wire.orders.max_body_bytes - 1000) // 5)
     request = wire.post({"model": "demo", "prompt": prompt, "max_tokens": 1})
     await wire.send(request)
@@ -149,7 +149,7 @@ async def huge_prompts(wire: Wire) -> None:
 
 
 async def huge_bodies(wire: Wire) -> None:
-    """Send a body without its last byte, and hold the connection."""
+    """Send a body without its last byte, and keep the connection open."""
     size = wire.orders.max_body_bytes
     await wire.send(wire.head("POST", f"Content-Length: {size}"))
     await wire.send(b" " * (size - 1), 0)
@@ -166,8 +166,8 @@ async def slow_bodies(wire: Wire) -> None:
 
 
 async def slow_heads(wire: Wire) -> None:
-    """Send a complete request, with the key if there is one, followed by a large head without its end. Hold
-    the connection."""
+    """Send a complete request, with the key if there is one, and then a large head that never ends. Keep the
+    connection open."""
     await wire.send(wire.head("GET"))
     if await wire.answer():
         await wire.send(wire.head("GET")[:-2] + b"X-Filling: " + b"x" * 60_000)
@@ -215,7 +215,7 @@ FLOODS: dict[str, Callable[[Wire], Awaitable[None]]] = {
 
 
 async def attack(orders: Orders, report: Report) -> None:
-    """Keep the given number of connections attacking until the time is over."""
+    """Keep the given number of attacking connections running until the time is over."""
     ends_at = time.monotonic() + orders.seconds
     flood = FLOODS[orders.flood]
 
@@ -253,14 +253,14 @@ async def attack(orders: Orders, report: Report) -> None:
 
 
 def burn(orders: Orders) -> None:
-    """Use a processor until the time is over, as the baseline load for a flood."""
+    """Use CPU time until the time is over, as the baseline load for a flood."""
     ends_at = time.monotonic() + orders.seconds
     while time.monotonic() < ends_at:
         pass
 
 
 def main() -> None:
-    """Carry out the orders."""
+    """Execute the orders from standard input and print the report."""
     orders, report = Orders(**json.loads(sys.stdin.readline())), Report()
 
     def end_with_the_parent() -> None:

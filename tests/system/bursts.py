@@ -1,9 +1,9 @@
-"""Bursts at the limit of a quota, against a real service whose fronts and ranks die: `python -m
+"""Bursts at the limit of a quota, against a real service whose fronts and ranks are killed: `python -m
 tests.system.bursts --rounds 1000`.
 
-In each round, many clients at once send requests of random sizes that together exceed a new quota of a new
-tenant or key. Some clients disconnect, some retry immediately after a refusal, and occasionally a front or a
-rank is killed during the burst. Afterwards, the clients' results, the request log, the quotas and the
+In each round, many clients concurrently send requests of random sizes that together exceed a new quota of a
+new tenant or key. Some clients disconnect, some retry immediately after a refusal, and occasionally a front
+or a rank is killed during the burst. Afterwards, the clients' results, the request log, the quotas and the
 engine's own count must agree, and no quota may have been exceeded.
 """
 
@@ -32,6 +32,7 @@ import psutil
 from appliance.actions import CreateKey, CreateTenant, DeleteTenant, RevokeKey
 from appliance.client import AdminClient
 from appliance.protocol import LimitUsage, NewKey, ReplicaStatus
+from tests.system.burst_client import Got, ask
 from tests.system.service import Service, service
 
 WIDTH = 64
@@ -49,25 +50,8 @@ TINY = {
 
 
 @dataclass
-class Got:
-    """The result of one client's request."""
-
-    prompt_tokens: int
-    request_id: str = ""
-    status: int = 0
-    """HTTP status; 0 if the connection closed without one."""
-    refusal: str = ""
-    """Error code, if the answer was an error."""
-    whole: bool = False
-    """Whether the answer was complete, so that `tokens` is the number that it reports as generated."""
-    tokens: int = 0
-    """Number of tokens received. For an answer that was cut off or abandoned, only those certainly seen."""
-    left: bool = False
-
-
-@dataclass
 class Round:
-    """One burst, and what the service reported about it."""
+    """One burst, and the service's reports about it."""
 
     number: int
     scope: str
@@ -76,47 +60,48 @@ class Round:
     """Limit of the quota."""
     capacity: float
     per_s: float
-    """Rate at which the quota refills."""
+    """Number of tokens or requests that the quota regains per second."""
     tenant: str
     key_id: str = ""
     secret: str = ""
     killed: str = ""
-    """Kind of process that was killed: "front", "rank" or none."""
+    """Kind of process that was killed: "front", "rank", or "" for none."""
     seconds: float = 0.0
     got: list[Got] = field(default_factory=list)
     usage: list[LimitUsage] = field(default_factory=list)
-    """Use of the quota once nothing was in flight any more."""
+    """Usage of the quota after all requests have ended."""
 
 
 @dataclass
 class Findings:
-    """The defects that were found, all of which must be zero, and further counts."""
+    """Counts of defects, all of which must be zero, and other counts."""
 
     overshoot_tokens: int = 0
-    """Tokens above a quota's limit, whether charged or received by clients."""
+    """Number of tokens above a quota's limit that were charged or that clients received."""
     overshoot_requests: int = 0
     leaked: int = 0
-    """Tokens or requests that are still held or counted as used although no request accounts for them."""
+    """Number of tokens or requests that are still reserved or counted as used, although no request accounts
+    for them."""
     ledger_is_not_engine: int = 0
-    """Generated tokens according to the request log, minus those counted by the engine."""
+    """Generated tokens in the request log, minus those counted by the engine."""
     billed_is_not_delivered: int = 0
-    """Difference in tokens over all requests."""
+    """Sum over all requests of the difference between billed and delivered tokens."""
     missing_rows: int = 0
     open_rows: int = 0
     double_ends: int = 0
     wrong_charges: int = 0
-    """Number of requests not charged for exactly their prompt and the billed tokens."""
+    """Number of requests whose charge differs from the sum of their prompt tokens and billed tokens."""
     examples: list[str] = field(default_factory=list)
 
     def note(self, kind: str, amount: int, example: str) -> None:
-        """Add a defect of this kind and amount."""
+        """Add `amount` to the count of this kind of defect."""
         setattr(self, kind, getattr(self, kind) + amount)
         if len(self.examples) < 20:
             self.examples.append(f"{kind}: {example}")
 
 
 def draw_round(number: int, draw: random.Random) -> Round:
-    """Draw a quota for one burst."""
+    """Draw the random quota of a burst."""
     scope = draw.choice(["tenant", "key"])
     tenant = f"burst-{number}"
     kind = draw.choice(
@@ -138,103 +123,6 @@ def quota_of(this: Round) -> dict[str, float]:
     return {this.limit: this.capacity}
 
 
-def random_request(draw: random.Random) -> tuple[dict[str, Any], int]:
-    """Return a body for /v1/completions, and the number of its prompt tokens."""
-    size = draw.choice([1, 2, 5, 12, 30, 64, 90])
-    body: dict[str, Any] = {
-        "model": "tiny",
-        "prompt": [draw.randrange(7, 5000) for _ in range(size)],
-        "n": draw.choice([1, 1, 1, 2]),
-        "stream": draw.random() < 0.6,
-        "ignore_eos": True,
-        "temperature": draw.choice([0, 1]),
-    }
-    if draw.random() < 0.85:
-        body["max_tokens"] = draw.choice([1, 2, 4, 8, 16, 40])
-    if body["stream"]:
-        body |= {"stream_options": {"include_usage": True}, "logprobs": 0}
-    return body, size
-
-
-# ── one client ──
-
-
-async def ask(path: str, secret: str, draw: random.Random, start: asyncio.Event, found: list[Got]) -> None:
-    """Send a request when the burst begins. Half of the refused clients retry immediately."""
-    while True:
-        body, size = random_request(draw)
-        leaves_after = draw.choice([None, None, None, None, 0, 1, 3]) if body["stream"] else None
-        got = Got(size)
-        found.append(got)
-        await _ask(path, secret, body, leaves_after, start, got)
-        if got.refusal != "rate_limit_exceeded" or draw.random() < 0.5:
-            return
-
-
-async def _ask(
-    path: str, secret: str, body: dict[str, Any], leaves_after: int | None, start: asyncio.Event, got: Got
-) -> None:
-    content = json.dumps(body).encode()
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: box\r\nAuthorization: Bearer {secret}\r\n"
-        f"Connection: close\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-    )
-    try:
-        reader, writer = await asyncio.open_unix_connection(path)
-    except OSError:
-        return
-    received = bytearray()
-    try:
-        await start.wait()
-        writer.write(head.encode() + content)
-        while data := await reader.read(1 << 16):
-            received += data
-            if leaves_after is not None and received.count(b"data: {") >= leaves_after:
-                got.left = True
-                break
-    except OSError:
-        pass
-    finally:
-        writer.transport.abort() if got.left else writer.close()
-        read_answer(bytes(received), bool(body["stream"]), got)
-
-
-def read_answer(received: bytes, stream: bool, got: Got) -> None:
-    """Record what the client received."""
-    top, _, rest = received.partition(b"\r\n\r\n")
-    lines = top.decode("latin-1").split("\r\n")
-    if len(lines[0].split(" ")) < 2:
-        return
-    got.status = int(lines[0].split(" ")[1])
-    headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])}
-    got.request_id = headers.get("x-request-id", "")
-    if got.status != 200:
-        with contextlib.suppress(ValueError):
-            got.refusal = json.loads(rest)["error"]["code"]
-        return
-    if not stream:
-        if len(rest) == int(headers["content-length"]):
-            got.whole, got.tokens = True, json.loads(rest)["usage"]["completion_tokens"]
-        return
-    for line in rest.split(b"\n"):
-        if not line.startswith(b"data: {"):
-            continue
-        try:
-            event = json.loads(line.removeprefix(b"data: "))
-        except ValueError:
-            return
-        if "error" in event:
-            got.refusal = event["error"]["code"]
-        elif event.get("usage"):
-            said = event["usage"]["completion_tokens"]
-            if said != got.tokens:
-                raise AssertionError(f"{got.request_id}: {got.tokens} tokens came, its usage says {said}")
-            got.whole = True
-        else:
-            got.tokens += sum(len((one["logprobs"] or {}).get("tokens", ())) for one in event["choices"])
-
-
 # ── the service ──
 
 
@@ -242,8 +130,8 @@ class Bursts:
     """Runs rounds against one service."""
 
     def __init__(self, running: Service, seed: int, front_every: int = 12, rank_every: int = 50) -> None:
-        """Prepare the rounds. On average, a front dies in every `front_every`th round and a rank in every
-        `rank_every`th."""
+        """Prepare the rounds. On average, a front is killed in one of `front_every` rounds and a rank in one
+        of `rank_every`."""
         self.running = running
         self.seed = seed
         self.front_every = front_every
@@ -251,15 +139,15 @@ class Bursts:
         self.admin = AdminClient(running.run_dir)
         self.rounds: list[Round] = []
         self.engine: list[tuple[list[int], int]] = []
-        """Ranges of round numbers in which no rank died, with the tokens that the engine generated in
-        them."""
+        """Lists of consecutive rounds in which no rank died, each with the number of tokens that the engine
+        generated in them."""
         self._victim: int | None = None
-        """The process that was killed last."""
+        """Process id of the process that was killed last."""
         self._since: list[int] = []
         self._counted = 0
 
     def run(self, number: int) -> Round:
-        """Run one burst. Returns when nothing of it is in flight any more."""
+        """Run one burst. Returns when all of its requests have ended."""
         draw = random.Random(f"{self.seed}/{number}")
         this = draw_round(number, draw)
         if number % self.rank_every == self.rank_every - 1:
@@ -288,7 +176,7 @@ class Bursts:
         return this
 
     def count_engine(self) -> None:
-        """Record what the engine has generated since a rank last died."""
+        """Record the number of tokens that the engine has generated since the last death of a rank."""
         total = self._replica().generated_tokens
         self.engine.append((self._since, total - self._counted))
         self._since, self._counted = [], total
@@ -308,13 +196,15 @@ class Bursts:
             asyncio.create_task(ask(path, this.secret, random.Random(draw.random()), start, this.got))
             for _ in range(WIDTH)
         ]
-        await asyncio.sleep(0.02)  # time for the clients to connect
+        await asyncio.sleep(0.02)  # give the clients time to connect
         start.set()
         if this.killed:
             await asyncio.sleep(draw.uniform(0.0, 0.25))
             self._kill(this.killed, draw)
         done, waiting = await asyncio.wait(clients, timeout=CALM_S)
-        assert not waiting, f"{len(waiting)} clients of round {this.number} still wait after {CALM_S:g} s"
+        assert not waiting, (
+            f"{len(waiting)} clients of round {this.number} are still waiting after {CALM_S:g} s"
+        )
         for client in done:
             client.result()
 
@@ -338,24 +228,24 @@ class Bursts:
             status = self.admin.status()
             replica = status.models[0].replicas[0]
             if self._victim in (*replica.pids, *(front.pid for front in status.fronts)):
-                return False  # the death has not been noticed yet
+                return False  # the service has not noticed the death yet
             fronts = all(front.state == "ready" for front in status.fronts)
             full = replica.credit_seqs == replica.max_num_seqs and replica.blocks_used == 0
             return fronts and replica.state == "ready" and full
 
-        self.running.wait_until(calm, CALM_S, f"calm after round {this.number}")
+        self.running.wait_until(calm, CALM_S, f"the service to be idle after round {this.number}")
 
     def findings(self) -> Findings:
-        """Compare all counts. Call this after the last round."""
+        """Compare all counts. Must be called after the last round."""
         self.count_engine()
         replica = self._replica()
         found = Findings()
         if replica.blocks_used or replica.credit_seqs != replica.max_num_seqs or replica.running:
             found.note("leaked", 1, f"the replica has {replica.blocks_used} blocks in use and runs something")
-        self.running.wait_until(lambda: not self._open_rows(), 60, "every row to be ended")
+        self.running.wait_until(lambda: not self._open_rows(), 60, "every row to end")
         rows = self.rows()
         for this in self.rounds:
-            # Some clients did not even learn their request's id, because their front died.
+            # Some clients never received their request's id, because their front was killed.
             check_round(this, [row for row in rows.values() if row["tenant"] == this.tenant], found)
             check_rows(this, rows, found)
         by_round = {this.number: this for this in self.rounds}
@@ -388,7 +278,7 @@ class Bursts:
 
 
 def check_round(this: Round, rows: list[dict[str, Any]], found: Findings) -> None:
-    """Check that the quota was not exceeded and reports its use correctly."""
+    """Check that the quota was not exceeded and that it reports its usage correctly."""
     had = this.capacity + this.per_s * this.seconds
     charged = sum(row["quota_tokens"] for row in rows)
     ran = sum(row["quota_tokens"] > 0 for row in rows)
@@ -415,7 +305,7 @@ def check_round(this: Round, rows: list[dict[str, Any]], found: Findings) -> Non
 
 
 def check_rows(this: Round, rows: dict[str, dict[str, Any]], found: Findings) -> None:
-    """Check that each request left one row, which agrees with what its client received."""
+    """Check that each request has one row, and that the row agrees with the client's result."""
     for got in this.got:
         if not got.request_id:
             continue
@@ -431,7 +321,7 @@ def check_rows(this: Round, rows: dict[str, dict[str, Any]], found: Findings) ->
             found.note("double_ends", row["double_ends"], name)
         died = row["error"] == "the front process died"
         if got.whole and not died and billed != got.tokens:
-            # A client that disconnected after the last byte may still be logged as disconnected.
+            # A client that disconnects after the last byte may be logged as disconnected.
             found.note("billed_is_not_delivered", abs(billed - got.tokens), f"{name}: {billed}, {got.tokens}")
         elif billed < got.tokens and not died:
             found.note("billed_is_not_delivered", got.tokens - billed, f"{name}: {got.tokens} came, {billed}")
@@ -447,7 +337,7 @@ def check_rows(this: Round, rows: dict[str, dict[str, Any]], found: Findings) ->
 
 @contextlib.contextmanager
 def tiny_service(fronts: int = 2) -> Iterator[Service]:
-    """Start a service with a tiny model of random weights."""
+    """Start a service with a tiny random model."""
     with tempfile.TemporaryDirectory(prefix="tiny-") as folder:
         config = json.loads((DEMO / "config.json").read_text())
         (Path(folder) / "config.json").write_text(json.dumps({**config, **TINY}))
@@ -459,7 +349,7 @@ def tiny_service(fronts: int = 2) -> Iterator[Service]:
 
 
 def summary(bursts: Bursts, found: Findings, seconds: float) -> dict[str, Any]:
-    """Return the statistics of a run that are worth keeping."""
+    """Return the statistics of a run that are stored in its report."""
     rows = bursts.rows().values()
     got = [one for this in bursts.rounds for one in this.got]
     outcomes = Counter(
@@ -490,7 +380,7 @@ def summary(bursts: Bursts, found: Findings, seconds: float) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Burst after burst; prints what was found, all of which must be zero."""
+    """Run bursts one after another and print the defects found, all of which must be zero."""
     parser = argparse.ArgumentParser(prog="python -m tests.system.bursts", description=main.__doc__)
     parser.add_argument("--rounds", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)

@@ -12,6 +12,6 @@ from tests.system.service import Service, service
 
 @pytest.fixture(scope="session")
 def demo() -> Iterator[Service]:
-    """Start the shipped model on both kinds of socket. Shared by tests that leave it unchanged."""
+    """Start the shipped model with a Unix and a TCP socket. Tests that leave it unchanged share it."""
     with service("--listen", f"127.0.0.1:{free_port()}", "--fronts", "2") as running:
         yield running

@@ -1,6 +1,7 @@
-"""What tenants get of a real service: shares by weight, and what a flood costs a quiet tenant.
+"""Measures how a real service is shared between tenants: their shares by weight, and the delay that a flood
+causes for a quiet tenant.
 
-python -m tests.system.fairness --seconds 60 --out figures.json
+    python -m tests.system.fairness --seconds 60 --out figures.json
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def key_of(running: Service, tenant: str, weight: float = 1.0) -> str:
 
 
 class Client:
-    """One tenant's application on the Unix socket."""
+    """A client that sends one tenant's requests on the Unix socket."""
 
     def __init__(self, running: Service, key: str) -> None:
         self._http = httpx.AsyncClient(
@@ -57,7 +58,7 @@ class Client:
         )
 
     async def first_token_s(self, prompt: int, output: int) -> float:
-        """Send a request and read the whole answer. Returns the time to the first token in seconds."""
+        """Send a request and read the whole answer. Return the time to the first token in seconds."""
         began, first = time.monotonic(), None
         async with self._http.stream(
             "POST", "/v1/completions", json=_body(prompt, output, stream=True)
@@ -70,8 +71,8 @@ class Client:
         return first
 
     async def ask(self, prompt: int, output: int) -> float:
-        """Return the service of one request in weighted tokens. If the request was refused, wait as long as
-        the refusal says and return 0."""
+        """Send a request and return the service that it received, in weighted tokens. If it is refused, wait
+        as long as the refusal says and return 0."""
         answer = await self._http.post("/v1/completions", json=_body(prompt, output))
         if answer.status_code in (429, 503):
             await asyncio.sleep(float(answer.headers.get("retry-after", "1")))
@@ -83,7 +84,7 @@ class Client:
 
 
 def _body(prompt: int, output: int, *, stream: bool = False) -> dict[str, Any]:
-    # Prompts differ from the first token on, so that none is found in the prefix cache.
+    # Prompts differ from the first token on, so none of them hits the prefix cache.
     tokens = [random.randrange(7, 5000) for _ in range(prompt)]
     return {
         "model": "demo",
@@ -98,7 +99,7 @@ def _body(prompt: int, output: int, *, stream: bool = False) -> dict[str, Any]:
 async def _keep_asking(
     client: Client, shape: Shape, outstanding: int, served: Callable[[float], None]
 ) -> None:
-    """Keep the given number of requests outstanding until cancelled."""
+    """Keep the given number of requests outstanding until this task is cancelled."""
     draw = random.Random(1)
 
     async def one() -> None:
@@ -111,11 +112,11 @@ async def _keep_asking(
 def shares(
     running: Service, *, seconds: float = 0.0, least_service: float = 0.0, warm_up_service: float = 8000.0
 ) -> Figures:
-    """Measure the service that each tenant received per weight, for tenants with very different shapes that
-    always have more requests.
+    """Measure each tenant's received service per weight. The tenants have very different shapes and always
+    have more requests waiting.
 
     After the warm-up, the measurement lasts for the given number of seconds and until the given number of
-    weighted tokens has been served. A slow machine takes longer, but its results are as meaningful.
+    weighted tokens has been served. A slow machine takes longer, but its results are equally meaningful.
     """
     clients = {name: Client(running, key_of(running, name, weight)) for name, weight in WEIGHTS.items()}
     served = dict.fromkeys(WEIGHTS, 0.0)
@@ -158,7 +159,7 @@ def shares(
 
 
 def quiet(running: Service, requests: int, outstanding: int = 4 * ROWS) -> Figures:
-    """Measure the time to first token for a tenant that sends one short request after another, both alone and
+    """Measure the time to first token of a tenant that sends one short request after another, both alone and
     during a flood of prompts that fill whole steps."""
     calm, wild = (Client(running, key_of(running, name)) for name in ("quiet", "flood"))
     alone: list[float] = []
@@ -185,8 +186,8 @@ def quiet(running: Service, requests: int, outstanding: int = 4 * ROWS) -> Figur
         await asyncio.gather(flood, watch, return_exceptions=True)
 
     asyncio.run(measure())
-    # Some of the steps are short because they serve the quiet tenant. A step with decodes has half of the
-    # budget of a full step.
+    # Some steps are short, because they serve the quiet tenant. The budget of a step with decodes is half of
+    # the budget of a full step.
     mixed_step_ms = percentile(steps_ms, 0.9)
     full_step_ms = 2 * mixed_step_ms
     p50 = [1e3 * statistics.median(times) for times in (alone, beside)]
@@ -203,7 +204,7 @@ def quiet(running: Service, requests: int, outstanding: int = 4 * ROWS) -> Figur
 
 
 async def _watch_steps(running: Service, steps_ms: list[float]) -> None:
-    """Record the duration of the latest step with prompts repeatedly, until cancelled."""
+    """Repeatedly record the duration of the latest step with prompts, until this task is cancelled."""
     transport = httpx.AsyncHTTPTransport(uds=str(running.run_dir / "admin.sock"))
     async with httpx.AsyncClient(transport=transport, base_url="http://appliance") as http:
         while True:
@@ -214,7 +215,7 @@ async def _watch_steps(running: Service, steps_ms: list[float]) -> None:
 
 
 def main() -> int:
-    """Run both for long; write the figures; fail where a bound is broken."""
+    """Run both measurements, write their results, and fail if a bound is exceeded."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--requests", type=int, default=100)

@@ -1,6 +1,6 @@
 """A separate machine with a real systemd: systemd-nspawn over an overlay of this machine's root file system.
 
-Everything written in it is held in memory and disappears with it, including mounts, however the tests end.
+All files written in it, and all its mounts, are held in memory and disappear with it, however the tests end.
 Its only network interface is loopback.
 """
 
@@ -25,12 +25,11 @@ NEEDED = ("systemd-nspawn", "unshare", "setpriv", "nsenter")
 _BOOT_S = 60
 _HIERARCHIES = [Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/systemd"), Path("/sys/fs/cgroup/unified")]
 _ALWAYS_NEW = ("tmp", "run", "dev", "proc", "sys")
-"""Top-level directories that nspawn mounts itself, so that anything below them must be bound to be
-visible."""
+"""Top-level directories that nspawn mounts itself. Anything below them is visible only if it is bound."""
 
 _FILES = {
     "/etc/systemd/journald.conf.d/test.conf": "[Journal]\nStorage=volatile\nRateLimitIntervalSec=0\n",
-    # Nothing is cleaned up at boot, because what is bound below /tmp does not belong to the machine.
+    # Nothing is cleaned up at boot, because directories bound below /tmp do not belong to the machine.
     "/etc/tmpfiles.d/tmp.conf": "",
 }
 
@@ -52,11 +51,11 @@ exec setpriv --pdeathsig KILL systemd-nspawn --quiet --register=no --link-journa
 
 
 class BootError(Exception):
-    """A machine did not boot; the message contains its console output."""
+    """Raised if a machine did not boot. The message contains its console output."""
 
 
 def why_not() -> str:
-    """Return the reason why a machine cannot be booted here; empty if it can."""
+    """Return the reason why a machine cannot be booted here, or "" if it can."""
     if os.geteuid():
         return "only root may mount an overlay and boot a machine"
     if missing := [name for name in NEEDED if shutil.which(name) is None]:
@@ -77,14 +76,14 @@ class Machine:
     def __init__(self, process: subprocess.Popen[bytes], init: int, log: Path) -> None:
         self.process = process
         self.init = init
-        """Its process 1, by its process id on this machine."""
+        """The machine's process 1, by its process id on the host."""
         self.log = log
         self.root = Path(f"/proc/{init}/root")
 
     def run(
         self, *command: str, check: bool = True, timeout_s: float = 90
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command in the machine, as root."""
+        """Run a command as root in the machine."""
         done = subprocess.run(
             ["nsenter", f"--target={self.init}", "--all", *command],
             env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C.UTF-8"},
@@ -113,7 +112,7 @@ class Machine:
         return json.loads(self.run("/opt/appliance/bin/appliance", *words, "--json").stdout)
 
     def processes(self, user: str) -> list[psutil.Process]:
-        """Return all processes of a user of the machine."""
+        """Return all processes of a user in the machine."""
         uid = int(self.run("id", "--user", user).stdout)
         found = []
         for process in psutil.Process(self.init).children(recursive=True):
@@ -128,17 +127,20 @@ class Machine:
         deadline = time.monotonic() + timeout_s
         while not (value := true()):
             if time.monotonic() > deadline:
-                raise AssertionError(f"waited {timeout_s:g} s for {what}; the journal:\n{self.journal()}")
+                raise AssertionError(
+                    f"timed out after {timeout_s:g} s waiting for {what}; the journal:\n{self.journal()}"
+                )
             time.sleep(0.05)
         return value
 
 
 @contextmanager
 def machine(folder: Path, files: dict[str, str]) -> Iterator[Machine]:
-    """Boot a machine with these files (by absolute path). The product's environment is in /opt/appliance
-    inside it.
+    """Boot a machine with these files, given by absolute path. Inside it, the product's environment is in
+    /opt/appliance.
 
-    Raises BootError."""
+    Raises BootError.
+    """
     stage, log = folder / "stage", folder / "machine.log"
     for name, text in {**_FILES, **files}.items():
         path = stage / name.lstrip("/")
@@ -158,8 +160,8 @@ def machine(folder: Path, files: dict[str, str]) -> Iterator[Machine]:
     command = ["unshare", "--mount", "--propagation", "private", "bash", "-c", _MACHINE, "machine"]
     cgroups: list[Path] = []
     if not os.path.isdir("/run/systemd/system"):
-        # There is no systemd here that could give the machine a scope. Two machines in one cgroup would kill
-        # each other's services.
+        # No systemd on this host can create a scope for the machine. Two machines in the same cgroup would
+        # kill each other's services.
         command.append("--keep-unit")
         name = f"appliance-test-{os.getpid()}-{time.monotonic_ns()}"
         cgroups = [parent / name for parent in _HIERARCHIES if (parent / "cgroup.procs").exists()]
@@ -181,7 +183,7 @@ def machine(folder: Path, files: dict[str, str]) -> Iterator[Machine]:
     try:
         yield _booted(process, log)
     finally:
-        process.terminate()  # powers the machine off
+        process.terminate()  # this powers the machine off
         try:
             process.wait(60)
         except subprocess.TimeoutExpired:
@@ -194,7 +196,7 @@ def machine(folder: Path, files: dict[str, str]) -> Iterator[Machine]:
 
 
 def _hidden(path: Path) -> bool:
-    """Return whether the overlay of the root file system hides this path."""
+    """Return whether the overlay over the root file system hides this path."""
     return path.parts[1] in _ALWAYS_NEW or path.stat().st_dev != os.stat("/").st_dev
 
 

@@ -1,9 +1,9 @@
 """Mixed traffic together with every attack at a low rate: `scripts/soak --mixed --minutes 30`.
 
-No process is killed, so in the second half no process may keep using more memory, descriptors or threads.
-Afterwards, every request that the clients sent must have exactly one row in the request log.
+No process is killed, so in the second half no process may use more and more memory, descriptors or threads.
+Afterwards, the request log must contain exactly one row for every request that the clients sent.
 
-A CPU replica's KV cache takes memory when a block is used for the first time, and unused blocks are taken
+A CPU replica's KV cache uses memory when a block is used for the first time, and unused blocks are allocated
 first. The service therefore runs with a KV cache that this traffic fills within the first minutes.
 """
 
@@ -30,25 +30,25 @@ from tests.system.trends import slope_of
 from tests.system.usage import Usage, processes_of, usage_of
 
 CLIENT = "clients"
-"""The tenant whose requests are checked against the log."""
+"""Name of the tenant whose requests are checked against the log."""
 ATTACK_PAUSE_S = 3.0
 ATTACK_CONNECTIONS = 2
 KV_BLOCKS = 400
-"""Takes 250 MiB for the demo model. The default for a CPU replica, 2 GiB, is full only after 3 to 20
-minutes."""
+"""Number of KV blocks. They use 250 MiB with the demo model. The default for a CPU replica, 2 GiB, is full
+only after 3 to 20 minutes."""
 MEASUREMENTS: tuple[tuple[str, float, Callable[[list[float]], float]], ...] = (
     ("rss_mb", 0.1, min),
     ("descriptors", 0.0, statistics.fmean),
     ("threads", 0.0, statistics.fmean),
 )
-"""Fields of `Usage`, the accepted growth per minute, and the function that computes the level of a period.
-For memory, this is the minimum: what the process keeps between the attackers' large bodies, which arrive at
+"""Fields of `Usage`, their accepted growth per minute, and the function that computes the level of a period.
+For memory, that is the minimum, which a process keeps between the attackers' large bodies. These arrive at
 random times."""
 
 
 @dataclass
 class Samples:
-    """The resources that each process used at each sampling time."""
+    """The resource use of each process at each sampling time."""
 
     times_s: list[float] = field(default_factory=list)
     usage: dict[str, list[Usage]] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Samples:
 
 @dataclass
 class Trend:
-    """The slope of one measurement for one process in the second half."""
+    """The slope of one measurement of one process in the second half of the run."""
 
     process: str
     measurement: str
@@ -76,7 +76,7 @@ class Trend:
 
 
 def sample(attacked: Target, seconds: float, every_s: float) -> Samples:
-    """Sample the processes of the service regularly. Raises psutil.Error if one has ended."""
+    """Sample the service's processes at regular intervals. Raises psutil.Error if one has ended."""
     processes = processes_of(attacked.running)
     samples, start = Samples(usage={name: [] for name in processes}), time.monotonic()
     while (now := time.monotonic() - start) < seconds:
@@ -101,7 +101,7 @@ def trends_of(samples: Samples) -> list[Trend]:
 
 
 def account(attacked: Target, tally: Tally) -> list[str]:
-    """Return the discrepancies between the requests that the clients sent and the rows of their tenant."""
+    """Return the differences between the requests that the clients sent and the rows of their tenant."""
     attacked.running.wait_until(
         lambda: not any(database["lag_rows"] for database in attacked.running.status()["databases"]),
         60,
@@ -125,7 +125,7 @@ def account(attacked: Target, tally: Tally) -> list[str]:
 
 
 def clients(attacked: Target, count: int, seconds: float, tally: Tally) -> list[threading.Thread]:
-    """Start clients that send one request after another and end by themselves."""
+    """Start clients that send one request after another. They end by themselves."""
     attacked.running.tenant(CLIENT)
     key = attacked.running.key(CLIENT, CLIENT)
     ends_at = time.monotonic() + seconds
@@ -143,7 +143,7 @@ def clients(attacked: Target, count: int, seconds: float, tally: Tally) -> list[
 
 
 def run(attacked: Target, key: str, seconds: float, count: int, every_s: float) -> dict[str, Any]:
-    """Run all traffic. Returns the result, in which `failures` lists the violated expectations.
+    """Run all traffic. Return the result, in which `failures` lists the violated expectations.
 
     `key` belongs to the attackers' tenant, `count` is the number of clients, and `every_s` is the sampling
     interval.
@@ -186,7 +186,8 @@ def run(attacked: Target, key: str, seconds: float, count: int, every_s: float) 
 
 
 def main() -> int:
-    """Run mixed traffic; exit code 1 where something grows, or a request is lost or doubled."""
+    """Run mixed traffic. The exit code is 1 if resource use grows, or if a request is lost or logged
+    twice."""
     parser = argparse.ArgumentParser(prog="scripts/soak --mixed", description=main.__doc__)
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--clients", type=int, default=4)

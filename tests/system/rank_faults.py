@@ -1,8 +1,9 @@
-"""Ranks of a replica that are killed or stopped while idle, in a prompt and in a decode: `python -m
-tests.system.rank_faults` runs every case many times, `tests.system.test_rank_faults` some of them once.
+"""Tests of a replica's ranks that are killed or stopped while idle, in a prompt and in a decode. `python -m
+tests.system.rank_faults` runs every case many times, and `tests.system.test_rank_faults` runs some cases
+once.
 
-After each fault all ranks have exited, the replica starts again by itself, streams go on with the same greedy
-text, and no process, shared memory or descriptor is left.
+After each fault, all ranks exit, the replica restarts by itself, streams continue with the same greedy text,
+and no process, shared memory or descriptor is left behind.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from tests.system.test_deaths import Stream, answer, wait_gone
 
 DEATH_LIMIT_S = 1.0
 STOP_LIMIT_S = 5.0
-"""Time limit within which every rank must exit after a rank's death or stop."""
+"""Time limits within which every rank must exit after a rank is killed or stopped."""
 STATES = ("idle", "prompt", "decode")
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 FLAGS = ("--tensor-parallel-size", "2")
 _PROMPTS = 4
 _PROMPT_TOKENS = 1200
-"""Number of tokens in each prompt, chosen so that all prompts together take the engine several steps."""
+"""Number of tokens in each prompt. All prompts together take the engine several steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The texts of uninterrupted streams."""
+    """Return the texts of uninterrupted streams."""
 
     decode: str
     prompts: list[str]
@@ -41,7 +42,7 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """Resources that must not grow from one fault to the next."""
+    """Resource use that must not grow from one fault to the next."""
 
     processes: int
     shared_memory: frozenset[str]
@@ -54,8 +55,8 @@ def decode(running: Service) -> Stream:
 
 
 def prompts(running: Service) -> list[Stream]:
-    """Start streams whose prompts fill several steps. Prompts differ in their first token, so that they share
-    no prefix."""
+    """Start streams whose prompts together fill several steps. The prompts differ in their first token, so
+    they share no prefix."""
     return [
         Stream(
             running,
@@ -80,13 +81,13 @@ def undisturbed(running: Service) -> Expected:
 
 
 def left(running: Service) -> Left:
-    """Return the resources in use once the replica is idle."""
+    """Wait until the replica is idle, and return the resources in use."""
     running.wait_until(lambda: running.ready() and running.replica()["running"] == 0, 120, "an idle replica")
     assert running.replica()["blocks_used"] == 0
     core = psutil.Process(running.process.pid)
 
     def settled() -> int | None:
-        """Return the number of the core's descriptors, without those of connections that are being closed."""
+        """Return the number of the core's descriptors, not counting connections that are being closed."""
         count = core.num_fds()
         time.sleep(0.2)
         return count if core.num_fds() == count else None
@@ -100,8 +101,8 @@ def left(running: Service) -> Left:
 
 
 def inflict(running: Service, expected: Expected, fault: signal.Signals, state: str, victim: int) -> float:
-    """Kill or stop a rank in a given state, check the consequences, and return how long it took until every
-    rank had exited, in seconds."""
+    """Kill or stop a rank in the given state and check the consequences. Return the time until every rank had
+    exited, in seconds."""
     before = left(running)
     replica = running.replica()
     pids, restarts = replica["pids"], replica["restarts"]
@@ -112,8 +113,8 @@ def inflict(running: Service, expected: Expected, fault: signal.Signals, state: 
             assert stream.begun.wait(60)
     elif state == "prompt":
         streams = prompts(running)
-        running.wait_until(lambda: running.replica()["running"] > 0, 60, "a prompt that is computed")
-        assert not all(stream.text for stream in streams), "the prompts are too short"
+        running.wait_until(lambda: running.replica()["running"] > 0, 60, "a prompt to be computed")
+        assert not all(stream.text for stream in streams), "the prompts are too short: all have been computed"
     psutil.Process(pids[victim]).send_signal(fault)
     began = time.monotonic()
     wait_gone(pids, 60.0)
@@ -123,7 +124,7 @@ def inflict(running: Service, expected: Expected, fault: signal.Signals, state: 
     assert answer(running)
     after = left(running)
     assert after.processes == before.processes and after.rendezvous_folders == before.rendezvous_folders
-    # Other programs on this machine also have shared memory, which comes and goes.
+    # Other programs on this machine also create and remove shared memory.
     new = after.shared_memory - before.shared_memory
     running.wait_until(lambda: new.isdisjoint(os.listdir("/dev/shm")), 60, f"the end of {new}")
     assert after.descriptors <= before.descriptors
@@ -135,8 +136,8 @@ def inflict(running: Service, expected: Expected, fault: signal.Signals, state: 
 
 
 def main() -> int:
-    """Run every case, on the first and the last rank in turn. Exit code 1 where ranks exit too late. Other
-    failures raise AssertionError."""
+    """Run every case, alternately on the first and the last rank. The exit code is 1 if ranks exit too late.
+    Other failures raise AssertionError."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=10, help="how often each case runs (%(default)s)")
     parser.add_argument("--ranks", type=int, default=2, help="number of ranks (%(default)s)")
@@ -144,7 +145,7 @@ def main() -> int:
     rounds, ranks = arguments.rounds, arguments.ranks
     slowest: dict[tuple[str, str], float] = {}
     for number in range(rounds):
-        # Each round has its own service, because the delay before a restart doubles with each fault.
+        # Each round starts a new service, because the delay before a restart doubles with each fault.
         with service("--tensor-parallel-size", str(ranks)) as running:
             expected = undisturbed(running)
             for index, (fault, state) in enumerate(itertools.product(SIGNALS, STATES)):

@@ -1,5 +1,5 @@
-"""Hooks loaded by schemathesis. They make generated requests name the served model and, mostly, combine
-compatible fields, so that the requests are answered."""
+"""Hooks loaded by schemathesis. They make generated requests name the served model and mostly combine
+compatible fields, so that the service accepts them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import schemathesis
 
 @schemathesis.hook
 def map_body(context: Any, body: Any) -> Any:
-    """Make most bodies valid in respects that no schema expresses: the model's name, and which fields are
-    compatible."""
+    """Make most bodies valid where no schema can express validity: in the model's name and in the combination
+    of fields."""
     if not (isinstance(body, dict) and isinstance(body.get("model"), str)) or len(body["model"]) == 3:
         return body
     excluded = set()
@@ -22,7 +22,7 @@ def map_body(context: Any, body: Any) -> Any:
     if body.get("continue_final_message"):
         excluded.add("add_generation_prompt")
     if len(body["model"]) % 2:
-        # Most of these are not token ids of the model.
+        # Most of these numbers are not token ids of the model.
         excluded |= {"allowed_token_ids", "stop_token_ids", "logit_bias"}
     fields = {name: value for name, value in body.items() if name not in excluded} | {"model": "demo"}
     if isinstance(fields.get("messages"), list):
@@ -38,7 +38,7 @@ def map_body(context: Any, body: Any) -> Any:
 
 @schemathesis.hook
 def map_path_parameters(context: Any, path_parameters: Any) -> Any:
-    """Set the model's name in a path in the same way."""
+    """Replace the model's name in a path with the served model."""
     if isinstance(path_parameters, dict) and path_parameters:
         return dict.fromkeys(path_parameters, "demo")
     return path_parameters

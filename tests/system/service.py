@@ -1,4 +1,4 @@
-"""A real service in real processes, started as an operator would."""
+"""A real service in real processes, started as by an operator."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ APPLIANCE = str(Path(sys.executable).with_name("appliance"))
 
 
 class Service:
-    """`appliance serve` in a separate folder, with a short path because of the socket paths."""
+    """`appliance serve` in a separate folder. The folder's path is short, because socket paths must be
+    short."""
 
     def __init__(self, folder: Path, *flags: str) -> None:
         self.folder = folder
@@ -69,7 +70,7 @@ class Service:
         while not (value := condition()):
             if time.monotonic() > deadline:
                 raise AssertionError(
-                    f"waited {timeout_s} s for {what}; the log:\n{self.log_path.read_text()}"
+                    f"timed out after {timeout_s} s waiting for {what}; the log:\n{self.log_path.read_text()}"
                 )
             time.sleep(0.02)
         return value
@@ -102,8 +103,8 @@ class Service:
         return self.status()["models"][0]["replicas"][0]
 
     def kill_front(self, pid: int) -> None:
-        """Kill a front, and wait until the core has noticed its death. Before that, the core may give a new
-        connection to the dead front."""
+        """Kill a front, and wait until the core has noticed. Before that, the core may assign new connections
+        to the dead front."""
         psutil.Process(pid).kill()
         self.wait_until(
             lambda: pid not in [front["pid"] for front in self.status()["fronts"]],
@@ -112,8 +113,7 @@ class Service:
         )
 
     def act(self, action: msgspec.Struct) -> Any:
-        """Perform an operator action in the same way as its command, without starting a process for it, and
-        return the result."""
+        """Perform an operator action as its command would, without starting a process. Return the result."""
         with AdminClient(self.run_dir) as client:
             return client.act(action)
 
@@ -126,15 +126,15 @@ class Service:
         self.act(CreateTenant(name=name, **fields))
 
     def rows(self, limit: int = 1000, **wanted: Any) -> list[dict[str, Any]]:
-        """Return rows as `appliance requests --json` prints them, without starting a process for each call.
-        `wanted` contains fields of `RequestFilter`."""
+        """Return the rows that `appliance requests --json` would print, without starting a process for each
+        call. `wanted` contains fields of `RequestFilter`."""
         reader = RequestReader(self.state_dir / "history.db")
         rows: list[dict[str, Any]] = msgspec.to_builtins(reader.query(RequestFilter(**wanted), limit))
         return rows
 
     def descendants(self) -> list[psutil.Process]:
-        """Return every front and rank, without the processes that render chat templates and end with their
-        front."""
+        """Return every front and rank. Processes that render chat templates are not included, because they
+        end with their front."""
         children = psutil.Process(self.process.pid).children(recursive=True)
         return [child for child in children if not renders_templates(child)]
 
@@ -158,7 +158,7 @@ class Service:
 
 
 def renders_templates(process: psutil.Process) -> bool:
-    """Return whether this is a process in which a front renders chat templates."""
+    """Return whether this process renders chat templates for a front."""
     try:
         return "appliance.text.template_worker" in process.cmdline()
     except psutil.Error:
@@ -167,7 +167,8 @@ def renders_templates(process: psutil.Process) -> bool:
 
 @contextmanager
 def service(*flags: str) -> Iterator[Service]:
-    """Start a service. At the end it is stopped, or killed together with all processes that it started."""
+    """Start a service. At the end of the block it is stopped, or killed together with all processes that it
+    started."""
     folder = Path(tempfile.mkdtemp(prefix="appl-"))
     running = Service(folder, *flags)
     processes: list[psutil.Process] = []

@@ -1,8 +1,8 @@
 """Random traffic against a real service while its processes are killed, used by `scripts/soak`.
 
-The clients behave like real ones: they stream, disconnect during answers, request several samples, and send
-long or malformed requests. Meanwhile, fronts and ranks are killed. Afterwards the service must be in order:
-everything answered or closed, every row ended once, and all blocks, slots and credits free again.
+The clients stream, disconnect during answers, request several samples, and send long or malformed requests,
+as real clients do. Meanwhile, fronts and ranks are killed. Afterwards, every request must be answered or
+closed, every row must have ended once, and all blocks, slots and credits must be free again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.system.service import Service, service
 
 @dataclass
 class Tally:
-    """Counts of what the clients experienced."""
+    """Counts of the outcomes of clients' requests."""
 
     outcomes: dict[str, int] = field(default_factory=dict)
     request_ids: list[str] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Tally:
 
 
 def random_request(draw: random.Random) -> dict[str, Any]:
-    """Return a body for /v1/completions; one in ten is invalid."""
+    """Return a body for /v1/completions. One in ten is invalid."""
     body: dict[str, Any] = {
         "model": "demo",
         "prompt": [draw.randrange(7, 5000) for _ in range(draw.choice([1, 10, 63, 64, 65, 200, 900]))],
@@ -60,7 +60,7 @@ def random_request(draw: random.Random) -> dict[str, Any]:
 
 
 def ask(running: Service, draw: random.Random, tally: Tally, key: str = "") -> None:
-    """Send one request, with the key if there is one. Read the whole answer or disconnect during it, and
+    """Send one request, with the key if there is one. Read the whole answer or disconnect before its end, and
     count the outcome."""
     body = random_request(draw)
     leaves_after = draw.choice([None, None, None, 1, 4]) if body["stream"] else None
@@ -117,12 +117,14 @@ def storm(running: Service, seconds: float, seed: int, clients: int = 8, kill_ev
                 pass
     for thread in threads:
         thread.join(90)
-        assert not thread.is_alive(), f"a client still waits 90 s after the storm; so far: {tally.outcomes}"
+        assert not thread.is_alive(), (
+            f"a client is still waiting 90 s after the storm; outcomes so far: {tally.outcomes}"
+        )
     return tally
 
 
 def check_house(running: Service, tally: Tally) -> None:
-    """Raise AssertionError unless all resources are back at their initial state."""
+    """Raise AssertionError unless all resources have returned to their initial state."""
 
     def calm() -> Any:
         status = running.status()
@@ -135,7 +137,7 @@ def check_house(running: Service, tally: Tally) -> None:
             and replica["credit_tokens"] == replica["max_num_batched_tokens"]
         )
 
-    running.wait_until(calm, 90, f"calm after the storm: {tally.outcomes}")
+    running.wait_until(calm, 90, f"the service to be idle after the storm: {tally.outcomes}")
     running.wait_until(
         lambda: not any(database["lag_rows"] for database in running.status()["databases"]),
         60,
@@ -160,7 +162,7 @@ def check_house(running: Service, tally: Tally) -> None:
 
 
 def main() -> int:
-    """Storm after storm for --minutes; prints a line for each round."""
+    """Run storms for --minutes, and print a line for each round."""
     parser = argparse.ArgumentParser(prog="scripts/soak", description=main.__doc__)
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--round-seconds", type=float, default=60)

@@ -108,7 +108,7 @@ def test_log_probabilities_come_in_both_shapes(client: openai.OpenAI) -> None:
     assert logprobs.token_logprobs is not None
     assert logprobs.tokens is not None
     assert logprobs.token_logprobs[0] is None
-    assert "".join(logprobs.tokens[1:]) == plain.choices[0].text  # the first is the begin-of-text token
+    assert "".join(logprobs.tokens[1:]) == plain.choices[0].text  # the first token is the begin-of-text token
     assert plain.choices[0].text.startswith("import os\n")
 
 
@@ -197,7 +197,7 @@ def test_twenty_of_the_frozen_questions_are_answered_as_documented(demo: Service
 
 
 def test_sixty_four_streams_are_spread_over_both_fronts(demo: Service) -> None:
-    # Fronts report every half second, so only the second report from now on covers everything before it.
+    # Fronts report every half second. Only the second report from now on covers all earlier work.
     for _ in range(2):
         seen = {front["cpu_seconds"] for front in demo.status()["fronts"]}
         demo.wait_until(
@@ -257,7 +257,7 @@ def test_generated_requests_never_meet_a_server_error(tmp_path: Path) -> None:
                 "--checks=not_a_server_error",
                 "--max-examples=20",
                 "--seed=1",
-                "--workers=1",  # CPython 3.11 shares one recursion count for ast.parse between all threads
+                "--workers=1",  # in CPython 3.11, all threads share one recursion counter in ast.parse
                 "--request-timeout=30",
             ],
             capture_output=True,
@@ -274,6 +274,6 @@ def test_generated_requests_never_meet_a_server_error(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
         running.wait_until(lambda: running.replica()["running"] == 0, 60, "an idle replica")
         assert running.replica()["blocks_used"] == 0
-        running.wait_until(lambda: not running.rows(state="open"), 60, "the end of all rows")
+        running.wait_until(lambda: not running.rows(state="open"), 60, "all rows to end")
         assert len([row for row in running.rows() if row["status"] == 200]) > 20
         assert not [row for row in running.rows() if (row["status"] or 0) >= 500]

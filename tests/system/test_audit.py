@@ -1,5 +1,5 @@
-"""Tests of a real service's audit trail and request log: tampering is detected, auditors with read-only
-permission can read, and a full disk interrupts neither the service nor the record."""
+"""Tests of a real service's audit trail and request log. Tampering is detected, auditors with read-only
+permission can read both, and a full disk stops neither the service nor the recording."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SQL = "SELECT request_id, status, generated_tokens FROM requests WHERE state = '
 
 
 class Record(NamedTuple):
-    """The files left by a stopped service, and what could be read while it ran."""
+    """The files left by a stopped service, and the data that was read while it ran."""
 
     state_dir: Path
     log: Path
@@ -69,7 +69,7 @@ def operate(running: Service) -> None:
 
 
 def let_auditors_read(running: Service) -> None:
-    """Grant access as an administrator would: to a group that may read the folder and owns the files."""
+    """Grant access as an administrator would: to a group that owns the files and may read the folder."""
     running.folder.chmod(0o755)
     running.state_dir.chmod(0o750)
     if os.geteuid() == 0:
@@ -78,13 +78,13 @@ def let_auditors_read(running: Service) -> None:
 
 
 def read_as_auditor(state_dir: Path, how: str) -> str:
-    """Return what plain SQLite reads for a user with read-only permission, through Python's module or
+    """Return the rows that a user with read-only permission reads with SQLite, through Python's module or
     SQLite's own program."""
     become = f"os.setgroups([]); os.setgid({AUDITORS}); os.setuid({AUDITOR})" if os.geteuid() == 0 else "pass"
     if how == "program":
         program = shutil.which("sqlite3")
         if program is None:
-            return "there is no program sqlite3 here"
+            return "needs the program sqlite3"
         words = ["sqlite3", "-readonly", "-list"]
         act = f"os.execv({program!r}, [*{words!r}, sys.argv[1] + '/history.db', {SQL!r}])"
     else:
@@ -109,9 +109,9 @@ def read_as_auditor(state_dir: Path, how: str) -> str:
 @pytest.mark.parametrize("how", ["module", "program"])
 def test_an_auditor_reads_the_request_log_without_write_rights(record: Record, how: str) -> None:
     if os.geteuid() != 0:
-        pytest.skip("not root: there is no user without write rights")
+        pytest.skip("needs root to act as a user without write permission")
     if how == "program" and shutil.which("sqlite3") is None:
-        pytest.skip("there is no program sqlite3 here")
+        pytest.skip("needs the program sqlite3")
     expected = [f"{request_id}|200|4" for request_id in record.request_ids]
     assert record.read_while_running[how].splitlines() == expected
     assert read_as_auditor(record.state_dir, how).splitlines() == expected
@@ -140,18 +140,18 @@ def test_every_action_is_there_with_who_what_and_the_old_and_new_value(record: R
 def test_the_record_is_whole_while_the_service_runs_and_after(record: Record) -> None:
     for found in (record.verified_while_running, verify(record.state_dir, "--heads", str(record.log))):
         assert (found["code"], found["ok"], found["rows"]) == (0, True, 12)
-    assert found["confirmed_seq"] == 12, "a clean stop leaves no row that no head confirms"
+    assert found["confirmed_seq"] == 12, "after a clean stop, the heads must confirm every row"
 
 
 @pytest.fixture
 def copy(record: Record, tmp_path: Path) -> Path:
-    """Return a copy for a test to tamper with."""
+    """Return a copy with which a test can tamper."""
     return Path(shutil.copytree(record.state_dir, tmp_path / "state"))
 
 
 @contextmanager
 def unlocked(state_dir: Path) -> Iterator[sqlite3.Connection]:
-    """Open the chain as a user who can write to the file and knows its format."""
+    """Open the chain like a user who can write to the file and knows its format."""
     with closing(sqlite3.connect(state_dir / "control.db", isolation_level=None)) as database:
         for trigger in ("audit_rows_do_not_change", "audit_rows_do_not_go"):
             database.execute(f"DROP TRIGGER {trigger}")
@@ -159,7 +159,7 @@ def unlocked(state_dir: Path) -> Iterator[sqlite3.Connection]:
 
 
 def rewrite(state_dir: Path, seq: int, **changes: str) -> list[AuditRow]:
-    """Change a row and recompute every later hash. Returns the new chain."""
+    """Change a row and recompute all later hashes. Return the new chain."""
     with unlocked(state_dir) as database:
         chain = list(audit.all_rows(database))
         database.execute("DELETE FROM audit")
@@ -196,7 +196,9 @@ def test_a_row_taken_out_of_the_middle_is_found(copy: Path) -> None:
     with unlocked(copy) as database:
         database.execute("DELETE FROM audit WHERE seq = 5")
     found = verify(copy)
-    assert (found["code"], found["broken_seq"]) == (1, 5) and "row 6 follows row 4" in found["problems"][0]
+    assert (found["code"], found["broken_seq"]) == (1, 5) and "row 4 is followed by row 6" in found[
+        "problems"
+    ][0]
 
 
 def test_a_chain_rewritten_as_a_whole_is_found_by_the_heads_beside_it(copy: Path) -> None:
@@ -208,8 +210,8 @@ def test_a_chain_rewritten_as_a_whole_is_found_by_the_heads_beside_it(copy: Path
 
 
 def test_a_rewrite_with_new_signed_heads_is_found_by_those_in_the_journal(copy: Path, record: Record) -> None:
-    """The forger has the permissions of the service itself, so only heads that have left the machine reveal
-    the change."""
+    """The forger has the permissions of the service itself. Only chain heads that have left the machine
+    reveal the change."""
     forged = rewrite(copy, 6, after='{"name":"somebody else"}')
     key: SigningKey = read_key(copy / "audit.key")
     line = key.sign_head(audit.Head(forged[-1].seq, forged[-1].hash), forged[-1].at).line
@@ -275,11 +277,11 @@ def test_a_full_disk_costs_neither_service_nor_record(small_disk: Path) -> None:
         load = Load(running)
         load.start()
         filler = fill(small_disk)
-        failing = running.wait_until(lambda: sick(running), 60, "the databases to say that they fail")
+        failing = running.wait_until(lambda: sick(running), 60, "the databases to report the failure")
         assert "full" in failing["last_error"]
 
-        # The service answers requests, does what it can, refuses everything else with the reason, and records
-        # all of it.
+        # The service continues to answer requests. It refuses every action that it cannot perform, gives the
+        # reason, and records the refusal.
         served = len(load.request_ids)
         running.wait_until(lambda: len(load.request_ids) > served + 3, 60, "requests to be served")
         assert "full" in refused(running, "keys", "create", "--name", "k", "--tenant", "acme")
@@ -293,13 +295,13 @@ def test_a_full_disk_costs_neither_service_nor_record(small_disk: Path) -> None:
         assert status["audit"]["in_memory"] == status["audit"]["lost"] == 0
         said = human_status(running)
         assert "audit" in said and "audit.spool" in said and "disk is full" in said
-        assert running.ready(), "it serves, so it is ready"
+        assert running.ready(), "the service answers requests, so it must be ready"
         assert "database or disk is full" in running.log_path.read_text()
         refusal, drained, resumed = actions(running)[-3:]
         assert refusal[0] == "keys.create" and refusal[1].startswith("failed: ") and "full" in refusal[1]
         assert (drained, resumed) == (("drain", "ok"), ("resume", "ok"))
 
-        # Once there is space again, nothing has been lost.
+        # Once there is free space again, nothing has been lost.
         filler.unlink()
         running.wait_until(lambda: well(running), 60, "the databases to catch up")
         load.end()
@@ -335,7 +337,7 @@ def test_what_waits_when_the_service_is_killed_is_in_the_chain_after_the_next_st
         running.process.wait(60)
         filler.unlink()
         running.start()
-        running.wait_until(lambda: well(running), 60, "the spool to be taken in")
+        running.wait_until(lambda: well(running), 60, "the spooled entries to be written to the chain")
         (action,) = running.command("audit", "list")
         assert action["action"] == "keys.create" and action["result"].startswith("failed")
         found = verify(small_disk)
@@ -343,7 +345,7 @@ def test_what_waits_when_the_service_is_killed_is_in_the_chain_after_the_next_st
 
 
 def sick(running: Service) -> Any:
-    """Return a failing database; None if there is none."""
+    """Return a database whose writes fail, or None if there is none."""
     return next((one for one in running.status()["databases"] if one["failing_s"] > 0), None)
 
 

@@ -1,8 +1,8 @@
-"""The authentication matrix: every route of the fronts and of the admin API, taken from their own route
-tables, with permitted and denied callers, on every socket and in every spelling.
+"""The authentication matrix: it tests every route of the fronts and of the admin API, taken from their route
+tables. Each route is requested by permitted and denied callers, on every socket and in every spelling.
 
-A new route fails `test_every_route_has_a_rule` until its permitted callers are listed here, and cannot even
-be built without a scope (`appliance.scopes`).
+A new route fails `test_every_route_has_a_rule` until its permitted callers are listed here, and it cannot be
+built without a scope (`appliance.scopes`).
 """
 
 from __future__ import annotations
@@ -10,9 +10,6 @@ from __future__ import annotations
 import ast
 import itertools
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -27,10 +24,8 @@ from appliance.actions import (
     CreateKey,
     CreateTenant,
     DeleteTenant,
-    MapPeer,
     ResumeTenant,
     RevokeKey,
-    RotateKey,
     SuspendTenant,
 )
 from appliance.admin.app import admin_app
@@ -43,7 +38,8 @@ from appliance.scopes import OPEN, check_routes
 from appliance.settings import AdminSettings
 from tests.ports import free_port
 from tests.system.asker import ask
-from tests.system.service import Service, service
+from tests.system.callers import Askers, Matrix, everybody
+from tests.system.service import service
 
 pytestmark = pytest.mark.system
 
@@ -81,12 +77,10 @@ SERVERS = {
     "appliance/admin/server.py",
     "appliance/monitoring/metrics/server.py",
 }
-"""All HTTP servers, each of which must be in the matrix."""
+"""All files that create an HTTP server. The matrix must cover each of them."""
 
 METHODS = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE", "TRACE", "PROPFIND")
 NOWHERE = ("/", "/nothing", "/v1", "/v1/", "/docs", "/redoc", "/metrics", "/health", "/admin", "/status", "*")
-
-STRANGER, MAPPED_UID, MAPPED_GID = 4301, 4302, 4303
 
 
 class Route(NamedTuple):
@@ -124,7 +118,7 @@ def concrete(path: str) -> str:
 
 
 def spellings(path: str) -> list[str]:
-    """Return other ways to write a path, some of which some servers treat as equal."""
+    """Return other spellings of a path, some of which some servers treat as equal."""
     first, _, rest = path[1:].partition("/")
     escaped = "/" + "".join(f"%{ord(letter):02x}" for letter in first) + ("/" + rest if rest else "")
     return [
@@ -151,56 +145,6 @@ def spellings(path: str) -> list[str]:
     ]
 
 
-class Caller(NamedTuple):
-    """A caller, with the socket and the credentials it uses."""
-
-    name: str
-    address: Any
-    headers: list[list[str]]
-    user: int | None = None
-    """The uid and gid to use; without them, the request is sent by the test's own process."""
-
-
-class Matrix(NamedTuple):
-    """A running service, and all callers that may send requests to it."""
-
-    running: Service
-    callers: dict[str, list[Caller]]
-    """Callers of the fronts, by their permissions."""
-    operators: dict[str, list[Caller]]
-    """Callers of the admin socket, by their permissions."""
-    metrics_port: int
-
-
-class Askers:
-    """Processes that run as other users."""
-
-    def __init__(self) -> None:
-        self._processes: dict[int, subprocess.Popen[str]] = {}
-
-    def ask(self, caller: Caller, method: str, path: str) -> tuple[int, str]:
-        if caller.user is None:
-            return ask(caller.address, method, path, caller.headers)
-        process = self._processes.get(caller.user)
-        if process is None:
-            script = Path(__file__).with_name("asker.py")
-            number = str(caller.user)
-            command = [sys.executable, "-I", "-S", str(script), number, number, ""]
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            self._processes[caller.user] = process
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(json.dumps([caller.address, method, path, caller.headers]) + "\n")
-        process.stdin.flush()
-        status, body = json.loads(process.stdout.readline())
-        return status, body
-
-    def close(self) -> None:
-        for process in self._processes.values():
-            assert process.stdin is not None
-            process.stdin.close()
-            process.wait(60)
-
-
 @pytest.fixture(scope="module")
 def askers() -> Iterator[Askers]:
     made = Askers()
@@ -219,102 +163,6 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
         for folder in (running.folder, running.run_dir):
             folder.chmod(0o755)
         yield Matrix(running, *everybody(running, port), metrics_port)
-
-
-def everybody(running: Service, port: int) -> tuple[dict[str, list[Caller]], dict[str, list[Caller]]]:
-    for tenant in ("acme", "stopped"):
-        running.tenant(tenant)
-    scopes = ["inference", "admin", "read"]
-    right = running.key("k", "acme")
-    every = running.key("k", scopes=scopes)
-    reader, operator = (running.key("k", scopes=[scope]) for scope in ("read", "admin"))
-    stopped = running.key("k", "stopped", scopes=scopes)
-    running.act(SuspendTenant(name="stopped"))
-    expires_at = time.time() + 1.0
-    expired = running.key("k", scopes=scopes, expires_at=expires_at)
-    revoked, rotated = (running.act(CreateKey(name=name, scopes=scopes)) for name in ("revoked", "rotated"))
-    running.act(RevokeKey(id=revoked.id))
-    successor = running.act(RotateKey(id=rotated.id, overlap_s=0.0)).key
-    for peer in (f"uid:{MAPPED_UID}", f"gid:{MAPPED_GID}"):
-        running.act(MapPeer(peer=peer, tenant="acme"))
-    time.sleep(max(0.0, expires_at + 0.2 - time.time()))
-
-    def bearer(secret: str) -> list[list[str]]:
-        return [["Authorization", f"Bearer {secret}"]]
-
-    tcp, api, admin = ["127.0.0.1", port], str(running.api_socket), str(running.run_dir / "admin.sock")
-    wrong = {
-        "wrong": bearer("ak-wrong"),
-        "expired": bearer(expired),
-        "revoked": bearer(revoked.key),
-        "rotated away": bearer(rotated.key),
-        "basic": [["Authorization", "Basic " + right]],
-        "wrong, then right": bearer("ak-wrong") + bearer(every),
-        "beginning of a key": bearer(every[:-1]),
-        "key and more": bearer(every + "x"),
-        "key and a space": bearer("ak- " + every),
-        "in another header": [["X-Api-Key", "ak-wrong"], ["Authorization", "Bearer ak-"]],
-    }
-    on_tcp_only = {
-        "none": [],
-        "no key": [["Authorization", "Bearer"]],
-        "only in another header": [["X-Key", every], ["X-Auth-Token", every], ["Cookie", every]],
-        "placeholder": bearer("placeholder"),
-        "claimed uid": [["X-Forwarded-For", "127.0.0.1"], ["X-Remote-User", "root"], ["Remote-User", "0"]],
-    }
-    may_not = [Caller(f"tcp, {how}", tcp, headers) for how, headers in (wrong | on_tcp_only).items()]
-    may_not += [Caller(f"unix, {how}", api, headers) for how, headers in wrong.items()]
-    lacks = {"read": bearer(reader), "admin": bearer(operator)}
-    lack = [
-        Caller(f"{where}, {how}", address, headers)
-        for where, address in (("tcp", tcp), ("unix", api))
-        for how, headers in lacks.items()
-    ]
-    suspended = [
-        Caller("tcp, suspended", tcp, bearer(stopped)),
-        Caller("unix, suspended", api, bearer(stopped)),
-    ]
-    may = [
-        Caller(f"tcp, {how}", tcp, bearer(secret))
-        for how, secret in (("right", right), ("every scope", every), ("successor", successor))
-    ]
-    may += [
-        Caller("tcp, lower case", tcp, [["authorization", f"bearer {right}"]]),
-        Caller("unix, right", api, bearer(right)),
-        Caller("unix, owner", api, []),
-        Caller("unix, owner with a placeholder", api, bearer("placeholder")),
-    ]
-    admin_may_not = [Caller(f"admin, {how}", admin, headers) for how, headers in wrong.items()]
-    admin_may_not += [
-        Caller("admin, placeholder", admin, bearer("placeholder")),
-        Caller("admin, empty key", admin, [["Authorization", "Bearer"]]),
-        Caller("admin, suspended", admin, bearer(stopped)),
-        Caller("admin, inference", admin, bearer(right)),
-    ]
-    admin_may = [Caller("admin, owner", admin, []), Caller("admin, key", admin, bearer(operator))]
-    looks = [Caller("admin, reader", admin, bearer(reader))]
-    if os.geteuid() == 0:
-        may_not += [
-            Caller("unix, stranger", api, [], STRANGER),
-            Caller("unix, stranger with a placeholder", api, bearer("x"), STRANGER),
-        ]
-        may += [
-            Caller("unix, mapped uid", api, [], MAPPED_UID),
-            Caller("unix, mapped gid", api, [], MAPPED_GID),
-        ]
-        may += [Caller("unix, stranger with a key", api, bearer(right), STRANGER)]
-        admin_may_not += [
-            Caller("admin, stranger", admin, [], STRANGER),
-            Caller("admin, mapped uid", admin, [], MAPPED_UID),
-        ]
-        admin_may += [Caller("admin, stranger with a key", admin, bearer(operator), STRANGER)]
-        looks += [Caller("admin, stranger who reads", admin, bearer(reader), STRANGER)]
-    else:
-        print("not root: nobody else's uid can be tried")
-    return (
-        {"unknown": may_not, "lacking": lack, "suspended": suspended, "inference": may},
-        {"": admin_may_not, "read": looks, "admin": admin_may},
-    )
 
 
 def holes(found: Iterable[str]) -> str:
@@ -350,7 +198,7 @@ def test_the_running_processes_have_the_routes_of_the_tables(box: Matrix) -> Non
 
 
 def test_nobody_else_serves_http() -> None:
-    """Any code that creates an `HttpServer`, or another server, must be added to this matrix."""
+    """If new code creates an `HttpServer` or another server, the matrix must be extended."""
     serving = set()
     for path in sorted((ROOT / "appliance").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -408,7 +256,7 @@ def test_on_the_fronts_no_spelling_and_no_method_gets_round_the_gate(box: Matrix
         status, body = askers.ask(caller, method, path)
         asked = unquote(path.removeprefix("http://box").partition("?")[0].partition("#")[0])
         if status == 400 and "invalid_http" in body:
-            sound = True  # refused before the caller's identity is checked
+            sound = True  # refused before the caller is identified
         elif asked.rstrip("/") in open_paths:
             sound = status in (200, 405)
         else:
@@ -444,7 +292,7 @@ def test_on_the_admin_socket_each_route_is_open_to_those_who_may_and_to_nobody_e
                     found.append(f"{caller.name}: {route.method} {route.path}: {status} {body[:100]}")
     print(f"{asked} requests over {len(admin_table())} routes")
     assert not found, holes(found)
-    # None of the requests has changed anything.
+    # None of the requests may have changed anything.
     with AdminClient(box.running.run_dir) as admin:
         assert len(admin.tenants()) == 4
 
@@ -454,8 +302,8 @@ def expected_of_admin(route: Route, who: str, status: int) -> bool:
         return status in (401, 403)
     if who == "read" and route.wanted == "admin":
         return status == 403
-    # The requests of permitted callers contain no valid action parameters, so a 400 shows that they reached
-    # the route.
+    # The requests of permitted callers have no valid action parameters, so a 400 shows that they reached the
+    # route.
     return status == (200 if route.method == "GET" else 400)
 
 
@@ -514,7 +362,7 @@ def test_the_admin_api_is_on_no_other_socket(box: Matrix) -> None:
 
 
 def test_what_an_operator_decides_holds_for_the_next_connection(box: Matrix) -> None:
-    """No waiting is needed, because a front receives the change before any later connection."""
+    """The test need not wait, because a front receives the change before it accepts a later connection."""
     address = box.callers["inference"][0].address
 
     def status(key: str) -> int:

@@ -55,11 +55,11 @@ def test_a_backup_is_taken_under_load_and_a_service_begins_with_it(tmp_path: Pat
         for action, report, path in zip(reported, [*done, without], digests, strict=True):
             assert action["params"]["rows"] == report["audit_rows"]
             assert action["params"]["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
-        # The service also records a failed backup as failed.
-        with pytest.raises(AssertionError, match="exists already"):
+        # A failed backup is also recorded as failed.
+        with pytest.raises(AssertionError, match="already exists"):
             running.command("backup", str(tmp_path / "second.tar.gz"))
         failed = running.command("audit", "list", "--action", "backup.end")[-1]
-        assert failed["result"].startswith(f"failed: {backups[1]} exists already")
+        assert failed["result"].startswith(f"failed: {backups[1]} already exists")
 
     with tarfile.open(backups[1]) as archive:
         archive.extractall(tmp_path, filter="data")
@@ -72,7 +72,7 @@ def test_a_backup_is_taken_under_load_and_a_service_begins_with_it(tmp_path: Pat
         found = examine_folder(folder)
         assert found.ok and found.verdict.rows == report["audit_rows"]
         counts.append(count(folder / "history.db", "requests"))
-    # Each backup is a snapshot of its own moment, including the last one: some of the traffic came later.
+    # Each backup is a snapshot of its time, so even the last one lacks some of the later traffic.
     assert 5 < counts[0] <= counts[1] <= len(served)
     assert done[0]["audit_rows"] < done[1]["audit_rows"]
 
@@ -89,12 +89,12 @@ def test_a_backup_is_taken_under_load_and_a_service_begins_with_it(tmp_path: Pat
         assert [row["tenant"] for row in restored.rows(request_id=request_id)] == ["acme"]
         known = ended(restored)
         assert len(known & set(served)) == counts[1]
-        old = loads[0].request_ids[0]  # the texts of the last requests may not have been written yet
+        old = loads[0].request_ids[0]  # the texts of the latest requests may not have been written yet
         assert old in known
         assert restored.command("requests", "show", old)["texts"]
         found = examine_folder(state)
         assert found.ok and found.verdict.rows > done[1]["audit_rows"]
-    # Requests that were open at the time of the backup now have an end, and nothing is incomplete.
+    # Requests that were open at the time of the backup are now ended, and no row is incomplete.
     with closing(sqlite3.connect(state / "history.db")) as database:
         assert database.execute("SELECT count(*) FROM requests WHERE state = 'open'").fetchone() == (0,)
 

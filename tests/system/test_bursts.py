@@ -1,4 +1,4 @@
-"""Tests a few rounds of `tests.system.bursts`; `scripts/soak` runs a thousand."""
+"""Tests of `tests.system.bursts` with a few rounds; `scripts/soak` runs a thousand."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from appliance.protocol import LimitUsage
-from tests.system.bursts import Bursts, Findings, Got, Round, check_round, check_rows, tiny_service
+from tests.system.burst_client import Got
+from tests.system.bursts import Bursts, Findings, Round, check_round, check_rows, tiny_service
 
 
 @pytest.mark.system
@@ -27,8 +28,8 @@ def test_no_burst_oversteps_a_quota_whoever_leaves_or_dies() -> None:
 
 
 def a_round(**changes: Any) -> tuple[Round, dict[str, dict[str, Any]]]:
-    """Return a round with two requests at a quota of 20 tokens, of which 16 were used, and the rows of
-    both."""
+    """Return a round with two requests and a quota of 20 tokens, of which 16 are used, and both requests'
+    rows."""
     usage = LimitUsage(limit="tokens_per_day", capacity=20, used=16, held=0, resets_in_s=1.0)
     got = [Got(5, name, 200, whole=True, tokens=3) for name in ("a", "b")]
     this = Round(0, "key", "tokens_per_day", 20.0, 0.0, "burst-0", seconds=1.0, got=got, usage=[usage])

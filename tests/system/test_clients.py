@@ -1,5 +1,5 @@
-"""Tests of common clients against the real service. Some are run; for the others, the requests that they send
-by default are replayed."""
+"""Tests of common clients against the real service. Some clients are run. For the other clients, the tests
+replay the requests that they send by default."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def base(demo: Service) -> str:
 
 
 class Default(NamedTuple):
-    """A request as a client sends it when only URL, key and model are set."""
+    """A client's default request, for which only the URL, the key and the model are configured."""
 
     client: str
     path: str
@@ -140,7 +140,8 @@ def test_what_clients_ask_first_is_there_without_a_key(base: str, key: str) -> N
 
 
 def test_bad_words_and_best_of_hold_across_the_death_of_a_replica() -> None:
-    """Tokens generated before the death are still compared with bad words, and count for the best answer."""
+    """Tokens generated before the death are still checked against bad words and count towards the choice of
+    the best answer."""
     words = ["import os", "self", "the"]
     body = {
         "model": "demo", "prompt": "import ", "max_tokens": 400, "ignore_eos": True, "best_of": 3, "n": 2,
@@ -160,7 +161,9 @@ def test_bad_words_and_best_of_hold_across_the_death_of_a_replica() -> None:
             for text in (word, " " + word)
         ]
         rows = running.wait_until(
-            lambda: [row for row in running.rows() if row["resubmissions"]], 60, "the row that tells of it"
+            lambda: [row for row in running.rows() if row["resubmissions"]],
+            60,
+            "the row of the resubmitted request",
         )
     for choice in expected:
         ids = choice["token_ids"]

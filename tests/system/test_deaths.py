@@ -1,5 +1,5 @@
-"""Tests of kill -9 for each kind of process during requests: nothing hangs, nothing is lost, nothing is left
-behind."""
+"""Tests that kill -9 of each kind of process during requests leaves no hanging request, loses nothing, and
+leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Stream(threading.Thread):
 
 
 def runs(pid: int) -> bool:
-    """Return whether the process is still running. A process that only waits to be reaped by init is not."""
+    """Return whether the process is still running. A zombie that init has not reaped yet is not."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -68,12 +68,12 @@ def runs(pid: int) -> bool:
 def wait_gone(pids: list[int], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while left := [pid for pid in pids if runs(pid)]:
-        assert time.monotonic() < deadline, f"{left} are still there after {timeout_s} s"
+        assert time.monotonic() < deadline, f"processes {left} are still running after {timeout_s} s"
         time.sleep(0.01)
 
 
 def opened(running: Service) -> int:
-    """Return how many rows of the request log have no end."""
+    """Return the number of rows in the request log that have no end."""
     with closing(sqlite3.connect(f"file:{running.state_dir}/history.db?mode=ro", uri=True)) as database:
         return int(database.execute("SELECT count(*) FROM requests WHERE state = 'open'").fetchone()[0])
 
@@ -88,7 +88,7 @@ def answer(running: Service) -> str:
 
 
 TOKENS_OF_RANKS = 150
-"""Length of a stream in a test with two ranks, which share this machine's cores."""
+"""Number of tokens of a stream in a test with two ranks, which share this machine's cores."""
 
 
 def test_a_killed_rank_takes_its_group_along_and_the_streams_go_on() -> None:
@@ -113,19 +113,22 @@ def test_a_killed_rank_takes_its_group_along_and_the_streams_go_on() -> None:
             assert running.replica()["pids"] != pids
             assert answer(running)
             everybody = running.descendants()
-            assert len(everybody) == 3  # two ranks and a front: no orphan, no duplicate
+            assert len(everybody) == 3  # two ranks and a front: none is orphaned or duplicated
             rows = running.wait_until(
-                lambda deaths=deaths: resubmitted_rows(running, 3 * deaths), 60, "rows that tell of it"
+                lambda deaths=deaths: resubmitted_rows(running, 3 * deaths),
+                60,
+                "the rows of the resubmitted requests",
             )
             assert {row["billed_tokens"] for row in rows} == {TOKENS_OF_RANKS}
-            assert len(list(running.run_dir.glob("ranks-*"))) == 1  # the directory in which the new ranks met
+            # This is the rendezvous directory of the new ranks.
+            assert len(list(running.run_dir.glob("ranks-*"))) == 1
         running.stop()
         wait_gone([process.pid for process in everybody], 60.0)
         assert [path.name for path in running.run_dir.iterdir()] == ["service.lock"]
 
 
 def resubmitted_rows(running: Service, count: int) -> list[dict[str, Any]]:
-    """Return the rows of requests that were resubmitted once, or none until there are `count` of them."""
+    """Return the rows of requests that were resubmitted once. Return none until there are `count` of them."""
     rows = [row for row in running.rows() if row["resubmissions"]]
     assert len(rows) <= count and all(row["resubmissions"] == 1 for row in rows)
     return rows if len(rows) == count else []
@@ -137,7 +140,7 @@ def test_a_killed_front_closes_its_connections_and_no_others() -> None:
         for stream in streams:
             assert stream.begun.wait(60)
         fronts, accepted = running.status()["fronts"], running.status()["sockets"][0]["accepted"]
-        # The front gets some of these connections, but reads none of their bytes.
+        # The front accepts some of these connections, but reads none of their data.
         psutil.Process(fronts[0]["pid"]).suspend()
         unread = [Stream(running, max_tokens=5) for _ in range(6)]
         running.wait_until(

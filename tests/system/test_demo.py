@@ -38,13 +38,13 @@ class Terminal:
             os.execv(command[0], command)
 
     def expect(self, words: str, timeout_s: float = 60) -> None:
-        """Read until `words` have appeared, after the text that was expected before."""
-        assert self._comes(words, timeout_s), f"{words!r} did not come within {timeout_s} s: {self.text}"
+        """Read until `words` have appeared after the text that was found last."""
+        assert self._comes(words, timeout_s), f"{words!r} did not appear within {timeout_s} s: {self.text}"
         self.text = self.text.partition(words)[2]
 
     def press(self, keys: str, words: str) -> None:
-        """Type repeatedly until `words` appear, because a signal that arrives just before the program reads
-        does not interrupt the read."""
+        """Type repeatedly until `words` appear. One attempt is not enough, because a signal that arrives just
+        before the program reads does not interrupt the read."""
         for _ in range(10):
             self.type(keys)
             if self._comes(words, 6):
@@ -70,7 +70,7 @@ class Terminal:
 def test_in_a_terminal_ctrl_c_is_the_chats_and_ctrl_d_ends_the_demo() -> None:
     demo = Terminal(COMMAND)
     demo.expect(PURPOSE)
-    demo.expect("Ctrl-D leaves.")
+    demo.expect("Ctrl-D exits.")
     demo.expect("> ")
     demo.press("\x03", "> ")
     demo.type("What does textwrap.dedent do?\n")

@@ -1,5 +1,5 @@
-"""Tests of drains under load: no accepted request is lost, and no request is refused before readiness has
-reported it."""
+"""Tests of drains under load. No accepted request is lost, and no request is refused before readiness has
+announced the drain."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def box(settings: Path) -> Iterator[Service]:
 
 
 class Answer:
-    """What a client received, and when."""
+    """A client's response, and the time when it arrived."""
 
     def __init__(self, model: str, status: int, code: str, retry_after: str | None, tokens: int) -> None:
         self.model, self.status, self.code = model, status, code
@@ -62,7 +62,7 @@ class Answer:
 
 
 def ask(http: httpx.Client, model: str, *, stream: bool = False, tokens: int = TOKENS) -> Answer:
-    """Send one request and read the whole answer. The status of a stream that ends with an error is that of
+    """Send one request and read the whole answer. If a stream ends with an error, its status is the status of
     the error."""
     body = {"model": model, "prompt": "import ", "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
     if not stream:
@@ -86,7 +86,7 @@ def ask(http: httpx.Client, model: str, *, stream: bool = False, tokens: int = T
 
 
 class Load:
-    """Clients that send one request after another, and probes that check readiness on separate
+    """Clients that each send one request after another, and probes that check readiness on separate
     connections."""
 
     def __init__(self, running: Service, models: tuple[str, ...] = ("demo",)) -> None:
@@ -119,7 +119,7 @@ class Load:
         self._stop.set()
         for thread in self._threads:
             thread.join(90)
-            assert not thread.is_alive(), "a client still waits"
+            assert not thread.is_alive(), "a client is still waiting"
 
     def of(self, model: str) -> list[Answer]:
         return [answer for answer in self.answers if answer.model == model]
@@ -158,8 +158,8 @@ class Load:
 
 
 def check(load: Load, *, lost_connections: bool = False) -> None:
-    """Check that every accepted request was answered in full, and that every other client was told when to
-    retry."""
+    """Check that every accepted request was answered completely, and that every refused client was told when
+    to retry."""
     assert {answer.status for answer in load.answers} <= {200, 503}
     assert {answer.tokens for answer in load.answers if not answer.refused} == {TOKENS}
     assert {answer.code for answer in load.refusals} <= {"draining"}
@@ -168,8 +168,8 @@ def check(load: Load, *, lost_connections: bool = False) -> None:
 
 
 def check_order(load: Load) -> None:
-    """Check that every front reported that it is not ready before any request was refused, and served the
-    requests that arrived in between."""
+    """Check that every front reported "not ready" before any request was refused, and that it served the
+    requests in between."""
     assert len(load.not_ready) == 2 * FRONTS
     announced = max(load.not_ready.values())
     first = min(load.refusals, key=lambda answer: answer.at)
@@ -193,7 +193,7 @@ def draining(running: Service, *options: str) -> Iterator[subprocess.Popen[str]]
 
 @pytest.fixture
 def patient(box: Service, settings: Path) -> Iterator[Service]:
-    """Return the service with longer notice, so that probes are in time even on a slow machine."""
+    """Return the service with a longer notice period, so that probes are in time even on a slow machine."""
     text = settings.read_text()
     settings.write_text(text.replace("drain_notice_s = 0.8", f"drain_notice_s = {NOTICE_S}"))
     box.command("config", "reload")
@@ -263,7 +263,7 @@ def test_a_drain_that_is_left_off_restores_service_and_what_runs_goes_on(box: Se
             box.command("resume")
             out, errors = process.communicate(timeout=60)
         assert (process.returncode, out) == (1, "")
-        assert errors.endswith("the service was resumed by another operator\n")
+        assert errors.endswith("the service: the drain was cancelled by another operator\n")
         assert ask(other, "demo").status == 200
         assert (long.result(300).status, long.result().tokens) == (200, LONG)
 
@@ -294,7 +294,9 @@ def test_what_outlives_the_grace_is_ended_with_one_clear_error(box: Service, str
         assert (long.result(300).status, long.result().code) == (503, "aborted")
         box.wait_until(lambda: status(box).queue.running == 0, 60, "an idle engine")
         (row,) = box.wait_until(lambda: [row for row in box.rows()[-1:] if row["error"]], 60, "its row")
-        assert row["error"] == "the service is draining, and this request did not finish in time"
+        assert (
+            row["error"] == "the service is draining, and this request did not finish within the grace period"
+        )
         box.command("resume")
 
 
@@ -318,8 +320,8 @@ def test_sigterm_under_load_drains_as_well_and_leaves_nothing_behind(settings: P
             assert running.process.wait(60) == 0
         check(load, lost_connections=True)
         check_order(load)
-        # A client that was cut off had not been accepted, because the log contains no answer that no client
-        # received.
+        # The clients that were cut off had not been accepted, because every answer in the log was received by
+        # a client.
         answered = sum(not answer.refused for answer in load.answers)
         found = outcomes(running)
         assert found.pop(("ended", 200)) == answered

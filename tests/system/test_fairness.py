@@ -1,5 +1,5 @@
-"""Tests that a real service is shared fairly between tenants. `python -m tests.system.fairness` is the long
-version, with its bounds."""
+"""Tests that a real service is shared fairly between tenants. `python -m tests.system.fairness` is a longer
+version that checks stricter bounds."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ def running() -> Iterator[Service]:
 
 def test_tenants_of_a_real_service_are_served_by_their_weights(running: Service) -> None:
     figures = shares(running, least_service=10_000.0, warm_up_service=4000.0)
-    # About 90 requests. In order of arrival, the index would be 0.6. All three tenants keep the same number
-    # of requests waiting, or nearly the same if other processes use this machine.
+    # There are about 90 requests. If they were served in order of arrival, the index would be 0.6. All three
+    # tenants keep the same number of requests waiting, or nearly the same if other processes use this
+    # machine.
     assert figures["jain"] >= 0.85, figures
 
 
 def test_a_flood_leaves_a_quiet_tenant_of_a_real_service_its_first_tokens(running: Service) -> None:
-    running.wait_until(lambda: not running.rows(state="open"), 60, "the former requests to end")
+    running.wait_until(lambda: not running.rows(state="open"), 60, "the earlier requests to end")
     figures = quiet(running, requests=15)
-    # In order of arrival, the delay would be about 250 steps: 64 prompts of 512 tokens, 128 per step.
+    # If requests were served in order of arrival, the delay would be about 250 steps: 64 prompts of 512
+    # tokens, at 128 tokens per step.
     assert figures["delay_in_full_steps"] <= 4.0, figures

@@ -1,5 +1,5 @@
 """Tests of each quota limit, for tenants and keys, through a real service. Limits are changed while it runs,
-and must survive its restart and its death."""
+and must survive a restart and a crash."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCOPES = ["tenant", "key"]
 
 
 class Caller:
-    """A separate tenant with one key. The limits are set on one of the two."""
+    """A separate tenant with one key. The limits are set either on the tenant or on the key."""
 
     made = 0
 
@@ -59,7 +59,7 @@ class Caller:
         return {usage.limit: usage for usage in found}
 
     def in_flight(self) -> list[str]:
-        """Return the states of its requests."""
+        """Return the states of the tenant's requests."""
         with self.admin() as admin:
             return sorted(one.state for one in admin.in_flight() if one.tenant == self.name)
 
@@ -75,7 +75,7 @@ class Caller:
 
     @contextmanager
     def long_answer(self, prompt: int = 5, max_tokens: int = 1900) -> Iterator[None]:
-        """Run a stream during the block, after which its client disconnects."""
+        """Run a stream during the block. Its client disconnects at the end of the block."""
         with (
             self.running.http() as http,
             http.stream(
@@ -140,12 +140,12 @@ def test_tokens(running: Service, scope: str, limit: str) -> None:
     # The front reports the end to the core only after its client has received the answer.
     running.wait_until(lambda: caller.usage()[limit].held == 0, 30, "the request's end in the core")
     used = caller.usage()[limit]
-    # With 60 per minute, one is refilled each second.
+    # At 60 tokens per minute, one token is refilled each second.
     assert 29 - (time.monotonic() - began) <= used.used <= 30 and (used.held, used.capacity) == (0, 60)
     answer = caller.ask(10, 40)
     error = refused(answer, "tokens")
     assert f"{limit.replace('_', ' ')} of {scope}" in error["message"] and "requested 50" in error["message"]
-    # Half a day is longer than clients wait.
+    # Half a day is longer than clients would wait.
     assert answer.headers.get("x-should-retry") == ("false" if limit == "tokens_per_day" else None)
     too_large = caller.ask(10, 51)
     assert "request too large" in refused(too_large, "tokens")["message"]
@@ -187,7 +187,7 @@ def test_context_length(running: Service, scope: str) -> None:
 
 @pytest.mark.parametrize("scope", SCOPES)
 def test_share_of_the_kv_blocks(running: Service, scope: str) -> None:
-    caller = Caller(running, scope, kv_share=0.15)  # 15 % of 200 blocks: 1,920 tokens
+    caller = Caller(running, scope, kv_share=0.15)  # 15 % of 200 blocks are 1,920 tokens
     answers: list[httpx.Response] = []
     waiting = threading.Thread(target=lambda: answers.append(caller.ask()))
     with caller.long_answer(5, 1800):
@@ -235,7 +235,7 @@ def test_what_is_used_survives_a_restart_and_the_death_of_the_core(running: Serv
         assert used.used in (118, 119, 120) and used.held == 0
         refused(caller.ask(100, 850), "tokens")
         assert tokens(caller.ask(80, 20)) == 20
-    # One request has ended and one is running when the core is killed; the log has rows for both.
+    # When the core is killed, one request has ended and one is running. The log has rows for both.
     streams = [threading.Thread(target=stream_until_cut, args=(caller,)) for caller in callers]
     for thread in streams:
         thread.start()
@@ -247,7 +247,7 @@ def test_what_is_used_survives_a_restart_and_the_death_of_the_core(running: Serv
     running.start()
     for caller in callers:
         used = caller.usage()["tokens_per_day"]
-        # The whole reservation of the stream counts as used, because the number of its generated tokens is
+        # The stream's whole reservation counts as used, because the number of its generated tokens is
         # unknown.
         assert used.used in (918, 919, 920) and used.held == 0
         refused(caller.ask(40, 50), "tokens")
@@ -255,7 +255,7 @@ def test_what_is_used_survives_a_restart_and_the_death_of_the_core(running: Serv
 
 
 def states(callers: list[Caller]) -> list[str]:
-    """Return the states of those rows whose requests ran."""
+    """Return the states of the rows whose requests were admitted."""
     rows = RequestReader(callers[0].running.state_dir / "history.db").query(RequestFilter(), 100)
     names = {caller.name for caller in callers}
     return sorted(row.state for row in rows if row.quota_tokens and row.tenant in names)

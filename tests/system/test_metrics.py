@@ -1,5 +1,5 @@
-"""Tests of a real service's metrics: they agree with the request log whatever happened, and reflect the
-current state."""
+"""Tests that a real service's metrics agree with the request log in every case, and reflect the current
+state."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Values = dict[tuple[str, ...], float]
 
 
 class Box:
-    """A service that also serves its metrics on TCP."""
+    """A service that also serves metrics on TCP."""
 
     def __init__(self, running: Service, port: int, metrics_port: int) -> None:
         self.running = running
@@ -44,7 +44,7 @@ class Box:
         return answer.text
 
     def values(self, name: str, text: str | None = None) -> Values:
-        """Return the values of one scrape: `text`, or a new scrape without it."""
+        """Return the metric's values in `text`, or in a new scrape if it is None."""
         return {
             tuple(sample.labels.values()): sample.value
             for family in text_string_to_metric_families(text or self.text())
@@ -56,7 +56,7 @@ class Box:
         self.running.wait_until(lambda: good(self.values(name)), 60, name)
 
     def logged(self, *columns: str) -> Values:
-        """Return sums over the ended rows: the last column is summed, grouped by the others."""
+        """Return sums over the ended rows, grouped by all columns except the last, which is the sum."""
         *by, what = columns
         names = ", ".join(by)
         query = f"SELECT {names}, {what} FROM requests WHERE finished_at IS NOT NULL GROUP BY {names}"
@@ -125,9 +125,9 @@ def test_the_counters_agree_with_the_request_log_after_all_that_can_happen(box: 
     assert box.values("appliance_tenant_limit")["acme", "tokens_per_day"] == 1000
     used = box.logged("tenant", "sum(quota_tokens)")["acme",]
     left = box.values("appliance_tenant_limit_left")["acme", "tokens_per_day"]
-    # A daily limit of this size refills by 0.7 per minute.
+    # A daily limit of 1,000 tokens is refilled at 0.7 tokens per minute.
     assert 1000 - used <= left <= 1005 - used < 1000
-    # The engine's count, step by step, equals what was logged.
+    # The engine's count, which it updates at each step, equals the sum in the log.
     generated = sum(box.logged("tenant", "sum(generated_tokens)").values())
     assert sum(box.values("appliance_engine_generated_tokens_total").values()) == generated
 
@@ -147,8 +147,8 @@ def test_levels_follow_what_runs_and_gateways_find_the_names_that_they_know(box:
         usage = box.values("vllm:kv_cache_usage_perc", scrapes[-1])["demo",]
         return box.values("vllm:num_requests_running", scrapes[-1]) == {("demo",): 3} and 0 < usage < 1
 
-    box.running.wait_until(three_run, 60, "a scrape while three run")
-    # All values must be from one scrape, because the requests may have ended by the next one.
+    box.running.wait_until(three_run, 60, "a scrape while three requests run")
+    # All values must come from one scrape, because requests may end before the next.
     values = partial(box.values, text=scrapes[-1])
     blocks = box.running.replica()["blocks_total"]
     assert values("vllm:cache_config_info") == {("demo", "64", str(blocks)): 1}

@@ -1,5 +1,5 @@
 """Tests that a killed or stopped rank ends its group in time and leaves nothing behind, in the states that
-`test_deaths` and `attacks.test_replicas` do not cover. `scripts/soak` runs every state ten times."""
+`test_deaths` and `attacks.test_replicas` do not cover. `scripts/soak` tests every state ten times."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.system.service import Service, service
 pytestmark = pytest.mark.system
 
 BUSY_LIMIT_S = 30.0
-"""Limit used instead of `rank_faults.DEATH_LIMIT_S` and `STOP_LIMIT_S` on a machine that is also running
+"""Limit in seconds that replaces `rank_faults.DEATH_LIMIT_S` and `STOP_LIMIT_S` on a machine that also runs
 other tests."""
 
 

@@ -1,5 +1,5 @@
-"""Tests that settings can be reloaded in a running service with its real engine, and that loaded models keep
-their processes."""
+"""Tests that a running service with a real engine can reload its settings, and that loaded models keep their
+processes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Box:
         return [pid for replica in found if replica.state == "ready" for pid in replica.pids]
 
     def completes(self, model: str) -> int:
-        """Return the status of the answer to a request."""
+        """Return the status of the response to a request."""
         with self.running.http() as http:
             body = {"model": model, "prompt": "import ", "max_tokens": 4}
             return http.post("/v1/completions", json=body).status_code
@@ -57,7 +57,7 @@ class Box:
 @pytest.fixture(scope="module")
 def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
     path = tmp_path_factory.mktemp("reload") / "appliance.toml"
-    # The settings of the service come first, because the tests insert tables after `fronts`.
+    # Top-level settings come before all tables, because the tests insert tables after `fronts`.
     path.write_text(
         f'drain_grace_s = 120\nlisten = "127.0.0.1:{free_port()}"\nfronts = 2\n'
         f"[models.demo]\n{MODEL}[models.other]\n{MODEL}"
@@ -80,8 +80,8 @@ def test_what_changed_is_applied_under_load_and_nothing_else_is_touched(box: Box
     box.change(f"[models.other]\n{MODEL}", f"[models.other]\n{MODEL}max_num_seqs = 5\n[models.new]\n{MODEL}")
     done = box.reload()
     assert done["models"] == [
-        "model new: is new and loads (1 replica)",
-        "model other: its replicas are replaced one by one",
+        "model new: is being added with 1 replica",
+        "model other: its replicas are being replaced one by one",
     ]
     assert [line.partition(":")[0] for line in done["changed"] if not line.startswith("models.new")] == [
         "fronts",
@@ -106,14 +106,14 @@ def test_what_changed_is_applied_under_load_and_nothing_else_is_touched(box: Box
     with running.http() as http:
         too_long = {"model": "demo", "prompt": "x" * 1000}
         assert http.post("/v1/completions", json=too_long).status_code == 413
-    running.wait_until(lambda: not running.rows(state="open"), 60, "the end of all rows")
+    running.wait_until(lambda: not running.rows(state="open"), 60, "all rows to end")
     assert {row["status"] for row in running.rows()} <= {200, 413}
 
 
 def test_a_model_that_is_taken_out_ends_and_the_others_stay(box: Box) -> None:
     others = box.pids("demo") + box.pids("other")
     box.change(f"[models.new]\n{MODEL}", "")
-    assert box.reload()["models"] == ["model new: is removed; its requests get 120 s"]
+    assert box.reload()["models"] == ["model new: is being removed; its requests have 120 s to finish"]
     box.running.wait_until(lambda: len(box.running.descendants()) == 3, 60, "the end of its replica")
     assert box.completes("new") == 404
     assert box.pids("demo") + box.pids("other") == others
@@ -130,7 +130,7 @@ def test_a_file_that_cannot_be_used_changes_nothing_and_its_line_is_told(box: Bo
     ):
         done = subprocess.run([APPLIANCE, *command], capture_output=True, text=True, timeout=60)
         assert done.returncode == 1
-        assert f"{box.path}:{line}: fronts = 0 cannot be used" in done.stdout + done.stderr
+        assert f"{box.path}:{line}: fronts = 0 is not valid" in done.stdout + done.stderr
     assert box.running.command("config", "show")["settings"] == settings
     box.path.write_text(good)
     assert box.reload() == {"changed": [], "models": [], "at_restart": []}

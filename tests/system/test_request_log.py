@@ -1,4 +1,4 @@
-"""Tests of what a real service stores of requests under their tenants' log policies: nothing, hashes, or
+"""Tests of the request data that a real service stores under its tenants' log policies: nothing, hashes, or
 texts without their secrets, for the configured time."""
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ def ask(client: openai.OpenAI, stream: bool = False) -> tuple[str, str]:
 
 
 def shown(running: Service, request_id: str) -> Any:
-    """Return what is stored of a request, or None."""
+    """Return the stored contents of a request, or None."""
     with AdminClient(running.run_dir) as client:
         try:
             return msgspec.to_builtins(client.act(ShowContents(request_id=request_id)))
         except AdminError as error:
-            assert error.status == 404 and "its tenant stores metadata only" in str(error)
+            assert error.status == 404 and "the log policy of its tenant is 'metadata'" in str(error)
             return None
 
 
 def kept(running: Service, request_id: str) -> Any:
-    """Wait until something is stored of a request, and return it."""
-    return running.wait_until(lambda: shown(running, request_id), 60, "what is kept of a request")
+    """Wait until a request's contents are stored, and return them."""
+    return running.wait_until(lambda: shown(running, request_id), 60, "the stored contents of a request")
 
 
 def sha256(text: str) -> str:
@@ -70,7 +70,7 @@ def sha256(text: str) -> str:
 
 
 def state_bytes(running: Service) -> bytes:
-    """Return every byte that the service has on disk."""
+    """Return all bytes in the service's state directory."""
     return b"".join(path.read_bytes() for path in running.state_dir.iterdir())
 
 
@@ -86,7 +86,7 @@ def test_each_policy_keeps_what_it_says_and_no_secret_ever(running: Service) -> 
     assert [text["sha256"] for text in full["texts"]] == [sha256(REDACTED), sha256(answers["full"])]
     assert [text["text"] for text in hashes["texts"]] == [None, None]
     assert [text["sha256"] for text in hashes["texts"]] == [sha256(PROMPT), sha256(answers["hashes"])]
-    # Contents of later requests have already been written, so these are not merely late.
+    # Contents of later requests have already been written, so these contents were not stored at all.
     assert shown(running, request_ids["metadata"]) is None
     running.wait_until(lambda: ended(running) >= set(request_ids.values()), 60, "the rows of the requests")
     on_disk = state_bytes(running)
@@ -101,7 +101,7 @@ def test_who_looked_is_in_the_audit(running: Service) -> None:
     last = running.command("audit", "list", "--action", "requests.show")[-1]
     assert (last["params"], last["result"]) == ({"request_id": request_id}, "ok")
     assert last["actor"] == f"uid:{os.geteuid()}" and last["host"]
-    assert last["after"] is None, "no text is copied into the audit"
+    assert last["after"] is None, "the audit trail must contain no text"
 
 
 def test_texts_are_for_the_services_user_alone(running: Service) -> None:
@@ -118,8 +118,8 @@ def test_texts_go_when_their_time_is_over_and_the_row_stays(running: Service) ->
     kept(running, stays)
     running.command("tenants", "set", "full", "--log-days", "0.000001")
     running.wait_until(lambda: shown(running, request_id) is None, 60, "the texts to be removed")
-    # Removed data is overwritten, not only unlinked, in the write-ahead log as well.
-    running.wait_until(lambda: b"def login" not in state_bytes(running), 60, "the texts to be gone for good")
+    # Removed data is also overwritten, including in the write-ahead log.
+    running.wait_until(lambda: b"def login" not in state_bytes(running), 60, "the texts to be overwritten")
     assert kept(running, stays)["texts"]
     assert [row["status"] for row in running.command("requests", "--id", request_id)] == [200]
     with closing(sqlite3.connect(f"file:{running.state_dir}/contents.db?mode=ro", uri=True)) as database:

@@ -17,14 +17,14 @@ pytestmark = pytest.mark.system
 
 @pytest.fixture(scope="module")
 def attacked() -> Iterator[tuple[Target, str]]:
-    """Start a service, and return it with the key of the attackers' tenant."""
+    """Start a service. Return it with the key of the attackers' tenant."""
     with attacked_service("--kv-blocks", str(KV_BLOCKS)) as made:
         yield made
 
 
 def test_floods_neither_stall_another_tenants_requests_nor_keep_memory(attacked: tuple[Target, str]) -> None:
-    # The time limits allow for slow machines. Before connections were limited, requests stalled for 20 s
-    # during pipelining, and the fronts grew to 2.3 GB.
+    # The time limits allow for slow machines. Without limits on connections, requests stalled for 20 s during
+    # the flood of pipelined requests, and the fronts grew to 2.3 GB.
     plan = Plan(
         requests=20,
         rate=10.0,
@@ -44,7 +44,7 @@ def test_floods_neither_stall_another_tenants_requests_nor_keep_memory(attacked:
 
 def test_mixed_traffic_with_attacks_loses_no_request(attacked: tuple[Target, str]) -> None:
     result = run(*attacked, seconds=10.0, count=3, every_s=0.2)
-    # Memory is still growing after the start, so only the long version checks it.
+    # Memory is still growing after the start, so only the long version checks its growth.
     assert [failure for failure in result["failures"] if "grows by" not in failure] == []
     assert result["requests"] > 3
     assert result["attackers"]["requests"] > 100

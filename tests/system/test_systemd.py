@@ -32,7 +32,7 @@ LONG = {"model": "demo", "prompt": "import ", "temperature": 0, "max_tokens": 30
 
 
 class Box:
-    """The service in the machine, and clients outside, which reach its socket through /proc."""
+    """The service in the machine, and clients on the host, which reach its socket through /proc."""
 
     def __init__(self, inside: Machine) -> None:
         self.inside = inside
@@ -67,7 +67,7 @@ class Box:
         return ranks + [front["pid"] for front in status["fronts"]]
 
     def rows(self, state: str, **wanted: str) -> int:
-        """Return how many rows of the request log are in this state, with these values."""
+        """Return the number of rows in the request log with this state and these values."""
         rows = self.inside.appliance("requests", "--limit", "100")
         return sum(
             all(row[name] == value for name, value in (("state", state), *wanted.items())) for row in rows
@@ -83,7 +83,7 @@ class Box:
         (self.inside.root / DROP_IN.lstrip("/")).unlink(missing_ok=True)
 
     def wait_active(self, *, but: str = "") -> None:
-        """Wait until the unit is active with a main process other than `but`."""
+        """Wait until the unit is active and its main process is not `but`."""
 
         def active() -> bool:
             unit = self.unit()
@@ -122,7 +122,7 @@ class Stream(threading.Thread):
 
 
 def shown_to_the_sandbox() -> str:
-    """Return unit lines that make this checkout and its Python visible where the sandbox would hide their
+    """Return unit settings that make this checkout and its Python visible where the sandbox would hide their
     folder."""
     needed = {Path(path).resolve() for path in (ROOT, sys.prefix, sys.base_prefix)}
     hidden = [path for path in sorted(needed) if path.parts[1] in ("home", "root", "tmp")]
@@ -142,7 +142,7 @@ def booted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
         f"{socket}.d/tcp.conf": (UNITS / "examples/appliance.socket.d/tcp.conf").read_text(),
         f"{unit}.d/test.conf": "[Service]\n"
         f'Environment="PYTHONPATH={ROOT}" OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1\nWatchdogSec={WATCHDOG_S}s\n'
-        "TimeoutStopSec=2s\n"  # shorter than a drain, so the service must ask for more time
+        "TimeoutStopSec=2s\n"  # shorter than a drain, so the service must request more time
         f"{shown_to_the_sandbox()}",
         "/usr/lib/sysusers.d/appliance.conf": (UNITS / "sysusers.d/appliance.conf").read_text(),
         "/etc/appliance/appliance.toml": f"hang_timeout_s = {HANG_S}\ndrain_grace_s = 120\n",
@@ -177,7 +177,7 @@ def test_the_units_pass_systemds_own_check(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
     )
-    # Messages about other software on this machine are ignored.
+    # Ignore messages about other software on this machine.
     said = [line for line in (done.stdout + done.stderr).splitlines() if "appliance" in line]
     assert (done.returncode, said) == (0, []), done.stderr
 
@@ -189,7 +189,8 @@ def test_the_sandbox_exposes_little_by_systemds_own_measure() -> None:
     done = subprocess.run(
         [*command, "--threshold=20", str(UNITS / SERVICE)], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stdout + done.stderr  # above 2.0 it is 1
+    # The exit code is 1 if the exposure level exceeds 2.0.
+    assert done.returncode == 0, done.stdout + done.stderr
     score = re.search(r"Overall exposure level for appliance.service: ([0-9.]+)", done.stdout)
     assert score and float(score[1]) <= 2.0
 
@@ -210,7 +211,7 @@ def test_start_returns_when_the_models_answer(booted: Machine) -> None:
     assert box.unit()["StatusText"].startswith("ready: 1 model, ")
     over_tcp = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:8080/health/ready').status)"
     assert booted.run("/opt/appliance/bin/python", "-c", over_tcp).stdout.strip() == "200"
-    # The core, a front, the front's chat template renderer and a rank.
+    # The processes are the core, a front, the front's chat template renderer and a rank.
     assert len(booted.processes("appliance")) == 4
     cache = booted.root / "var/cache/appliance"  # for kernels that are compiled at run time
     assert cache.stat().st_uid == booted.processes("appliance")[0].uids().real
@@ -248,7 +249,7 @@ def test_a_killed_core_is_back_and_who_connected_meanwhile_is_served(box: Box) -
     for stream in under_way:
         stream.join(60)
         assert not stream.is_alive()
-        assert stream.error is not None  # the stream must not end as if it were complete
+        assert stream.error is not None  # the stream must not look complete
     box.wait_active(but=before["MainPID"])
     assert int(box.unit()["NRestarts"]) == int(before["NRestarts"]) + 1
     assert not any(process.is_running() for process in killed)
@@ -258,7 +259,7 @@ def test_a_killed_core_is_back_and_who_connected_meanwhile_is_served(box: Box) -
 def test_a_stalled_rank_is_the_cores_to_kill(box: Box) -> None:
     before, ranks = box.unit(), box.replica()["pids"]
     box.inside.run("kill", "-STOP", *map(str, ranks))
-    assert box.complete() == 200  # after the core has noticed and another rank has loaded
+    assert box.complete() == 200  # the answer arrives after the core has noticed and another rank has loaded
     assert box.replica()["pids"] != ranks
     assert "did not report for" in box.replica()["last_error"]
     now = box.unit()
@@ -273,14 +274,15 @@ def test_a_core_that_hangs_is_killed_by_the_watchdog_and_started_again(box: Box)
     before = box.unit()
     box.inside.run("kill", "-STOP", before["MainPID"])
     try:
-        answer = box.complete()  # waits in the backlog until the service has restarted
-    except httpx.RemoteProtocolError:  # systemd resumes a stopped process to abort it: it may still accept
+        answer = box.complete()  # the request waits in the backlog until the service has restarted
+    # systemd resumes the stopped process to abort it, so it may still accept the connection.
+    except httpx.RemoteProtocolError:
         answer = box.complete()
     assert answer == 200
     box.wait_active(but=before["MainPID"])
     journal = box.inside.journal("--unit", SERVICE, "--lines", "200")
     assert "Watchdog timeout" in journal
-    assert "Fatal Python error: Aborted" in journal  # followed by each thread's stack
+    assert "Fatal Python error: Aborted" in journal  # each thread's stack follows this line
     assert int(box.unit()["NRestarts"]) == int(before["NRestarts"]) + 1
 
 
@@ -303,7 +305,7 @@ def test_commands_find_the_units_service_and_nothing_in_tmp(box: Box) -> None:
     inside.systemctl("stop", "appliance.socket", SERVICE)
     stopped = inside.run(command, "status", check=False)
     assert stopped.returncode == 1
-    assert stopped.stderr.endswith("start it with: systemctl start appliance\n")
+    assert stopped.stderr.endswith("start the service with: systemctl start appliance\n")
     shutil.rmtree(trap)
 
 
@@ -323,7 +325,7 @@ def test_stop_drains_and_leaves_nothing(box: Box) -> None:
     assert not list(state.glob("*-wal"))
     assert [path.name for path in (box.inside.root / "run/appliance").iterdir() if path.is_dir()] == []
 
-    # Settings that cannot be used are reported, and the start is not repeated.
+    # Invalid settings are reported, and systemd does not restart the service.
     box.write("fronts = 0\n")
     assert box.inside.systemctl("start", SERVICE, check=False).returncode != 0
     assert f"{DROP_IN}:1" in box.inside.journal("--unit", SERVICE, "--lines", "10")

@@ -13,7 +13,7 @@ from tests.system.service import APPLIANCE, Service
 
 
 class Load(threading.Thread):
-    """Sends one request after another until told to stop."""
+    """A client that sends one request after another until it is told to stop."""
 
     def __init__(self, running: Service, key: str = "placeholder") -> None:
         super().__init__(daemon=True)
@@ -33,14 +33,14 @@ class Load(threading.Thread):
                     return
 
     def end(self) -> None:
-        """Stop, and check that every request was answered."""
+        """Stop the client, and check that every request was answered."""
         self._told.set()
         self.join(60)
         assert not self.is_alive() and self.errors == []
 
 
 def verify(state_dir: Path, *words: str) -> Any:
-    """Return the report of `appliance audit verify`, with its exit code."""
+    """Return the report and exit code of `appliance audit verify`."""
     command = [APPLIANCE, "audit", "verify", "--state-dir", str(state_dir), "--json", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode in (0, 1), done.stderr

@@ -1,4 +1,4 @@
-"""Resource use of a service's processes: resident memory, descriptors and threads, by process."""
+"""Measurements of the service's processes: resident memory, descriptors and threads of each."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ MEGABYTE = 1 << 20
 
 @dataclass(frozen=True)
 class Usage:
-    """The resource use of one process at one time."""
+    """The resource use of one process at one point in time."""
 
     rss_mb: float
-    """Resident set size in MiB (`/proc/PID/statm`). Shared pages are counted for each process."""
+    """Resident set size in MiB (`/proc/PID/statm`). Shared pages count in every process that maps them."""
     descriptors: int
     threads: int
 
@@ -44,7 +44,7 @@ def usage_of(process: psutil.Process) -> Usage:
 
 
 class PeakMemory(threading.Thread):
-    """Watches the resident memory of processes until `stop`."""
+    """A thread that samples the resident memory of processes until `stop`."""
 
     def __init__(self, processes: dict[str, psutil.Process], interval_s: float = 0.1) -> None:
         super().__init__(daemon=True)
@@ -70,7 +70,7 @@ class PeakMemory(threading.Thread):
             self.peak_mb[name] = max(self.peak_mb[name], size)
 
     def stop(self) -> None:
-        """Take one more sample and end the thread."""
+        """Take a final sample and end the thread."""
         self._stopped.set()
         self.join()
         self._note()
@@ -80,7 +80,8 @@ class PeakMemory(threading.Thread):
         return {name: self.peak_mb[name] - size for name, size in self.before_mb.items()}
 
     def growth_after_mb(self, seconds: float) -> dict[str, float]:
-        """Return how much each process exceeds its first sample after the given number of seconds."""
+        """Wait for the given number of seconds, and return the growth of each process since its first
+        sample."""
         time.sleep(seconds)
         now = self.now_mb()
         return {name: size - self.before_mb[name] for name, size in now.items()}

@@ -30,8 +30,8 @@ TEMPLATE = (
 
 
 def byte_level() -> tokenizers.Tokenizer:
-    """Return a tokenizer like those of Llama 3 and Qwen: byte-level BPE after a regular expression, so that
-    tokens split characters."""
+    """Return a tokenizer like those of Llama 3 and Qwen: byte-level BPE after a regular expression. Its
+    tokens may contain parts of characters."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -50,11 +50,12 @@ def byte_level() -> tokenizers.Tokenizer:
 
 
 def byte_fallback(decoder: decoders.Decoder | None = None) -> tokenizers.Tokenizer:
-    """Return a tokenizer like those of Llama 2 and Mistral: "▁" represents a space, and byte tokens represent
-    characters outside the vocabulary."""
+    """Return a tokenizer like those of Llama 2 and Mistral, in which "▁" represents a space, and byte tokens
+    represent characters outside the vocabulary."""
     trained = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
     trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    # The characters in the second half of the corpus stay outside the alphabet.
+    # Train only on the first half of the corpus, so that characters in the second half stay outside the
+    # alphabet.
     trainer = trainers.BpeTrainer(vocab_size=150, special_tokens=SPECIAL, show_progress=False)
     trained.train_from_iterator(CORPUS[:1], trainer)
     state = json.loads(trained.to_str())
@@ -70,7 +71,7 @@ def byte_fallback(decoder: decoders.Decoder | None = None) -> tokenizers.Tokeniz
 
 
 def metaspace() -> tokenizers.Tokenizer:
-    """Return a tokenizer for which the detokenizer has no token table."""
+    """Return a tokenizer whose text the detokenizer cannot compute from a token table."""
     return byte_fallback(decoders.Metaspace(prepend_scheme="always"))
 
 

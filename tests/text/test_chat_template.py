@@ -1,5 +1,5 @@
-"""Tests that chat templates render the same text as in transformers, that messages cannot abuse them, and
-that refusals give a reason."""
+"""Tests that chat templates render the same text as in transformers, that messages cannot inject control
+tokens, and that refusals give a reason."""
 
 from __future__ import annotations
 
@@ -91,8 +91,11 @@ def test_a_template_cannot_leave_its_sandbox(source):
         ("{{ messages[0].content + 1 }}", "cannot render these messages: TypeError"),
         ("{{ messages[5].content }}", "has no element 5"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
-        ("{% for i in range(9) %}{{ messages[0].content * 20 }}{% endfor %}", "exceed 100 characters"),
-        ("{{ 'x' * 10 ** 9 }}", "exceeds 100 characters"),
+        (
+            "{% for i in range(9) %}{{ messages[0].content * 20 }}{% endfor %}",
+            "exceed the limit of 100 characters",
+        ),
+        ("{{ 'x' * 10 ** 9 }}", "more than 100 characters"),
         ("{{ 10 ** 10 ** 9 }}", "too large"),
         ("{% for i in range(999999999) %}{% endfor %}", "Range too big"),
     ],
@@ -130,7 +133,7 @@ def test_a_template_file_takes_precedence_over_the_config(tmp_path):
 
 @pytest.mark.parametrize("value", [[{"name": "x"}], 7])
 def test_a_template_of_the_wrong_shape_is_refused_at_load(tmp_path, value):
-    with pytest.raises(TokenizerFilesError, match="must be text or a list"):
+    with pytest.raises(TokenizerFilesError, match="must be a text or a list"):
         read_template_sources(write_model(tmp_path, byte_level(), chat_template=value))
 
 
@@ -143,7 +146,7 @@ def test_a_template_file_is_a_regular_file_of_bounded_size(tmp_path):
     folder = write_model(tmp_path, byte_level())
     path = folder / "chat_template.jinja"
     path.write_bytes(b" " * (MAX_TEMPLATE_BYTES + 1))
-    with pytest.raises(TokenizerFilesError, match=f"at most {MAX_TEMPLATE_BYTES} are read"):
+    with pytest.raises(TokenizerFilesError, match=f"the limit is {MAX_TEMPLATE_BYTES} bytes"):
         read_template_sources(folder)
     path.unlink()
     os.mkfifo(path)

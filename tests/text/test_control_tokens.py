@@ -35,7 +35,7 @@ WITH_SPECIALS = st.lists(
 
 
 def prompt(tokenizer: Tokenizer, template: ChatTemplate, *contents: str) -> list[int]:
-    """Return a prompt's token ids, encoded as in the front."""
+    """Return the token ids of a prompt as the front encodes it."""
     shield = tokenizer.shield()
     messages = [{"role": "user", "content": run_steps(shield.hide(content))} for content in contents]
     return run_steps(tokenizer.encode_rendered_steps(template.render(messages), shield))[0]
@@ -104,7 +104,7 @@ def test_what_is_hidden_survives_the_filters_of_templates(loaded: dict[str, Toke
 
 
 def test_special_tokens_beyond_the_vocabulary_keep_their_ids() -> None:
-    """This is the case in Llama 3, whose control tokens have the ids after the vocabulary."""
+    """In Llama 3, for example, the ids of control tokens follow the vocabulary."""
     backend = byte_level()
     backend.add_special_tokens(["<|late|>", "<|later|>"])
     control = ControlTokens(backend)
@@ -133,7 +133,7 @@ def test_control_tokens_stay_and_a_warning_is_logged_if_no_copy_can_be_made(
     shield = Shield(control)
     hidden = run_steps(shield.hide("<s>"))
     assert run_steps(control.encode_steps(hidden, shield, False)) == [[4]]
-    assert "stay control tokens" in caplog.text
+    assert "act as control tokens" in caplog.text
 
 
 def test_searching_a_megabyte_for_control_tokens_takes_linear_time(loaded: dict[str, Tokenizer]) -> None:

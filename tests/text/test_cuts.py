@@ -1,5 +1,5 @@
-"""Tests that texts are cut only where cutting does not change the token ids, and that no token represents
-more bytes than the tokenizer reports."""
+"""Tests that texts are cut only where a cut does not change the token ids, and that no token represents more
+bytes than the tokenizer reports."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def split_by(pattern: str) -> pre_tokenizers.PreTokenizer:
 def byte_level_with(**parts: Any) -> tokenizers.Tokenizer:
     backend = tokenizers.Tokenizer.from_str(byte_level().to_str())
     state = json.loads(backend.to_str())
-    # All added tokens except the one that contains a space.
+    # Keep all added tokens except the one that contains a space.
     state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] != " spaced token"]
     backend = tokenizers.Tokenizer.from_str(json.dumps(state))
     for name, part in parts.items():
@@ -110,7 +110,7 @@ TEXT = st.lists(st.sampled_from(PARTS) | st.characters(exclude_categories=["Cs"]
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes pieces so small that texts are cut at every possible position."""
+    """Make pieces so small that texts are cut at every possible position."""
     monkeypatch.setattr(cuts, "PIECE_CHARACTERS", 1)
     monkeypatch.setattr("appliance.text.encoder.PIECE_CHARACTERS", 1)
 

@@ -1,5 +1,5 @@
-"""Tests that tenants share the work on texts, and that each tenant's work is limited without affecting other
-tenants."""
+"""Tests that tenants share the capacity for processing texts, and that each tenant's work is limited without
+affecting other tenants."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_tenant_that_used_its_share_of_a_thread_rests_and_its_work_ends_later(
         assert await hog == "hog"
         return time.monotonic() - began
 
-    # The first ten steps may follow each other immediately. Each later step costs a tenth of BURST_S.
+    # The first ten steps may run without a pause. Each later step costs a tenth of BURST_S.
     assert asyncio.run(main()) > 0.1 * BURST_S * 5
 
 
@@ -70,11 +70,11 @@ def test_a_tenant_is_refused_for_its_own_bytes_only() -> None:
     with memory.reserved("hog", 900_000):
         with pytest.raises(TooMuchWorkError, match="'hog'"), memory.reserved("hog", 200_000):
             pass
-        # Half of the memory belongs to the other tenant, although both tenants together exceed the limit.
+        # The other tenant may use half of the memory, although both tenants together exceed the limit.
         with memory.reserved("small", 100_000), memory.reserved("small", 300_000):
             with pytest.raises(TooMuchWorkError, match="'small'"), memory.reserved("small", 200_000):
                 pass
-            with memory.reserved("third", 5_000_000):  # the tenant's first text
+            with memory.reserved("third", 5_000_000):  # a tenant's first text is always accepted
                 pass
     with memory.reserved("hog", 900_000):
         pass

@@ -1,4 +1,4 @@
-"""Tests of the secrets that are removed from kept texts."""
+"""Tests that secrets are removed from stored texts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SECRETS = [
     (r"a\nBearer abcDEF123456", "abcDEF", r"a\nBearer [token redacted]"),
     (r"{\"password\": \"hunter2hunter2\"}", "hunter2", r"{\"password\": \"[password redacted]\"}"),
     (r'{"password": "ab\"cdefg12"}', "cdefg12", '{"password": "[password redacted]"}'),
-    # in prose, in settings, and in unusual places
+    # the secrets are in prose, in settings, and in unusual places
     (f"it is...{KEY}", KEY, "it is...[key redacted]"),
     (f"_{KEY}_ is mine", KEY, "_[key redacted] is mine"),
     (f"It is {JWT}.", JWT, "It is [key redacted]"),
@@ -78,7 +78,7 @@ def test_further_kinds_and_configured_prefixes_are_redacted() -> None:
 
 @given(st.text("ab \n:=@-", max_size=30), st.text("ab \n", max_size=30), st.integers(0, 3))
 def test_a_key_is_found_at_any_place(before: str, after: str, lines: int) -> None:
-    """This also holds for a text that is redacted in pieces."""
+    """The key is also found if the text is redacted in pieces."""
     filling = "some words of a long text\n" * (lines * 100)
     found, secrets = redact(f"{filling}{before} {KEY} {after}{filling}")
     assert KEY not in found and secrets >= 1

@@ -1,4 +1,4 @@
-"""Tests stop strings against a search of the whole text, for random texts, stop strings and cuts."""
+"""Tests stop strings against a search in the whole text, for random texts, stop strings and cuts."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ STOPS = st.lists(st.text(alphabet="ab\n]^-", min_size=1, max_size=5), min_size=1
 
 
 def naive(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """Search each prefix of the whole text and return the first match, or the longest if several end
-    there."""
+    """Search all prefixes of the whole text, shortest first. Return the first match, or the longest if
+    several end there."""
     for end in range(len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
@@ -75,7 +75,7 @@ def test_a_shared_set_keeps_no_state_of_its_matchers():
     ("stops", "message"),
     [
         (["a", ""], "string 1 is empty"),
-        (["a" * MAX_STOP_CHARACTERS, "b"], "has 4097 characters in all"),
+        (["a" * MAX_STOP_CHARACTERS, "b"], "has 4097 characters in total"),
     ],
 )
 def test_unusable_stop_strings_are_refused_by_name(stops, message):

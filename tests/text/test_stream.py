@@ -1,4 +1,4 @@
-"""Tests of the whole stream: text, stop strings, and the number of delivered tokens."""
+"""Tests of a complete output stream: text, stop strings, and the number of delivered tokens."""
 
 from __future__ import annotations
 

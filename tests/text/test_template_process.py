@@ -1,4 +1,4 @@
-"""Tests that chat templates run in a process with limits on time and memory."""
+"""Tests that chat templates are rendered in a process with limits on time and memory."""
 
 from __future__ import annotations
 
@@ -72,9 +72,13 @@ def test_the_templates_error_message_reaches_the_client() -> None:
     [
         (ENDLESS, 1.0, "takes longer than 1 s"),
         ("{{ (['xy'] * 4000000) | unique | list | length }}" * 100, 1.0, "takes longer than 1 s"),
-        (HUNGRY, 60.0, "more memory|for want of memory"),
-        ("{{ 'x' | center(10000000000) }}", 60.0, "more memory|for want of memory"),
-        ("{% for i in range(9999) %}{{ 'x' * 100000 }}{% endfor %}", 60.0, "exceed [0-9]+ characters"),
+        (HUNGRY, 60.0, "memory limit"),
+        ("{{ 'x' | center(10000000000) }}", 60.0, "memory limit"),
+        (
+            "{% for i in range(9999) %}{{ 'x' * 100000 }}{% endfor %}",
+            60.0,
+            "exceed the limit of [0-9]+ characters",
+        ),
     ],
 )
 def test_a_template_that_exceeds_a_bound_is_killed_and_the_next_conversation_is_rendered(
@@ -100,7 +104,7 @@ def test_a_template_that_exceeds_a_bound_is_killed_and_the_next_conversation_is_
     ["{% if %}", "{{ " + "(" * 100_000 + "1" + ")" * 100_000 + " }}"],
 )
 def test_a_template_that_does_not_compile_or_not_within_the_bounds_is_refused_at_load(source: str) -> None:
-    with pytest.raises(TokenizerFilesError, match="take the model's own"):
+    with pytest.raises(TokenizerFilesError, match="restore the model's original"):
         with_process(source, lambda process: process.compile())
     assert not workers()
 

@@ -1,4 +1,4 @@
-"""Tests of loading tokenizers and of encoding, compared with transformers."""
+"""Tests of loading tokenizers, and of encoding compared with transformers."""
 
 from __future__ import annotations
 
@@ -68,9 +68,7 @@ def test_tokens_that_only_the_config_declares_are_added_at_their_ids(tmp_path):
     assert ours.encode_blocking("<|tool|>", False) == [next_id]
     assert ours.decode([next_id]) == ""
     wrong = {str(next_id + 5): declared[str(next_id)]}
-    with pytest.raises(
-        TokenizerFilesError, match=f"id {next_id + 5}, but with tokenizer.json it has {next_id}"
-    ):
+    with pytest.raises(TokenizerFilesError, match=f"id {next_id + 5}, but tokenizer.json gives it {next_id}"):
         Tokenizer.load(write_model(tmp_path, base, added_tokens_decoder=wrong))
 
 
@@ -81,7 +79,7 @@ def test_long_words_take_little_memory_after_they_were_encoded():
     memory = psutil.Process().memory_info
     before = memory().rss
     ours.encode_blocking(words)
-    assert memory().rss - before < 20e6, "the library's default keeps 9 KB for each of these words"
+    assert memory().rss - before < 20e6, "the library's default cache keeps 9 KB for each of these words"
 
 
 def test_a_special_token_without_an_id_is_left_out(tmp_path):
@@ -119,9 +117,9 @@ def test_padding_and_truncation_in_the_file_are_ignored(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("tokenizer.json", None, r"tokenizer.json: no such file; copy it"),
-        ("tokenizer.json", "{", r"tokenizer.json: not a valid tokenizer file .* copy it again"),
-        ("tokenizer_config.json", "[1", r"tokenizer_config.json: not readable as JSON"),
+        ("tokenizer.json", None, r"tokenizer.json does not exist; copy it"),
+        ("tokenizer.json", "{", r"tokenizer.json is not a valid tokenizer file .* copy it again"),
+        ("tokenizer_config.json", "[1", r"tokenizer_config.json cannot be read as JSON"),
         ("tokenizer_config.json", "[]", r"tokenizer_config.json: expected a JSON object, found list"),
         ("tokenizer_config.json", '{"bos_token": 5}', r"bos_token must be a token .* found 5"),
         ("tokenizer_config.json", '{"extra_special_tokens": 5}', r"extra_special_tokens must be a list"),
@@ -173,8 +171,8 @@ def test_the_event_loop_keeps_ticking_while_two_megabytes_are_encoded(loaded):
         return stall / (last - began), ticks
 
     assert sum(len(text.encode()) for text in texts) > 2_000_000
-    # Take the best of three attempts, because other processes may delay an attempt. Only the encoder must not
-    # stall the loop.
+    # Use the best of three attempts, because other processes may delay an attempt. The test checks only that
+    # the encoder does not stall the loop.
     stalled, ticks = min(asyncio.run(watch()) for _ in range(3))
     assert ticks > 20
     assert stalled < 0.25  # fraction of the time that encoding took

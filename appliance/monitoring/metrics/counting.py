@@ -9,7 +9,7 @@ from store.requests import RequestRow
 
 
 class CountedRows:
-    """Passes rows to the request log, and counts those that end."""
+    """Passes rows to the request log, and counts the requests that end."""
 
     def __init__(self, rows: RowSink, tenants: ShownTenants) -> None:
         self.families = Families()
@@ -21,13 +21,13 @@ class CountedRows:
         return self._rows.open(row)
 
     def end(self, row: RequestRow) -> bool:
-        """Count and pass on the row of a request that has ended."""
+        """Count a request that has ended, and pass on its row."""
         self._count(row)
         return self._rows.end(row)
 
     def _count(self, row: RequestRow) -> None:
         families = self.families
-        # A row without a version belongs to no known model, because a client may have invented the name.
+        # A row without a version belongs to no known model. Its model name may be invented by a client.
         model = row.model if row.model and row.version else OTHERS
         families.rows.count(row, model, row.request_class)
         families.retries.count(row, model)

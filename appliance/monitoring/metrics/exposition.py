@@ -39,7 +39,9 @@ class Family(Generic[Series]):
         series = self._series.get(values)
         if series is None:
             if len(values) != len(self.labels):
-                raise ValueError(f"{self.name} has the labels {self.labels}, not {len(values)} of them")
+                raise ValueError(
+                    f"metric {self.name} has the labels {self.labels}, but {len(values)} values were given"
+                )
             pairs = zip(self.labels, values, strict=True)
             labels = ",".join(f'{name}="{_escaped(value)}"' for name, value in pairs)
             series = self._series[values] = self._make(self.name, labels)

@@ -19,10 +19,11 @@ class Metric(NamedTuple):
     unit: Unit
     help: str
     read: Callable[[Any], Any]
-    """Returns the value from the group's source: a number, or the count and sum of a summary; None if there
-    is no value. With `labels`, it returns values by label value, or by tuple of label values."""
+    """Reads the value from the group's source: a number, or the count and sum of a summary; None if there is
+    no value. If `labels` is not empty, it returns a mapping from a label value, or a tuple of label values,
+    to the value."""
     labels: tuple[str, ...] = ()
-    """Labels in addition to those of the group."""
+    """Labels in addition to the group's labels."""
     bounds: tuple[float, ...] = ()
     """Bucket bounds of a histogram."""
 
@@ -83,7 +84,7 @@ def _family(metric: Metric, labels: tuple[str, ...]) -> Family[Any]:
 
 
 def _setter(family: Family[Any]) -> Callable[..., None]:
-    """Return a function that sets a series, given the value and the label values."""
+    """Return a function that sets a series. Its arguments are the value and the label values."""
     if isinstance(family, Summaries):
         return lambda value, *labels: family.set(*value, *labels)
     if isinstance(family, Numbers):

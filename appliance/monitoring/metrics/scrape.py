@@ -38,7 +38,7 @@ class Scraper:
         control: ControlStore,
         writers: Sequence[Writer],
     ) -> None:
-        """Store the sources to read. `service` returns the source of service-wide metrics."""
+        """Store the sources of the values. `service` returns the source of service-wide metrics."""
         self._families = counted.families
         self._tenants = counted.tenants
         self._service = service

@@ -29,7 +29,8 @@ log = logging.getLogger(__name__)
 
 _LIMITS = Limits(max_body_bytes=1024, max_unauthenticated_connections=16)
 SHARED_S = 0.1
-"""Requests within this time get the same scrape. Gateways treat metrics older than 0.2 s as stale."""
+"""Requests that arrive within this time of a scrape share its result. Gateways treat metrics older than 0.2 s
+as stale."""
 _STOP_S = 1.0
 
 
@@ -70,8 +71,8 @@ class MetricsServer:
         self._background = Background()
 
     def prepare(self, settings: Settings) -> socket.socket | None:
-        """Open the address in `settings` if it has changed, for a later call of `change`. Raises ListenError,
-        which leaves everything unchanged."""
+        """Open the address in `settings` if it has changed, so that `change` can use it. If ListenError is
+        raised, nothing has changed."""
         wanted = settings.metrics.address()
         if wanted is None or (self._server is not None and listens_on(self._address, wanted)):
             return None
@@ -82,12 +83,12 @@ class MetricsServer:
         if self._server is not None and (opened is not None or settings.metrics.listen is None):
             self._background.run(self._server.stop(_STOP_S))
             self._server = None
-            log.info("metrics no longer listen on %s", self._address)
+            log.info("metrics are no longer served on %s", self._address)
         if opened is not None:
             self._address = address_of(opened)
             self._server = HttpServer(self._app, _LIMITS, known=lambda peer: False)
             self._background.run(self._server.listen(opened))
-            log.info("metrics listen on %s", self._address)
+            log.info("metrics are served on %s", self._address)
 
     async def stop(self) -> None:
         """Stop listening."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator
 
 OTHERS = "_other"
-"""Label value for all tenants without their own metrics and for the names of unknown models. No tenant or
+"""Label value that represents all tenants without their own metrics, and all unknown models. No tenant or
 model can have this name."""
 
 
 class ShownTenants:
-    """Holds the first `most` tenants with a finished request until they are deleted. Existing tenants are
+    """Contains the first `most` tenants with a finished request until they are deleted. Existing tenants are
     never displaced, because counters that disappear and return would show wrong rates.
     """
 

@@ -50,7 +50,7 @@ OLMOE_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 4}
 
 @dataclass
 class Case:
-    """A checkpoint to create: a family, and the fields that differ from SMALL."""
+    """A checkpoint to create: its model family, and the config fields that differ from SMALL."""
 
     name: str
     family: str
@@ -109,14 +109,14 @@ class Fp8:
     per_channel: bool = False
     method: str = "compressed-tensors"
     quantised: tuple[str, ...] = PROJECTIONS
-    """Matrices to quantise: those whose names contain one of these strings."""
+    """Substrings of the names of the matrices to quantise."""
     scale_dtype: torch.dtype = torch.float32
     flat_scales: bool = False
     """Whether scales have the shapes [] and [out] instead of [1] and [out, 1]."""
     static: bool = False
-    """Whether static scales of activations and cache are stored too."""
+    """Whether static scales of activations and of the KV cache are stored too."""
     scales_apart: bool = False
-    """Whether weights are in one file and scales in another."""
+    """Whether weights and scales are in separate files."""
 
 
 def quantise(folder: Path, how: Fp8) -> dict[str, torch.Tensor]:
@@ -134,7 +134,7 @@ def quantise(folder: Path, how: Fp8) -> dict[str, torch.Tensor]:
             continue
         largest = meant[name].abs().amax(dim=1, keepdim=True) if how.per_channel else meant[name].abs().max()
         scale = (largest / _LARGEST).to(how.scale_dtype)
-        # The scale may have been rounded down, so values may exceed the range of e4m3.
+        # The scale may have been rounded down, so quotients may exceed the range of e4m3.
         quotient = (meant[name] / scale.float()).clamp(-_LARGEST, _LARGEST)
         tensors[name] = quotient.to(torch.float8_e4m3fn)
         meant[name] = tensors[name].float() * scale.float()
@@ -169,8 +169,8 @@ def _described(how: Fp8) -> dict[str, Any]:
 
 
 def quantised_oracle(folder: Path, meant: dict[str, torch.Tensor]) -> Any:
-    """Return a quantised checkpoint as a transformers model with the intended weights, in which the input of
-    each linear layer is rounded to e4m3 with a scale per token, as the engine does."""
+    """Return a quantised checkpoint as a transformers model with the intended weights. The input of each
+    linear layer is rounded to e4m3 with one scale per token, as in the engine."""
     unquantised = folder / "unquantised"
     unquantised.mkdir()
     config = json.loads((folder / "config.json").read_text())

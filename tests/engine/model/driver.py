@@ -16,7 +16,7 @@ from kernels import AttentionInput, ChunkSpan
 
 @dataclass
 class Sequence:
-    """A sequence of the driver, which knows only its number of cached tokens and its blocks."""
+    """A sequence in the driver: its number of cached tokens and its blocks."""
 
     length: int = 0
     blocks: list[int] = field(default_factory=list)
@@ -28,7 +28,7 @@ class Driver:
     def __init__(self, decoder: Decoder, blocks: int, seed: int = 0) -> None:
         self.decoder = decoder
         self.kv = decoder.allocate_kv(blocks)
-        # Unwritten positions contain garbage, because values past the end of a sequence must not be read.
+        # Fill the pool with garbage, because values past the end of a sequence must not be read.
         for index, pool in enumerate(self.kv):
             generator = torch.Generator().manual_seed(index)
             for tensor in (pool.keys, pool.values, pool.k_scales, pool.v_scales):
@@ -117,8 +117,7 @@ def teacher_forced(
 
 
 def greedy(driver: Driver, prompt: list[int], count: int, chunk_size: int) -> tuple[list[int], list[float]]:
-    """Generate `count` greedy tokens after `prompt`. Returns them with the gaps between the two best
-    logits."""
+    """Generate `count` greedy tokens after `prompt`. Return them with the gaps between the top two logits."""
     sequence = Sequence()
     for start in range(0, len(prompt), chunk_size):
         rows = driver.run([], [(sequence, prompt[start : start + chunk_size])])

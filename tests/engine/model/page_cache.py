@@ -1,4 +1,4 @@
-"""Helpers that inspect the page cache of a file and evict files from it."""
+"""Helpers that inspect a file's pages in the page cache and evict them."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def drop(path: Path) -> None:
 
 
 def cached_pages(path: Path) -> int:
-    """Return how many of a file's pages are in the page cache."""
+    """Return the number of a file's pages that are in the page cache."""
     size = path.stat().st_size
     found = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
-    # A private mapping, because ctypes takes the address only of writable memory; nothing is written.
+    # The mapping is private because ctypes takes the address only of writable memory. Nothing is written.
     with path.open("rb") as file, mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) as pages:
         first = ctypes.c_char.from_buffer(pages)
         failed = _LIBC.mincore(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(size), found)

@@ -1,4 +1,4 @@
-"""The process of one rank: loads checkpoints, runs them, and observes how the group ends."""
+"""The process of one rank, which loads checkpoints, runs them, and observes how the group ends."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def logits_of_all(folders: list[Path], ranks: Ranks, tokens: list[int]) -> dict[
     this."""
     found = {folder.name: logits_of(folder, ranks, tokens) for folder in folders}
     for folder in folders:
-        # With column exchange between ranks, the loader must load the same weights.
+        # The loader must load the same weights with and without column exchange between ranks.
         again = logits_of(folder, ranks, tokens, exchange=True)
         assert all(torch.equal(one, other) for one, other in zip(again, found[folder.name], strict=True))
     found["dummy"] = logits_of(folders[0], ranks, tokens, dummy=True)
@@ -67,8 +67,8 @@ def logits_of_all(folders: list[Path], ranks: Ranks, tokens: list[int]) -> dict[
 
 
 def _scores(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scores and token ids for rows of every kind: with the best score on the last rank, with a tie,
-    with a NaN on the first rank, with an infinity, and with only non-finite scores."""
+    """Return scores and token ids of five rows: with the best score on the last rank, with a tie, with a NaN
+    on the first rank, with an infinity, and with only non-finite scores."""
     first = torch.nan if rank == 0 else 1.0
     values = torch.tensor([float(rank), 5.0, first, torch.inf if rank == 1 else 0.0, -torch.inf])
     return values, torch.arange(5) + 10 * rank

@@ -212,8 +212,8 @@ def test_lengths_follow_from_the_scaling(
         (_compressed(), True),
         (_compressed(strategy="tensor"), True),
         (_compressed(symmetric=True, dynamic=False, observer="minmax"), True),
-        # Only the checkpoint's cache is quantised, which is ignored because the dtype of our cache comes from
-        # the settings.
+        # Only the checkpoint's KV cache is quantised. The loader ignores that, because the settings determine
+        # the dtype of the KV cache.
         ({"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {}}, False),
     ],
 )
@@ -230,20 +230,20 @@ REFUSED = [
     ({"architectures": ["LlamaForSequenceClassification"]}, "architectures is ['LlamaForSequenceClass"),
     ({"architectures": 5}, "architectures is 5; supported values: llama"),
     ({"hidden_size": None}, "hidden_size is missing; the model needs it"),
-    ({"hidden_size": "64"}, "hidden_size is '64'; an integer of at least 1 is needed"),
-    ({"num_hidden_layers": 0}, "num_hidden_layers is 0; an integer of at least 1"),
-    ({"vocab_size": True}, "vocab_size is True; an integer"),
+    ({"hidden_size": "64"}, "hidden_size is '64'; it must be an integer of at least 1"),
+    ({"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be an integer of at least 1"),
+    ({"vocab_size": True}, "vocab_size is True; it must be an integer"),
     ({"num_key_value_heads": 3}, "num_key_value_heads is 3; it must divide num_attention_heads (8)"),
     ({"num_attention_heads": 6}, "num_attention_heads is 6; without head_dim it must divide hidden_size 64"),
     ({"head_dim": 7}, "head_dim is 7; rotary embeddings need an even number"),
-    ({"rms_norm_eps": NAN}, "rms_norm_eps is nan; a number above 0 is needed"),
+    ({"rms_norm_eps": NAN}, "rms_norm_eps is nan; it must be a number above 0"),
     ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only silu is supported"),
-    ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1; true or false is needed"),
+    ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1; it must be true or false"),
     ({"torch_dtype": "float64"}, "torch_dtype is 'float64'; supported values: float32, bfloat16, float16"),
     ({"dtype": ["float32"]}, "dtype is ['float32']; supported values: float32"),
     (
         {"quantization_config": ["fp8"]},
-        "quantization_config is ['fp8']; an object with quant_method is needed",
+        "quantization_config is ['fp8']; it must be an object with quant_method",
     ),
     *(
         (
@@ -267,10 +267,13 @@ REFUSED = [
     *(
         ({"quantization_config": {"quant_method": "compressed-tensors", "config_groups": groups}}, message)
         for groups, message in (
-            (None, "quantization_config.config_groups is None; an object of groups is needed"),
-            ([{}], "quantization_config.config_groups is [{}]; an object of groups is needed"),
-            ({"a": 1}, "quantization_config.config_groups is {'a': 1}; weights of a are needed"),
-            ({"a": {"weights": None}}, "weights of a are needed"),
+            (None, "quantization_config.config_groups is None; it must be an object of groups"),
+            ([{}], "quantization_config.config_groups is [{}]; it must be an object of groups"),
+            (
+                {"a": 1},
+                "quantization_config.config_groups is {'a': 1}; the weights of group a must be an object",
+            ),
+            ({"a": {"weights": None}}, "the weights of group a must be an object"),
         )
     ),
     (
@@ -278,7 +281,7 @@ REFUSED = [
         "rope_scaling.type is 'longrope'; supported values: default, linear",
     ),
     ({"rope_scaling": {"type": ["yarn"]}}, "rope_scaling.type is ['yarn']; supported values:"),
-    ({"rope_scaling": [1]}, "rope_scaling is [1]; one set of parameters for all layers is needed"),
+    ({"rope_scaling": [1]}, "rope_scaling is [1]; it must be one set of parameters for all layers"),
     ({"rope_scaling": {"full_attention": {}}}, "one set of parameters for all layers"),
     ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
     (
@@ -289,7 +292,7 @@ REFUSED = [
         {"rope_scaling": {"type": "llama3", "factor": 2, "low_freq_factor": 4, "high_freq_factor": 4}},
         "rope_scaling.low_freq_factor is 4; it must be below high_freq_factor (4)",
     ),
-    ({"rope_theta": -1}, "rope_theta is -1; a number above 0 is needed"),
+    ({"rope_theta": -1}, "rope_theta is -1; it must be a number above 0"),
     (
         {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1.0}},
         "rope_parameters.rope_theta is 1.0; yarn needs a base above 1",
@@ -311,10 +314,10 @@ def test_a_bad_field_is_refused_by_name(change: dict[str, Any], message: str, tm
     ("values", "message"),
     [
         (MIXTRAL | {"num_experts_per_tok": 9}, "num_experts_per_tok is 9; there are 8 experts"),
-        (QWEN3_MOE | {"num_experts": 0}, "num_experts is 0; an integer of at least 1 is needed"),
-        (QWEN2_MOE | {"norm_topk_prob": "yes"}, "norm_topk_prob is 'yes'; true or false is needed"),
-        (QWEN3_MOE | {"mlp_only_layers": [[1]]}, "mlp_only_layers is [[1]]; a list of layers is needed"),
-        (QWEN3_MOE | {"mlp_only_layers": 1}, "mlp_only_layers is 1; a list of layers is needed"),
+        (QWEN3_MOE | {"num_experts": 0}, "num_experts is 0; it must be an integer of at least 1"),
+        (QWEN2_MOE | {"norm_topk_prob": "yes"}, "norm_topk_prob is 'yes'; it must be true or false"),
+        (QWEN3_MOE | {"mlp_only_layers": [[1]]}, "mlp_only_layers is [[1]]; it must be a list of integers"),
+        (QWEN3_MOE | {"mlp_only_layers": 1}, "mlp_only_layers is 1; it must be a list of integers"),
         (OLMOE | {"clip_qkv": 8.0}, "clip_qkv is 8.0; only null is supported"),
     ],
 )
@@ -328,7 +331,7 @@ def test_a_bad_field_of_experts_is_refused_by_name(
 
 def test_layer_types_must_fit(tmp_path: Path) -> None:
     for kinds, message in [
-        (["full_attention"], "a list of 4 (num_hidden_layers) is needed"),
+        (["full_attention"], "it must be a list of 4 entries (num_hidden_layers)"),
         (["linear_attention"] * 4, "only full_attention and sliding_attention are supported"),
         ([["full_attention"]] * 4, "only full_attention and sliding_attention are supported"),
         (["sliding_attention"] * 4, "sliding_attention needs use_sliding_window and sliding_window"),

@@ -1,5 +1,5 @@
-"""Tests that restricting the last layer to the tokens whose logits are needed gives the same rows and the
-same cache as the whole pass."""
+"""Tests that computing the last layer only for the tokens whose logits are needed gives the same results and
+the same cache as a full pass."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 WINDOW = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}
 FAMILIES = {
     "llama": {},
-    # The last of two layers has a sliding window.
+    # The second of the two layers has a sliding window.
     "window": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"} | WINDOW,
 }
 
@@ -53,7 +53,7 @@ def passes(
     decodes: list[int],
     chunks: list[tuple[int, int, int, bool]],
 ) -> ForwardInput:
-    """Run a pass of `decodes` and `chunks`, following a pass in which two prompts were computed."""
+    """Run a pass with two prompts, and return the input of a following pass of `decodes` and `chunks`."""
     tables = SlotTables(5, 3, decoder.config.vocab_size, CPU, padding)
     before = plan(1, [], [(0, 0, 70, True), (1, 0, 127, True)])
     tables.apply(before)

@@ -148,7 +148,7 @@ def test_a_read_error_is_raised_after_all_other_pieces_are_done(
 def test_a_read_error_is_raised_even_if_the_size_of_the_file_is_unknown(
     entry: TensorEntry, file: WeightFile, buffer: StagingBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Simulates a file that is truncated on a server that then disappears."""
+    """Simulates a file that was truncated on a server that then became unreachable."""
 
     def status(file: WeightFile) -> os.stat_result:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
@@ -160,7 +160,7 @@ def test_a_read_error_is_raised_even_if_the_size_of_the_file_is_unknown(
 
 
 def test_a_failed_read_releases_its_staging_buffer(entry: TensorEntry, file: WeightFile) -> None:
-    """A failed load would otherwise keep its memory until the next garbage collection."""
+    """Otherwise, a failed load would keep its memory until the next garbage collection."""
     ring = StagingRing(1, 12 * PAGE, torch.device("cpu"))
     kept = weakref.ref(ring.buffers[0])
     os.truncate(entry.file, entry.offset)

@@ -1,5 +1,5 @@
-"""Tests that FP8 checkpoints of every format load with the intended values, and that malformed ones are
-refused by name."""
+"""Tests that FP8 checkpoints of every format load with the intended values, and that an error names each
+malformed tensor."""
 
 from __future__ import annotations
 

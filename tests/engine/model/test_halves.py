@@ -33,7 +33,7 @@ CASES = [
 
 
 class LateOverlap:
-    """Computes all-reduces only in `finish`, which is as late as an implementation may."""
+    """Computes all-reduces only in `finish`, the latest point that the interface allows."""
 
     def __init__(self, ranks: ThreadRank, split: int) -> None:
         self.split = split
@@ -90,8 +90,8 @@ def test_passes_in_halves_give_the_logits_of_whole_passes(
 ) -> None:
     folder = make(case, tmp_path)
     whole = on_ranks(size, lambda rank: logits_of(folder, rank, None, kv_fp8))[0]
-    # Splits inside a prompt, between two prompts (after 1 + 30 tokens of the last pass), and right after the
-    # decodes.
+    # The splits are inside a prompt, between two prompts (after the last pass's 1 + 30 tokens), and right
+    # after the decodes.
     for split in (40, 31, 2):
         halved = on_ranks(size, lambda rank, split=split: logits_of(folder, rank, split, kv_fp8))[0]  # type: ignore[misc]
         for found, wanted in zip(halved, whole, strict=True):

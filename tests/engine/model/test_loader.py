@@ -1,4 +1,4 @@
-"""Tests that the loader reads the model's tensors and refuses everything else by name."""
+"""Tests that the loader reads the model's tensors, and that an error names any tensor that it refuses."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def sharded(tmp_path: Path) -> Path:
 
 @dataclass(frozen=True)
 class PlaceOfRank:
-    """A rank of a group without collectives."""
+    """The place of a rank in a group without collectives."""
 
     size: int
     rank: int
@@ -409,4 +409,4 @@ def test_ranks_that_exchange_columns_read_every_byte_once(
     tensors = tensors_of(sharded)
     check_weights((*pieces[0], *pieces[1]), tensors)
     norms = sum(tensor.nbytes for name, tensor in tensors.items() if tensor.dim() == 1)
-    assert sum(read) == sum(tensor.nbytes for tensor in tensors.values()) + norms, "each rank needs all norms"
+    assert sum(read) == sum(tensor.nbytes for tensor in tensors.values()) + norms, "each rank reads all norms"

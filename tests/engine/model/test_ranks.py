@@ -53,17 +53,17 @@ FP8 = {
     "FP8 weights and KV": "biased",
     "FP8 experts": "shared expert",
 }
-"""Quantised variants, and the checkpoints that their logits are compared with."""
+"""Quantised variants, and the checkpoints with which their logits are compared."""
 DIFFERENT_SCALES = 1.5
-"""Allowed distance between the FP8 logits of several ranks and those of one rank, in units of the latter's
-distance from the unquantised model (root mean squares). The scales of o and down, and of their inputs, differ
-between shards, so roundings differ but are of the same size. If all roundings were independent, the distance
-would be the square root of 2."""
+"""Maximum distance between the FP8 logits of several ranks and of one rank, relative to one rank's distance
+from the unquantised model (root mean squares). The scales of o and down, and of their inputs, differ between
+shards, so their rounding errors differ but have the same magnitude. With independent rounding errors, the
+ratio would be the square root of 2."""
 SAME_SCALES = 0.25
-"""The same limit if all scales are equal on several ranks, so that only sums on the boundary between two e4m3
-values differ."""
+"""The same limit if all ranks use equal scales, so that only sums on the boundary between two e4m3 values
+differ."""
 NO_WORSE = 1.25
-"""Allowed distance from the unquantised model, in the same units."""
+"""Maximum distance from the unquantised model, in the same units."""
 
 
 def _quantised(folder: Path) -> list[Path]:
@@ -111,7 +111,7 @@ def test_several_ranks_compute_the_logits_of_one_and_detect_a_death(
 
     assert f"rank 0 of {size}" in result["lost"]
     assert "restart the whole replica" in result["lost"]
-    assert result["seconds"] < 30  # the rank was notified, and did not wait for the group's timeout of 60 s
+    assert result["seconds"] < 30  # the rank was notified: the group's timeout is 60 s
 
 
 def test_one_rank_needs_no_group() -> None:
@@ -127,7 +127,7 @@ def test_one_rank_needs_no_group() -> None:
 
 def test_a_rank_that_does_not_find_the_others_times_out(tmp_path: Path) -> None:
     with pytest.raises(
-        RankLost, match=r"rank 0 of 2 did not find the others within 0\.5 s through .*rendezvous"
+        RankLost, match=r"rank 0 of 2 did not find the other ranks within 0\.5 s through .*rendezvous"
     ):
         join(2, 0, str(tmp_path / "rendezvous"), "gloo", timeout_seconds=0.5)
 

@@ -21,7 +21,7 @@ from tests.engine.model.driver import Driver, Sequence
 from tests.engine.test_build import SMALL
 
 fused = pytest.importorskip("kernels.triton.fused", exc_type=ImportError)
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="float32 products are the interpreter's")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="float32 linears need the interpreter")
 
 LAYERS, HIDDEN, INTERMEDIATE = 2, 192, 256
 SHAPE = {
@@ -53,7 +53,8 @@ PLANS = {
 @pytest.mark.parametrize(
     ("librarys", "norms"),
     [
-        # The first layer's qkv reads the embedding, and the output matrix reads selected rows.
+        # Two norms are always separate: the first layer's qkv reads the embedding, and the output matrix
+        # reads selected rows.
         ((), 2),
         (("o",), 2 + LAYERS),
         (("gate_up",), 2 + LAYERS),

@@ -78,7 +78,7 @@ def test_weights_and_blocks_are_exact(
     assert any(each.dtype == torch.float8_e4m3fn for each in held) == fp8
     assert predicted.weight_bytes == sum(each.nbytes for each in held)
     pools = decoder.allocate_kv(5)
-    # Copies and clears of blocks cover all tensors of the cache.
+    # `tensors()`, which copies and clears of blocks use, must list all tensors of the cache.
     assert predicted.kv_bytes == sum(each.nbytes for pool in pools for each in pool.tensors())
     assert (pools[0].keys.dtype == torch.float8_e4m3fn) == kv_fp8
     assert pools[0].keys.shape == decoder.kv_shape(5)
@@ -86,7 +86,7 @@ def test_weights_and_blocks_are_exact(
 
 
 def test_a_known_model_has_its_known_size(tmp_path: Path) -> None:
-    """Checks Llama 3.1 8B: 8,030,261,248 parameters; 128 KiB of bfloat16 KV per token."""
+    """Checks the sizes of Llama 3.1 8B: 8,030,261,248 parameters, and 128 KiB of bfloat16 KV per token."""
     big = {
         "hidden_size": 4096,
         "num_hidden_layers": 32,
@@ -101,5 +101,6 @@ def test_a_known_model_has_its_known_size(tmp_path: Path) -> None:
     assert sizing.kv_bytes_per_block(config, "bfloat16", 1) == 64 * 128 * 1024
     assert sizing.kv_bytes_per_block(config, "bfloat16", 8) == 64 * 16 * 1024
     assert sizing.kv_bytes_per_block(config, "bfloat16", 16) == 64 * 16 * 1024
-    # One byte per element, and 4 bytes per token and head for each layer's key and value: 33/64 of bfloat16.
+    # Each element takes one byte, and each head of a token takes 4 bytes for a scale, in every layer's keys
+    # and values. That is 33/64 of bfloat16.
     assert sizing.kv_bytes_per_block(config, "fp8", 1) == 64 * 66 * 1024

@@ -1,5 +1,5 @@
-"""Tests that streamed data equals the contents of the files for all sizes, and that unreadable data is
-refused by name."""
+"""Tests that streamed data equals the contents of the files for all sizes, and that an error names data that
+cannot be read."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_a_file_whose_modification_time_is_unknown_is_refused(
 
 
 def test_all_readers_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each reader waits in its first piece until all readers have one."""
+    """Each reader waits in its first piece until all readers have started."""
     together = threading.Barrier(fetching.READERS)
     begun: set[int] = set()
     real = WeightFile.read
@@ -230,7 +230,7 @@ def test_a_file_that_was_shorter_when_it_was_opened_is_refused(
 
 
 def test_a_failing_disk_is_named_with_the_tensor(folder: Path) -> None:
-    # A real input/output error of the kernel: the first page of a process is never mapped.
+    # This is a real I/O error: the first page of a process's memory is never mapped.
     entry = replace(read_entries(folder)["matrix"], file=Path("/proc/self/mem"), offset=0)
     with pytest.raises(
         CheckpointError, match=r"/proc/self/mem: matrix cannot be read \(Input/output error\)"

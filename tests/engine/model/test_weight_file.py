@@ -1,4 +1,4 @@
-"""Tests that both ways of reading return the file's bytes, and that the right one is chosen."""
+"""Tests that both read methods return the file's bytes, and that the right method is chosen."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each successful read, whether it bypassed the page cache."""
+    """Record for each successful read whether it bypassed the page cache."""
     past: list[bool] = []
 
     def preadv(file: int, buffers: list[Any], offset: int, flags: int = 0) -> int:
@@ -89,7 +89,7 @@ def test_uncached_ranges_are_read_past_the_page_cache(
     # A single page may occasionally appear to be cached, because the disk delivers it before the kernel
     # checks.
     assert reads == [True] or (nbytes <= PAGE and reads == [False])
-    assert cached_pages(path) <= 2  # the pages that the probe loaded
+    assert cached_pages(path) <= 2  # only the pages that the probe loaded
 
 
 def test_cached_ranges_are_read_from_the_page_cache(path: Path, reads: list[bool]) -> None:
@@ -108,7 +108,7 @@ def test_shared_rows_are_read_through_the_page_cache(path: Path, reads: list[boo
 def test_probing_the_page_cache_does_not_make_a_file_look_cached(path: Path, reads: list[bool]) -> None:
     """Simulates repeated startups that do not load the file into the cache."""
     drop(path)
-    random.seed(1)  # pages with different contents
+    random.seed(1)  # fixes the choice of probed pages
     for _ in range(5):
         _read(path, 0, SIZE)
     assert reads == [True] * 5
@@ -141,7 +141,7 @@ def test_one_page_of_each_half_is_probed(
 
 
 def test_freshly_written_data_is_read(path: Path) -> None:
-    """The file is on disk, but its newly written end is not yet."""
+    """The beginning of the file is on disk, but its newly written end is not yet."""
     drop(path)
     with path.open("ab") as file:
         file.write(CONTENT[:5000])
@@ -191,7 +191,7 @@ def test_file_systems_without_direct_io_are_read_through_the_cache(
 
 @pytest.fixture
 def in_memory() -> Iterator[Path]:
-    """Return a file on a file system that is held in memory."""
+    """Return a file on an in-memory file system."""
     folder = Path("/dev/shm")
     if not os.access(folder, os.W_OK):
         pytest.skip("no /dev/shm")

@@ -23,7 +23,7 @@ TIE = 1e-4
 
 
 def padded(engine: LocalEngine) -> LocalEngine:
-    """Pad passes with prompts to 4, 80 or 96 tokens and to 5 or 8 results."""
+    """Make the engine pad passes with prompts to 4, 80 or 96 tokens and to 5 or 8 result rows."""
     padding = Padding([4, 80, 96], [5, 8])
     engine.runner.steps.tables = SlotTables(8, 4, VOCAB, engine.runner.device, padding)
     return engine
@@ -85,8 +85,7 @@ LENGTHS = [1, 2, 63, 64, 65, 95, 97, 130, 200]
 
 
 def test_greedy_tokens_are_those_of_a_full_pass(engine: LocalEngine) -> None:
-    """Runs prompts with lengths around block and chunk boundaries, all at once. There are more of them than
-    slots."""
+    """Runs more prompts than there are slots. Their lengths are around block and chunk boundaries."""
     prompts = [prompt_of(length) for length in LENGTHS]
     answers = engine.generate(prompts, SamplingParams(max_tokens=20))
     for prompt, [answer] in zip(prompts, answers, strict=True):
@@ -96,7 +95,7 @@ def test_greedy_tokens_are_those_of_a_full_pass(engine: LocalEngine) -> None:
 
 
 def test_samples_of_one_prompt_share_blocks_and_then_diverge(engine: LocalEngine) -> None:
-    """With n > 1, copy-on-write must copy the real values."""
+    """With n > 1, samples diverge after copy-on-write, which must copy the actual keys and values."""
     params = SamplingParams(max_tokens=40, temperature=0.9, seed=77)
     for length in (5, 64, 100):
         [samples] = engine.generate([prompt_of(length, seed=1)], params, n=4)
@@ -166,7 +165,7 @@ def test_stop_tokens_are_suppressed_until_min_tokens(engine: LocalEngine) -> Non
     prompt = prompt_of(10, seed=5)
     [[free]] = engine.generate([prompt], SamplingParams(max_tokens=12))
     stop = (free.token_ids[2],)
-    assert stop[0] not in free.token_ids[:2], "choose another prompt"
+    assert stop[0] not in free.token_ids[:2], "the stop token occurs too early: choose another prompt"
     [[early]] = engine.generate([prompt], SamplingParams(max_tokens=12, stop_token_ids=stop))
     assert (
         early.finish_reason == "stop"
@@ -214,8 +213,8 @@ def test_several_ranks_sample_the_same_tokens_as_one_rank(folder: Path, size: in
     chunks = [Chunk(i, 0, tokens, [i], 2, None) for i, tokens in enumerate(prompts)]
     plans = [StepPlan(1, setups, blocks, [], [], chunks)]
     plans += [StepPlan(step, [], [], [], [0, 1, 2], []) for step in range(2, 10)]
-    # A prompt without prompt logprobs, in two steps with decodes: the last layer computes only the rows whose
-    # logits are needed.
+    # This prompt has no prompt logprobs and runs in two steps with decodes, so the last layer computes only
+    # the rows whose logits are needed.
     late = prompt_of(70, seed=10)
     setup, table = SlotSetup(3, params[1], 0, len(late), late), [(3, index, 9 + index) for index in range(2)]
     plans.append(StepPlan(10, [setup], table, [], [2, 0, 1], [Chunk(3, 0, late[:40], [])]))
@@ -315,8 +314,8 @@ def test_only_allowed_tokens_are_sampled(engine: LocalEngine) -> None:
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_bad_word_is_banned_in_steps_launched_before_tokens_are_read(folder: Path, overlap: bool) -> None:
-    """Every three consecutive tokens of an answer are banned in later answers. Those must contain none of the
-    banned sequences, but do contain the beginnings of some."""
+    """Every three consecutive tokens of an answer are banned in later answers. Later answers must contain no
+    banned sequence, but they do contain the beginnings of some."""
     engine = LocalEngine(spec_of(folder, overlap=overlap))
     prompt, seed = prompt_of(70, seed=4), 0
     words: set[tuple[int, ...]] = set()

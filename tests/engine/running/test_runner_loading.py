@@ -119,7 +119,7 @@ def test_an_invalid_spec_is_refused_with_field_and_value(
 
 def test_a_pool_larger_than_the_available_memory_is_refused_despite_overcommit(folder: Path) -> None:
     most = available_host_bytes()
-    per_block = 2 * 64 * 4  # one head dimension of one element per layer: the smallest possible block
+    per_block = 2 * 64 * 4  # the smallest possible block: keys and values of one float32 element per token
     with pytest.raises(PoolTooLarge, match="are available"):
         ModelRunner(spec_of(folder, kv_blocks=most // per_block), single(), quiet)
 
@@ -143,9 +143,9 @@ def test_head_dimensions_without_a_gpu_kernel_are_refused_before_loading_but_run
     assert not read
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs only without a GPU")
 def test_a_fallback_to_the_cpu_is_reported_and_an_explicit_gpu_request_fails(folder: Path) -> None:
-    with pytest.raises(DeviceError, match="needs 1 CUDA device, but 0"):
+    with pytest.raises(DeviceError, match="needs 1 CUDA device, but only 0"):
         ModelRunner(spec_of(folder, device="cuda"), single(), quiet)
     said: list[str] = []
     runner = ModelRunner(spec_of(folder, device="auto"), single(), lambda stage, fraction: said.append(stage))

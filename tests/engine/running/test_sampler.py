@@ -1,4 +1,4 @@
-"""Tests of the sampler: exact distributions, order of operations, independence of the batch, ranks, and log
+"""Tests of the sampler: exact distributions, order of operations, independence from the batch, ranks, and log
 probabilities. They also check that the kernels without sorting (interpreted if there is no GPU) sample the
 same tokens as torch."""
 
@@ -67,8 +67,8 @@ def staged(cases: Sequence[Case], vocab: int) -> tuple[SlotTables, SamplingBatch
 def sample(
     cases: Sequence[Case], logits: torch.Tensor, ranks: Ranks | None = None, ops: SamplingOps = reference
 ) -> SampledStep:
-    """Sample from `logits` [cases, vocabulary]. With several ranks, each takes its columns, and the last is
-    padded."""
+    """Sample from `logits` [cases, vocabulary]. With several ranks, each rank gets its columns, and the last
+    rank's are padded."""
     vocab = logits.shape[1]
     tables, batch = staged(cases, vocab)
     ranks = ranks or single()
@@ -136,7 +136,7 @@ def oracle(case: Case, logits: torch.Tensor) -> torch.Tensor:
 
 
 def bitmap(*token_ids: int) -> bytes:
-    """Return a bit map for `SamplingParams.allowed_tokens`."""
+    """Return the tokens as a bit map for `SamplingParams.allowed_tokens`."""
     return sum(1 << token for token in set(token_ids)).to_bytes(max(token_ids) // 8 + 1, "little")
 
 
@@ -291,7 +291,7 @@ def test_a_rank_without_a_token_of_the_vocabulary_samples_with_the_others() -> N
     cases = [Case(SamplingParams(max_tokens=4, temperature=t, logprobs=2)) for t in (0.0, 1.0)]
     logits = random_logits(len(cases), 5)
     alone = sample(cases, logits.clone())
-    # number of columns with real tokens: 2, 2, 1 and 0
+    # The four ranks have 2, 2, 1 and 0 columns with real tokens.
     for mine in on_ranks(4, lambda rank: sample(cases, logits, rank)):
         assert torch.equal(mine.token_ids, alone.token_ids)
         assert mine.logprobs is not None and alone.logprobs is not None
@@ -333,8 +333,8 @@ def test_kernels_on_several_ranks_sample_the_same_tokens_as_torch_on_one(
 def test_a_variant_also_serves_slots_of_cheaper_variants_and_skips_padding(
     variant: Variant, backend: str
 ) -> None:
-    """A graph uses one variant for the whole batch. That variant must sample the same tokens for slots of
-    cheaper variants."""
+    """A graph uses one variant for the whole batch. That variant must sample the same tokens as the cheaper
+    variants that some slots need."""
     params = [
         SamplingParams(max_tokens=9),
         SamplingParams(max_tokens=9, temperature=0.8, seed=3),
@@ -354,7 +354,7 @@ def test_a_variant_also_serves_slots_of_cheaper_variants_and_skips_padding(
 
 
 def test_the_engine_and_the_kernels_define_the_same_bad_token() -> None:
-    # The message structs must not load torch, so each side defines the constant.
+    # The message structs must not import torch, so each side defines the constant.
     assert seam.BAD_TOKEN == BAD_TOKEN
 
 
@@ -415,7 +415,7 @@ def test_non_finite_logits_affect_only_their_own_slot(size: int) -> None:
 
 
 def test_a_slot_without_a_sampled_token_feeds_a_valid_token() -> None:
-    """The next step is launched before the host reads BAD_TOKEN, so the token that it feeds must be valid."""
+    """The next step is launched before the host reads BAD_TOKEN, so the step needs a valid input token."""
     case = Case(SamplingParams(max_tokens=1))
     tables, batch = staged([case], 8)
     Sampler(single(), CPU, reference, vocab_size=8).sample(torch.full((1, 8), math.nan), batch, tables)

@@ -246,7 +246,7 @@ def test_a_shared_setup_gives_forks_the_same_tables_as_separate_setups(which: in
     other = SlotSetup(2, PARAMS[3], 0, 1, [8])
     together, apart = SlotTables(8, 2, VOCAB, CPU), SlotTables(8, 2, VOCAB, CPU)
     for tables in (together, apart):
-        # Slots with penalty counts and a length left by earlier sequences.
+        # Give the slots penalty counts and a length, as earlier sequences would leave them.
         tables.apply(plan_of([SlotSetup(n, PARAMS[4], 0, 1, [n]) for n in range(8)]))
         tables._lengths_host[:] = 5
     recent = output if PARAMS[which].bad_words else []
@@ -272,8 +272,8 @@ def test_a_shared_setup_gives_forks_the_same_tables_as_separate_setups(which: in
 
 
 def test_a_setup_is_uploaded_once_for_all_of_its_forks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One upload of history, bias, stop tokens, allowed tokens and bad words serves all forks. A fork whose
-    slot gets a new sequence leaves the others unchanged."""
+    """One upload of history, bias, stop tokens, allowed tokens and bad words serves all forks. Setting up a
+    new sequence in one fork's slot leaves the other forks unchanged."""
     sent: list[list[float]] = []
 
     def noted(array: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -289,8 +289,8 @@ def test_a_setup_is_uploaded_once_for_all_of_its_forks(monkeypatch: pytest.Monke
     allowed, prefixes = [0, 3, 0, 0, 0, 0, 0], [*[-1] * 30, 6, *[-1] * 31]
     once = [[4, 9], [1.5, -2.0], [7, 8], [3, 5, 3], allowed, prefixes, [5, 4]]
     assert sorted(map(sent.count, once)) == [1] * 7
-    # The other uploads: two for the scalars of all slots, and for the slots with bad words their words and
-    # recent tokens.
+    # The other four uploads are two for the scalars of all slots, one for the bad words of the slots that
+    # have any, and one for those slots' recent tokens.
     assert len(sent) == len(once) + 4
     tables.set_up([SlotSetup(1, PARAMS[0], 0, 3, [])])
     processors = tables.metadata([4, 1, 6], lengths).processors
@@ -337,7 +337,7 @@ def test_sampling_metadata_is_cached_while_slots_and_parameters_stay_the_same() 
 
 
 def test_top_k_is_stored_as_zero_if_it_is_off() -> None:
-    """For the kernels zero means off; a k of the whole vocabulary or more is stored as zero too."""
+    """For the kernels, zero means off. A k of the vocabulary size or more is also stored as zero."""
     tables = SlotTables(4, 2, VOCAB, CPU)
     ks = [0, 7, VOCAB, -1]
     setups = [SlotSetup(n, SamplingParams(max_tokens=1, top_k=k), 0, 1, []) for n, k in enumerate(ks)]

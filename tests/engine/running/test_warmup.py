@@ -34,7 +34,7 @@ def test_many_rows_are_padded_in_steps_of_an_eighth_at_most() -> None:
 
 
 class RecordingOps:
-    """Forwards operations, and records the numbers of rows of each linear and of each attention."""
+    """Forwards operations, and records the number of rows of each linear and of each attention."""
 
     def __init__(self, ops: Any) -> None:
         self._ops = ops
@@ -86,8 +86,8 @@ def test_every_linear_and_every_attention_is_run_for_every_number_of_rows(folder
     # The last layer computes only a few rows of passes with prompts.
     for linear in (last.attention.o, last.mlp.gate_up, last.mlp.down):
         assert set(ops.rows[id(linear.weight)]) == few
-    # The largest number of prompt tokens scored at once. It runs first, so that later passes find enough
-    # memory.
+    # The largest size is the maximum number of prompt tokens scored in one pass. It runs first, so that later
+    # passes find enough memory.
     logits = ops.rows[id(decoder.head)]
     assert logits == sorted({*few, *gemm_sizes(128)}, reverse=True)
     passes = set(ops.attended)

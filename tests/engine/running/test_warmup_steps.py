@@ -1,4 +1,4 @@
-"""Tests that any model can run the warm-up steps with any budget, that they take as much memory as any step,
+"""Tests that any model can run the warm-up steps with any budget, that they use as much memory as any step,
 and that they cover every kind of step."""
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def test_steps_of_every_kind_are_run_with_every_way_to_sample(runner: ModelRunne
     "sizes", [(1, 1), (1, 2), (2, 2), (3, 4), (8, 8), (8, 9), (64, 64), (64, 2048)], ids=str
 )
 def test_no_warm_up_step_exceeds_the_token_budget(sizes: tuple[int, int]) -> None:
-    """A larger step could not be padded to any captured size."""
+    """A larger step would exceed every captured size."""
     max_num_seqs, max_num_batched_tokens = sizes
     for plan in every_kind(256, *sizes) + largest_steps(256, *sizes):
         assert (

@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 from engine.device_tables import SlotTables
+from engine.garbage import settle_garbage
 from engine.messages import BLOCK_TOKENS, SamplingParams, Submit
 from engine.plan import StepPlan, StepTokens
 from engine.scheduling.scheduler import Scheduler
@@ -33,7 +34,7 @@ class StepCost:
     apply_ms: float
     collect_ms: float
     entries: int
-    """Number of blocks and slots in the changes to the plan's block tables."""
+    """Number of blocks and slots in the plan's changes to the block tables."""
     plan_bytes: int
 
     @property
@@ -100,6 +101,9 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--slots", type=int, default=256)
     options = parser.parse_args()
+    # Run a small submission first, as a replica does before its first request.
+    measure(prompt=100, samples=2, slots=4)
+    settle_garbage()
     intake_ms, costs = measure(prompt=options.prompt, samples=options.samples, slots=options.slots)
     print(f"intake {intake_ms:.2f} ms; {len(costs)} steps; the most expensive ones:")
     for cost in sorted(costs, key=lambda cost: -cost.host_ms)[:5]:

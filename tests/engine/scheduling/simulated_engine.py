@@ -74,7 +74,7 @@ class SimulatedEngine:
             if not self.core.has_work:
                 return
             self.step()
-        raise AssertionError("the engine did not finish within the limit of turns")
+        raise AssertionError("the engine did not finish within the step limit")
 
     def told(self, submit: Submit, sample: int = 0) -> tuple[list[int], str]:
         """Return the tokens and the finish reason of a sample, as sent to its front."""

@@ -2,9 +2,9 @@
 
 The runner's state is built only from plans. An entry of the simulated KV cache holds a token and a digest of
 the preceding prefix, because real keys and values depend on all earlier tokens. Each read goes through the
-slot's block table and raises if the entry was computed for a different prefix. This detects wrong block
-tables, blocks that are reused too early, missing copies and gaps, because a sampled token depends on
-everything that a real one depends on.
+slot's block table and raises if the entry was computed for a different prefix. A simulated token thus depends
+on everything that a real token depends on. The simulation therefore detects wrong block tables, blocks that
+are reused too early, missing copies and gaps.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests of the final counts and of credit."""
+"""Tests of the final counts of submissions, and of credit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the block pool and its prefix cache, with one claim per test and with random operations."""
+"""Tests of single rules of the block pool and its prefix cache, and tests with random operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that invalid submissions and sizes are refused by name."""
+"""Tests that invalid submissions and sizes are refused, and that the error names the value."""
 
 from __future__ import annotations
 
@@ -120,8 +120,7 @@ def test_blocks_written_by_a_step_in_flight_are_zeroed_when_reallocated(overlap:
     engine.scheduler.cancel(FRONT, cancelled.handle)
     engine.submit(400, max_tokens=1)
     plans = [engine.step() for _ in range(4)]
-    # The 100 tokens of the cancelled prompt need zeroing. The sequence that ended normally leaves nothing to
-    # zero.
+    # The cancelled prompt's 100 tokens need zeroing. The sequence that ended normally needs none.
     assert [len(plan.clears) for plan in plans if plan] == [cleared, 0, 0, 0]
     engine.drain()
 

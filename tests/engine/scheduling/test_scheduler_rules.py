@@ -1,4 +1,4 @@
-"""Tests of the scheduler's rules, one claim per test: order, preemption, and samples of one prompt."""
+"""Tests of single rules of the scheduler: order, preemption, and samples of one prompt."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_admission_keeps_the_watermark_of_free_blocks_while_sequences_run() -> N
     engine.step()
     engine.submit(3 * BLOCK_TOKENS, max_tokens=2)
     assert engine.step() is not None
-    assert engine.scheduler.pool.available == 3, "without the watermark it would fit"
+    assert engine.scheduler.pool.available == 3, "the prompt would fit without the watermark"
     assert (engine.scheduler.running, engine.scheduler.waiting) == (1, 1)
     engine.drain()
     assert [ledger.finish_reason for ledger in engine.finished] == [["length"], ["length"]]

@@ -75,9 +75,9 @@ def test_prompts_of_a_class_are_left_out_once_for_each_better_level_in_a_row() -
     engine.submit(10, max_tokens=1, priority=2)
     assert computed(engine.step()) == [10]
     engine.submit(11, max_tokens=1, priority=1)
-    assert computed(engine.step()) == [11], "a better level leaves out the long prompt once more"
+    assert computed(engine.step()) == [11], "a higher priority leaves out the long prompt again"
     engine.submit(12, max_tokens=1, priority=2)
-    assert computed(engine.step()) == [12, 52], "a worse level does not"
+    assert computed(engine.step()) == [12, 52], "a lower priority does not leave it out"
     engine.drain()
 
 
@@ -91,7 +91,9 @@ def test_samples_of_one_submission_leave_the_reserved_slots_free(overlap: bool) 
     narrow = engine.submit(10, max_tokens=4, urgency=2)
     before = len(engine.runner.plans)
     engine.step()
-    assert [setup.slot for setup in engine.runner.plans[before].setups], "it starts in the next step"
+    assert [setup.slot for setup in engine.runner.plans[before].setups], (
+        "the submission starts in the next step"
+    )
     engine.drain()
     for submit in (wide, narrow):
         engine.expect_alone(submit)
@@ -119,7 +121,7 @@ def test_a_better_level_preempts_worse_ones_for_blocks(
     before = len(engine.runner.plans)
     engine.step()
     assert engine.scheduler.accounting.totals.preemptions == 1
-    assert started(engine, submit) == before + 1, "it starts in the next step"
+    assert started(engine, submit) == before + 1, "the submission starts in the next step"
     engine.drain()
 
 
@@ -145,7 +147,7 @@ def test_real_time_preempts_the_youngest_background_sequences_for_slots(overlap:
     before = len(engine.runner.plans)
     engine.step()
     plan = engine.runner.plans[before]
-    assert len(plan.setups) == 2, "both start in the next step"
+    assert len(plan.setups) == 2, "both submissions start in the next step"
     engine.drain()
     preempted = {ledger.request_id: ledger.preemptions for ledger in engine.finished}
     assert [preempted[submit.request_id] for submit in background] == [0, 1, 1]
@@ -177,7 +179,7 @@ def test_real_time_preempts_background_for_blocks_only_if_that_frees_enough(over
     interactive = engine.submit(2 * BLOCK_TOKENS - 10, max_tokens=40, priority=0)
     while len({output.handle for output in engine.outputs}) < 3:
         engine.step()
-    # Even without the background sequences, five blocks would not be free.
+    # Even without the background sequences, there would not be five free blocks.
     too_large = engine.submit(7 * BLOCK_TOKENS - 10, max_tokens=2, priority=0)
     engine.step()
     assert engine.scheduler.accounting.totals.preemptions == 0
@@ -188,6 +190,22 @@ def test_real_time_preempts_background_for_blocks_only_if_that_frees_enough(over
     assert [preempted[submit.request_id] for submit in background] == [0, 1]
     assert preempted[interactive.request_id] == 0
     engine.expect_alone(fits)
+
+
+def test_blocks_that_samples_share_count_once_among_those_that_preemption_would_free() -> None:
+    engine = SimulatedEngine(blocks=10, max_num_seqs=4, overlap=False)
+    interactive = engine.submit(4 * BLOCK_TOKENS - 45, max_tokens=40, priority=0)
+    background = engine.submit(3 * BLOCK_TOKENS - 40, max_tokens=30, n=2, priority=3)
+    while len(engine.outputs) < 6:
+        engine.step()
+    # The two samples hold four blocks: two shared blocks and one each. The watermark reserves one of the two
+    # free blocks. Preemption could therefore not free enough for seven blocks.
+    assert engine.scheduler.pool.available == 2
+    large = engine.submit(7 * BLOCK_TOKENS - 10, max_tokens=2, priority=0)
+    engine.drain()
+    assert not any(ledger.preemptions for ledger in engine.finished)
+    for submit in (interactive, background, large):
+        engine.expect_alone(submit)
 
 
 def test_an_urgent_prompts_step_leaves_out_other_prompts_but_never_twice_in_a_row() -> None:

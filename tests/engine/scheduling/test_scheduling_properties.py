@@ -1,6 +1,6 @@
 """Property tests of the scheduler, block pool and step loop under random traffic. Invariants hold after every
-step, every sample ends exactly once with the tokens that it gets when it runs alone, and all credit is
-returned."""
+step, all credit is returned, and every sample ends exactly once with the tokens that it would get if it ran
+alone."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ class Traffic(RuleBasedStateMachine):
             spare_slots=min(ask.spare, self.initial[0] - 1),
         )
         if ask.resumed and ask.n == 1 and prompt:
-            # As after the death of a replica, the resubmitted sample continues after its emitted tokens.
+            # Resubmit the sample with its emitted tokens, as a front does after the death of a replica.
             emitted = alone(submit, submit.first_sample, self.max_model_len).tokens[: ask.resumed]
             if not (STOP in emitted and ask.stops and not ask.ignore_eos):
                 submit = msgspec.structs.replace(submit, output_token_ids=emitted)
@@ -232,7 +232,7 @@ class Traffic(RuleBasedStateMachine):
 
     def take(self, front: str, output: Output) -> None:
         told = self.told[front, output.handle, output.sample]
-        assert not told.finish_reason, f"an output after the last one, {told.finish_reason}: {output}"
+        assert not told.finish_reason, f"output after the end ({told.finish_reason}): {output}"
         told.outputs += 1
         told.tokens += output.token_ids
         told.finish_reason = output.finish_reason
@@ -269,7 +269,7 @@ class Traffic(RuleBasedStateMachine):
         salt_of_block: dict[int, str] = {}
         for submission in self.scheduler.accounting.all_open():
             for sequence in submission.sequences:
-                for block in sequence.table:
+                for block in map(sequence.block, range(sequence.block_count)):
                     salt = submission.submit.cache_salt
                     assert salt_of_block.setdefault(block, salt) == salt, "two salts share a block"
 
@@ -288,7 +288,7 @@ class Traffic(RuleBasedStateMachine):
             if not self.core.has_work:
                 break
             self.step()
-        assert not self.core.has_work, "the engine did not finish within the limit of turns"
+        assert not self.core.has_work, "the engine did not finish within the step limit"
         gauges = self.core.gauges()
         assert (gauges.running, gauges.waiting, gauges.blocks_used) == (0, 0, 0)
         assert gauges.credit_seqs - self.spent_rows == self.initial[0]
@@ -315,8 +315,8 @@ TestTraffic.settings = examples(
 
 @pytest.mark.parametrize("seed", range(60))
 def test_in_heavy_traffic_every_sample_ends_once_with_the_tokens_that_it_gets_alone(seed: int) -> None:
-    # Traffic that is denser than what hypothesis generates: most of it preempts, forks and hits the prefix
-    # cache.
+    # This traffic is denser than what hypothesis generates, so preemptions, forks and prefix-cache hits are
+    # frequent.
     draw = random.Random(seed)
     traffic = Traffic()
     traffic.start(

@@ -131,7 +131,7 @@ def test_a_cancel_ends_only_the_given_sample_or_submission_at_any_time(
         engine.step()
     engine.scheduler.cancel(FRONT, submit.handle, sample)
     if sample is None:
-        assert engine.scheduler.pool.used <= 1, "a cancelled submission's blocks are free at once"
+        assert engine.scheduler.pool.used <= 1, "a cancelled submission's blocks are free immediately"
     engine.drain()
     engine.expect_alone(other)
     for index in range(3):

@@ -1,4 +1,4 @@
-"""Tests of setups in plans: forks share one setup, and the setups of a step are bounded."""
+"""Tests of the slot setups in plans: forks share one setup, and the number of setups per step is bounded."""
 
 from __future__ import annotations
 

@@ -73,23 +73,24 @@ def test_ended_sequences_are_freed_by_reference_counting(overlap: bool) -> None:
 
 
 def test_idle_time_counts_only_if_a_sequence_was_waiting() -> None:
-    """Before a step that has only new sequences, the engine may have been idle for hours."""
+    """Before a step with only new sequences, the engine may have been idle for hours. That time does not
+    count."""
     engine = SimulatedEngine(overlap=False)
     engine.submit(40, max_tokens=1)
     assert not engine.waited_for(), "no sequence was waiting before the first step"
     engine.submit(40, max_tokens=2)
     assert not engine.waited_for(), "the sequence arrived after the previous step was planned"
-    assert engine.waited_for(), "it decodes"
+    assert engine.waited_for(), "the sequence is decoding"
     engine.submit(600 - 100, max_tokens=1)
     assert not engine.waited_for()
-    assert engine.waited_for(), "a sequence waits for the rest of its prompt"
+    assert engine.waited_for(), "a sequence is waiting for the rest of its prompt"
     for _ in range(6):
         engine.submit(250, max_tokens=1)
     assert not engine.waited_for()
-    assert engine.waited_for(), "sequences wait that did not fit into the previous step"
+    assert engine.waited_for(), "sequences that did not fit into the previous step are waiting"
     engine.drain()
     waiting = [engine.submit(250, max_tokens=1) for _ in range(2)]
     assert not engine.waited_for()
     engine.scheduler.cancel(FRONT, waiting[1].handle)
     engine.submit(40, max_tokens=1)
-    assert not engine.waited_for(), "no sequence is waiting any more"
+    assert not engine.waited_for(), "no sequence is waiting"

@@ -22,8 +22,8 @@ class Clock:
 
 
 class Device(SimulatedRunner):
-    """A step that starts with its first kernel or when the previous step ends, whichever is later, and then
-    takes `STEP_S`."""
+    """A device whose step starts with the step's first kernel or at the end of the previous step, whichever
+    is later, and takes `STEP_S`."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(4, 64)
@@ -47,8 +47,8 @@ class Device(SimulatedRunner):
 def test_a_step_of_an_idle_engine_is_timed_from_the_start_of_its_launch(
     overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step that starts while another one runs is timed from the end of the other step, so that the times
-    add up to the device's working time."""
+    """A step launched while another step runs is timed from the end of that step, so that the times add up to
+    the device's busy time."""
     clock = Clock()
     monkeypatch.setattr(core, "time", SimpleNamespace(perf_counter=clock.perf_counter))
     engine = SimulatedEngine(overlap=overlap, runner=Device(clock))

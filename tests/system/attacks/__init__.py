@@ -1,1 +1,1 @@
-"""Attacks on a running service, with one file per class of defect."""
+"""Tests of attacks on a running service. Each file covers one class of defect."""

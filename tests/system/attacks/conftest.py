@@ -36,19 +36,19 @@ class Target(NamedTuple):
         return f"Authorization: Bearer {self.key}"
 
     def doctor(self) -> list[str]:
-        """Return the texts of all findings of the doctor."""
+        """Return the texts of all of the doctor's findings."""
         return [finding.text for finding in findings(self.running)]
 
     def answers_local_users(self) -> bool:
-        """Return whether a request on the Unix socket is answered."""
+        """Return whether the service answers a request on the Unix socket."""
         with self.running.http() as client:
             return client.get("/v1/models").status_code == 200
 
 
 @contextmanager
 def target(folder: Path, limits: str = "", fronts: int = 1, flags: Sequence[str] = ()) -> Iterator[Target]:
-    """Start a service with TCP and metrics, with these lines in the [limits] table of its settings, and with
-    these options of `appliance serve`."""
+    """Start a service with TCP and metrics. `limits` are lines for the [limits] table of its settings, and
+    `flags` are options of `appliance serve`."""
     settings = folder / "appliance.toml"
     settings.write_text(
         f'listen = "127.0.0.1:{free_port()}"\nfronts = {fronts}\n[metrics]\n'
@@ -61,6 +61,6 @@ def target(folder: Path, limits: str = "", fronts: int = 1, flags: Sequence[str]
 
 @pytest.fixture(scope="session")
 def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
-    """Start a service with the default limits, shared by tests in all files."""
+    """Start a service with the default limits for the tests in all files."""
     with target(tmp_path_factory.mktemp("attacked"), fronts=2) as made:
         yield made

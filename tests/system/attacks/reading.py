@@ -1,4 +1,4 @@
-"""Helpers that read what `status` and `doctor` report about a service in trouble."""
+"""Helpers that read the reports of `status` and `doctor` about a service with problems."""
 
 from __future__ import annotations
 
@@ -47,12 +47,13 @@ def no_problem(running: Service, timeout_s: float = 60) -> None:
 
 
 def doctor(running: Service, *levels: str) -> list[str]:
-    """Return the doctor's findings of these levels with their remedies; without levels, its problems."""
+    """Return the doctor's findings of these levels with their remedies. Without levels, return its
+    problems."""
     found = findings(running)
     return [f"{one.text} → {one.remedy}" for one in found if one.level in (levels or ("problem",))]
 
 
 def findings(running: Service) -> list[Finding]:
-    """Return all findings of `appliance doctor`, without starting a process for it."""
+    """Return all findings of `appliance doctor` without starting a process."""
     settings = load_settings(Flags(run_dir=str(running.run_dir), state_dir=str(running.state_dir)))
     return examine(running.run_dir, running.state_dir, settings).findings

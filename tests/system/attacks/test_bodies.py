@@ -1,5 +1,4 @@
-"""Tests of the memory that request bodies may take while they are received, per connection, tenant and
-front."""
+"""Tests of the memory limits for request bodies that are being received, per connection, tenant and front."""
 
 from __future__ import annotations
 
@@ -29,8 +28,8 @@ LIMIT = 8 * MEGABYTE
 
 @pytest.fixture(scope="module")
 def bounded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
-    """Start a service with one front, on which the unfinished bodies of a tenant may take 16 MiB and those of
-    all tenants together 24 MiB."""
+    """Start a service with one front, on which unfinished bodies may use 16 MiB per tenant and 24 MiB in
+    total."""
     limits = (
         f"max_body_bytes = {LIMIT}\nmax_tenant_body_bytes = {2 * LIMIT}\nmax_front_body_bytes = {3 * LIMIT}\n"
     )
@@ -45,11 +44,12 @@ def head(length: int, *headers: str) -> bytes:
 
 @contextlib.contextmanager
 def unfinished(bounded: Target, count: int, *headers: str) -> Iterator[list[socket.socket]]:
-    """Yield uploads that lack their last byte."""
+    """Open uploads that lack only their last byte, and yield them."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(connect(bounded.tcp)) for _ in range(count)]
         for sock in sockets:
-            with contextlib.suppress(OSError):  # the upload may be refused before it has been sent
+            # The service may refuse the upload before it has been sent completely.
+            with contextlib.suppress(OSError):
                 sock.sendall(head(LIMIT, *headers) + b" " * (LIMIT - 1))
         yield sockets
 
@@ -59,7 +59,7 @@ def test_the_unfinished_bodies_of_a_tenant_are_bounded(bounded: Target) -> None:
     with unfinished(bounded, 30, bounded.authorization) as sockets:
         assert memory.growth() < 60 * MEGABYTE
         answers = [read_all(sock) for sock in sockets[2:]]
-        # Another tenant, the local user, can still send bodies, and its small body fits.
+        # The local user, which is another tenant, can still send bodies, because its small body fits.
         assert exchange(bounded.unix, post("/v1/chat/completions", chat(), "Connection: close")).startswith(
             b"HTTP/1.1 200 OK"
         )
@@ -72,7 +72,7 @@ def test_the_unfinished_bodies_of_a_tenant_are_bounded(bounded: Target) -> None:
     def problems() -> list[str]:
         return [problem["what"] for problem in bounded.running.status()["problems"]]
 
-    wanted = "the bodies under way take too much memory"
+    wanted = "the bodies of unfinished requests use too much memory"
     bounded.running.wait_until(
         lambda: any(wanted in what for what in problems()), 60, f"the problem: {wanted}"
     )
@@ -103,7 +103,7 @@ def test_a_body_in_chunks_counts_as_it_grows(bounded: Target) -> None:
         "Transfer-Encoding: chunked\r\n\r\n"
     ).encode()
     data = chunked + (b"10000\r\n" + b" " * 65536 + b"\r\n") * 127
-    # The first body leaves space for one of the other two.
+    # After the first body, there is memory for one of the other two.
     with unfinished(bounded, 1, bounded.authorization), contextlib.ExitStack() as stack:
         others = [stack.enter_context(connect(bounded.tcp)) for _ in range(2)]
         for sock in others:

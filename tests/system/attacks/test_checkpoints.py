@@ -1,4 +1,4 @@
-"""Tests that a checkpoint with unreadable files makes only its own model unusable."""
+"""Tests that a checkpoint with unreadable files makes only its own model unavailable."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.system.service import Service, service
 pytestmark = pytest.mark.system
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "surrogate": ({"chat_template": "\ud800"}, "lone surrogate"),
-    "deep": ({"bos_token": "\ud800"}, "its files cannot be read"),
+    "deep": ({"bos_token": "\ud800"}, "the model's files cannot be read"),
 }
-"""Content of `tokenizer_config.json`, and the cause that is reported for it."""
+"""For each defect: the content of `tokenizer_config.json`, and the reported cause."""
 
 
 def has_started(running: Service) -> bool:
-    """Return whether the service answers operators."""
+    """Return whether the service answers requests on its admin socket."""
     try:
         return bool(running.status())
     except ServiceNotRunningError:
@@ -47,7 +47,7 @@ def test_models_with_bad_files_are_reported_and_the_others_go_on(
         shutil.copytree(demo_model_folder(), tmp_path / name)
         (tmp_path / name / "tokenizer_config.json").write_text(json.dumps(json.loads(good) | change))
         flags += ["--model", f"{name}={tmp_path / name}"]
-    # The service as a whole does not become ready, because some of its models cannot be used.
+    # The service as a whole never becomes ready, because some of its models cannot be served.
     monkeypatch.setattr(Service, "ready", has_started)
     with service(*flags, "--fronts", "1") as running:
         for name, (_, cause) in BROKEN.items():
@@ -58,7 +58,7 @@ def test_models_with_bad_files_are_reported_and_the_others_go_on(
         for name, (_, cause) in BROKEN.items():
             code, text = status_of(running, name)
             assert code == 503 and cause in text, text
-        # Later configurations are still applied: the repaired models are served.
+        # The front still applies later configurations, so it serves the repaired models.
         for name in BROKEN:
             (tmp_path / name / "tokenizer_config.json").write_text(good)
         no_problem(running, 120)

@@ -1,7 +1,7 @@
-"""Tests that no command sends anything to, or shows anything from, another user's directory in /tmp or
-another user's process behind a socket.
+"""Tests that no command sends or shows data if another user owns the directory in /tmp or the process behind
+a socket.
 
-The commands run as one unprivileged user and the attacker as another; only root can start both.
+The commands run as one unprivileged user and the attacker as another. Only root can start both.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from store.writer import Writer
 
 pytestmark = [
     pytest.mark.system,
-    pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to run as several users"),
+    pytest.mark.skipif(os.geteuid() != 0, reason="needs root to run as several users"),
 ]
 
 CALLER, ATTACKER = 54_321, 54_322
@@ -107,8 +107,8 @@ while True:
 
 
 class Commands:
-    """Runs commands as `CALLER`, without a terminal. One process imports everything that commands need; each
-    call forks it to run its commands."""
+    """Runs commands as `CALLER`, without a terminal. One process imports everything that the commands need.
+    Each call forks that process to run its commands."""
 
     def __init__(self) -> None:
         kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
@@ -121,7 +121,8 @@ class Commands:
         )
 
     def __call__(self, folder: Path, *each: tuple[str, ...], **environ: str) -> list[Any]:
-        """Run commands with the folder as their home. Returns [exit code, output, errors] for each."""
+        """Run commands with the folder as their home directory. Return [exit code, output, errors] for
+        each."""
         assert self._process.stdin is not None and self._process.stdout is not None
         home = {name: str(folder) for name in ("HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME")}
         self._process.stdin.write(json.dumps([home | environ, each]) + "\n")
@@ -155,7 +156,7 @@ class Listener:
         assert self._process.stdout.readline() == b"\n"
 
     def stop(self) -> bytes:
-        """End the process and return what it received."""
+        """End the process and return the data that it received."""
         self._process.send_signal(signal.SIGKILL)
         received, _ = self._process.communicate()
         return received
@@ -163,7 +164,7 @@ class Listener:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """Yield a folder in /tmp that every user can enter."""
+    """Yield a folder in /tmp that every user can access."""
     path = Path(tempfile.mkdtemp(prefix="attack-", dir="/tmp"))
     path.chmod(0o755)
     yield path
@@ -172,10 +173,10 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture
 def trap() -> Iterator[Path]:
-    """Yield the run directory in /tmp that the caller's commands look for, created by the attacker, with a
-    lock file that names a forged request log."""
+    """As the attacker, create the run directory in /tmp in which the caller's commands look for the service.
+    Its lock file names a forged request log."""
     path = Path(f"/tmp/appliance-{CALLER}")
-    shutil.rmtree(path, ignore_errors=True)  # left over from a run that was killed
+    shutil.rmtree(path, ignore_errors=True)  # a killed test run may have left it behind
     path.mkdir()
     try:
         forge_run_dir(path, path / "state")
@@ -185,7 +186,7 @@ def trap() -> Iterator[Path]:
 
 
 def forge_run_dir(path: Path, state: Path) -> None:
-    """Create `path` as the attacker, with a lock file that names a state directory with a request log."""
+    """As the attacker, create `path` with a lock file that names a state directory with a request log."""
     state.mkdir()
     writer = Writer(state / "history.db", HISTORY, synchronous="NORMAL")
     writer.start()
@@ -226,12 +227,12 @@ def test_the_owner_of_a_directory_is_trusted_by_name_only(
 ) -> None:
     listener = Listener(trap / "admin.sock")
     (outcome,) = commands(folder, ("status",), APPLIANCE_SERVICE_USER=str(ATTACKER))
-    assert outcome[0] == 1 and "did not answer" in outcome[2]
+    assert outcome[0] == 1 and "did not respond" in outcome[2]
     assert SECRET.encode() in listener.stop()
 
 
 def test_another_users_process_behind_a_socket_of_ours_gets_nothing(commands: Commands, folder: Path) -> None:
-    """This happens if a socket was passed on, or moved by a user who once had write access to the
+    """This can happen if a socket was passed on, or was moved by a user who once had write access to the
     directory."""
     run, elsewhere = folder / "run", folder / "elsewhere"
     for path, uid in ((run, CALLER), (elsewhere, ATTACKER)):
@@ -258,7 +259,7 @@ def test_a_directory_that_others_can_change_is_refused(commands: Commands, folde
         run = folder / "link"
     else:
         run.chmod(0o775 if how == "group" else 0o757)
-    expected = "is a symbolic link" if how == "link" else "can be written by other users"
+    expected = "is a symbolic link" if how == "link" else "is writable by other users"
     few = (("status",), ("chat", "a secret prompt"), ("requests",))
     for code, out, err in commands(folder, *[(*words, "--run-dir", str(run)) for words in few]):
         assert code == 1 and expected in err + out
@@ -276,7 +277,7 @@ def test_a_database_of_another_user_is_not_read(commands: Commands, folder: Path
 
 
 def test_a_directory_that_root_gave_to_the_services_user_is_trusted(commands: Commands, folder: Path) -> None:
-    """systemd does this with /run/appliance: the service and the operator are different users."""
+    """systemd does this with /run/appliance, so the service and the operator are different users."""
     place = Path(tempfile.mkdtemp(prefix="appl-", dir="/run"))
     place.chmod(0o755)
     run = place / "run"
@@ -288,7 +289,7 @@ def test_a_directory_that_root_gave_to_the_services_user_is_trusted(commands: Co
             folder, ("status", "--run-dir", str(run)), ("requests", "--run-dir", str(run))
         )
         assert SECRET.encode() in listener.stop()
-        assert "did not answer" in status[2], status
+        assert "did not respond" in status[2], status
         assert requests[0] == 0 and "req-forged" in requests[1], requests
     finally:
         shutil.rmtree(place)

@@ -1,5 +1,5 @@
-"""Tests of many connections, and of many requests on one connection: the attacker's are limited, and other
-clients keep theirs."""
+"""Tests of many connections, and of many requests on one connection. The attacker is limited, and other
+clients keep their connections."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from tests.system.attacks.wire import (
 pytestmark = pytest.mark.system
 GET = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
 MAX_GROWTH = 60 * MEGABYTE
-"""Maximum growth of a process in bytes. Before there were limits, each of these floods made a process grow by
-more than 150 MB."""
+"""Maximum growth of a process in bytes. Before connections were limited, each of these floods made a process
+grow by more than 150 MB."""
 
 
 @contextmanager
 def slowest_answer(attacked: Target) -> Iterator[Callable[[], float]]:
-    """Send requests on the Unix socket repeatedly. Yields a function that returns the longest time an answer
-    took, in seconds."""
+    """Send requests on the Unix socket repeatedly. Yield a function that returns the longest response time in
+    seconds."""
     slowest, ended = [0.0], threading.Event()
 
     def ask() -> None:
@@ -136,7 +136,7 @@ def test_wrong_keys_leave_one_line_and_are_visible(attacked: Target) -> None:
         assert exchange(attacked.tcp, request).startswith(b"HTTP/1.1 401 ")
     wait_for(lambda: denied() >= before + 400, "the report")
     wait_for(lambda: len(logged()) > lines, "the log line")
-    # There are two fronts, each of which writes at most one line in 5 s.
+    # There are two fronts, and each front writes at most one line in 5 s.
     assert len(logged()) - lines <= 2 * (2 + (time.monotonic() - started) / 5)
     problems = attacked.running.status()["problems"]
     assert any("had no valid key" in problem["what"] for problem in problems)
@@ -145,7 +145,8 @@ def test_wrong_keys_leave_one_line_and_are_visible(attacked: Target) -> None:
 
 @pytest.mark.parametrize("kind", ["tcp", "admin"])
 def test_bad_keys_by_the_thousand_delay_and_cost_nobody_else(attacked: Target, kind: str) -> None:
-    """Sends as many requests per second as the machine can handle: 1,000 and more on two free cores."""
+    """Sends as many requests per second as the machine can handle, which is 1,000 or more on two free
+    cores."""
     memory, seconds = Memory(attacked.running), 3.0
     path = "/status" if kind == "admin" else "/v1/models"
     slowest_status = 0.0
@@ -187,7 +188,7 @@ def test_connections_without_a_key_take_no_place_of_others(small: Target) -> Non
 
 
 def test_a_connect_flood_from_one_address_closes_no_connection_of_another(small: Target) -> None:
-    """A client with a long round-trip time sends its request a second after it has connected."""
+    """A client with a long round-trip time sends its request one second after connecting."""
     flood = Orders("idle_connections", small.tcp, 6.0, 100, source="127.0.0.2")
     ask = post("/v1/chat/completions", chat(), small.authorization, "Connection: close")
     with attackers([flood]) as processes:
@@ -209,7 +210,7 @@ def test_a_full_front_refuses_with_503_and_says_so(small: Target) -> None:
     body = chat(max_tokens=500, ignore_eos=True, stream=True)
     streams = [connect(small.unix) for _ in range(40)]
     try:
-        # One tenant may have 35 of the 40 connections.
+        # One tenant may hold 35 of the 40 connections.
         for sock in streams[:35]:
             sock.sendall(post("/v1/chat/completions", body))
         for sock in streams[35:]:
@@ -221,20 +222,20 @@ def test_a_full_front_refuses_with_503_and_says_so(small: Target) -> None:
             60,
             "a full front",
         )
-        assert front["detail"] == "full: all 40 connections are in use, others are refused"
+        assert front["detail"] == "full: all 40 connections are in use, and new connections are refused"
         refused = exchange(small.unix, GET)
         assert refused.startswith(b"HTTP/1.1 503 ") and b"retry-after: 1" in refused
         wait_for(
             lambda: any(
                 "connections are refused" in one["what"] for one in small.running.status()["problems"]
             ),
-            "the problem in the status",
+            "the problem to appear in the status",
         )
         assert any("connections are refused" in finding for finding in small.doctor())
     finally:
         for sock in streams:
             sock.close()
-    wait_for(small.answers_local_users, "places to be free again")
+    wait_for(small.answers_local_users, "connections to be accepted again")
 
 
 def test_a_front_with_few_descriptors_left_holds_fewer_connections(small: Target) -> None:

@@ -1,7 +1,7 @@
 """Tests of databases that are deleted, locked or damaged, and of disks that are full or read-only, under
 load.
 
-No request may fail because of it, no row may be lost, and `status` and `doctor` must report the cause.
+None of these faults may fail a request or lose a row, and `status` and `doctor` must report the cause.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PAGE_BYTES = 4096
 
 @pytest.fixture(scope="module")
 def disk() -> Iterator[Path]:
-    """Yield a small separate disk for the state directory: an ext4 image next to its mount point."""
+    """Yield a small separate disk for the state directory, which is an ext4 image next to its mount point."""
     folder = Path(tempfile.mkdtemp(prefix="appl-"))
     mounted, image = folder / "state", folder / "image"
     mounted.mkdir()
@@ -55,7 +55,8 @@ def running(disk: Path) -> Iterator[Service]:
 
 @contextmanager
 def load(running: Service) -> Iterator[None]:
-    """Send requests, all of which must be answered, and whose rows must all be in the log afterwards."""
+    """Send requests during the block. All of them must be answered, and afterwards the log must contain all
+    of their rows."""
     clients = [Load(running) for _ in range(2)]
     for client in clients:
         client.start()
@@ -97,9 +98,9 @@ def test_deleted_databases_are_written_back(running: Service) -> None:
                 and [database["restored"] for database in running.status()["databases"]]
             ),
             60,
-            "the status to say so",
+            "the status to report the problem",
         )
-        assert all("was deleted while the service runs" in note for note in notes)
+        assert all("was deleted while the service was running" in note for note in notes)
     found = doctor(running, "warning")
     assert all(any(note in text for text in found) for note in notes), found
     assert key["id"] in {one["id"] for one in running.command("keys", "list")}
@@ -128,7 +129,7 @@ def test_a_damaged_control_database_is_refused_at_the_start_with_a_remedy(runnin
     command = [APPLIANCE, "serve", "--run-dir", str(running.run_dir), "--state-dir", str(running.state_dir)]
     refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert refused.returncode == 1 and "Traceback" not in refused.stderr
-    assert "control.db is not a sound SQLite database" in refused.stderr
+    assert "control.db is not a valid SQLite database" in refused.stderr
     assert "restore a backup" in refused.stderr
     assert any("control.db" in text and "restore a backup" in text for text in doctor(running))
     (running.state_dir / "control.db").write_bytes(before)
@@ -139,7 +140,7 @@ def test_with_damaged_logs_the_service_starts_serves_and_says_so(running: Servic
     before = {name: damage(running.state_dir / name) for name in names}
     running.start()
     assert answer(running)
-    problem(running, "history.db", "not a sound SQLite database")
+    problem(running, "history.db", "not a valid SQLite database")
     found = doctor(running)
     for name in names:
         assert any(name in text and "restore a backup" in text for text in found)
@@ -151,7 +152,7 @@ def test_with_damaged_logs_the_service_starts_serves_and_says_so(running: Servic
 
 
 def test_a_disk_that_becomes_read_only_stops_no_request(running: Service, disk: Path) -> None:
-    # ext4 does this after a disk error: nothing can be written any more, not even through open files.
+    # ext4 does this after a disk error. Nothing can be written any more, not even through open files.
     subprocess.run(["mount", "-o", "remount,abort", disk], check=True)
     assert all(answer(running) for _ in range(3))
     problem(running, "history.db", "has refused writes")
@@ -161,7 +162,7 @@ def test_a_disk_that_becomes_read_only_stops_no_request(running: Service, disk: 
 
 
 def damage(path: Path) -> bytes:
-    """Overwrite all pages except the first, as a failing disk would. Returns the original content."""
+    """Overwrite all pages except the first, as a failing disk might. Return the original content."""
     before = path.read_bytes()
     assert len(before) > 4 * PAGE_BYTES
     with path.open("r+b") as file:

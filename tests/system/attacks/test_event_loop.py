@@ -1,5 +1,5 @@
-"""Tests that no request blocks a front's event loop, including while it is parsed. To add an attack, add a
-line to `ATTACKS`."""
+"""Tests that no request blocks a front's event loop, even while the request is parsed. To add an attack, add
+a line to `ATTACKS`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from tests.front.harness import MODEL, Harness, write_model
 from tests.system.attacks.watched_front import FIGURES
 
 MAX_BLOCKED_S = 0.05
-"""Maximum time that the loop may be blocked, in CPU time, so that the load of the machine does not matter."""
+"""Maximum time for which the loop may be blocked. It is CPU time, so that the load of the machine does not
+matter."""
 TRIES = 5
-"""Number of attempts, of which the best counts, because other work of the loop may fall between the same two
-beats."""
+"""Number of attempts, of which the best counts. The loop may do other work in the interval that contains the
+request."""
 BODY = Limits().max_body_bytes
 
 Figures = mmap.mmap
@@ -224,5 +225,5 @@ def test_the_watch_notices_a_blocked_loop(watched: tuple[Harness, Figures]) -> N
     body = completion(prompt=[100] * 250_000)
     with httpx.Client(transport=httpx.HTTPTransport(uds=front.api_sock, verify=False), timeout=120) as client:
         client.post("http://front" + COMPLETIONS, content=body, headers={"content-type": "application/json"})
-    # Handling a quarter of a million Python objects takes at least this long on any machine.
+    # On any machine, the front needs at least this long for a quarter of a million Python objects.
     assert min(FIGURES.unpack_from(figures)) > 0.002

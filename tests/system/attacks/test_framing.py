@@ -1,4 +1,4 @@
-"""Tests that each request with unusual framing is answered once or refused, and cannot smuggle in another
+"""Tests that each request with unusual framing gets one answer or is refused, and cannot smuggle in another
 request."""
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def test_curl_gets_its_answer(attacked: Target, option: str) -> None:
         timeout=60,
         check=True,
     )
-    assert b"messages" in done.stdout  # the error about the empty conversation: the body has arrived
+    assert b"messages" in done.stdout  # the error is about the empty conversation, so the body has arrived
 
 
 @pytest.mark.parametrize(
@@ -132,10 +132,10 @@ def test_http_1_0_gets_a_long_answer_to_its_end(attacked: Target) -> None:
     with connect(attacked.unix) as sock:
         sock.sendall(request)
         select.select([sock], [], [], 60)
-        time.sleep(0.2)  # the service fills the kernel's buffer, and must keep the rest until it is read
+        time.sleep(0.2)  # the service fills the kernel's buffer and must keep the rest until the client reads
         head, _, body = read_all(sock).partition(b"\r\n\r\n")
     assert b"connection: close" in head.lower()
-    assert len(body) > 500_000, "the kernel would take a shorter answer at once"
+    assert len(body) > 500_000, "a shorter answer would fit the kernel's buffer"
     assert len(json.loads(body)["tokens"]) > 100_000
 
 
@@ -199,6 +199,6 @@ def test_a_request_may_come_byte_by_byte(attacked: Target, framing: str) -> None
         for byte in request[:-1]:
             sock.sendall(bytes([byte]))
             time.sleep(0.002)
-        # The end of the body and the next request arrive together.
+        # The last byte of the body and the next request arrive together.
         sock.sendall(request[-1:] + b"GET /v1/nothing HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         assert statuses(read_all(sock)) == [200, 404]

@@ -1,4 +1,4 @@
-"""Tests that no process of the service stops if the reader of its standard error stops reading."""
+"""Tests that no process of the service blocks if the reader of its standard error stops reading."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class Piped(Service):
             self.reading.wait()
 
     def stall(self) -> None:
-        """Stop reading, and fill the pipe."""
+        """Stop reading until the pipe is full."""
         self.reading.clear()
-        os.write(self.writer, b"(filled by the test)\n")  # the reader takes this, and then waits
+        os.write(self.writer, b"(filled by the test)\n")  # the reader receives this line and then stops
         self.wait_until(lambda: "filled by the test" in self.text, 60, "the reader to stop")
         filler = os.open(f"/proc/self/fd/{self.writer}", os.O_WRONLY | os.O_NONBLOCK)
         try:
@@ -79,10 +79,10 @@ def test_a_stalled_reader_of_the_log_stops_nobody(running: Piped) -> None:
     running.stall()
     front, rank = running.status()["fronts"][0]["pid"], running.replica()["pids"][0]
     running.command("keys", "create", "--name", "logged")  # the core logs this
-    psutil.Process(front).kill()  # the core logs the death, and the new front logs its start
+    psutil.Process(front).kill()  # the core logs the killed front, and the new front logs its start
     psutil.Process(rank).kill()
     running.wait_until(
-        lambda: running.replica()["restarts"] == 1 and running.ready(), 60, "new processes, ready to serve"
+        lambda: running.replica()["restarts"] == 1 and running.ready(), 60, "the new processes to be ready"
     )
     assert all(answer(running) for _ in range(5))
     problem(running, "log", "standard error has not been read")
@@ -95,4 +95,4 @@ def test_a_stalled_reader_of_the_log_stops_nobody(running: Piped) -> None:
     running.stall()
     assert answer(running)
     running.process.send_signal(signal.SIGTERM)
-    assert running.process.wait(60) == 0, "the service stops in time though nobody reads its log"
+    assert running.process.wait(60) == 0, "the service failed to stop in time while its log was not read"

@@ -1,7 +1,7 @@
-"""Tests of what the machine and its users can do to a service.
+"""Tests of machine and user actions that may harm a service.
 
-The clock is set, 1,000 queued requests are cancelled at once, a connection is passed to another user, and one
-tenant measures whether the prefix cache contains another tenant's prompts.
+The clock is changed, 1,000 queued requests are cancelled at the same time, a connection is passed to another
+user, and one tenant measures whether the prefix cache contains another tenant's prompts.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def running() -> Iterator[Service]:
 
 
 def key_of(running: Service, tenant: str, **limits: Any) -> str:
-    """Return the key of a new tenant."""
+    """Create a tenant and return its key."""
     with AdminClient(running.run_dir) as admin:
         admin.act(CreateTenant(name=tenant, **limits))
         made = admin.act(CreateKey(name="app", tenant=tenant))
@@ -50,7 +50,7 @@ def key_of(running: Service, tenant: str, **limits: Any) -> str:
 
 
 def ask(http: httpx.Client, key: str, prompt: list[int]) -> tuple[float, httpx.Response]:
-    """Send a request for one token. Returns its duration in seconds and the answer."""
+    """Send a request for one token. Return its duration in seconds and the answer."""
     body = {"model": "demo", "prompt": prompt, "max_tokens": 1}
     began = time.perf_counter()
     answered = http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
@@ -62,14 +62,14 @@ def ask(http: httpx.Client, key: str, prompt: list[int]) -> tuple[float, httpx.R
 
 @contextmanager
 def clock_that_can_be_set(monkeypatch: pytest.MonkeyPatch, setting: Path) -> Iterator[Service]:
-    """Start a service whose time of day is set by the file, for example to "+1h"."""
+    """Start a service whose time of day is set by the content of the file, for example "+1h"."""
     if not FAKETIME.exists():
         pytest.skip("needs libfaketime (Debian: apt-get install libfaketime)")
     setting.write_text("+0")
     with monkeypatch.context() as patched:
         patched.setenv("LD_PRELOAD", str(FAKETIME))
         patched.setenv("FAKETIME_TIMESTAMP_FILE", str(setting))
-        # Without a cache, every reading of the clock reads the file, which makes the service ten times
+        # Without a cache, every call that reads the clock reads the file, which makes the service ten times
         # slower.
         patched.setenv("FAKETIME_CACHE_DURATION", "1")
         patched.setenv("FAKETIME_DONT_FAKE_MONOTONIC", "1")
@@ -86,20 +86,20 @@ def test_jumps_of_the_clock_change_no_quota_and_remove_no_row(
 ) -> None:
     setting = tmp_path / "clock"
     with clock_that_can_be_set(monkeypatch, setting) as running, running.http() as http:
-        # The quota permits two requests, and one more after 50 minutes.
+        # The quota permits two requests immediately, and one more after 50 minutes.
         key = key_of(running, "limited", requests_per_minute=0.02, burst_s=6000)
         assert [ask(http, key, [7])[1].status_code for _ in range(3)] == [200, 200, 429]
         running.wait_until(lambda: len(running.rows(state="ended")) >= 3, 60, "the rows")
         asked = {row["request_id"] for row in running.rows()}
         for jump, hours in (("+1h", "+1.0"), ("-1h", "-1.0"), ("-365d", "-8,760.0"), ("+365d", "+8,760.0")):
             setting.write_text(jump)
-            problem(running, "clock", f"the time of day was changed by {hours} hours")
+            problem(running, "clock", f"the system clock was changed by {hours} hours")
             jumped_at = time.monotonic()
             assert answer(running)
             assert ask(http, key, [7])[1].status_code == 429, "a jump of the clock refilled a quota"
         assert any("time of day" in text for text in doctor(running))
         time.sleep(max(0.0, jumped_at + 7 - time.monotonic()))  # housekeeping runs every 5 s
-        assert asked <= {row["request_id"] for row in running.rows()}, "rows were removed as too old"
+        assert asked <= {row["request_id"] for row in running.rows()}, "rows were removed as expired"
         setting.write_text("+0")
         no_problem(running)
 
@@ -119,14 +119,14 @@ def test_a_thousand_queued_requests_cancelled_at_once_leave_nothing_behind(runni
         client.connect(str(running.api_socket))
         client.sendall(head.encode() + body)
         clients.append(client)
-    running.wait_until(lambda: running.status()["queue"]["waiting"] > 900, 120, "most of them to wait")
+    running.wait_until(lambda: running.status()["queue"]["waiting"] > 900, 120, "most requests to be queued")
     for client in clients:
         client.close()
     began = time.monotonic()
     running.wait_until(
         lambda: running.status()["queue"]["waiting"] == running.status()["queue"]["running"] == 0,
         60,
-        "nothing to wait or run",
+        "all requests to end",
     )
     assert answer(running)
     assert time.monotonic() - began < 30
@@ -153,11 +153,11 @@ socket.send_fds(to_test, [b"x"], [connection.fileno()])
 
 
 def test_a_connection_keeps_the_rights_of_the_user_who_made_it(running: Service) -> None:
-    """The kernel reports who connected, not who writes. Root therefore gains no rights on another user's
-    connection, and a user who passes a connection on also passes on the associated rights, as with every open
+    """The kernel reports the user who connected, not the user who writes. Root therefore gains no rights on
+    another user's connection. A user who passes a connection on also passes on its rights, as with every open
     file."""
     if os.geteuid():
-        pytest.skip("needs root, to become somebody else")
+        pytest.skip("needs root to switch to another user")
     running.folder.chmod(0o755)
     running.run_dir.chmod(0o755)
     running.api_socket.chmod(0o666)
@@ -187,13 +187,13 @@ def test_a_tenant_cannot_tell_which_prompts_another_has_in_the_prefix_cache(runn
             others.append(timed(http, attacker, other, cached=False))
     hit, guess, other = map(statistics.median, (hits, guesses, others))
     saved = other - hit
-    assert saved > 0.3 * other, f"a hit takes {hit:.3f} s of {other:.3f} s: this measures nothing"
+    assert saved > 0.3 * other, f"a hit takes {hit:.3f} s of {other:.3f} s, so the measurement shows nothing"
     assert abs(guess - other) < 0.5 * saved, f"guess {guess:.3f} s, other {other:.3f} s, own hit {hit:.3f} s"
 
 
 def timed(http: httpx.Client, key: str, prompt: list[int], *, cached: bool) -> float:
-    """Return the duration of a request in seconds. `cached` tells whether its prompt must be in the caller's
-    part of the cache."""
+    """Return the duration of a request in seconds. Check that its prompt is in the caller's part of the cache
+    if `cached`, and otherwise not."""
     seconds, answered = ask(http, key, prompt)
     details = answered.json()["usage"].get("prompt_tokens_details") or {}
     assert bool(details.get("cached_tokens")) == cached, answered.text

@@ -1,4 +1,4 @@
-"""Tests of a control group with a memory limit, at which the kernel kills a process of the service."""
+"""Tests of a control group with a memory limit, where the kernel kills a process of the service."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ while counters.read_text() == before and len(taken) < 300:
     time.sleep(0.05)
 pathlib.Path(sys.argv[2]).write_text(sys.argv[3])
 """
-"""A program that takes memory until the counters of the control group change because a process was killed,
-and then lifts the limit."""
+"""A program that allocates memory until the control group's counters show that a process was killed, and then
+lifts the limit."""
 
 
 class Group:
@@ -48,8 +48,8 @@ class Group:
             raise OSError(f"{self.folder.parent} offers no memory limits")
 
     def kill(self, pid: int, spared: list[int]) -> None:
-        """Make the kernel kill this process while another process takes memory. The processes in `spared`
-        leave the group, so that the kernel cannot choose them."""
+        """Make the kernel kill this process by allocating memory in another process. The processes in
+        `spared` leave the group, so the kernel cannot choose them."""
         for one in spared:
             (self.folder.parent / "cgroup.procs").write_text(str(one))
         Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
@@ -63,8 +63,8 @@ class Group:
             str(self.limit),
             self.unlimited,
         ]
-        # If memory runs short again before the killed process has ended, the kernel kills the process that
-        # takes the memory.
+        # If memory runs out again before the killed process has ended, the kernel kills the process that
+        # allocates memory.
         self.limit.write_text(str(int(self.usage.read_text()) + (20 << 20)))
         try:
             subprocess.run(["sh", "-c", enter + '"$@"', "sh", *words], check=False, timeout=120)

@@ -1,4 +1,4 @@
-"""Tests that only the tenant that sends huge prompts pays for them, in time, memory and cost."""
+"""Tests that huge prompts cost time, memory and quota only for the tenant that sends them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ pytestmark = pytest.mark.system
 HUGE = "word " * ((Limits().max_body_bytes - 1000) // 5)
 WORD = "some words " * 10 + "x" * (Limits().max_body_bytes - 1000)
 MAX_DELAY_S = 2.0
-"""Maximum delay of a small request during the attack. It was 64 s before fronts took turns at encoding
-prompts."""
+"""Maximum delay of a small request during the attack. Before fronts encoded prompts in turns, it was 64 s."""
 
 
 def small_request_s(http: httpx.Client) -> float:
@@ -40,8 +39,8 @@ def small_request_s(http: httpx.Client) -> float:
 def flood(
     caller: Caller, path: str, connections: int, refusals: list[str] | None = None, **body: Any
 ) -> Iterator[Counter[int]]:
-    """Send the body repeatedly on the given number of connections. Yields the count of each status code, and
-    adds the messages of answers with 503 to `refusals`."""
+    """Send the body repeatedly on the given number of connections. Yield the count of each status code, and
+    add the messages of 503 responses to `refusals`."""
     statuses: Counter[int] = Counter()
     over = threading.Event()
     headers = {"authorization": f"Bearer {caller.key}"}
@@ -68,7 +67,7 @@ def flood(
 
 
 def front_bytes(running: Service) -> int:
-    """Return the memory of the fronts in bytes."""
+    """Return the resident memory of the fronts in bytes."""
     fronts = [one for one in running.descendants() if "appliance.front" in one.cmdline()]
     assert fronts
     return sum(front.memory_info().rss for front in map(psutil.Process, (one.pid for one in fronts)))
@@ -119,7 +118,7 @@ def test_a_word_that_would_be_encoded_in_one_long_step_is_refused(
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert error["param"] == param
-    assert "xxxxx'…)" in error["message"] and "divide it with spaces" in error["message"]
+    assert "xxxxx'…)" in error["message"] and "insert spaces" in error["message"]
 
 
 def test_prompts_over_the_bound_on_waiting_text_are_refused_for_their_tenant_alone(demo: Service) -> None:
@@ -129,7 +128,7 @@ def test_prompts_over_the_bound_on_waiting_text_are_refused_for_their_tenant_alo
         demo.wait_until(
             lambda: any(f"tenant {hog.name!r} has" in message for message in refusals),
             120,
-            "a prompt that is refused for what its tenant has waiting",
+            "a prompt to be refused because its tenant has too many waiting",
         )
         for _ in range(5):
             assert small_request_s(http) < MAX_DELAY_S
@@ -193,7 +192,7 @@ def test_a_front_keeps_nothing_of_the_prompts_that_it_refuses(demo: Service) -> 
     send(10)
     before = front_bytes(demo)
     send(100)
-    # Each prompt has 2 MB; before the fix, all of them stayed in memory.
+    # Each prompt has 2 MB. The front must not keep these prompts in memory.
     demo.wait_until(lambda: front_bytes(demo) - before < 60e6, 30, "the memory to be free")
 
 

@@ -1,4 +1,4 @@
-"""Tests that replicas which die or stop answering are detected within seconds and replaced, and that their
+"""Tests that replicas that die or stop responding are detected within seconds and replaced, and that their
 requests continue."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TOKENS = 120
 
 
 def begun(running: Service) -> Stream:
-    """Return a stream that has delivered its first tokens."""
+    """Return a stream whose first tokens have been delivered."""
     stream = Stream(running, max_tokens=TOKENS)
     assert stream.begun.wait(60)
     return stream
@@ -35,7 +35,7 @@ def test_a_stopped_rank_is_noticed_and_replaced_and_its_streams_go_on() -> None:
         assert undisturbed.finish_reason == "length", undisturbed.error
         stream, pids = begun(running), running.replica()["pids"]
         stopped_at = time.monotonic()
-        os.kill(pids[1], signal.SIGSTOP)  # rank 0 waits for this rank inside a collective operation
+        os.kill(pids[1], signal.SIGSTOP)  # rank 0 waits for this rank in a collective operation
         problem(running, "demo-0", f"rank 1 (pid {pids[1]}) was stopped by a signal")
         assert time.monotonic() - stopped_at < 30
         stream.join(120)
@@ -67,7 +67,7 @@ def test_a_stopped_replica_of_one_rank_is_shown_as_silent_and_replaced() -> None
 def test_a_silent_replica_gets_no_new_requests_while_another_one_serves() -> None:
     settings = f'hang_timeout_s = 600\n[models.demo]\nfolder = "{demo_model_folder()}"\nreplicas = 2\n'
     with configured(settings) as running:
-        running.wait_until(  # a service is ready as soon as one replica of each model is
+        running.wait_until(  # the service is ready when one replica of each model is ready
             lambda: all(one["state"] == "ready" for one in running.status()["models"][0]["replicas"]),
             60,
             "both replicas to be ready",

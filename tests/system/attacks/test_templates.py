@@ -1,4 +1,4 @@
-"""Tests that a hostile checkpoint's chat template affects only the users of that model."""
+"""Tests that a hostile chat template in a checkpoint affects only the users of that model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """Start a service with a model that has a hostile template, next to the demo model."""
+    """Start a service with the demo model and a model that has a hostile template."""
     folder = tmp_path_factory.mktemp("checkpoint") / "model"
     shutil.copytree(demo_model_folder(), folder)
     config = json.loads((folder / "tokenizer_config.json").read_text())
@@ -54,7 +54,7 @@ def workers(running: Service) -> list[psutil.Process]:
 
 
 def memory(process: psutil.Process) -> int:
-    """Return the resident memory in bytes; 0 after the process has ended."""
+    """Return the resident memory of a process in bytes, or 0 after the process has ended."""
     try:
         return process.memory_info().rss
     except psutil.NoSuchProcess:
@@ -81,7 +81,7 @@ def test_a_template_that_exceeds_a_bound_is_refused_and_delays_nobody_else(
         assert message in answer.json()["error"]["message"]
         assert chat(http, "hostile", "something else").status_code == 200
     assert 0 < most < MAX_TEMPLATE_MEMORY_BYTES + (64 << 20)
-    # A template that takes too much memory is ended immediately.
+    # A template that uses too much memory is ended immediately.
     assert (len(latencies) > 3 or content == "hungry") and max(latencies) < 2.0, latencies
 
     def shown() -> bool:
@@ -90,6 +90,6 @@ def test_a_template_that_exceeds_a_bound_is_refused_and_delays_nobody_else(
             for problem in hostile.status()["problems"]
         )
 
-    hostile.wait_until(shown, 30, "the problem in the status")
+    hostile.wait_until(shown, 30, "the problem to appear in the status")
     assert any("'hostile'" in text and message in text for text in doctor(hostile, "warning"))
     assert hostile.ready()

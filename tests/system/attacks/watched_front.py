@@ -1,9 +1,9 @@
 """A front that measures how long its event loop is blocked, and writes the maximum to `$BLOCKED_FILE`.
 
-The file contains two doubles, each the maximum between two beats. The first is the CPU time of the loop's
-thread. The second is the CPU time of the whole process, or the elapsed time if that is shorter; it includes
-what another thread computes while it holds the GIL. Neither includes the time of other processes. The test
-resets both to zero.
+The file contains two doubles. Each is the maximum over the intervals between two heartbeats of the loop. The
+first is the CPU time of the loop's thread. The second is the CPU time of the whole process, or the elapsed
+time if that is shorter. It includes the computations of other threads while they hold the GIL. Neither
+includes the time of other processes. The test resets both to zero.
 """
 
 from __future__ import annotations

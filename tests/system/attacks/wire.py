@@ -1,4 +1,4 @@
-"""Raw sockets for attackers' connections, and measurements of the memory that the service's processes use."""
+"""Raw sockets for attackers' connections, and measurements of the memory used by the service's processes."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def connect(address: Address, timeout_s: float = 60.0) -> socket.socket:
 
 
 def tcp_address(running: Service, name: str = "tcp") -> tuple[str, int]:
-    """Return the TCP address on which the service listens for the API ("tcp") or the metrics."""
+    """Return the TCP address of the API ("tcp") or of the metrics."""
     address = next(one["address"] for one in running.status()["sockets"] if one["name"] == name)
     host, _, port = address.rpartition(":")
     return host, int(port)
 
 
 def read_all(sock: socket.socket) -> bytes:
-    """Read until the connection ends."""
+    """Read until the connection is closed."""
     data = b""
     with contextlib.suppress(ConnectionResetError):
         while piece := sock.recv(1 << 16):
@@ -46,8 +46,7 @@ def read_all(sock: socket.socket) -> bytes:
 
 
 def exchange(address: Address, request: bytes) -> bytes:
-    """Return the bytes received in response to `request` until the connection ends. The client sends nothing
-    further."""
+    """Send `request` and nothing more. Return the bytes received until the connection is closed."""
     with connect(address) as sock:
         sock.sendall(request)
         return read_all(sock)
@@ -66,8 +65,8 @@ def chat(**fields: Any) -> dict[str, Any]:
 
 
 def flood(address: Address, data: bytes, connections: int, seconds: float) -> list[bytes]:
-    """Send `data` on many connections at once, as fast as it is accepted. Returns what each connection
-    received before it closed or the time was over."""
+    """Send `data` on many connections at the same time, as fast as the service accepts it. Return the data
+    that each connection received before it closed or the time was over."""
     sockets = [connect(address) for _ in range(connections)]
     left = {sock: memoryview(data) for sock in sockets}
     answers = dict.fromkeys(sockets, b"")
@@ -110,7 +109,7 @@ class Memory:
         return [process.memory_info().rss for process in self._processes]
 
     def growth(self) -> int:
-        """Return the largest growth of any process, in bytes."""
+        """Return the largest growth of any of the processes, in bytes."""
         return max(now - before for now, before in zip(self._sizes(), self.before, strict=True))
 
 
@@ -136,5 +135,5 @@ def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) 
     """Poll until `condition` holds."""
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
+        assert time.monotonic() < deadline, f"timed out after {timeout_s} s waiting for {what}"
         time.sleep(0.05)

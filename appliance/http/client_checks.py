@@ -1,0 +1,90 @@
+"""Checks whether the client of a connection is still there, and whether it reads its response."""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import sys
+from collections.abc import Callable
+from functools import partial
+
+from appliance.background import Timer
+from appliance.http.exchange import CONTINUE
+
+FIRST_PROBE_S = 0.5
+"""Delay before the first probe of a half-closed TCP connection, whose client may be waiting for the response
+or may have disconnected. Each probe sends `100 Continue`, to which a closed connection replies with a reset.
+The delay doubles after each probe."""
+_POLL_S = 0.5
+
+
+class HalfClosedCheck:
+    """Aborts a connection whose client has closed its sending side and then disconnects."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._probe_s = FIRST_PROBE_S
+        self._timer = Timer()
+
+    def start(self, may_probe: Callable[[], bool], waited_s: float = 0.0) -> None:
+        """Check now and at intervals, until `stop` is called or the connection closes. `may_probe` returns
+        whether `100 Continue` may be sent."""
+        if self._transport.is_closing():
+            return
+        if self._peer_has_closed():
+            self._transport.abort()
+            return
+        if waited_s >= self._probe_s and may_probe():
+            self._probe_s *= 2
+            waited_s = 0.0
+            self._transport.write(CONTINUE)
+        self._timer.start(_POLL_S, partial(self.start, may_probe, waited_s + _POLL_S))
+
+    def stop(self) -> None:
+        """End the checks."""
+        self._timer.stop()
+
+    def _peer_has_closed(self) -> bool:
+        """Whether the client has closed both directions. The kernel reports this for Unix sockets, and for
+        TCP only after a reset."""
+        poll = select.poll()
+        poll.register(self._transport.get_extra_info("socket").fileno(), 0)
+        return any(events & (select.POLLHUP | select.POLLERR) for _, events in poll.poll(0))
+
+
+class WriteLimit:
+    """Aborts a connection whose client reads nothing of its response within `limit_s`."""
+
+    def __init__(self, transport: asyncio.Transport, limit_s: float, note: Callable[[], None]) -> None:
+        """`note` is called before the connection is aborted."""
+        self._transport = transport
+        self._limit_s = limit_s
+        self._note = note
+        self._timer = Timer()
+        self._is_running = False
+        self._unsent_bytes = 0
+        """Number of bytes in the transport's buffer when the timer was started."""
+
+    def start(self) -> None:
+        """Start the time limit if it is not running."""
+        if not self._is_running:
+            self._is_running = True
+            self._unsent_bytes = self._transport.get_write_buffer_size()
+            self._timer.start(self._limit_s, self._late)
+
+    def restart(self) -> None:
+        """Record that the client has read some bytes, so that it gets more time."""
+        self._unsent_bytes = sys.maxsize
+
+    def stop(self) -> None:
+        """End the time limit."""
+        self._timer.stop()
+
+    def _late(self) -> None:
+        self._is_running = False
+        unsent = self._transport.get_write_buffer_size()
+        if unsent and unsent >= self._unsent_bytes:
+            self._note()
+            self._transport.abort()
+        elif unsent:
+            self.start()

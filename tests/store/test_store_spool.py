@@ -1,0 +1,203 @@
+"""Tests of the spool, which holds entries of the audit trail while the database cannot take them."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from store import evidence, heads
+from store.audit import AuditRow, outcome
+from store.control import ControlStore
+from store.errors import StorageFaultError
+from store.spool import RESERVED_BYTES, Spool, read_spool
+from tests.audit_trail import ROOT, announced, fill, read_audit
+
+
+class FullDatabase:
+    """Context manager in which every write to `control.db` fails as on a full disk."""
+
+    def __init__(self, control: ControlStore) -> None:
+        self._writer = control._writer
+
+    def __enter__(self) -> None:
+        # The next row is longer than the space that is left in the last page.
+        self._writer.call(
+            lambda connection: connection.execute(
+                f"PRAGMA max_page_count={connection.execute('PRAGMA page_count').fetchone()[0]}"
+            ).fetchone()
+        ).result(60)
+
+    def __exit__(self, *_: object) -> None:
+        self._writer.call(
+            lambda connection: connection.execute("PRAGMA max_page_count=1073741823").fetchone()
+        ).result(60)
+
+
+LONG = "x" * 5000
+
+
+def test_what_the_database_refuses_is_spooled_and_comes_into_the_chain_in_order(control, tmp_path, caplog):
+    control.create_tenant(actor=ROOT, name="before", changes={}).result(60)
+    with FullDatabase(control):
+        actors = []
+        for number in range(3):
+            actors.append(announced(control, "requests.cancel", number=number, why=LONG))
+            control.trail.conclude(
+                actors[-1], "requests.cancel", {"number": number, "why": LONG}, "ok"
+            ).result(60)
+        state = control.trail.state()
+        assert (state.spool.rows, state.spool.in_memory) == (6, 0)
+        assert state.spool.path == tmp_path / "audit.spool"
+        assert "full" in (state.last_error or "")
+        assert len(read_audit(control.path)) == 1
+        waiting = evidence.read_spool(tmp_path)
+        assert [entry.phase for entry in waiting] == ["intent", "result"] * 3
+        assert "6 entries since" in evidence.examine_folder(tmp_path).notes[-1]
+    control.trail.retry()
+    control.create_tenant(actor=ROOT, name="after", changes={}).result(60)
+    rows = read_audit(control.path)[1:]
+    assert [row.act for row in rows[:6]] == [actor.act for actor in actors for _ in range(2)]
+    assert [row.at for row in rows[:6]] == [entry.at for entry in waiting]
+    assert all(row.note and row.note.startswith("spooled; written to the chain at ") for row in rows[:6])
+    assert (rows[6].action, rows[6].note) == ("tenants.create", None)
+    state = control.trail.state()
+    assert (state.spool.rows, state.spool.path, state.last_error) == (0, None, None)
+    assert (tmp_path / "audit.spool").read_bytes().strip(b"\0") == b""
+    assert "6 audit entries were moved from the spool to the audit chain" in caplog.text
+    assert evidence.examine_folder(tmp_path).ok
+
+
+def test_a_change_that_is_refused_for_want_of_room_is_audited_all_the_same(control):
+    with FullDatabase(control):
+        actor = announced(control, "keys.create", name=LONG)
+        with pytest.raises(StorageFaultError) as raised:
+            control.change(
+                actor=actor, action="keys.create", params={"name": LONG}, apply=lambda connection: None
+            ).result(60)
+        control.trail.conclude(actor, "keys.create", {}, f"failed: {raised.value}").result(60)
+    control.trail.retry()
+    announced(control, "a.b")
+    assert [(row.phase, row.result[:7]) for row in read_audit(control.path)][:2] == [
+        ("intent", ""),
+        ("result", "failed:"),
+    ]
+
+
+def test_what_waits_outlives_the_service(tmp_path):
+    first = ControlStore(tmp_path / "control.db")
+    first.start()
+    with FullDatabase(first):
+        actor = announced(first, "requests.cancel", why=LONG)
+        first.trail.conclude(actor, "requests.cancel", {"why": LONG}, "ok").result(60)
+        # This simulates that the process is killed here.
+        kept = (tmp_path / "audit.spool").read_bytes()
+    first.close()
+    (tmp_path / "audit.spool").write_bytes(kept)
+    before = len(read_audit(first.path))
+    second = ControlStore(tmp_path / "control.db")
+    second.start()
+    second.close()
+    # An entry that was both in the spool and in the chain appears only once.
+    assert before == 2
+    assert [row.phase for row in read_audit(first.path)] == ["intent", "result"]
+    assert not (tmp_path / "audit.spool").exists()
+
+
+def test_a_line_that_somebody_changed_while_it_waited_is_marked(tmp_path):
+    first = ControlStore(tmp_path / "control.db")
+    first.start()
+    with FullDatabase(first):
+        for number in range(3):
+            announced(first, "requests.cancel", number=number, why=LONG)
+        kept = (tmp_path / "audit.spool").read_bytes()
+    first.close()
+    os.unlink(tmp_path / "control.db")
+    lines = kept.rstrip(b"\0").splitlines(keepends=True)
+    assert b"uid:0" in lines[1]
+    lines[1] = lines[1].replace(b"uid:0", b"uid:9")
+    (tmp_path / "audit.spool").write_bytes(b"".join(lines) + b'{"entry": "half a li')
+    second = ControlStore(tmp_path / "control.db")
+    second.start()
+    second.close()
+    rows = [row for row in read_audit(second.path) if row.phase == "intent"]
+    marked = [row.actor for row in rows if "spool line of this entry" in (row.note or "")]
+    assert [row.actor for row in rows] == ["uid:0", "uid:9", "uid:0"]
+    assert marked == ["uid:9"]
+
+
+def test_a_line_that_nobody_can_read_is_recorded_as_such(tmp_path):
+    fill(tmp_path)
+    (tmp_path / "audit.spool").write_bytes(b"not a line\n")
+    control = ControlStore(tmp_path / "control.db")
+    control.start()
+    control.close()
+    row: AuditRow = read_audit(control.path)[-1]
+    assert (row.action, row.result) == ("unreadable", "line 1 of the spool could not be read")
+
+
+def fill_up(disk: Path) -> None:
+    with suppress(OSError), (disk / "ballast").open("ab", buffering=0) as ballast:
+        while True:
+            ballast.write(b"\0" * 4096)
+
+
+def entry(number: int, size: int = 100) -> object:
+    return outcome(ROOT, "a.b", {"number": number, "filler": "x" * size}, "ok")
+
+
+def test_a_full_disk_takes_entries_into_the_reserved_space(tiny_disk):
+    key = heads.make_or_read_key(tiny_disk)
+    spool = Spool(tiny_disk / "audit.spool", key)
+    spool.start()
+    fill_up(tiny_disk)
+    for number in range(100):
+        spool.put(entry(number))
+    state = spool.state()
+    assert (state.rows, state.in_memory, state.path) == (100, 0, tiny_disk / "audit.spool")
+    assert read_spool(tiny_disk / "audit.spool", key).entries == spool.waiting()
+
+
+def test_entries_beyond_the_reserved_space_wait_in_memory_until_the_disk_has_space(tiny_disk, caplog):
+    key = heads.make_or_read_key(tiny_disk)
+    path = tiny_disk / "audit.spool"
+    spool = Spool(path, key)
+    spool.start()
+    fill_up(tiny_disk)
+    entries = [entry(number, 20_000) for number in range(20)]
+    for one in entries:
+        spool.put(one)
+    in_memory = spool.state().in_memory
+    assert 0 < in_memory < 20 and spool.waiting() == entries
+    assert read_spool(path, key).entries == entries[: 20 - in_memory]
+    assert "this audit entry is only in memory: {" in caplog.text and '"action":"a.b"' in caplog.text
+    (tiny_disk / "ballast").unlink()
+    spool.retry()
+    assert spool.state().in_memory == 0
+    again = Spool(path, key)
+    again.start()
+    assert again.waiting() == entries
+    again.drop(20)
+    assert again.state().rows == 0
+    assert path.stat().st_size == RESERVED_BYTES
+    assert path.read_bytes().strip(b"\0") == b""
+
+
+def test_entries_wait_in_memory_while_the_file_cannot_be_made(tmp_path):
+    spool = Spool(tmp_path / "missing" / "audit.spool", heads.make_or_read_key(tmp_path))
+    spool.put(entry(1))
+    assert (spool.state().in_memory, spool.state().path) == (1, None)
+    (tmp_path / "missing").mkdir()
+    spool.retry()
+    assert (spool.state().in_memory, spool.state().path) == (0, tmp_path / "missing" / "audit.spool")
+
+
+def test_a_spool_is_no_more_than_its_bound(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("store.spool.MAX_ENTRIES", 2)
+    spool = Spool(tmp_path / "audit.spool", heads.make_or_read_key(tmp_path))
+    for number in range(3):
+        spool.put(entry(number))
+    assert (spool.state().rows, spool.state().lost) == (2, 1)
+    assert "so this audit entry is only in this log" in caplog.text
