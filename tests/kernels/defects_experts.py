@@ -199,14 +199,14 @@ _EXPERTS_MANY = [
         "experts_many.py",
         "earlier += tl.sum(tl.where((block < tl.program_id(0))[:, None], count, 0), axis=0)",
         "earlier += tl.sum(tl.where((block < 0)[:, None], count, 0), axis=0)",
-        "sorted or many",
+        "sorted",
     ),
     Defect(
         "the sort: every expert begins at zero",
         "experts_many.py",
         "place += tl.gather(ends - totals + earlier, expert, 0)",
         "place += tl.gather(ends * 0 + earlier, expert, 0)",
-        "sorted or many",
+        "sorted",
     ),
     Defect(
         "grouped: an expert's second tile is its first",
